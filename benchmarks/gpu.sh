@@ -43,7 +43,9 @@ packages = {
     "numpy": "numpy",
     "transformers": "transformers",
     "diffusers": "diffusers",
-    "importlib_metadata": "importlib_metadata",
+    "importlib_metadata": "importlib_metadata",  # this and the next two are diffusers'
+    "PIL": "Pillow",
+    "requests": "requests",
     "accelerate": "accelerate",
     "safetensors": "safetensors",
     "einops": "einops",

@@ -15,9 +15,10 @@ from d2plm.core.machine import user_name
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.core.versions import git_revision
-from d2plm.core.vocabulary import PROTEIN, open_vocabulary
+from d2plm.core.vocabulary import open_vocabulary
 from d2plm.data.manifest import MANIFEST, read_manifest
-from d2plm.evaluation.findings import Terms, read_evaluation
+from d2plm.evaluation.findings import read_evaluation
+from d2plm.evaluation.terms import terms_for
 from d2plm.tracking.description import description
 from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
 from d2plm.tracking.runs import Run, Runs, require_trackers, tracking_run
@@ -149,11 +150,9 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
     Args:
         version: (name, number) in the registry, if registered.
     """
-    known: dict[str, Any] = {}
     prepared_dir, folder = Path(config["data"]["prepared_dir"]), Path(config["model_dir"])
     vocabulary = open_vocabulary(folder if folder.is_dir() else prepared_dir / "validation_lmdb")
-    if vocabulary != PROTEIN:
-        known["terms"] = Terms.of(vocabulary.nouns, "unigram", vocabulary.nouns.token)
+    known: dict[str, Any] = {"terms": terms_for(vocabulary)}
     if folder.is_dir():
         # Imported here because it needs torch, which the image that prepares the data lacks.
         from d2plm.export.exported_model import parameters_of, read_provenance

@@ -21,12 +21,13 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import held_out_relatives
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
-from d2plm.evaluation.baselines import SUITES, fit_baselines
+from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import EVALUATION, best_profile
 from d2plm.evaluation.given_relatives import RelativesChoice
 from d2plm.evaluation.nearest import nearest_identities, nearest_search
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import table
+from d2plm.evaluation.terms import SUITES
 from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.export.model_evaluation import (
     evaluate,

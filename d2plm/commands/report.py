@@ -13,9 +13,9 @@ from d2plm.config import Config, read
 from d2plm.core.terminal import done
 from d2plm.data.homology import Resources
 from d2plm.data.manifest import MANIFEST, open_prepared
-from d2plm.evaluation.baselines import SUITES
 from d2plm.evaluation.findings import EVALUATION, read_evaluation
 from d2plm.evaluation.new_members import read_members
+from d2plm.evaluation.terms import SUITES
 from d2plm.export.designs import FASTA, describe_designs
 from d2plm.export.exported_model import PROVENANCE, ExportedModel
 from d2plm.export.report_content import CONFIG, Sources

@@ -21,7 +21,7 @@ from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
 from d2plm.data.loader import Sequences
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.compressors import XZ, ZSTD, xz_nats, zstd_scorer
-from d2plm.evaluation.findings import Terms
+from d2plm.evaluation.terms import REFERENCE, SUITES
 
 COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
 TUNING_SHARE = 0.1  # of the training clusters, on which the n-grams' smoothing is chosen
@@ -32,45 +32,6 @@ MAX_CODE = 1 << 62  # n-grams are numbered by int64
 PRIMED_BYTES = 1 << 24  # of training text, sampled, that a compressor has seen
 
 Scorer = Callable[[Tokens], float]
-
-
-@dataclass(frozen=True)
-class Suite:
-    """The baselines of an alphabet.
-
-    Attributes:
-        orders: of the n-grams.
-        composition: whether composition is one, which many sequences of a small alphabet fit.
-        homology: whether MMseqs2's and HMMER's figures, made for proteins, are measured.
-        unit: by which bits are counted and compressors judged; None where text has no such unit.
-    """
-
-    orders: tuple[int, ...]
-    composition: bool = True
-    homology: bool = False
-    unit: str | None = None
-
-    @property
-    def reference(self) -> str:
-        """The best baseline that ignores order."""
-        return "composition" if self.composition else "unigram"
-
-
-_NUCLEOTIDES = Suite((1, 2, 4, 6, 8, 11), unit="base")
-SUITES = {
-    "protein": Suite((1, 2, 3, 4, 5), homology=True),
-    "dna": _NUCLEOTIDES,
-    "rna": _NUCLEOTIDES,
-    "codon": Suite((1, 2, 3), unit="base"),
-    "bytes": Suite((1, 2, 3, 4, 5, 6, 8), composition=False, unit="byte"),
-    "tokenizer": Suite((1, 2, 3, 4), composition=False, unit="byte"),
-}
-
-
-def terms_for(vocabulary: Vocabulary) -> Terms:
-    """What evaluations of a vocabulary's sequences call things."""
-    suite = SUITES[vocabulary.name]
-    return Terms.of(vocabulary.nouns, suite.reference, suite.unit)
 
 
 @dataclass(frozen=True)
@@ -114,7 +75,7 @@ def fit_baselines(
     vocabulary = train.vocabulary
     suite, unigram = SUITES[vocabulary.name], fit_unigram(train, max_residues)
     concentration: NDArray[np.float64] | None = None
-    if suite.composition:
+    if suite.reference == REFERENCE:
         report("fitting the composition baseline")
         concentration = fit_composition(train, max_residues)
     report(f"fitting n-grams up to order {max(suite.orders)}")

@@ -19,9 +19,10 @@ from scipy.stats import t as student_t
 from d2plm.core.errors import ConfigError
 from d2plm.core.number_text import interval_text
 from d2plm.core.palette import BLUE, GREY, ORANGE, new_figure, save_figure
-from d2plm.evaluation.findings import against, judge, terms_of
+from d2plm.evaluation.findings import against, judge
 from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate, paired_difference
 from d2plm.evaluation.plots import plot_perplexity
+from d2plm.evaluation.terms import terms_of
 
 FORMAT_VERSION = 1
 

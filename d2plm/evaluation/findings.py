@@ -5,7 +5,6 @@ formulated here. This module does not need torch, which the image that prepares 
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,62 +12,13 @@ from typing import Any, Literal
 from d2plm.core.errors import DataError
 from d2plm.core.files import read_json
 from d2plm.core.number_text import difference_text, interval_text
-from d2plm.core.vocabulary import Nouns
+from d2plm.evaluation.terms import REFERENCE, terms_of
 
 EVALUATION = "evaluation.json"
 FORMAT_VERSION = 3
-REFERENCE = "composition"  # depends on the amino acids of a protein but not on their order
 MODEL = "this model"
 PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
 LITTLE = 0.05  # nats per residue below composition; a smaller gain is called little
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What an evaluation calls things; by default proteins.
-
-    Attributes:
-        sequence, token: the vocabulary's nouns.
-        scored: a token that is predicted; `letter`: a kind of token; `cluster`: of sequences.
-        reference: the best baseline that ignores order.
-        unit: bits are counted per unit, too; None for proteins.
-    """
-
-    sequence: str = "protein"
-    token: str = "residue"  # noqa: S105  # no password
-    scored: str = "canonical residue"
-    letter: str = "amino acid"
-    cluster: str = "homology cluster"
-    reference: str = REFERENCE
-    unit: str | None = None
-
-    @property
-    def model(self) -> str:
-        """What a model of these sequences is called."""
-        kind = "nucleotide sequence" if self.sequence == "sequence" else self.sequence
-        return "protein language model" if self.unit is None else f"language model of {kind}s"
-
-    @property
-    def caveat(self) -> str:
-        """What the figures of generated proteins do not say; "" of others."""
-        caveat = "No figure here says whether a generated protein folds or functions."
-        return caveat if self.unit is None else ""
-
-    @classmethod
-    def of(cls, nouns: Nouns, reference: str, unit: str | None) -> "Terms":
-        """Those of a vocabulary whose text is counted in units."""
-        if unit is None:
-            return cls()
-        return cls(*nouns, nouns.token, nouns.token, "cluster", reference, unit)
-
-
-PROTEINS = Terms()
-
-
-def terms_of(evaluation: Mapping[str, Any]) -> Terms:
-    """The terms recorded in an evaluation or comparison, proteins' where there are none."""
-    return Terms(**evaluation.get("terms", {}))
-
 
 Outcome = Literal["better", "worse", "undecided"]
 

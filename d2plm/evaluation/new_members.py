@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.files import files_digest, read_json, write_text
-from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.quality import GENERATED, NATURAL
+from d2plm.evaluation.terms import REFERENCE
 
 FEW = 3  # members; an HMM of fewer is little more than one protein's
 FORMAT_VERSION = 2

@@ -25,8 +25,9 @@ from d2plm.core.palette import (
     new_figure,
     save_figure,
 )
-from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, REFERENCE, judge, terms_of
+from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, judge
 from d2plm.evaluation.quality import GENERATED, LENGTH_BIN, NATURAL
+from d2plm.evaluation.terms import REFERENCE, terms_of
 
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
 BASELINES = {

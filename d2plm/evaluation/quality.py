@@ -22,8 +22,8 @@ from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.data.homology import ClusterSettings, MMseqs, Resources, SearchSettings, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts
-from d2plm.evaluation.findings import REFERENCE, Terms, terms_of
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
+from d2plm.evaluation.terms import REFERENCE, Terms, terms_of
 
 FORMAT_VERSION = 1
 GENERATED, NATURAL = "generated", "natural, held out"  # how the sets are called

@@ -20,7 +20,7 @@ from scipy.stats import linregress
 
 from d2plm.core.errors import ConfigError
 from d2plm.core.palette import GREY, SERIES, new_figure, save_figure
-from d2plm.evaluation.findings import terms_of
+from d2plm.evaluation.terms import terms_of
 
 FORMAT_VERSION = 1
 HUBER = 1e-3  # of residuals of log L: quadratic below, linear above, as in the paper

@@ -11,14 +11,10 @@ from d2plm.core.number_text import difference_text
 from d2plm.evaluation.findings import (
     FORMAT_VERSION,
     MODEL,
-    PROTEINS,
-    REFERENCE,
-    Terms,
     against,
     judge,
     known_interval,
     likelihoods,
-    terms_of,
 )
 from d2plm.evaluation.given_relatives import relatives_table
 from d2plm.evaluation.likelihood import (
@@ -31,6 +27,7 @@ from d2plm.evaluation.likelihood import (
 )
 from d2plm.evaluation.nearest import IDENTITY_BINS, identity_bins
 from d2plm.evaluation.quality import quality_table
+from d2plm.evaluation.terms import PROTEINS, REFERENCE, Terms, terms_of
 from d2plm.generation.lengths import LengthHistogram
 
 

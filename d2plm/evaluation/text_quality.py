@@ -24,7 +24,6 @@ from d2plm.evaluation.baselines import (
     sparse_counts,
     token_ranks,
 )
-from d2plm.evaluation.findings import Terms
 from d2plm.evaluation.quality import (
     LENGTH_BIN,
     in_training,
@@ -33,6 +32,7 @@ from d2plm.evaluation.quality import (
     ks_distance,
     longest_run,
 )
+from d2plm.evaluation.terms import Terms
 
 FORMAT_VERSION = 1
 LONGEST_NGRAM = 3

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.constants import REPOCARD_NAME as CARD
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
@@ -24,7 +25,6 @@ from d2plm.core.files import files_digest, nearest_path, read_json, written_besi
 from d2plm.core.precision import resolve_precision
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
-from d2plm.export.model_card import FILE as CARD
 from d2plm.export.model_card import model_card
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model import lora

@@ -11,6 +11,7 @@ module registers them; `import d2plm` does so as soon as transformers is importe
 from pathlib import Path
 from typing import Any, Self
 
+from huggingface_hub.constants import REPOCARD_NAME as CARD
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
@@ -19,7 +20,6 @@ from transformers.utils import cached_file
 from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import FILE, FIRST, PAD, SAVED_TOKENIZER
 from d2plm.evaluation.embedding import watched
-from d2plm.export.model_card import FILE as CARD
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms import load_paradigm

@@ -10,12 +10,11 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
-from d2plm.evaluation.baselines import terms_for
-from d2plm.evaluation.findings import Terms, judge, likelihood_table
+from d2plm.evaluation.findings import judge, likelihood_table
+from d2plm.evaluation.terms import Terms, terms_for
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Paradigm
 
-FILE = "README.md"
 TAGS = ("protein", "protein-language-model", "biology")
 EXAMPLES = {  # of sequences to score
     "protein": '["MKTAYIAKQR", "GSHMLEDPVA"]',

@@ -14,6 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from huggingface_hub.constants import REPOCARD_NAME as CARD
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, ModelError
@@ -24,13 +25,7 @@ from d2plm.data.homology import Resources, SearchSettings
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, clusters_of
-from d2plm.evaluation.baselines import (
-    SUITES,
-    Baselines,
-    fit_baselines,
-    sample_reference,
-    terms_for,
-)
+from d2plm.evaluation.baselines import Baselines, fit_baselines, sample_reference
 from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
 from d2plm.evaluation.given_relatives import (
     PROFILES_VERSION,
@@ -47,9 +42,9 @@ from d2plm.evaluation.quality import (
     find_novelty,
 )
 from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.terms import SUITES, terms_for
 from d2plm.evaluation.text_quality import compare_texts
 from d2plm.export.exported_model import ExportedModel, load_export
-from d2plm.export.model_card import FILE as CARD
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

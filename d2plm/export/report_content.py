@@ -24,18 +24,10 @@ from d2plm.core.redaction import redacted_settings
 from d2plm.core.vocabulary import open_vocabulary
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
-from d2plm.evaluation.baselines import terms_for
-from d2plm.evaluation.findings import (
-    EVALUATION,
-    Terms,
-    judge,
-    likelihoods,
-    next_steps,
-    read_evaluation,
-    terms_of,
-)
+from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, next_steps, read_evaluation
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.quality import quality_rows
+from d2plm.evaluation.terms import Terms, terms_for, terms_of
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
 from d2plm.training.callbacks.metric_logger import FILE as METRICS

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.number_text import interval_text
-from d2plm.evaluation.findings import PROTEINS, Terms, judge, likelihood_table, terms_of
+from d2plm.evaluation.findings import judge, likelihood_table
+from d2plm.evaluation.terms import PROTEINS, Terms, terms_of
 
 LIMIT = 8000  # maximum number of characters of a tag in MLflow
 LOAD = """### Load

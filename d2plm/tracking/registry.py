@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.constants import REPOCARD_NAME as CARD
+
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.core.files import files_digest, nearest_path
 from d2plm.core.number_text import difference_text
-from d2plm.evaluation.findings import EVALUATION, judge, terms_of
+from d2plm.evaluation.findings import EVALUATION, judge
 from d2plm.evaluation.summary import paired_difference
+from d2plm.evaluation.terms import terms_of
 from d2plm.export.exported_model import read_provenance
-from d2plm.export.model_card import FILE as CARD
 from d2plm.export.model_evaluation import load_scores
 from d2plm.model import lora
 from d2plm.tracking.description import shortened

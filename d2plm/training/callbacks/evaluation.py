@@ -10,14 +10,9 @@ import torch
 
 from d2plm.core.errors import require_number
 from d2plm.data.loader import Sequences
-from d2plm.evaluation.baselines import (
-    SUITES,
-    composition_nats,
-    counts_of,
-    fit_composition,
-    fit_unigram,
-)
+from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition, fit_unigram
 from d2plm.evaluation.likelihood import score_sequences
+from d2plm.evaluation.terms import REFERENCE, SUITES
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
@@ -62,7 +57,7 @@ class Evaluate(Callback):
         """
         residues = self.max_length - 2
         counts = [counts_of(tokens[:residues], self.vocabulary) for tokens in self.sequences]
-        if SUITES[self.vocabulary.name].composition:
+        if SUITES[self.vocabulary.name].reference == REFERENCE:
             alpha = fit_composition(train, residues, FITTED_SEQUENCES)
             nats = sum(composition_nats(each, alpha) for each in counts)
         else:

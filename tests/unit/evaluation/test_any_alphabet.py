@@ -12,22 +12,16 @@ import numpy as np
 import pytest
 
 from d2plm.core.alphabet import encode
-from d2plm.core.vocabulary import DNA, PROTEIN, Bytes, Codons, Nouns, Tokens, Vocabulary
+from d2plm.core.vocabulary import DNA, PROTEIN, Bytes, Codons, Tokens, Vocabulary
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
-from d2plm.evaluation.baselines import (
-    SUITES,
-    NGram,
-    fit_baselines,
-    sampled,
-    sparse_counts,
-    token_ranks,
-)
+from d2plm.evaluation.baselines import NGram, fit_baselines, sampled, sparse_counts, token_ranks
 from d2plm.evaluation.compressors import xz_nats, zstd_scorer
-from d2plm.evaluation.findings import PROTEINS, Terms, judge, likelihood_table
+from d2plm.evaluation.findings import judge, likelihood_table
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.summary import HeldOut, summarise, table
+from d2plm.evaluation.terms import PROTEINS, SUITES, terms_for
 from d2plm.evaluation.text_quality import compare_texts, window_hashes
 from d2plm.export.exported_model import ExportedModel
 from d2plm.export.model_evaluation import evaluate, generated_quality
@@ -167,7 +161,7 @@ def test_no_more_than_a_sample_is_taken(make_store: Callable[[list[Tokens]], Any
 def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
     tokens, units, clusters = np.array([10, 30, 20]), np.array([40, 90, 70]), np.arange(3)
     scores = invented_scores(tokens, 2.0, noise=0)
-    terms = Terms.of(Nouns("document", "token"), "unigram", "byte")
+    terms = terms_for(BYTES)
     held_out = HeldOut(
         *(tokens, clusters, {"unigram": tokens * 3.0}),
         units=units,
@@ -189,14 +183,14 @@ def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
     assert xz["perplexity_interval"] is xz["bits_per_byte_interval"] is None
     finding = judge(found)
     assert (finding.baseline, finding.outcome) == ("unigram", "better")
-    assert "the order of tokens" in finding.details[0] and "unigram" in finding.details[0]
+    assert "the order of bytes" in finding.details[0] and "unigram" in finding.details[0]
     assert finding.details[1].startswith("xz, of all held-out documents together, needs 0.649 bits")
     assert "nats/token" in finding.headline
     assert "bits/byte" in likelihood_table(found) and "bits/byte" in table(found)
 
 
 def test_proteins_are_called_proteins() -> None:
-    assert Terms.of(PROTEIN.nouns, "composition", SUITES["protein"].unit) == PROTEINS
+    assert terms_for(PROTEIN) == PROTEINS
 
 
 def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_texts(
@@ -272,7 +266,7 @@ def test_copies_repetitions_and_ngrams_of_text_are_found(tmp_path: Path) -> None
     train = store_of(tmp_path / "train", texts, BYTES)
     fresh = BYTES.encode("0123456789" * 12, "test")
     pasted = np.concatenate([texts[0][20:90], BYTES.encode("#" * 70, "test")])
-    terms = Terms.of(BYTES.nouns, "unigram", "byte")
+    terms = terms_for(BYTES)
     sets = {"fresh": [fresh], "pasted": [pasted, pasted], "whole": [texts[1]]}
     found = compare_texts(sets, train, 1000, terms)["sets"]
     assert found["fresh"]["copied_share"] == 0 and found["whole"]["copied_share"] == 1

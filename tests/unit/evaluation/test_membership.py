@@ -9,7 +9,6 @@ import pytest
 from d2plm.core.alphabet import decode
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.evaluation.findings import REFERENCE
 from d2plm.evaluation.membership import (
     MAX_E_VALUE,
     describe_members,
@@ -26,6 +25,7 @@ from d2plm.evaluation.new_members import (
 from d2plm.evaluation.plots import plot_new_members
 from d2plm.evaluation.profile import aligned_columns, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
+from d2plm.evaluation.terms import REFERENCE
 from tests.conftest import Tokens
 
 FAMILY = Path(__file__).parents[3] / "examples" / "data" / "family_abc_importers.fasta.gz"

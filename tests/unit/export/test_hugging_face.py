@@ -65,6 +65,15 @@ def test_importing_d2plm_alone_imports_no_torch() -> None:
     assert ended.stdout.split() == ["False", "False"]
 
 
+def test_the_classes_need_no_package_of_commands_or_evaluations() -> None:
+    blocked = ("hydra", "jinja2", "mlflow", "pandas", "scipy")
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
+        "from transformers import AutoModelForMaskedLM\nimport d2plm.export.hugging_face"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])
 def test_without_times_they_are_those_of_the_masks(
     kind: str, exports: Path, inputs: dict[str, torch.Tensor]

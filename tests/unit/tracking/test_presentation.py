@@ -12,7 +12,8 @@ from d2plm.config import compose
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.core.vocabulary import Bytes
-from d2plm.evaluation.findings import Terms, likelihood_table
+from d2plm.evaluation.findings import likelihood_table
+from d2plm.evaluation.terms import terms_for
 from d2plm.tracking.description import description, shortened
 from d2plm.tracking.registry import EVALUATED
 from d2plm.tracking.runs import in_sections, with_size
@@ -133,7 +134,7 @@ def test_a_description_says_what_the_run_is_how_good_and_how_to_load_it(
     assert "16,895 proteins (7,737,363 residues) of `uniprot.fasta.gz`" in begun
     assert "pairs found afterwards: 4" in begun
     assert "load_model" not in begun and "|" not in begun
-    texts = Terms.of(Bytes.nouns, "unigram", "byte")
+    texts = terms_for(Bytes())
     of_texts = description(**known, model_dir=model_dir, manifest=manifest, terms=texts)
     assert "language model of texts" in of_texts and "protein" not in of_texts
     done = description(
