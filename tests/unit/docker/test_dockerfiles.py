@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 IMAGES = ("trainer", "mmseqs2", "mlflow")
 LOCKED = {
@@ -43,6 +45,19 @@ def test_the_trainer_has_every_extra_that_is_used_at_run_time() -> None:
     names = {re.split(r"[\[<>=]", line)[0] for line in printed.splitlines()}
     assert {"torch", "kfp", "kubernetes", "mlflow", "tensorboard", "wandb"} <= names <= LOCKED
     assert not names & {"pytest", "mypy", "ruff", "hypothesis"}
+
+
+@pytest.mark.thorough
+def test_the_pipeline_that_checks_the_trainers_image_runs(tmp_path: Path) -> None:
+    programs = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PROTEINS": str(ROOT / "examples/data/uniprot_500.fasta.gz"),
+        "TMPDIR": str(tmp_path),
+    }
+    script = ROOT / "docker/smoke/pipeline.sh"
+    subprocess.run(["sh", script], cwd=tmp_path, env=environment, check=True)
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -184,8 +184,8 @@ def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
     finding = judge(found)
     assert (finding.baseline, finding.outcome) == ("unigram", "better")
     assert "the order of bytes" in finding.details[0] and "unigram" in finding.details[0]
-    assert finding.details[1].startswith("xz, of all held-out documents together, needs 0.649 bits")
-    assert "nats/token" in finding.headline
+    assert finding.details[1].startswith("xz, of all held-out texts together, needs 0.649 bits")
+    assert "nats/byte" in finding.headline
     assert "bits/byte" in likelihood_table(found) and "bits/byte" in table(found)
 
 
