@@ -452,7 +452,9 @@ class Subwords(Vocabulary):
             some = [read[index] for index in batch]
             try:
                 found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
-            except Exception as error:  # as above; for example no token for unknown ones
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # no token for unknown text; Rust's PanicException
                 raise DataError(
                     f"{self.path}: cannot tokenise a text ({error}); give another tokenizer"
                 ) from None

@@ -209,8 +209,9 @@ def test_wrong_settings(tmp_path: Path) -> None:
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer
+    from tokenizers import Regex, Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
 
     path = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"a": 0}, "<unk>")).save(str(path))
@@ -222,6 +223,11 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
         path.write_text(json.dumps(content))
         with pytest.raises(DataError, match=message):
             vocabulary("tokenizer", tokenizer=path)
+    endless = Tokenizer(WordLevel({"a": 0}, "a"))
+    endless.pre_tokenizer = Split(Regex(r"(x+x+)+y"), "isolated")  # its search gives up: a panic
+    endless.save(str(path))
+    with pytest.raises(DataError, match=r"cannot tokenise a text .*retry-limit"):
+        vocabulary("tokenizer", tokenizer=path).encode("x" * 60, "it")
 
 
 @pytest.mark.parametrize("wrong", ["", 3, "ACGE"])

@@ -57,7 +57,7 @@ def test_the_pipeline_that_checks_the_trainers_image_runs(tmp_path: Path) -> Non
         "TMPDIR": str(tmp_path),
     }
     script = ROOT / "docker/smoke/pipeline.sh"
-    subprocess.run(["sh", script], cwd=tmp_path, env=environment, check=True)
+    subprocess.run(["/bin/sh", script], cwd=tmp_path, env=environment, check=True)
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
