@@ -85,7 +85,7 @@ def _documents(
             first = line
         if not ended and not in_parts:
             raise DataError(
-                f"{source.path}, line {first}: a document of more than {most:,} bytes; cut "
+                f"{source.path}, line {first}: a record of more than {most:,} bytes; cut "
                 "it with window when ingesting, without max_residues, or see format=lines and "
                 "paragraphs"
             )

@@ -442,7 +442,7 @@ def _line(path: Path, one: Document, offset: int | None) -> str:
 
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
     if len(line) >= _LONGEST_LINE:
-        raise DataError(f"{where}: is longer than {_LONGEST_LINE:,} bytes; split its document")
+        raise DataError(f"{where}: is longer than {_LONGEST_LINE:,} bytes; split its record")
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -86,7 +86,7 @@ def test_a_plain_text_is_read_whole_in_parts_of_any_size(
 def test_a_long_document_needs_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d2plm.data.documents._WHOLE_BYTES", 100)
     path = _write(tmp_path / "a.txt", TEXT)
-    with pytest.raises(DataError, match=r"a.txt, line 1: a document of more than 100 .* window"):
+    with pytest.raises(DataError, match=r"a.txt, line 1: a record of more than 100 .* window"):
         ingest(path, tmp_path / "out", vocabulary=BYTES)
 
 
