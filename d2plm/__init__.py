@@ -1,8 +1,11 @@
 """D2PLM trains protein language models by discrete diffusion and discrete flow matching."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,27 +27,36 @@ def __getattr__(name: str) -> Any:
 class _WithTransformers(MetaPathFinder):
     """Registers the models with `AutoModel` when transformers is imported, not before.
 
-    Importing d2plm alone therefore does not import torch.
+    Importing d2plm alone therefore does not import torch. The model imports transformers, so the
+    models are registered after whichever of the two was imported first.
     """
+
+    def __init__(self) -> None:
+        self.awaited, self.running = {AUTO_CLASSES, MODEL}, set[str]()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         """Spec of the module, extended to register the models after the module has run."""
-        if name != AUTO_CLASSES:
+        if name not in self.awaited:
             return None
-        sys.meta_path.remove(self)
+        self.awaited.remove(name)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (run(module), _register())  # type: ignore[method-assign, assignment, func-returns-value]
+            spec.loader.exec_module = partial(self._run, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
+
+    def _run(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        self.running.add(module.__name__)
+        execute(module)
+        self.running.remove(module.__name__)
+        if not self.running and AUTO_CLASSES in sys.modules:
+            _register()
 
 
 def _register() -> None:
-    if "d2plm.model.dit" not in sys.modules:  # its importers register the models themselves
-        from d2plm.export import hugging_face  # noqa: F401
+    from d2plm.export import hugging_face  # noqa: F401
 
 
-AUTO_CLASSES = "transformers.models.auto.modeling_auto"
+AUTO_CLASSES, MODEL = "transformers.models.auto.modeling_auto", "d2plm.model.dit"
 if AUTO_CLASSES in sys.modules:
     _register()
 else:

@@ -5,7 +5,8 @@
     pipeline("fill-mask", model="runs/demo/model")
 
 They accept the usual padded `input_ids` and `attention_mask`, or packed input. Importing this
-module registers them; `import d2plm` does so as soon as transformers is imported.
+module registers them; `import d2plm` does so as soon as transformers is imported. That can be while
+other modules of d2plm are imported, so only the model's module is imported here at once.
 """
 
 from pathlib import Path
@@ -19,24 +20,21 @@ from transformers.utils import cached_file
 
 from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import FILE, FIRST, PAD, SAVED_TOKENIZER
-from d2plm.evaluation.embedding import watched
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
-from d2plm.paradigms import load_paradigm
-from d2plm.paradigms.paradigm import Paradigm
 
 
 class DiTForMaskedLM(DiT):
     """A `DiT` that predicts masked residues, with Hugging Face's arguments.
 
     Attributes:
-        paradigm: paradigm of the export, which maps fractions of masks to times; None if the
+        paradigm: `Paradigm` of the export, which maps fractions of masks to times; None if the
             folder does not contain its settings, so that `times` must be passed.
         card: text of the model card, or None.
     """
 
     main_input_name = "input_ids"
-    paradigm: Paradigm | None = None
+    paradigm: Any = None
     card: str | None = None
 
     @classmethod
@@ -46,6 +44,9 @@ class DiTForMaskedLM(DiT):
         Raises:
             ModelError: if the paradigm's settings are missing or damaged.
         """
+        from d2plm.paradigms import load_paradigm
+        from d2plm.paradigms.paradigm import Paradigm
+
         loaded = super().from_pretrained(name, *arguments, **settings)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         folder = Path(name)
@@ -90,6 +91,8 @@ class DiTForMaskedLM(DiT):
         Raises:
             ModelError: if `times` is missing and the paradigm is not known.
         """
+        from d2plm.evaluation.embedding import watched
+
         if len(inputs) > 2 or "tokens" in more:
             return super().forward(*inputs, **more)
         if inputs:
@@ -114,6 +117,8 @@ class DiTForMaskedLM(DiT):
         A sequence without masks is treated as if it had one.
         """
         if self.paradigm is None:
+            from d2plm.paradigms.paradigm import Paradigm
+
             raise ModelError(f"{self.name_or_path}: has no {Paradigm.config_name}; pass times")
         vocabulary = self.paradigm.vocabulary
         is_mask = (input_ids == vocabulary.mask) & keep

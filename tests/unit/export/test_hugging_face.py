@@ -44,7 +44,15 @@ def inputs(exports: Path) -> dict[str, torch.Tensor]:
     return {**tokenizer(PROTEINS, return_tensors="pt", padding=True)}
 
 
-@pytest.mark.parametrize("first", ["import d2plm", "from transformers import AutoModel", ""])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import d2plm",
+        "from transformers import AutoModel",
+        "import d2plm.model.dit",  # which imports transformers
+        "import d2plm.evaluation.embedding",  # which imports the model
+    ],
+)
 def test_importing_d2plm_is_enough_in_any_order(first: str, exports: Path) -> None:
     program = (
         f"{first}\nfrom transformers import AutoModelForMaskedLM\nimport d2plm\n"
