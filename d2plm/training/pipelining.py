@@ -150,9 +150,8 @@ class Pipeline:
         dtype = torch.promote_types(self.dtype, torch.float32)
         logits = torch.empty((len(tokens), self.config.vocab_size), dtype=dtype, device=self.device)
         for stage in self.stages:
-            received = []
-            if stage.number > 0:
-                received = [torch.empty_like(each, device=self.device) for each in self._sent(row)]
+            sent = self._sent(row) if stage.number > 0 else ()
+            received = [torch.empty_like(each, device=self.device) for each in sent]
             for each in received:
                 dist.recv(each, group=self.group, group_src=(rank - 1) % ranks)
             out = stage(
