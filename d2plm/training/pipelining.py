@@ -173,8 +173,7 @@ class Pipeline:
         return row if self.rows is None else self.rows.pad(None, row)
 
     def _cut(self, logits: Tensor) -> Tensor:
-        cut = None if self.rows is None else self.rows.cut(None, None, logits)
-        return logits if cut is None else cut
+        return logits if self.rows is None else self.rows.cut(None, None, logits)
 
     def _sent(self, row: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """What a stage sends of a row, hidden states and any time embedding, without memory."""
