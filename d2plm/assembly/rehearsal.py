@@ -19,7 +19,7 @@ from d2plm.config import Config
 from d2plm.core.errors import ConfigError, require_choice, require_number
 from d2plm.core.precision import DEVICES, DTYPES, resolve_device
 from d2plm.data.loader import Collection, PackedLoader
-from d2plm.model.dit import DiT
+from d2plm.model.dit import dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit, tokens_per_step
@@ -51,8 +51,7 @@ def forecast(config: Config) -> dict[str, str]:
     plan.require_micro_batches(loader.micro_batches)
     limits = {key: trainer[key] for key in ("max_steps", "max_epochs", "flops_budget")}
     steps = limit(loader, model_config, **limits)
-    with torch.device("meta"):
-        model = DiT(model_config)
+    model = dit_without_memory(model_config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     frozen = sum(sizes[name] for name in names_to_freeze(trainer["freeze"], list(sizes)))
     training_run.build_optimizer(config)(model)

@@ -12,6 +12,7 @@ import numpy as np
 from d2plm.export.exported_model import is_export_of, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model import lora
+from d2plm.model.dit import dit_without_memory
 from d2plm.model.esm import is_esm
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.shards import full_weights
@@ -56,7 +57,7 @@ class Export(Callback):
             )
             content = (trainer.paradigm, lengths, provenance)
             # The trained model may have a stage's parameters alone.
-            whole = lora.plain_model(trainer.model.config).to(trainer.model.dtype)
+            whole = dit_without_memory(trainer.model.config).to(trainer.model.dtype)
             if trainer.lora_rank is None or weights is None:
                 save_export(self.folder, whole, *content, weights)
                 return

@@ -99,9 +99,7 @@ def _align_pair(
     tables = np.empty((2, 21, columns))  # of the forward and, reversed, of the backward recursion
     for letter in range(21):
         for j in range(columns):
-            tables[0, letter, j] = odds[letter, relative[j]]
-        for j in range(columns):
-            tables[1, letter, j] = tables[0, letter, columns - 1 - j]
+            tables[0, letter, j] = tables[1, letter, columns - 1 - j] = odds[letter, relative[j]]
     matches, scales = np.empty((2, rows, columns)), np.empty((2, rows))
     inserts, before, deletes = np.zeros((2, columns)), np.zeros((2, columns)), np.zeros(columns)
     scale, begin = np.zeros(2), np.ones(2)

@@ -181,6 +181,12 @@ class DiT(PreTrainedModel):
             block.dropout = probability  # type: ignore[assignment]  # typed as a module's tensor
 
 
+def dit_without_memory(config: DiTConfig) -> DiT:
+    """A `DiT` on the meta device."""
+    with torch.device("meta"):
+        return DiT(config)
+
+
 def load_dit(folder: str | Path) -> DiT:
     """Load a `DiT` from an exported folder, in evaluation mode and fp32.
 
@@ -199,10 +205,8 @@ def load_dit(folder: str | Path) -> DiT:
         model, report = DiT.from_pretrained(
             path, output_loading_info=True, local_files_only=True, dtype=torch.float32
         )
-    except (
-        *(OSError, ValueError, RuntimeError, TypeError, AttributeError),  # a damaged config.json
-        SafetensorError,
-    ) as error:
+    # Most of these are of a damaged config.json.
+    except (OSError, ValueError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
         raise ModelError(f"cannot load the model in {path}: {error}; export it again") from error
     wrong = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
     if wrong or report["mismatched_keys"]:

@@ -16,7 +16,7 @@ from transformers import EsmConfig
 
 from d2plm.core.alphabet import MASK, PAD, TOKENS
 from d2plm.core.errors import ModelError
-from d2plm.model.dit import DiT
+from d2plm.model.dit import DiT, dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 
 WEIGHTS = "model.safetensors"
@@ -78,8 +78,8 @@ def load_esm(folder: str | Path, *, time_embedding_dim: int | None = 64, seed: i
     """
     path = Path(folder)
     config, tensors = _read_config(path), _read_tensors(path)
-    with torch.device("meta"):  # parameters that the checkpoint overwrites are not drawn
-        model = DiT(_dit_config(config, tensors, time_embedding_dim))
+    # Parameters that the checkpoint overwrites are not drawn.
+    model = dit_without_memory(_dit_config(config, tensors, time_embedding_dim))
     sources = _sources(config, tensors)
     weights = {
         name: _joined(path, tensors, sources[name], parameter.shape)

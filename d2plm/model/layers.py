@@ -261,11 +261,7 @@ class Head(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(
-        self,
-        x_TD: Tensor,
-        time_SC: Tensor | None,
-        layout: Layout,
-        reduce: Reduce | None = None,
+        self, x_TD: Tensor, time_SC: Tensor | None, layout: Layout, reduce: Reduce | None = None
     ) -> Tensor:
         shift_TD = scale_TD = None
         if self.modulation is not None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from d2plm.core.errors import ModelError, require_number
 from d2plm.core.files import write_text
 from d2plm.model.dit import DiT
-from d2plm.model.dit_config import DiTConfig
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -67,12 +66,6 @@ def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             weight = (weight.double() + SCALING * (up @ down)).to(weight.dtype)
         plain[name.replace(_BASE, "")] = weight
     return plain
-
-
-def plain_model(config: DiTConfig) -> DiT:
-    """A model without memory, to save the weights of `merged` by."""
-    with torch.device("meta"):
-        return DiT(config)
 
 
 def save_adapter(folder: Path, weights: Mapping[str, Tensor], base: str, digest: str) -> None:

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.noise import Key, uniform
-from d2plm.paradigms.paradigm import (
-    Corrupted,
-    Denoiser,
-    Paradigm,
-    Step,
-    denoise,
-    target_index,
-)
+from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm, Step, denoise, target_index
 
 SUM_MARGIN = 1e-5  # the probabilities of an fp32 softmax add up to 1 within less than this
 

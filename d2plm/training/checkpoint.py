@@ -98,9 +98,7 @@ class Root:
                 self.files.rm_file(f"{name}/{MANIFEST}")
             if self.files.exists(name):
                 self.files.rm(name, recursive=True)
-        except (
-            Exception
-        ) as error:  # each file system raises its own; later runs ignore leftover files
+        except Exception as error:  # of any file system; later runs ignore leftover files
             log.warning("cannot remove checkpoint %s: %s", self.of(name), error)
 
     def of(self, name: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
-from d2plm.model.dit import DiT
+from d2plm.model.dit import DiT, dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.paradigm import CHUNK_LOGITS, LARGE_VOCABULARY
 from d2plm.training.expert_sharing import share_experts
@@ -82,8 +82,7 @@ def memory_per_rank(
         compile: whether the blocks are compiled, which keeps a third less of their activations.
         micro_batches: of a step.
     """
-    with torch.device("meta"):
-        model = DiT(config)
+    model = dit_without_memory(config)
     with _row_mesh(plan) as mesh:
         if mesh is not None:
             share_rows(model, mesh)
@@ -187,13 +186,12 @@ def _in_flight(plan: Plan, micro_batches: int) -> int:
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
     """The bytes kept of a forward, and those that the backward of one block recomputes."""
     every = plan.activation_checkpointing
+    # A last block that keeps its own has freed them when the first is recomputed.
+    if every == 0 or (len(model.blocks) - 1) % every:
+        return activation_bytes(model, plan, **sizes)
     without = replace(plan, activation_checkpointing=0)
-    whole = activation_bytes(copy.deepcopy(model), without, **sizes) if every else 0
+    whole = activation_bytes(copy.deepcopy(model), without, **sizes)
     kept = activation_bytes(model, plan, **sizes)
-    if not every:
-        return kept
-    if (len(model.blocks) - 1) % every:
-        return kept  # the last block keeps its own, which are gone when the first is recomputed
     return kept + (whole - kept) // len(list(model.blocks)[::every])
 
 

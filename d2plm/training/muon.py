@@ -13,6 +13,7 @@ no matrix is computed twice among the ranks that share one copy.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -270,13 +271,10 @@ def _orthogonalise_shared(
     ranks, here = range(group.size()), group.rank()
     owned = assign_to_ranks([sharding.cost for sharding in shardings], len(ranks))
     mine = [shardings[i] for i in owned[here]]
-    rows = exchange(
+    swapped = partial(exchange, like=shards[0], group=group, device=device, dtype=dtype)
+    rows = swapped(
         [[shards[i] for i in owned[rank]] for rank in ranks],
         [[sharding.shard(rank) for sharding in mine] for rank in ranks],
-        shards[0],
-        group,
-        device,
-        dtype,
     )
     wholes = [torch.cat(parts) for parts in zip(*rows, strict=True)]
     wholes = [m.split.join(w) if m.split else w for w, m in zip(wholes, mine, strict=True)]
@@ -286,13 +284,9 @@ def _orthogonalise_shared(
         whole.split([sharding.shard(rank)[0] for rank in ranks])
         for whole, sharding in zip(done, mine, strict=True)
     ]
-    back = exchange(
+    back = swapped(
         [[parts[rank] for parts in cut] for rank in ranks],
         [[shardings[i].shard(here) for i in owned[rank]] for rank in ranks],
-        shards[0],
-        group,
-        device,
-        dtype,
     )
     found = {i: t for rank in ranks for i, t in zip(owned[rank], back[rank], strict=True)}
     return [found[i] for i in range(len(shards))]

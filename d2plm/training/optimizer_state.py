@@ -5,15 +5,15 @@ state tensor is 0-d or has its parameter's shape; the latter is sharded as the p
 number of ranks can therefore load it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.training.checkpoint import Layout
 
 SECTION = "optimizer"  # of a checkpoint's tensors
 _NUMBERS = (bool, int, float, str, type(None))
@@ -48,10 +48,7 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> tuple[Sta
     return tensors, {"kind": _kind(optimizer), "groups": groups, "numbers": numbers}
 
 
-def allocate(
-    layout: Iterable[tuple[tuple[str, ...], TensorStorageMetadata]],
-    parameters: Mapping[str, Tensor],
-) -> State:
+def allocate(layout: Layout, parameters: Mapping[str, Tensor]) -> State:
     """Zeros on this rank for the optimizer state of a checkpoint with this `layout`.
 
     Raises:

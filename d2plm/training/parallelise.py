@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,24 +43,23 @@ def shard_model(
     """
     assert process.mesh is not None
     low = dtype in (torch.bfloat16, torch.float16)
-    settings: dict[str, Any] = {
-        "mesh": process.mesh,
-        "mp_policy": MixedPrecisionPolicy(
+    shard = partial(
+        fully_shard,
+        mesh=process.mesh,
+        mp_policy=MixedPrecisionPolicy(
             param_dtype=dtype if low else None,
             reduce_dtype=torch.float32 if low else None,
             cast_forward_inputs=False,  # a time keeps its fp32
         ),
-        "offload_policy": CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy(),
-    }
+        offload_policy=CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy(),
+        reshard_after_forward=plan.reshard_after_forward,
+    )
     for block in blocks:
         if process.expert_mesh is not None:
             for layer in [module for module in block.modules() if isinstance(module, Experts)]:
-                ranks = {"mesh": process.expert_mesh}
-                fully_shard(
-                    layer, reshard_after_forward=plan.reshard_after_forward, **{**settings, **ranks}
-                )
-        fully_shard(block, reshard_after_forward=plan.reshard_after_forward, **settings)
-    fully_shard(model, reshard_after_forward=False, **settings)
+                shard(layer, mesh=process.expert_mesh)
+        shard(block)
+    shard(model, reshard_after_forward=False)
     units = [block for block in blocks if isinstance(block, FSDPModule)]
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])

@@ -150,9 +150,8 @@ class Pipeline:
         dtype = torch.promote_types(self.dtype, torch.float32)
         logits = torch.empty((len(tokens), self.config.vocab_size), dtype=dtype, device=self.device)
         for stage in self.stages:
-            received = []
-            if stage.number > 0:
-                received = [torch.empty_like(each, device=self.device) for each in self._sent(row)]
+            sent = self._sent(row) if stage.number > 0 else ()
+            received = [torch.empty_like(each, device=self.device) for each in sent]
             for each in received:
                 dist.recv(each, group=self.group, group_src=(rank - 1) % ranks)
             out = stage(
@@ -174,8 +173,7 @@ class Pipeline:
         return row if self.rows is None else self.rows.pad(None, row)
 
     def _cut(self, logits: Tensor) -> Tensor:
-        cut = None if self.rows is None else self.rows.cut(None, None, logits)
-        return logits if cut is None else cut
+        return logits if self.rows is None else self.rows.cut(None, None, logits)
 
     def _sent(self, row: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """What a stage sends of a row, hidden states and any time embedding, without memory."""

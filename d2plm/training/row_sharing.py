@@ -88,9 +88,9 @@ class SharedRows:
             logits = Gather.apply(logits, mesh)
         return logits
 
-    def cut(self, _model: nn.Module | None, _inputs: object, logits: Tensor) -> Tensor | None:
+    def cut(self, _model: nn.Module | None, _inputs: object, logits: Tensor) -> Tensor:
         """The logits of the tokens that were given."""
-        return logits[: self.tokens].clone() if len(logits) > self.tokens else None
+        return logits[: self.tokens].clone() if len(logits) > self.tokens else logits
 
     def _own(self, whole: Layout) -> Layout:
         """The layout of this process's tokens, with the angles of those of its tensor group."""

@@ -59,13 +59,11 @@ class Throughput(Metric):
     def begin(self, trainer: "Trainer") -> None:
         self.peak = self.given_peak or known_peak(trainer.process.device, trainer.dtype)
         if self.peak is not None and trainer.process.is_main:
-            log.info(
-                "mfu is of %g TFLOP/s a device (%s)",
-                self.peak,
-                "peak_tflops"
-                if self.given_peak
-                else f"{torch.cuda.get_device_name(trainer.process.device)}, dense bf16, datasheet",
-            )
+            source = "peak_tflops"
+            if not self.given_peak:
+                name = torch.cuda.get_device_name(trainer.process.device)
+                source = f"{name}, dense bf16, datasheet"
+            log.info("mfu is of %g TFLOP/s a device (%s)", self.peak, source)
         self._restart()
 
     def see(self, trainer: "Trainer") -> None:

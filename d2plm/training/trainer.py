@@ -29,7 +29,7 @@ from d2plm.core.precision import resolve_precision
 from d2plm.core.spans import span
 from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, PackedLoader, Position
 from d2plm.data.prefetch import prefetch
-from d2plm.model.dit import DiT
+from d2plm.model.dit import DiT, dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.lora import add_lora
 from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm
@@ -236,11 +236,7 @@ class Trainer:
 
     def build_model(self, model: DiTConfig | DiT) -> None:
         """The model; a new one has no memory until `materialise`."""
-        if isinstance(model, DiT):
-            self.model = model
-        else:
-            with torch.device("meta"):
-                self.model = DiT(model)
+        self.model = model if isinstance(model, DiT) else dit_without_memory(model)
         self.plan.require_fits(self.model.config)
         self.model.train()
 

@@ -57,7 +57,7 @@ class Evaluate(Callback):
         """
         residues = self.max_length - 2
         counts = [counts_of(tokens[:residues], self.vocabulary) for tokens in self.sequences]
-        if SUITES[self.vocabulary.name].reference == REFERENCE:
+        if self.reference == REFERENCE:
             alpha = fit_composition(train, residues, FITTED_SEQUENCES)
             nats = sum(composition_nats(each, alpha) for each in counts)
         else:

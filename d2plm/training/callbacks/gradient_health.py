@@ -91,15 +91,9 @@ class GradientHealth(Callback):
             self.skipped[name] += 1
         trainer.skip_update = True
         if trainer.process.is_main:
-            log.warning(
-                "step %d skipped: %s, gradient norm %g (%d of at most %d %s)",
-                trainer.step + 1,
-                bad[0],
-                values[1],
-                self.skipped[self.counted],
-                self.max_skipped,
-                self.counted.replace("_", " "),
-            )
+            skipped = (self.skipped[self.counted], self.max_skipped, self.counted.replace("_", " "))
+            message = "step %d skipped: %s, gradient norm %g (%d of at most %d %s)"
+            log.warning(message, following, bad[0], values[1], *skipped)
 
     def _stop(self, trainer: Trainer, what: str) -> None:
         number = trainer.step + 1  # as the logs and d2plm replay count

@@ -16,14 +16,7 @@ from torch import Tensor
 from d2plm.core.errors import DataError, TrackingError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.metrics import (
-    ExpertLoads,
-    LayerNorms,
-    MeanLoss,
-    Metric,
-    PeakMemory,
-    StepState,
-)
+from d2plm.training.metrics import ExpertLoads, LayerNorms, MeanLoss, Metric, PeakMemory, StepState
 from d2plm.training.throughput import CrowdedCores, Throughput
 from d2plm.training.trainer import Trainer
 
