@@ -8,7 +8,7 @@ the row itself. It sends little, but waits: of M micro-batches on P processes wi
 part of (P − 1)/(V·M + P − 1) of the time is idle where all stages take equally long.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class Pipeline:
                     delattr(parent, name)  # not `del`, which would number the blocks anew
         self.elsewhere = names - {name for name, _ in model.named_parameters()}
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
+        self._loss: Callable[[Tensor, int], Tensor]  # of the current step
 
     def step(
         self,
@@ -125,6 +126,7 @@ class Pipeline:
             self._padded(noised.tokens, batch.cu_seqlens, batch.max_seqlen, noised.times)
             for batch, noised in zip(batches, corrupted, strict=True)
         ]
+        self._loss = loss
         if self._schedule is None:  # all batches of a run have the same shapes
             self._schedule = self._new_schedule(len(rows), rows[0])
         tokens, cu_seqlens, lengths, times = zip(*rows, strict=True)
@@ -134,7 +136,6 @@ class Pipeline:
             max_seqlen=lengths[0],
             times=torch.stack(times),
             target=torch.arange(len(rows)),
-            loss_kwargs={"of": loss},
             return_outputs=False,
         )
         return total
@@ -203,7 +204,7 @@ class Pipeline:
         ]
         settings: dict[str, Any] = {
             "n_microbatches": micro_batches,
-            "loss_fn": lambda logits, number, of: of(logits, int(number)),
+            "loss_fn": lambda logits, number: self._loss(logits, int(number)),
             "scale_grads": False,
         }
         if len(stages) == 1:
