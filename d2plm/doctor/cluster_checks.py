@@ -17,6 +17,7 @@ from d2plm.core.errors import first_line
 from d2plm.doctor.image_checks import image_pulled, image_seen, worker_pod
 from d2plm.doctor.verdicts import Check, Verdict, Verdicts, failed, ok, skipped, warning
 from d2plm.launch.client import (
+    ABSENT,
     EVENT,
     JOB_KINDS,
     OBJECTS,
@@ -331,14 +332,7 @@ class ClusterChecks:
 
     def _found(self, resource: Resource, name: str) -> Any:
         """Read an object of the namespace; None if it does not exist."""
-        from kubernetes.client import ApiException
-
-        try:
-            return self.cluster.request(self.cluster.path(resource, name))
-        except ApiException as error:
-            if error.status != 404:
-                raise
-            return None
+        return self.cluster.request(self.cluster.path(resource, name), answers=[ABSENT])
 
 
 def answered(check: Check) -> Verdict:
