@@ -287,9 +287,8 @@ class RunningJob:
             if state.uid not in self._ends:
                 container = state.container or self.kind.container
                 with suppress(ClusterError):  # the thread that follows the log reports it
-                    self._log_ends[state.uid] = list(
-                        self.cluster.log(state.name, container, tailLines=LOG_LINES)
-                    )
+                    log_end = self.cluster.log(state.name, container, tailLines=LOG_LINES)
+                    self._log_ends[state.uid] = list(log_end)
             self._ends[state.uid] = state
             self._say_once(state.uid, f"pod {state.name}: {state.ended}")
         elif state.waits_for is not None:
