@@ -37,10 +37,7 @@ from pipelines.steps import OUTPUT_VARIABLE
 
 LOG = "pipeline.log"
 GENERATED = ("generated.fasta", "generated.jsonl")  # of sequences or of texts
-LATEST = (
-    *("config.yaml", "manifest.json", "evaluation.json", "model", "report.html"),
-    *GENERATED,
-)
+LATEST = ("config.yaml", "manifest.json", "evaluation.json", "model", "report.html", *GENERATED)
 END = "\0\n"  # marks the end of the steps' output
 SHOWN = 2  # number of proteins or texts in the summary
 
