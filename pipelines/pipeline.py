@@ -87,11 +87,7 @@ def pipeline(
     finished = components.finish(run_id=run_id, work_dir=work_dir)
     with dsl.ExitHandler(finished, name="steps"):
         configured = components.configure(
-            run_id=run_id,
-            work_dir=work_dir,
-            claim=claim,
-            overrides=overrides,
-            **settings,
+            run_id=run_id, work_dir=work_dir, claim=claim, overrides=overrides, **settings
         )
         config = configured.output
         prepared = components.prepare(config=config)

@@ -28,18 +28,16 @@ from d2plm.core.errors import LaunchError
 from d2plm.core.lifetime import for_children
 from d2plm.core.locks import locked
 from d2plm.core.machine import user_name
+from d2plm.core.signals import handled
 from d2plm.core.terminal import JSON, output_in, output_modes, result
-from d2plm.evaluation.findings import read_evaluation
+from d2plm.evaluation.findings import next_steps, read_evaluation
 from d2plm.launch.elastic import GRACE_SECONDS
 from pipelines.pipeline import pipeline
 from pipelines.steps import OUTPUT_VARIABLE
 
 LOG = "pipeline.log"
 GENERATED = ("generated.fasta", "generated.jsonl")  # of sequences or of texts
-LATEST = (
-    *("config.yaml", "manifest.json", "evaluation.json", "model", "report.html"),
-    *GENERATED,
-)
+LATEST = ("config.yaml", "manifest.json", "evaluation.json", "model", "report.html", *GENERATED)
 END = "\0\n"  # marks the end of the steps' output
 SHOWN = 2  # number of proteins or texts in the summary
 
@@ -223,12 +221,8 @@ def steps_terminated_with_us() -> Iterator[None]:
                 child.kill()
         raise SystemExit(128 + signal.SIGTERM)
 
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        with variables(for_children()):
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with handled(end, signal.SIGTERM), variables(for_children()):
+        yield
 
 
 def _is_step(process: psutil.Process) -> bool:
@@ -252,7 +246,6 @@ def link_latest(config: Config) -> None:
 
 def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
     """Summary of the run's results, and where to find more."""
-    from d2plm.evaluation.findings import next_steps
     from d2plm.evaluation.summary import table
     from d2plm.export.designs import DESIGNS
 

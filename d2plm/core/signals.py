@@ -19,7 +19,7 @@ def deferred() -> Iterator[None]:
     ended. Python runs handlers in the main thread only; in other threads this does nothing.
     """
     held: list[int] = []
-    with _handled(lambda number, _: held.append(number), signal.SIGINT, signal.SIGTERM):
+    with handled(lambda number, _: held.append(number), signal.SIGINT, signal.SIGTERM):
         yield
     for received in held:
         signal.raise_signal(received)
@@ -36,12 +36,12 @@ def unwound_by_sigterm() -> Iterator[None]:
     def unwind(_signal: int, _frame: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    with _handled(unwind, signal.SIGTERM):
+    with handled(unwind, signal.SIGTERM):
         yield
 
 
 @contextmanager
-def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+def handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
     """Handle signals over the block, in the main thread only."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers if in_main}

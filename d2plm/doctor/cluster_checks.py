@@ -11,12 +11,12 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 from d2plm.core.errors import first_line
 from d2plm.doctor.image_checks import image_pulled, image_seen, worker_pod
 from d2plm.doctor.verdicts import Check, Verdict, Verdicts, failed, ok, skipped, warning
 from d2plm.launch.client import (
+    ABSENT,
     EVENT,
     JOB_KINDS,
     OBJECTS,
@@ -219,7 +219,8 @@ class ClusterChecks:
             return skipped(f"Kueue {installed}; launcher.queue=null does not use it")
         if not versions:
             return failed(f"launcher.queue={queue}, but Kueue is not installed", "install Kueue")
-        found = self._found(replace(LOCAL_QUEUE, version=versions[0]), queue)
+        kind = replace(LOCAL_QUEUE, version=versions[0])
+        found = self.cluster.request(self.cluster.path(kind, queue), answers=[ABSENT])
         if found is None:
             return failed(
                 f"{self.cluster.namespace} has no LocalQueue {queue}",
@@ -238,7 +239,7 @@ class ClusterChecks:
 
         There are at least two pods, because the pipeline step that follows a job also mounts it.
         """
-        claim = self._found(CLAIM, name)
+        claim = self.cluster.request(self.cluster.path(CLAIM, name), answers=[ABSENT])
         if claim is None:
             return failed(
                 f"{self.cluster.namespace} has no PersistentVolumeClaim {name}",
@@ -328,17 +329,6 @@ class ClusterChecks:
                 fixes.get(error.status, "correct the launcher setting in the message"),
             )
         return None
-
-    def _found(self, resource: Resource, name: str) -> Any:
-        """Read an object of the namespace; None if it does not exist."""
-        from kubernetes.client import ApiException
-
-        try:
-            return self.cluster.request(self.cluster.path(resource, name))
-        except ApiException as error:
-            if error.status != 404:
-                raise
-            return None
 
 
 def answered(check: Check) -> Verdict:

@@ -181,15 +181,12 @@ class Cluster:
         """Read an object; None if it does not exist."""
         return self._of_one("GET", kind, name, answers=[ABSENT])
 
-    def patch(self, kind: Resource, name: str, change: Manifest) -> None:
-        self._of_one("PATCH", kind, name, body=change)
-
     def suspend(self, kind: JobKind, name: str, suspended: bool) -> None:
         """Suspend a job, which ends its pods, or resume it."""
         change: Any = suspended
         for key in reversed(("spec", *kind.suspension)):
             change = {key: change}
-        self.patch(kind, name, change)
+        self._of_one("PATCH", kind, name, body=change)
 
     def delete(self, kind: Resource, name: str) -> None:
         """Delete an object, if it exists, and the objects that it owns, which may take a while."""
@@ -306,18 +303,14 @@ class Cluster:
         what = f"{VERBS[method]} {self.of(kind, name)}"
         return self._call(method, self.path(kind, name), what, **request)
 
-    def _call(
-        self, method: str, path: str, what: str, *, answers: Collection[int] = (), **request: Any
-    ) -> Any:
-        """Like `request`, with one-line errors "cannot {what}"; None for a status in `answers`."""
+    def _call(self, method: str, path: str, what: str, **request: Any) -> Any:
+        """Like `request`, with one-line errors "cannot {what}"."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
         try:
             return self.request(path, method, **request)
         except ApiException as error:
-            if error.status in answers:
-                return None
             remedy = f"; {REMEDIES[error.status]}" if error.status in REMEDIES else ""
             said = f"{server_message(error)} ({error.status})"
             raise ClusterError(f"cannot {what}: {said}{remedy}") from error
@@ -333,26 +326,36 @@ class Cluster:
         method: str = "GET",
         query: Mapping[str, Any] | None = None,
         body: Manifest | None = None,
+        *,
+        answers: Collection[int] = (),
         read_seconds: float | None = None,
     ) -> Any:
         """Send a request and return the response as JSON; raises the client's own errors.
 
         Args:
+            answers: statuses of an error for which None is returned.
             read_seconds: if given, the response is a stream with this timeout between two parts.
         """
+        from kubernetes.client import ApiException
+
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        return self.api.call_api(
-            path,
-            method,
-            query_params=list((query or {}).items()),
-            header_params={"Accept": "*/*", "Content-Type": kind},
-            body=body,
-            response_type="object",
-            auth_settings=["BearerToken"],
-            _return_http_data_only=True,
-            _preload_content=read_seconds is None,
-            _request_timeout=(self.timeout_seconds, read_seconds or self.timeout_seconds),
-        )
+        try:
+            return self.api.call_api(
+                path,
+                method,
+                query_params=list((query or {}).items()),
+                header_params={"Accept": "*/*", "Content-Type": kind},
+                body=body,
+                response_type="object",
+                auth_settings=["BearerToken"],
+                _return_http_data_only=True,
+                _preload_content=read_seconds is None,
+                _request_timeout=(self.timeout_seconds, read_seconds or self.timeout_seconds),
+            )
+        except ApiException as error:
+            if error.status not in answers:
+                raise
+            return None
 
 
 def is_suspended(kind: JobKind, job: Manifest) -> bool:

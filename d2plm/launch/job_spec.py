@@ -8,7 +8,7 @@ nodes, down to `min_nodes`. A TrainJob restarts as a whole.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from d2plm import __version__
@@ -108,10 +108,9 @@ class TrainingJob:
         require(dns, "name", self.name, wanted)
         require(bool(self.image), "image", self.image, "an image's name")
         require_number("nodes", self.nodes, integer=True, low=1)
-        if self.min_nodes is not None:
-            require_number("min_nodes", self.min_nodes, integer=True, low=1)
-            fits = self.min_nodes <= self.nodes
-            require(fits, "min_nodes", self.min_nodes, f"≤ nodes={self.nodes}")
+        require_number("min_nodes", self.min_nodes, optional=True, integer=True, low=1)
+        fits = self.smallest <= self.nodes
+        require(fits, "min_nodes", self.min_nodes, f"≤ nodes={self.nodes}")
         require_number("gpus", self.gpus, integer=True, low=0)
         require_number("restarts", self.restarts, integer=True, low=0)
         require_number("processes", self.processes, optional=True, integer=True, low=1)
@@ -212,9 +211,8 @@ def trainjob(job: TrainingJob) -> Manifest:
 
 def training_runtime(job: TrainingJob) -> Manifest:
     """The TrainingRuntime to which the TrainJob of the same name refers."""
-    metadata = _metadata(job)
-    metadata["labels"] = {**metadata["labels"], "trainer.kubeflow.org/framework": "torch"}
-    metadata["labels"].pop(QUEUE_LABEL, None)  # Kueue queues the TrainJob
+    metadata = _metadata(replace(job, queue=None))  # Kueue queues the TrainJob
+    metadata["labels"]["trainer.kubeflow.org/framework"] = "torch"
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
@@ -244,13 +242,11 @@ def training_runtime(job: TrainingJob) -> Manifest:
 def persistent_volume_claim(job: TrainingJob, name: str, size: str, shared: bool) -> Manifest:
     """The PersistentVolumeClaim `name` of `size` (a quantity), `shared` by several machines."""
     quantity("claim_size", size)
-    metadata = _metadata(job) | {"name": name}
-    metadata["labels"].pop(QUEUE_LABEL, None)
-    metadata.pop("ownerReferences", None)  # the results outlive the job
+    without = replace(job, queue=None, owners=())  # the results outlive the job
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": metadata,
+        "metadata": _metadata(without) | {"name": name},
         "spec": {
             "accessModes": ["ReadWriteMany" if shared else "ReadWriteOnce"],
             "resources": {"requests": {"storage": size}},

@@ -67,11 +67,9 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
     metadata, status = pod["metadata"], pod.get("status", {})
     statuses = container_statuses(pod)
     failed = next((s for s in statuses if s["state"].get("terminated", {}).get("exitCode")), None)
-    exit_code = reason = ended = None
     terminated = failed["state"]["terminated"] if failed is not None else {}
-    if failed is not None:
-        exit_code, reason = terminated["exitCode"], terminated.get("reason")
-        ended = with_remedy(f"exit code {exit_code}", reason, None)
+    exit_code, reason = terminated.get("exitCode"), terminated.get("reason")
+    ended = with_remedy(f"exit code {exit_code}", reason, None) if terminated else None
     if status.get("phase") == "Failed" and status.get("reason"):  # Evicted, NodeLost …
         reason = status["reason"]
         ended = with_remedy(ended, reason, status.get("message"))

@@ -149,7 +149,10 @@ class RunningJob:
                     f"run {self._how_to_delete()}"
                 )
             if _condition(there, self.kind.failed) is None:
-                self._adopt(there)
+                self.say(f"{self} already exists: following it")
+                is_queued = QUEUE_LABEL in there["metadata"]["labels"]
+                if is_suspended(self.kind, there) and not is_queued:
+                    self.cluster.suspend(self.kind, self.name, False)
                 return
             self.say(f"{self} of an earlier attempt has failed: replacing it")
             _delete_objects(self.cluster, self.kind, self.name)
@@ -247,11 +250,6 @@ class RunningJob:
             self._wait_until_gone(TRAINING_RUNTIME)
         return created
 
-    def _adopt(self, there: Manifest) -> None:
-        self.say(f"{self} already exists: following it")
-        if is_suspended(self.kind, there) and QUEUE_LABEL not in there["metadata"]["labels"]:
-            self.cluster.suspend(self.kind, self.name, False)
-
     def _wait_until_gone(self, kind: Resource) -> None:
         """Wait until the object of `kind` and the pods of a former job are gone."""
         end = time.monotonic() + GONE_SECONDS
@@ -289,9 +287,8 @@ class RunningJob:
             if state.uid not in self._ends:
                 container = state.container or self.kind.container
                 with suppress(ClusterError):  # the thread that follows the log reports it
-                    self._log_ends[state.uid] = list(
-                        self.cluster.log(state.name, container, tailLines=LOG_LINES)
-                    )
+                    log_end = self.cluster.log(state.name, container, tailLines=LOG_LINES)
+                    self._log_ends[state.uid] = list(log_end)
             self._ends[state.uid] = state
             self._say_once(state.uid, f"pod {state.name}: {state.ended}")
         elif state.waits_for is not None:

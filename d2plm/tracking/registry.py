@@ -7,7 +7,7 @@ only if the paired interval on the same residues and masks shows that the new ve
 import io
 import re
 from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,8 @@ def register(
         ModelError: if the export was not evaluated, or its provenance is damaged.
         TrackingError: if the store rejects a request.
     """
+    import mlflow
+
     (evaluation, _), provenance = load_scores(export), read_provenance(export) or {}
     if (export / lora.CONFIG).is_file() and not lora.base_of(export)[0].startswith("models:/"):
         raise ModelError(
@@ -80,7 +82,8 @@ def register(
         found = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
         of_model = f"models:/{model_id}"
         same = [str(version.version) for version in found if version.source == of_model]
-        version = same[-1] if same else _new_version(name, of_model)
+        with _quiet():
+            version = same[-1] if same else str(mlflow.register_model(of_model, name).version)
         _link_evaluation(client, run, model_id, evaluation)
         tags = _tags(evaluation, digest, provenance, run.data.tags.get(GIT_TAG))
         for key, value in tags.items():
@@ -91,8 +94,9 @@ def register(
         newest = max(client.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version))
         if str(newest.version) == version:
             client.set_registered_model_alias(name, CANDIDATE, version)
-    outcome = _promote(client, name, version, export)
-    return replace(outcome, reason=("already registered; " if same else "") + outcome.reason)
+    is_champion, reason = _promote(client, name, version, export)
+    reason = f"already registered; {reason}" if same else reason
+    return Registration(name, version, is_champion, reason)
 
 
 def export_digest(export: Path) -> str:
@@ -169,13 +173,6 @@ def _logged_model(
     return str(logged.model_id)
 
 
-def _new_version(name: str, model: str) -> str:
-    import mlflow
-
-    with _quiet():
-        return str(mlflow.register_model(model, name).version)
-
-
 def _quiet() -> redirect_stderr[io.StringIO]:
     """Suppress the progress that MLflow prints to standard error; failures are raised."""
     return redirect_stderr(io.StringIO())
@@ -201,7 +198,8 @@ def _link_evaluation(
         client.log_batch(run.info.run_id, metrics=linked)
 
 
-def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> Registration:
+def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> tuple[bool, str]:
+    """Whether the version is now the champion, and why."""
     from mlflow.exceptions import MlflowException
 
     champion = None
@@ -212,14 +210,14 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> R
             if error.error_code not in NO_SUCH_ALIAS:
                 raise
     if champion == version:
-        return Registration(name, version, True, "it is already the champion")
+        return True, "it is already the champion"
     better, reason = True, "there was no champion"
     if champion is not None:
         better, reason = beats(export, download(client, name, champion))
     if better:
         with reaching(client, f"make version {version} of {name} the champion"):
             client.set_registered_model_alias(name, CHAMPION, version)
-    return Registration(name, version, better, reason)
+    return better, reason
 
 
 def beats(challenger: Path, champion: Path) -> tuple[bool, str]:

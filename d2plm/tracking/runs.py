@@ -19,15 +19,9 @@ from d2plm.tracking.tracker_run import Run, reaching
 TRACKERS = ("mlflow", "tensorboard", "wandb")
 # Trackers group metrics by the part of the name before the slash. docs/tracking.md lists the names;
 # `metrics.jsonl` and callbacks use the names of training, without a section.
-SECTIONS = {
-    "tokens_per_second": "time",
-    "model_tflops_per_second": "time",
-    "mfu": "time",
-    "data_wait_share": "time",
-    "peak_memory_gib": "system",
-    "peak_memory_allocated_gib": "system",
-    "peak_memory_reserved_gib": "system",
-}
+TIMES = ("tokens_per_second", "model_tflops_per_second", "mfu", "data_wait_share")
+MEMORY = ("peak_memory_gib", "peak_memory_allocated_gib", "peak_memory_reserved_gib")
+SECTIONS = {**dict.fromkeys(TIMES, "time"), **dict.fromkeys(MEMORY, "system")}
 
 log = logging.getLogger(__name__)
 
