@@ -6,7 +6,7 @@ in chunks, so that memory does not grow with the file. A table of variants is ke
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -18,12 +18,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from d2plm.config import Config
+from d2plm.core.batch import of_size
 from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, first_few, output_modes
 from d2plm.data.family import Family, read_families
-from d2plm.data.fasta import FastaRecord, read_fasta
+from d2plm.data.fasta import read_fasta
 from d2plm.data.sources import CUT_IT, is_stream, read_sequences
 from d2plm.evaluation.mutations import (
     ALONE_COLUMN,
@@ -48,12 +49,8 @@ from d2plm.tracking.locations import open_model
 log = logging.getLogger(__name__)
 
 GIVES_AWAY = "a relative of %s contains it or is part of it, so its score is not meaningful"
-READ = ("input", "mutations", "relatives")
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
-IF_TOO_LONG = (
-    "remove it, or cut it into parts (mutation_offset sets the numbering of a part)",
-    DataError,
-)
+CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numbering of a part)"
 
 _CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
 
@@ -65,13 +62,10 @@ def run(config: Config) -> dict[str, Any]:
     require(fits, PSEUDO_LOG_LIKELIHOOD, masked, "true, false or null")
     require_number("mutation_offset", config["mutation_offset"], integer=True)
     whole = config["mutations"] is None and config["relatives"] is None
-    require(
-        whole or config["window"] is None,
-        "window",
-        config["window"],
-        "null with mutations or relatives",
-    )
-    require_other_output("output", output, [config[key] for key in READ])
+    fits, wanted = whole or config["window"] is None, "null with mutations or relatives"
+    require(fits, "window", config["window"], wanted)
+    read = [config[key] for key in ("input", "mutations", "relatives")]
+    require_other_output("output", output, read)
     masks = config["evaluation"]["masks_per_sequence"]
     require_number("evaluation.masks_per_sequence", masks, integer=True, low=1)
     exported = open_model(
@@ -87,10 +81,9 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     Returns:
         The `output` and the number of proteins; with `--json` and no output, also their rows.
     """
-    paradigm, predicting = exported.paradigm, config[PSEUDO_LOG_LIKELIHOOD]
-    vocabulary = exported.vocabulary
-    if predicting is None:
-        predicting = not vocabulary.is_text
+    paradigm, vocabulary = exported.paradigm, exported.vocabulary
+    asked = config[PSEUDO_LOG_LIKELIHOOD]
+    predicting = not vocabulary.is_text if asked is None else asked
     if predicting:
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
         masked = require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
@@ -115,7 +108,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     model, written, rows = exported.denoiser(config["precision"]), 0, []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
-        for chunk in _chunks(once or records()):
+        for chunk in of_size(once or records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
             own = None if families is None else [families(name) for name in names]
             draws = bound_draws(
@@ -166,7 +159,7 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     tokens, families, alone = 0, _families(config, exported), list[str]()
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
-        exported.require_short_enough(f"record {name!r}", wild_type, *IF_TOO_LONG)
+        exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
         family = None if families is None else families(name)
         passes = 1 if family is None else 1 + effect_draws(family, wild_type)
         tokens += passes * (len(wild_type) + 2) * len(variants_by_positions(changes))
@@ -221,8 +214,7 @@ def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family
     if config["relatives"] is None:
         return None
     exported.require_taking_relatives("relatives")
-    path, most = Path(str(config["relatives"])), config["max_relatives"]
-    return read_families(path, most)
+    return read_families(Path(str(config["relatives"])), config["max_relatives"])
 
 
 def _report_alone(config: Config, alone: list[str], number: int) -> None:
@@ -242,19 +234,6 @@ def _settings(config: Config, exported: ExportedModel, progress: Progress) -> di
         "device": exported.model.device,
         "progress": progress.advance,
     }
-
-
-def _chunks(records: Iterable[FastaRecord]) -> Iterator[list[FastaRecord]]:
-    chunk: list[FastaRecord] = []
-    tokens = 0
-    for record in records:
-        chunk.append(record)
-        tokens += len(record.tokens) + 2
-        if tokens >= _CHUNK_TOKENS:
-            yield chunk
-            chunk, tokens = [], 0
-    if chunk:
-        yield chunk
 
 
 def _target(config: Config) -> AbstractContextManager[Path | None]:

@@ -94,11 +94,7 @@ class PackedBatch:
 
     @classmethod
     def pack(
-        cls,
-        sequences: Sequence[NDArray[Any]],
-        *,
-        token_budget: int | None = None,
-        **of_row: Any,
+        cls, sequences: Sequence[NDArray[Any]], *, token_budget: int | None = None, **of_row: Any
     ) -> Self:
         """Lay `sequences` (tokens of one dtype, special tokens included) one after another.
 
@@ -246,6 +242,20 @@ def under_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> I
             batch, used = [], 0
         batch.append(item)
         used += size(item)
+    if batch:
+        yield batch
+
+
+def of_size(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """The items in order, in groups of at least this size, except the last."""
+    batch: list[T] = []
+    used = 0
+    for item in items:
+        batch.append(item)
+        used += size(item)
+        if used >= least:
+            yield batch
+            batch, used = [], 0
     if batch:
         yield batch
 
