@@ -39,8 +39,7 @@ from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.tracking.locations import open_export
-from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
-from d2plm.training.callbacks.metric_logger import read_metrics
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
 PLOT = "evaluation.png"
 BITS = ("bits_per_byte", "bits_per_base")

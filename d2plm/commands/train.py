@@ -31,8 +31,7 @@ from d2plm.export.export_callback import Export
 from d2plm.launch.torchrun import train_locally
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
-from d2plm.training.callbacks.metric_logger import read_metrics
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 from d2plm.training.trainer import Trainer
 
 CONFIG = "config.yaml"
