@@ -152,14 +152,8 @@ def shortened(config: Config, folder: Path) -> Config:
             "folder; use d2plm train distributed.processes=N"
         )
     values: dict[str, Any] = copy.deepcopy(config.values)
-    values["trainer"] |= {
-        "fast_dev_run": None,
-        "max_steps": steps,
-        "max_epochs": None,
-        "flops_budget": None,
-        "resume": "none",
-        "checkpoints": None,
-    }
+    unset = dict.fromkeys(("fast_dev_run", "max_epochs", "flops_budget", "checkpoints"))
+    values["trainer"] |= {**unset, "max_steps": steps, "resume": "none"}
     for name, settings in values["callbacks"].items():
         if name in ("evaluation", "checkpoint", "metrics") and settings is not None:
             settings["every"] = steps

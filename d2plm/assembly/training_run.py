@@ -45,16 +45,8 @@ IDENTITY = ("model", "paradigm", "optimizer", "schedule")
 # Settings of the model that earlier runs lack, and the values that they had.
 LATER = {"norm": "layer", "rope_fraction": 1.0, "parallel_residual": False}
 TRAINER_IDENTITY = (
-    "precision",
-    "max_steps",
-    "max_epochs",
-    "flops_budget",
-    "loss_aggregation",
-    "overfit_batches",
-    "max_grad_norm",
-    "ema_decay",
-    "lora_rank",
-    "seed",
+    *("precision", "max_steps", "max_epochs", "flops_budget", "loss_aggregation"),
+    *("overfit_batches", "max_grad_norm", "ema_decay", "lora_rank", "seed"),
 )
 DATA_ARGUMENTS = (  # trainer arguments that are keys of the section `data`
     *("token_budget", "max_length", "max_relatives"),

@@ -11,18 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from d2plm.assembly.adaptation import (
-    SplitFamily,
-    check_settings,
-    family_nats,
-    general_proteins,
-    interpolate_weights,
-    open_base,
-    open_family,
-    split_family,
-    train,
-    training_config,
-)
+from d2plm.assembly import adaptation
 from d2plm.assembly.generation import generate
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.assembly.training_run import with_start_pinned
@@ -49,22 +38,22 @@ from d2plm.export.exported_model import ExportedModel
 def run(config: Config) -> dict[str, Any]:
     """Adapt, compare, generate new members, and write the results into the work folder."""
     require(config["input"] is not None, "input", None, "the family's proteins, such as FASTA")
-    check_settings(config)
+    adaptation.check_settings(config)
     config = with_start_pinned(config)
-    base = open_base(config)
-    general = general_proteins(config, base.max_residues)
-    training = split_family(training_config(config, base), config["identity"])
-    family = open_family(training, base)
-    train(training)
+    base = adaptation.open_base(config)
+    general = adaptation.general_proteins(config, base.max_residues)
+    training = adaptation.split_family(adaptation.training_config(config, base), config["identity"])
+    family = adaptation.open_family(training, base)
+    adaptation.train(training)
     values = {**config.values, "model_dir": training["model_dir"]}
-    adapted, shares = interpolate_weights(Config(values), base, family, general)
+    adapted, shares = adaptation.interpolate_weights(Config(values), base, family, general)
     work_dir, masks = Path(config["work_dir"]), config["evaluation"]["masks_per_sequence"]
     test, proteins = family.prepared.splits["test"], family.proteins("test")
     figures = compare_on_family(
         {
             **baseline_nats(family.prepared.splits["train"], proteins, base.max_residues),
-            **family_nats(base, BASE, family, masks),
-            **family_nats(adapted, ADAPTED, family, masks),
+            **adaptation.family_nats(base, BASE, family, masks),
+            **adaptation.family_nats(adapted, ADAPTED, family, masks),
         },
         np.array([int(is_canonical(tokens).sum()) for tokens in proteins]),
         clusters_of(test),
@@ -98,7 +87,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _generate(
-    config: Config, adapted: ExportedModel, family: SplitFamily, output: Path
+    config: Config, adapted: ExportedModel, family: adaptation.SplitFamily, output: Path
 ) -> dict[str, Any] | None:
     """Generate new members and describe them beside the test members; None if `number` is 0."""
     settings = config["generation"]

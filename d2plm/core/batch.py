@@ -6,7 +6,7 @@ fixed length, so every batch of a run has the same shapes and nothing recompiles
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self, TypeVar
 
@@ -224,8 +224,7 @@ class PackedBatch:
             object.__setattr__(self, name, torch.from_numpy(value) if tensor else value)
 
     def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         changed = {name: function(tensor) for name, tensor in self._tensors().items()}
