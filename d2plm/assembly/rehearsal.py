@@ -96,14 +96,12 @@ def _loader(
     )
     return PackedLoader(
         collections,
-        token_budget=data["token_budget"],
+        **{key: data[key] for key in ("token_budget", "num_workers", "prefetch_factor")},
         max_length=longest,
         max_relatives=data["max_relatives"] or 0,
         world_size=ranks,
         seed=trainer["seed"],
         repeat_batches=trainer["overfit_batches"],
-        num_workers=data["num_workers"],
-        prefetch_factor=data["prefetch_factor"],
         **partition,
     )
 

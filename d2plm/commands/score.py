@@ -26,23 +26,8 @@ from d2plm.core.terminal import JSON, done, first_few, output_modes
 from d2plm.data.family import Family, read_families
 from d2plm.data.fasta import read_fasta
 from d2plm.data.sources import CUT_IT, is_stream, read_sequences
-from d2plm.evaluation.mutations import (
-    ALONE_COLUMN,
-    PROFILE_COLUMN,
-    SCORE_COLUMN,
-    Variant,
-    read_variants,
-)
+from d2plm.evaluation import mutations, scoring
 from d2plm.evaluation.rank_correlation import rank_correlation
-from d2plm.evaluation.scoring import (
-    bound_draws,
-    effect_draws,
-    mutational_effects,
-    pseudo_log_likelihoods,
-    require_masked,
-    score_columns,
-    variants_by_positions,
-)
 from d2plm.export.exported_model import ExportedModel
 from d2plm.tracking.locations import open_model
 
@@ -86,7 +71,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     predicting = not vocabulary.is_text if asked is None else asked
     if predicting:
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
-        masked = require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
+        masked = scoring.require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config["evaluation"], Path(str(config["input"]))
     records = partial(read_sequences, path, vocabulary, config["window"])
     once = list(records()) if is_stream(path) else None  # a pipe can be read only once
@@ -111,7 +96,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         for chunk in of_size(once or records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
             own = None if families is None else [families(name) for name in names]
-            draws = bound_draws(
+            draws = scoring.bound_draws(
                 model,
                 paradigm,
                 sequences,
@@ -122,10 +107,10 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 names=names,
                 **settings,
             )
-            table = pd.DataFrame(score_columns(draws, sequences, vocabulary))
+            table = pd.DataFrame(scoring.score_columns(draws, sequences, vocabulary))
             table.insert(0, "name", np.array(names, dtype=object))
             if predicting:
-                table[PSEUDO_LOG_LIKELIHOOD] = pseudo_log_likelihoods(
+                table[PSEUDO_LOG_LIKELIHOOD] = scoring.pseudo_log_likelihoods(
                     model, masked, sequences, families=own, names=names, **settings
                 )
             if config["output"] is None and JSON in output_modes():
@@ -151,8 +136,8 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     """
     exported.require_proteins("mutations")
     remedy = "use a model of diffusion, or of flow matching from masks"
-    paradigm = require_masked(exported.paradigm, "mutations", remedy)
-    table, source = read_variants(Path(str(config["mutations"]))), str(config["input"])
+    paradigm = scoring.require_masked(exported.paradigm, "mutations", remedy)
+    table, source = mutations.read_variants(Path(str(config["mutations"]))), str(config["input"])
     measured, proteins = table.measured(), list(read_fasta(Path(source)))
     rows_of = table.rows_by_protein(proteins, source)
     variants = table.place(proteins, rows_of, config["mutation_offset"])
@@ -161,8 +146,8 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
         family = None if families is None else families(name)
-        passes = 1 if family is None else 1 + effect_draws(family, wild_type)
-        tokens += passes * (len(wild_type) + 2) * len(variants_by_positions(changes))
+        passes = 1 if family is None else 1 + scoring.effect_draws(family, wild_type)
+        tokens += passes * (len(wild_type) + 2) * len(scoring.variants_by_positions(changes))
         if family is not None and not family.has_others(wild_type):
             alone.append(name)
     if alone:
@@ -171,12 +156,11 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     scores: dict[str, NDArray[np.float64]] = {}
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
+        of_any = partial(scoring.mutational_effects, model, paradigm, **settings)
         for protein, rows in rows_of.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
             changes, family = variants[protein], None if families is None else families(name)
-            of_model = partial(
-                mutational_effects, model, paradigm, wild_type, changes, name=name, **settings
-            )
+            of_model = partial(of_any, wild_type, changes, name=name)
             for column, effects in _by_predictor(of_model, wild_type, changes, family).items():
                 scores.setdefault(column, np.zeros(len(table.cells)))[rows] = effects
                 if measured is not None:
@@ -188,25 +172,25 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
             table.write(target or sys.stdout, scores)
     if config["output"] is not None:
         done(f"wrote {config['output']} ({len(table.cells)} variants)")
-    document = {"output": config["output"], "scores": scores.pop(SCORE_COLUMN), **scores}
+    document = {"output": config["output"], "scores": scores.pop(mutations.SCORE_COLUMN), **scores}
     return {**document, "correlations": correlations}
 
 
 def _by_predictor(
     of_model: Callable[..., NDArray[np.float64]],
     wild_type: NDArray[np.uint8],
-    variants: Sequence[Variant],
+    variants: Sequence[mutations.Variant],
     family: Family | None,
 ) -> dict[str, NDArray[np.float64]]:
     """Effects by column; `of_model` is `mutational_effects` without the argument `family`."""
     if family is None:
-        return {SCORE_COLUMN: of_model()}
+        return {mutations.SCORE_COLUMN: of_model()}
     from d2plm.evaluation.site_profile import profile_effects  # imports HMMER
 
     return {
-        SCORE_COLUMN: of_model(family=family),
-        ALONE_COLUMN: of_model(),
-        PROFILE_COLUMN: profile_effects(wild_type, variants, family.members),
+        mutations.SCORE_COLUMN: of_model(family=family),
+        mutations.ALONE_COLUMN: of_model(),
+        mutations.PROFILE_COLUMN: profile_effects(wild_type, variants, family.members),
     }
 
 
