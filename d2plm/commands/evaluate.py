@@ -141,25 +141,21 @@ def _evaluate(
     settings, precision = config["evaluation"], config["trainer"]["precision"]
     train, held_out, nearest = stores["train"], stores[settings["split"]], _nearest(config)
     longest = min(exported.max_length, int(held_out.lengths.max()) + 2)
-    device = exported.model.device
+    device, prepared = exported.model.device, Path(config["data"]["prepared_dir"])
     others = {
-        str(folder): open_rival(Path(folder), held_out.vocabulary, longest, device, precision)
-        for folder in settings["compare_with"]
+        str(rival): open_rival(Path(rival), held_out.vocabulary, longest, device, precision)
+        for rival in settings["compare_with"]
     }
     baselines = fit_baselines(train, max_residues=exported.max_residues, report=log.info)
     mmseqs: dict[str, Any] = {"resources": resources(config), "report": log.info}
-    choice, identities = _relatives(config), None
+    choice, folder, identities = _relatives(config), prepared / "relatives", None
     suite = SUITES[held_out.vocabulary.name]
     if settings["nearest_identity"] and suite.homology:
-        folder = Path(config["data"]["prepared_dir"]) / "nearest"
-        identities = nearest_identities(held_out, train, folder, nearest, **mmseqs)
+        identities = nearest_identities(held_out, train, prepared / "nearest", nearest, **mmseqs)
 
     def relatives() -> RelativesIndex:
-        folder = Path(config["data"]["prepared_dir"]) / "relatives"
-        sensitivity = settings["relatives_sensitivity"]
-        return held_out_relatives(
-            held_out, folder, sensitivity, chosen=choice.of(len(held_out)), **mmseqs
-        )
+        chosen, sensitivity = choice.of(len(held_out)), settings["relatives_sensitivity"]
+        return held_out_relatives(held_out, folder, sensitivity, chosen=chosen, **mmseqs)
 
     def quality() -> dict[str, Any]:
         return generated_quality(
@@ -187,7 +183,7 @@ def _evaluate(
         identities=identities,
         relatives=relatives if settings["relatives_below"] and suite.homology else None,
         choice=choice,
-        stages=Stages(Path(config["data"]["prepared_dir"]) / "relatives", log.info),
+        stages=Stages(folder, log.info),
         quality=quality if settings["generated"] else None,
         **recorded,
     )
