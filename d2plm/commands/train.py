@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from d2plm.assembly import rehearsal, training_run
+from d2plm.assembly import rehearsal
 from d2plm.assembly.tracked_run import (
     describe,
     log_data,
@@ -15,6 +15,14 @@ from d2plm.assembly.tracked_run import (
     log_settings,
     system_metrics_logged,
     tracked_run,
+)
+from d2plm.assembly.training_run import (
+    build_trainer,
+    fitting_plan,
+    load_start,
+    trainer_keys,
+    training_stores,
+    with_start_pinned,
 )
 from d2plm.config import Config
 from d2plm.core.errors import DataError, require_number
@@ -51,9 +59,9 @@ def run(config: Config) -> dict[str, Any] | None:
     require_number("distributed.processes", processes, integer=True, low=1)
     if processes > 1 and "WORLD_SIZE" not in os.environ:
         if config["init_from"] is None:  # the weights have their own architecture
-            training_run.fitting_plan(config, config.build("model"), processes)
+            fitting_plan(config, config.build("model"), processes)
         requested = Path(config["output_dir"]) / "config.requested.yaml"
-        training_run.with_start_pinned(config).save(requested)  # all ranks load the same version
+        with_start_pinned(config).save(requested)  # all ranks load the same version
         train_locally(requested, processes)
         return None  # printed by rank 0
     return _train(config)
@@ -61,15 +69,15 @@ def run(config: Config) -> dict[str, Any] | None:
 
 def _train(config: Config) -> dict[str, Any] | None:
     """Train in this process; only rank 0 returns the results."""
-    output_dir, stores = Path(config["output_dir"]), training_run.training_stores(config)
-    config, start = training_run.load_start(config, stores["train"].vocabulary)
+    output_dir, stores = Path(config["output_dir"]), training_stores(config)
+    config, start = load_start(config, stores["train"].vocabulary)
     metrics_file = output_dir / METRICS_FILE
     busy = f"another training run is writing to {output_dir}"
     # Rank 0 holds the lock. The other ranks wait for rank 0, with a timeout.
     is_main = int(os.environ.get("RANK", 0)) == 0
     alone = locked(output_dir / ".lock", busy, waiting=log.warning) if is_main else nullcontext()
     with alone, tracked_run(config, "train") as tracked, system_metrics_logged(config, tracked):
-        trainer = training_run.build_trainer(config, stores, tracked, start)
+        trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))
         parameters = trainer.num_parameters
@@ -90,7 +98,7 @@ def _train(config: Config) -> dict[str, Any] | None:
             mixture = {name: Path(member["prepared_dir"]) for name, member in members}
             log_data(tracked, Path(config["data"]["prepared_dir"]), mixture)
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
-        with training_run.trainer_keys():
+        with trainer_keys():
             trainer.train()
         if tracked.runs:
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
