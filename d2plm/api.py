@@ -311,14 +311,13 @@ class SequenceModel:
             ModelError: if a protein is too long.
         """
         tokens, _ = self._read(sequences)
-        budget = self._batching["token_budget"]
         return embeddings(
             self._denoiser,  # type: ignore[arg-type]  # an export's denoiser is its model
             self.exported.paradigm,
             tokens,
             layer=layer,
             pooled=pooled,
-            token_budget=budget,
+            token_budget=self._batching["token_budget"],
         )
 
     def pseudo_log_likelihood(self, sequences: str | Sequence[str]) -> list[float]:
@@ -393,10 +392,9 @@ class SequenceModel:
         if relatives is None:
             return None
         given = _several(relatives)
-        for_all = all(isinstance(one, str) for one in given)
-        if not for_all and (
-            len(given) != len(proteins) or any(isinstance(one, str) for one in given)
-        ):
+        strings = sum(isinstance(one, str) for one in given)
+        for_all = strings == len(given)
+        if not for_all and (strings or len(given) != len(proteins)):
             raise ConfigError(
                 f"relatives: {len(given)} given for {len(proteins)} proteins; pass one list of "
                 "strings for all proteins, or one list of strings per protein"

@@ -53,8 +53,8 @@ class Config:
         except KeyError:
             raise ConfigError(f"{key}: not in the configuration") from None
 
-    def build(self, key: str, **arguments: Any) -> Any:
-        return build(self[key], key, **arguments)
+    def build(self, key: str) -> Any:
+        return build(self[key], key)
 
     def as_yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.values))
@@ -223,14 +223,11 @@ class Arguments:
     def compose(self, overrides: list[str] | None = None) -> Config:
         """Compose the configuration; `overrides`, if given, replace its own."""
         overrides = self.overrides if overrides is None else overrides
-        if self.file is not None:
-            config = read(self.file, overrides)
-        else:
-            config = compose(self.name, overrides, self.folder)
-            trust(config.values)
-        # A complete configuration may belong to another command, whose keys have other limits.
-        shipped = self.file is None and self.folder is None
-        if shipped and (config_dir() / f"{self.name}.yaml").is_file():
+        if self.file is not None:  # perhaps of another command, whose keys have other limits
+            return read(self.file, overrides)
+        config = compose(self.name, overrides, self.folder)
+        trust(config.values)
+        if self.folder is None:
             check_values(self.name, config.flat())
         return config
 

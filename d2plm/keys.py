@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ def _targets(root: str) -> set[str]:
 def _check(key: str, value: object, defaults: tuple[Any, ...], comments: tuple[str, ...]) -> None:
     kinds = {type(default) for default in defaults if default is not None}
     name, comment = key.rpartition(".")[2], next(filter(None, reversed(comments)), "")
-    number = isinstance(value, int | float) or not isinstance(value, list | dict)
-    if (kinds and kinds <= {int, float}) or (not kinds and name in NUMBERS and number):
+    single = not isinstance(value, list | dict)
+    if (kinds and kinds <= {int, float}) or (not kinds and name in NUMBERS and single):
         least, most = _range(comment)
         low = None if name in SIGNED else least
         whole = kinds == {int} and not name.endswith(FRACTIONAL)
@@ -95,10 +96,8 @@ def _check(key: str, value: object, defaults: tuple[Any, ...], comments: tuple[s
         require(isinstance(value, list), key, value, "a list, such as [a,b]")
     elif kinds == {str}:
         choices = [listed(comment) for comment in comments if comment]
-        if (
-            all(choices)
-            and {*defaults} <= (known := {one: None for two in choices for one in two}).keys()
-        ):
+        known = dict.fromkeys(chain.from_iterable(choices))
+        if all(choices) and {*defaults} <= known.keys():
             text = str(value).lower() if isinstance(value, bool) else str(value)
             require_choice(key, text, known)
 

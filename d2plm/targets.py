@@ -27,10 +27,10 @@ TRUSTED_VARIABLE = "D2PLM_TRUSTED_PACKAGES"
 COMPUTED = re.compile(r"\$\{(?![\w.\[\]-]+\})[^}\n]*")  # interpolation, not a plain reference
 
 
-def build(section: dict[str, Any], key: str, **arguments: Any) -> Any:
+def build(section: dict[str, Any], key: str) -> Any:
     """Instantiate a `_target_` section; its errors name the keys."""
     try:
-        return instantiate(OmegaConf.create(section), _convert_="all", **arguments)
+        return instantiate(OmegaConf.create(section), _convert_="all")
     except HydraException as error:
         cause = error.__cause__ or error
         if isinstance(cause, ImportError):  # Hydra's wraps the one that names the missing module

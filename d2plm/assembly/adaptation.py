@@ -39,15 +39,7 @@ IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
 # An identity suits a family if the split leaves at least
 FEWEST_CLUSTERS = 5  # clusters for the test, and
 LEAST_TRAINED = 0.5  # of the distinct members for training.
-INTERPOLATIONS = (
-    1.0,
-    0.7,
-    0.5,
-    0.35,
-    0.25,
-    0.15,
-    0.1,
-)  # interpolation from base (0) to trained (1)
+INTERPOLATIONS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # from base (0) to trained (1)
 GENERAL_MASKS = 1
 OWN_KEYS = ("input", "identity", "general", "max_general_loss", "output")
 
@@ -150,8 +142,8 @@ def split_family(config: Config, identity: object) -> Config:
 
 def open_family(config: Config, base: ExportedModel) -> SplitFamily:
     """Open the prepared family and find the relatives of its held-out members."""
-    prepared = open_prepared(Path(config["data"]["prepared_dir"]))
     folder, found = Path(config["data"]["prepared_dir"]), None
+    prepared = open_prepared(folder)
     if base.model.config.relatives_dim is not None:
         wanted = RetrievalSettings(max_relatives=config["data"]["max_relatives"])
         found = {}
@@ -176,9 +168,8 @@ def check_settings(config: Config) -> None:
     require_number("max_general_loss", config["max_general_loss"], low=0, low_open=True)
     if config["identity"] != AUTO:
         require_number("identity", config["identity"], low=0, high=1, low_open=True)
-    require_number(
-        "trainer.lora_rank", config["trainer"]["lora_rank"], optional=True, integer=True, low=1
-    )
+    rank = config["trainer"]["lora_rank"]
+    require_number("trainer.lora_rank", rank, optional=True, integer=True, low=1)
 
 
 def general_proteins(config: Config, longest: int) -> list[Tokens]:

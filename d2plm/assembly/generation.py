@@ -137,8 +137,7 @@ def _family(
     if settings["relatives"] is None:
         return None, None
     exported.require_taking_relatives("generation.relatives")
-    path, most = Path(str(settings["relatives"])), settings["max_relatives"]
-    family = read_family(path, most)
+    family = read_family(Path(str(settings["relatives"])), settings["max_relatives"])
     if settings["templates"] is not None:
         return family, None
     return family.hold_out(settings["held_out_members"], settings["seed"])

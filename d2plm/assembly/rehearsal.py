@@ -95,14 +95,12 @@ def _loader(
     )
     return PackedLoader(
         collections,
-        token_budget=data["token_budget"],
+        **{key: data[key] for key in ("token_budget", "num_workers", "prefetch_factor")},
         max_length=longest,
         max_relatives=data["max_relatives"] or 0,
         world_size=ranks,
         seed=trainer["seed"],
         repeat_batches=trainer["overfit_batches"],
-        num_workers=data["num_workers"],
-        prefetch_factor=data["prefetch_factor"],
         **partition,
     )
 
@@ -151,14 +149,8 @@ def shortened(config: Config, folder: Path) -> Config:
             "folder; use d2plm train distributed.processes=N"
         )
     values: dict[str, Any] = copy.deepcopy(config.values)
-    values["trainer"] |= {
-        "fast_dev_run": None,
-        "max_steps": steps,
-        "max_epochs": None,
-        "flops_budget": None,
-        "resume": "none",
-        "checkpoints": None,
-    }
+    unset = dict.fromkeys(("fast_dev_run", "max_epochs", "flops_budget", "checkpoints"))
+    values["trainer"] |= {**unset, "max_steps": steps, "resume": "none"}
     for name, settings in values["callbacks"].items():
         if name in ("evaluation", "checkpoint", "metrics") and settings is not None:
             settings["every"] = steps

@@ -19,10 +19,7 @@ KINDS = ("auto", "local", *JOB_KINDS)
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 # Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
 FORWARDED_VARIABLES = (
-    "MLFLOW_TRACKING_URI",
-    "MLFLOW_EXPERIMENT_ID",
-    "MLFLOW_EXPERIMENT_NAME",
-    "MLFLOW_RUN_ID",
+    *("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
     TRUSTED_VARIABLE,
 )
 

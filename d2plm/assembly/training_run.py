@@ -22,7 +22,6 @@ from d2plm.core.vocabulary import PROTEIN, Codons, Vocabulary, open_vocabulary
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences
-from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausible_lengths
 from d2plm.export.exported_model import weights_digest
@@ -46,16 +45,8 @@ IDENTITY = ("model", "paradigm", "optimizer", "schedule")
 # Settings of the model that earlier runs lack, and the values that they had.
 LATER = {"norm": "layer", "rope_fraction": 1.0, "parallel_residual": False}
 TRAINER_IDENTITY = (
-    "precision",
-    "max_steps",
-    "max_epochs",
-    "flops_budget",
-    "loss_aggregation",
-    "overfit_batches",
-    "max_grad_norm",
-    "ema_decay",
-    "lora_rank",
-    "seed",
+    *("precision", "max_steps", "max_epochs", "flops_budget", "loss_aggregation"),
+    *("overfit_batches", "max_grad_norm", "ema_decay", "lora_rank", "seed"),
 )
 DATA_ARGUMENTS = (  # trainer arguments that are keys of the section `data`
     *("token_budget", "max_length", "max_relatives"),
@@ -154,10 +145,17 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
     data = config["data"]
     require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
     by_cluster = data["sampling"] == "cluster"
+    takes_relatives = data["max_relatives"] is not None and data["residues"] == "real"
+
+    def collection(
+        store: SequenceStore | SyntheticSequences, folder: Path, weight: float | None = None
+    ) -> Collection:
+        sequences = _with_residues(store, data["residues"])
+        relatives = open_prepared(folder).relatives if takes_relatives else None
+        return Collection(sequences, weight, by_cluster, relatives)
+
     if not data["mixture"]:
-        sequences = _with_residues(stores["train"], data["residues"])
-        relatives = _relatives(data, Path(data["prepared_dir"]))
-        return [Collection(sequences, None, by_cluster, relatives)]
+        return [collection(stores["train"], Path(data["prepared_dir"]))]
     mixture, wanted = data["mixture"], "{prepared_dir: FOLDER, weight: NUMBER}"
     require(isinstance(mixture, dict), "data.mixture", mixture, f"{{NAME: {wanted}, …}}")
     collections = []
@@ -180,17 +178,8 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
                 f"data.mixture.{name}: {folder} has another vocabulary ({store.vocabulary.name}) "
                 f"than {data['prepared_dir']} ({alphabet.name}); prepare both with the same one"
             )
-        relatives = _relatives(data, folder)
-        sequences = _with_residues(store, data["residues"])
-        collections.append(Collection(sequences, member["weight"], by_cluster, relatives))
+        collections.append(collection(store, folder, member["weight"]))
     return collections
-
-
-def _relatives(data: dict[str, Any], folder: Path) -> RelativesIndex | None:
-    """Relatives of the training proteins in a prepared folder, if configured."""
-    if data["max_relatives"] is None or data["residues"] != "real":
-        return None
-    return open_prepared(folder).relatives
 
 
 def _with_residues(
@@ -312,10 +301,7 @@ def build_schedule(config: Config) -> Callable[..., Any]:
 
 
 def build_trainer(
-    config: Config,
-    stores: Stores,
-    tracked: MetricRun | None = None,
-    start: Start | None = None,
+    config: Config, stores: Stores, tracked: MetricRun | None = None, start: Start | None = None
 ) -> Trainer:
     """Build the `trainer._target_` with its callbacks; without `start`, load `init_from`."""
     vocabulary = stores["train"].vocabulary

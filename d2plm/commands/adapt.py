@@ -11,18 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from d2plm.assembly.adaptation import (
-    SplitFamily,
-    check_settings,
-    family_nats,
-    general_proteins,
-    interpolate_weights,
-    open_base,
-    open_family,
-    split_family,
-    train,
-    training_config,
-)
+from d2plm.assembly import adaptation
 from d2plm.assembly.generation import generate
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.assembly.training_run import with_start_pinned
@@ -33,15 +22,7 @@ from d2plm.core.files import write_text
 from d2plm.core.terminal import done, result
 from d2plm.data.family import Family
 from d2plm.data.store import clusters_of
-from d2plm.evaluation.family_bound import (
-    ADAPTED,
-    BASE,
-    baseline_nats,
-    compare_on_family,
-    family_table,
-    plot_family,
-    verdict,
-)
+from d2plm.evaluation import family_bound
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.export.exported_model import ExportedModel
 
@@ -49,31 +30,32 @@ from d2plm.export.exported_model import ExportedModel
 def run(config: Config) -> dict[str, Any]:
     """Adapt, compare, generate new members, and write the results into the work folder."""
     require(config["input"] is not None, "input", None, "the family's proteins, such as FASTA")
-    check_settings(config)
+    adaptation.check_settings(config)
     config = with_start_pinned(config)
-    base = open_base(config)
-    general = general_proteins(config, base.max_residues)
-    training = split_family(training_config(config, base), config["identity"])
-    family = open_family(training, base)
-    train(training)
+    base = adaptation.open_base(config)
+    general = adaptation.general_proteins(config, base.max_residues)
+    training = adaptation.split_family(adaptation.training_config(config, base), config["identity"])
+    family = adaptation.open_family(training, base)
+    adaptation.train(training)
     values = {**config.values, "model_dir": training["model_dir"]}
-    adapted, shares = interpolate_weights(Config(values), base, family, general)
+    adapted, shares = adaptation.interpolate_weights(Config(values), base, family, general)
     work_dir, masks = Path(config["work_dir"]), config["evaluation"]["masks_per_sequence"]
-    test, proteins = family.prepared.splits["test"], family.proteins("test")
-    figures = compare_on_family(
+    splits, proteins = family.prepared.splits, family.proteins("test")
+    figures = family_bound.compare_on_family(
         {
-            **baseline_nats(family.prepared.splits["train"], proteins, base.max_residues),
-            **family_nats(base, BASE, family, masks),
-            **family_nats(adapted, ADAPTED, family, masks),
+            **family_bound.baseline_nats(splits["train"], proteins, base.max_residues),
+            **adaptation.family_nats(base, family_bound.BASE, family, masks),
+            **adaptation.family_nats(adapted, family_bound.ADAPTED, family, masks),
         },
         np.array([int(is_canonical(tokens).sum()) for tokens in proteins]),
-        clusters_of(test),
+        clusters_of(splits["test"]),
     )
-    table, said = family_table(figures), f"The adapted model is {verdict(figures)}."
-    counts = {split: len(store) for split, store in family.prepared.splits.items()}
+    table = family_bound.family_table(figures)
+    said = f"The adapted model is {family_bound.verdict(figures)}."
+    counts = {split: len(store) for split, store in splits.items()}
     amounts = ", ".join(f"{number} {split}" for split, number in counts.items())
     amounts = f"Members: {amounts}. The figures are computed on the test members."
-    plot_family(figures, work_dir / "adaptation.png")
+    family_bound.plot_family(figures, work_dir / "adaptation.png")
     result(f"\n{table}\n\n{said}\n{amounts}\n")
     made = _generate(config, adapted, family, work_dir / "members.fasta")
     new = [headline(made), "```", *members_table(made), "```"] if made else []
@@ -98,7 +80,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _generate(
-    config: Config, adapted: ExportedModel, family: SplitFamily, output: Path
+    config: Config, adapted: ExportedModel, family: adaptation.SplitFamily, output: Path
 ) -> dict[str, Any] | None:
     """Generate new members and describe them beside the test members; None if `number` is 0."""
     settings = config["generation"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.assembly.many_runs import check_runs, merged, run_all, write_results
-from d2plm.assembly.preparation import prepare_data as prepare
+from d2plm.assembly.preparation import prepare_data
 from d2plm.config import Config
 from d2plm.core.errors import require, require_number
 from d2plm.core.terminal import result
@@ -27,7 +27,7 @@ def run(config: Config) -> dict[str, Any]:
     fits = isinstance(seeds, list) and len(set(seeds)) == len(seeds) > 0
     require(fits, "seeds", seeds, "a list of different seeds, at least one")
     require_number("parallel", config["parallel"], integer=True, low=1)
-    prepare(config)
+    prepare_data(config)
     settings = {(arm, seed): run_settings(config, arm, seed) for seed in seeds for arm in arms}
     runs = {f"{arm}, seed {seed}": run for (arm, seed), run in settings.items()}
     check_runs(runs, config["parallel"])

@@ -5,9 +5,7 @@ Each file is written atomically, so an interrupted run continues after the last 
 """
 
 import json
-from collections.abc import Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from d2plm.config import Config
+from d2plm.core.batch import of_size
 from d2plm.core.errors import ConfigError, DataError, require, require_choice, require_number
 from d2plm.core.files import read_json, require_other_output, write_text, written_beside
 from d2plm.core.locks import locked
@@ -79,14 +78,19 @@ def run(config: Config) -> dict[str, Any]:
 
 def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -> int:
     """Write the missing files; returns the number of proteins."""
-    total = 0
+    total, width = 0, exported.model.config.hidden_size
+
+    def size(record: FastaRecord) -> int:
+        return 4 * width * len(record.tokens)
+
     records = partial(read_sequences, source, exported.vocabulary, config["window"])
     for record in records():  # rejected before hours of work, not after them
         exported.require_short_enough(f"record {record.name!r}", record.tokens, CUT_IT, DataError)
         total += len(record.tokens) + 2
     model, number = exported.denoiser(config["precision"]), 0
     with Progress("embedding", total, unit="tokens") as progress:
-        for part, chunk in zip(count(), _chunks(exported, records()), strict=False):
+        # The groups are the same in every run.
+        for part, chunk in enumerate(of_size(records(), size, FILE_BYTES)):
             file = output / f"part-{part:05d}.{config['format']}"
             if not file.is_file():
                 vectors = embeddings(
@@ -109,20 +113,6 @@ def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -
                 progress.advance(sum(len(record.tokens) + 2 for record in chunk))
             number += len(chunk)
     return number
-
-
-def _chunks(exported: ExportedModel, records: Iterator[FastaRecord]) -> Iterator[list[FastaRecord]]:
-    """Records of the input grouped by output file; the groups are the same in every run."""
-    chunk: list[FastaRecord] = []
-    size = 0
-    for record in records:
-        chunk.append(record)
-        size += 4 * exported.model.config.hidden_size * len(record.tokens)
-        if size >= FILE_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:

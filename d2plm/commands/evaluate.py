@@ -39,8 +39,7 @@ from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.tracking.locations import open_export
-from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
-from d2plm.training.callbacks.metric_logger import read_metrics
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
 PLOT = "evaluation.png"
 BITS = ("bits_per_byte", "bits_per_base")
@@ -142,25 +141,21 @@ def _evaluate(
     settings, precision = config["evaluation"], config["trainer"]["precision"]
     train, held_out, nearest = stores["train"], stores[settings["split"]], _nearest(config)
     longest = min(exported.max_length, int(held_out.lengths.max()) + 2)
-    device = exported.model.device
+    device, prepared = exported.model.device, Path(config["data"]["prepared_dir"])
     others = {
-        str(folder): open_rival(Path(folder), held_out.vocabulary, longest, device, precision)
-        for folder in settings["compare_with"]
+        str(rival): open_rival(Path(rival), held_out.vocabulary, longest, device, precision)
+        for rival in settings["compare_with"]
     }
     baselines = fit_baselines(train, max_residues=exported.max_residues, report=log.info)
     mmseqs: dict[str, Any] = {"resources": resources(config), "report": log.info}
-    choice, identities = _relatives(config), None
+    choice, folder, identities = _relatives(config), prepared / "relatives", None
     suite = SUITES[held_out.vocabulary.name]
     if settings["nearest_identity"] and suite.homology:
-        folder = Path(config["data"]["prepared_dir"]) / "nearest"
-        identities = nearest_identities(held_out, train, folder, nearest, **mmseqs)
+        identities = nearest_identities(held_out, train, prepared / "nearest", nearest, **mmseqs)
 
     def relatives() -> RelativesIndex:
-        folder = Path(config["data"]["prepared_dir"]) / "relatives"
-        sensitivity = settings["relatives_sensitivity"]
-        return held_out_relatives(
-            held_out, folder, sensitivity, chosen=choice.of(len(held_out)), **mmseqs
-        )
+        chosen, sensitivity = choice.of(len(held_out)), settings["relatives_sensitivity"]
+        return held_out_relatives(held_out, folder, sensitivity, chosen=chosen, **mmseqs)
 
     def quality() -> dict[str, Any]:
         return generated_quality(
@@ -188,7 +183,7 @@ def _evaluate(
         identities=identities,
         relatives=relatives if settings["relatives_below"] and suite.homology else None,
         choice=choice,
-        stages=Stages(Path(config["data"]["prepared_dir"]) / "relatives", log.info),
+        stages=Stages(folder, log.info),
         quality=quality if settings["generated"] else None,
         **recorded,
     )

@@ -26,8 +26,7 @@ from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir, write_text
 from d2plm.core.terminal import result
 from d2plm.tracking.runs import tracking_run
-from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
-from d2plm.training.callbacks.metric_logger import read_metrics
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
 FORMAT_VERSION = 1
 OWN_KEYS = ("parallel", "multirun_dir")  # settings of the sweep, not of its runs

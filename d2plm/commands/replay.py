@@ -9,8 +9,7 @@ from d2plm.config import Config, read
 from d2plm.core.errors import ConfigError, require_number
 from d2plm.core.files import nearest_path, write_text
 from d2plm.core.terminal import result
-from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
-from d2plm.training.callbacks.metric_logger import read_metrics
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 from d2plm.training.replay import Replayed, replay
 
 

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.assembly.many_runs import check_runs, dry_run, merged, run_all, write_results
-from d2plm.assembly.preparation import build_vocabulary
-from d2plm.assembly.preparation import prepare_data as prepare
+from d2plm.assembly.preparation import build_vocabulary, prepare_data
 from d2plm.assembly.training_run import trainer_keys, training_stores, with_vocab_size
 from d2plm.config import Config
 from d2plm.core.errors import ConfigError, require, require_number
@@ -43,7 +42,7 @@ def run(config: Config) -> dict[str, Any]:
     config = with_vocab_size(config, build_vocabulary(config["data"], "data"))
     _check(config)
     if not config["dry_run"]:
-        prepare(config)
+        prepare_data(config)
     lengths = training_stores(config)["train"].lengths
     grid = plan(config, lengths)
     # Longest first, so that no core idles at the end.

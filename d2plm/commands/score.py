@@ -6,7 +6,7 @@ in chunks, so that memory does not grow with the file. A table of variants is ke
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -18,42 +18,24 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from d2plm.config import Config
+from d2plm.core.batch import of_size
 from d2plm.core.errors import DataError, as_keys, require, require_number
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, first_few, output_modes
 from d2plm.data.family import Family, read_families
-from d2plm.data.fasta import FastaRecord, read_fasta
+from d2plm.data.fasta import read_fasta
 from d2plm.data.sources import CUT_IT, is_stream, read_sequences
-from d2plm.evaluation.mutations import (
-    ALONE_COLUMN,
-    PROFILE_COLUMN,
-    SCORE_COLUMN,
-    Variant,
-    read_variants,
-)
+from d2plm.evaluation import mutations, scoring
 from d2plm.evaluation.rank_correlation import rank_correlation
-from d2plm.evaluation.scoring import (
-    bound_draws,
-    effect_draws,
-    mutational_effects,
-    pseudo_log_likelihoods,
-    require_masked,
-    score_columns,
-    variants_by_positions,
-)
 from d2plm.export.exported_model import ExportedModel
 from d2plm.tracking.locations import open_model
 
 log = logging.getLogger(__name__)
 
 GIVES_AWAY = "a relative of %s contains it or is part of it, so its score is not meaningful"
-READ = ("input", "mutations", "relatives")
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
-IF_TOO_LONG = (
-    "remove it, or cut it into parts (mutation_offset sets the numbering of a part)",
-    DataError,
-)
+CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numbering of a part)"
 
 _CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
 
@@ -65,13 +47,10 @@ def run(config: Config) -> dict[str, Any]:
     require(fits, PSEUDO_LOG_LIKELIHOOD, masked, "true, false or null")
     require_number("mutation_offset", config["mutation_offset"], integer=True)
     whole = config["mutations"] is None and config["relatives"] is None
-    require(
-        whole or config["window"] is None,
-        "window",
-        config["window"],
-        "null with mutations or relatives",
-    )
-    require_other_output("output", output, [config[key] for key in READ])
+    fits, wanted = whole or config["window"] is None, "null with mutations or relatives"
+    require(fits, "window", config["window"], wanted)
+    read = [config[key] for key in ("input", "mutations", "relatives")]
+    require_other_output("output", output, read)
     masks = config["evaluation"]["masks_per_sequence"]
     require_number("evaluation.masks_per_sequence", masks, integer=True, low=1)
     exported = open_model(
@@ -87,13 +66,12 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     Returns:
         The `output` and the number of proteins; with `--json` and no output, also their rows.
     """
-    paradigm, predicting = exported.paradigm, config[PSEUDO_LOG_LIKELIHOOD]
-    vocabulary = exported.vocabulary
-    if predicting is None:
-        predicting = not vocabulary.is_text
+    paradigm, vocabulary = exported.paradigm, exported.vocabulary
+    asked = config[PSEUDO_LOG_LIKELIHOOD]
+    predicting = not vocabulary.is_text if asked is None else asked
     if predicting:
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
-        masked = require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
+        masked = scoring.require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config["evaluation"], Path(str(config["input"]))
     records = partial(read_sequences, path, vocabulary, config["window"])
     once = list(records()) if is_stream(path) else None  # a pipe can be read only once
@@ -115,10 +93,10 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
     model, written, rows = exported.denoiser(config["precision"]), 0, []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
-        for chunk in _chunks(once or records()):
+        for chunk in of_size(once or records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
             own = None if families is None else [families(name) for name in names]
-            draws = bound_draws(
+            draws = scoring.bound_draws(
                 model,
                 paradigm,
                 sequences,
@@ -129,10 +107,10 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 names=names,
                 **settings,
             )
-            table = pd.DataFrame(score_columns(draws, sequences, vocabulary))
+            table = pd.DataFrame(scoring.score_columns(draws, sequences, vocabulary))
             table.insert(0, "name", np.array(names, dtype=object))
             if predicting:
-                table[PSEUDO_LOG_LIKELIHOOD] = pseudo_log_likelihoods(
+                table[PSEUDO_LOG_LIKELIHOOD] = scoring.pseudo_log_likelihoods(
                     model, masked, sequences, families=own, names=names, **settings
                 )
             if config["output"] is None and JSON in output_modes():
@@ -158,18 +136,18 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     """
     exported.require_proteins("mutations")
     remedy = "use a model of diffusion, or of flow matching from masks"
-    paradigm = require_masked(exported.paradigm, "mutations", remedy)
-    table, source = read_variants(Path(str(config["mutations"]))), str(config["input"])
+    paradigm = scoring.require_masked(exported.paradigm, "mutations", remedy)
+    table, source = mutations.read_variants(Path(str(config["mutations"]))), str(config["input"])
     measured, proteins = table.measured(), list(read_fasta(Path(source)))
     rows_of = table.rows_by_protein(proteins, source)
     variants = table.place(proteins, rows_of, config["mutation_offset"])
     tokens, families, alone = 0, _families(config, exported), list[str]()
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
-        exported.require_short_enough(f"record {name!r}", wild_type, *IF_TOO_LONG)
+        exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
         family = None if families is None else families(name)
-        passes = 1 if family is None else 1 + effect_draws(family, wild_type)
-        tokens += passes * (len(wild_type) + 2) * len(variants_by_positions(changes))
+        passes = 1 if family is None else 1 + scoring.effect_draws(family, wild_type)
+        tokens += passes * (len(wild_type) + 2) * len(scoring.variants_by_positions(changes))
         if family is not None and not family.has_others(wild_type):
             alone.append(name)
     if alone:
@@ -178,12 +156,11 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     scores: dict[str, NDArray[np.float64]] = {}
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
+        of_any = partial(scoring.mutational_effects, model, paradigm, **settings)
         for protein, rows in rows_of.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
             changes, family = variants[protein], None if families is None else families(name)
-            of_model = partial(
-                mutational_effects, model, paradigm, wild_type, changes, name=name, **settings
-            )
+            of_model = partial(of_any, wild_type, changes, name=name)
             for column, effects in _by_predictor(of_model, wild_type, changes, family).items():
                 scores.setdefault(column, np.zeros(len(table.cells)))[rows] = effects
                 if measured is not None:
@@ -195,25 +172,25 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
             table.write(target or sys.stdout, scores)
     if config["output"] is not None:
         done(f"wrote {config['output']} ({len(table.cells)} variants)")
-    document = {"output": config["output"], "scores": scores.pop(SCORE_COLUMN), **scores}
+    document = {"output": config["output"], "scores": scores.pop(mutations.SCORE_COLUMN), **scores}
     return {**document, "correlations": correlations}
 
 
 def _by_predictor(
     of_model: Callable[..., NDArray[np.float64]],
     wild_type: NDArray[np.uint8],
-    variants: Sequence[Variant],
+    variants: Sequence[mutations.Variant],
     family: Family | None,
 ) -> dict[str, NDArray[np.float64]]:
     """Effects by column; `of_model` is `mutational_effects` without the argument `family`."""
     if family is None:
-        return {SCORE_COLUMN: of_model()}
+        return {mutations.SCORE_COLUMN: of_model()}
     from d2plm.evaluation.site_profile import profile_effects  # imports HMMER
 
     return {
-        SCORE_COLUMN: of_model(family=family),
-        ALONE_COLUMN: of_model(),
-        PROFILE_COLUMN: profile_effects(wild_type, variants, family.members),
+        mutations.SCORE_COLUMN: of_model(family=family),
+        mutations.ALONE_COLUMN: of_model(),
+        mutations.PROFILE_COLUMN: profile_effects(wild_type, variants, family.members),
     }
 
 
@@ -221,8 +198,7 @@ def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family
     if config["relatives"] is None:
         return None
     exported.require_taking_relatives("relatives")
-    path, most = Path(str(config["relatives"])), config["max_relatives"]
-    return read_families(path, most)
+    return read_families(Path(str(config["relatives"])), config["max_relatives"])
 
 
 def _report_alone(config: Config, alone: list[str], number: int) -> None:
@@ -242,19 +218,6 @@ def _settings(config: Config, exported: ExportedModel, progress: Progress) -> di
         "device": exported.model.device,
         "progress": progress.advance,
     }
-
-
-def _chunks(records: Iterable[FastaRecord]) -> Iterator[list[FastaRecord]]:
-    chunk: list[FastaRecord] = []
-    tokens = 0
-    for record in records:
-        chunk.append(record)
-        tokens += len(record.tokens) + 2
-        if tokens >= _CHUNK_TOKENS:
-            yield chunk
-            chunk, tokens = [], 0
-    if chunk:
-        yield chunk
 
 
 def _target(config: Config) -> AbstractContextManager[Path | None]:

@@ -5,6 +5,7 @@ Help and completion read it, so it imports nothing heavy.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Command:
 
 # Usual keys of all commands that train.
 RUN_KEYS = ("name", "work_dir", "data.input", "data.prepared_dir", "trainer", "trainer.max_steps")
+# Actions on a store, and on the checkpoints of a run.
+_of_store = partial(Command, first_key="store", reads=("store",))
+_of_checkpoints = partial(Command, first_key="root", reads=("root",))
 
 COMMANDS = {
     "ingest": Command(
@@ -53,29 +57,21 @@ COMMANDS = {
     "data": Command(
         "inspect sequence stores: stats, verify, head, export",
         actions={
-            "stats": Command(
+            "stats": _of_store(
                 "show lengths, composition, clusters, size and origin of a store or prepared data",
                 "d2plm data stats store=prepared output=stats.png",
-                first_key="store",
-                reads=("store",),
             ),
-            "verify": Command(
+            "verify": _of_store(
                 "read all sequences and compare them with the recorded digests",
                 "d2plm data verify store=prepared",
-                first_key="store",
-                reads=("store",),
             ),
-            "head": Command(
+            "head": _of_store(
                 "print the first sequences as FASTA, or texts as JSON lines",
                 "d2plm data head store=prepared/train_lmdb number=5",
-                first_key="store",
-                reads=("store",),
             ),
-            "export": Command(
+            "export": _of_store(
                 "write all sequences as FASTA, texts as JSON lines, or either as a Megatron corpus",
                 "d2plm data export store=prepared/train_lmdb output=train.fasta.gz",
-                first_key="store",
-                reads=("store",),
             ),
         },
     ),
@@ -179,17 +175,13 @@ COMMANDS = {
     "checkpoint": Command(
         "manage the checkpoints of a run: list, verify, convert",
         actions={
-            "list": Command(
+            "list": _of_checkpoints(
                 "list the checkpoints with epoch, ranks, validation bound and size",
                 "d2plm checkpoint list runs/demo/diffusion",
-                first_key="root",
-                reads=("root",),
             ),
-            "verify": Command(
+            "verify": _of_checkpoints(
                 "read every file and compare it with the recorded digest",
                 "d2plm checkpoint verify runs/demo/diffusion",
-                first_key="root",
-                reads=("root",),
             ),
             "convert": Command(
                 "convert a checkpoint to a folder of safetensors, or back (to=checkpoint)",

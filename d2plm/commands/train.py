@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from d2plm.assembly import rehearsal
 from d2plm.assembly.tracked_run import (
     describe,
     log_data,
@@ -31,8 +32,7 @@ from d2plm.export.export_callback import Export
 from d2plm.launch.torchrun import train_locally
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.callbacks.metric_logger import FILE as METRICS_FILE
-from d2plm.training.callbacks.metric_logger import read_metrics
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 from d2plm.training.trainer import Trainer
 
 CONFIG = "config.yaml"
@@ -45,8 +45,6 @@ def run(config: Config) -> dict[str, Any] | None:
 
     Starts several processes with torchrun unless a launcher has already started this process.
     """
-    from d2plm.assembly import rehearsal
-
     if config.values.get("dry_run"):
         forecast = rehearsal.forecast(config)
         result(aligned(forecast))
@@ -71,9 +69,9 @@ def run(config: Config) -> dict[str, Any] | None:
 
 def _train(config: Config) -> dict[str, Any] | None:
     """Train in this process; only rank 0 returns the results."""
-    metrics_file, stores = Path(config["output_dir"]) / METRICS_FILE, training_stores(config)
+    output_dir, stores = Path(config["output_dir"]), training_stores(config)
     config, start = load_start(config, stores["train"].vocabulary)
-    output_dir = Path(config["output_dir"])
+    metrics_file = output_dir / METRICS_FILE
     busy = f"another training run is writing to {output_dir}"
     # Rank 0 holds the lock. The other ranks wait for rank 0, with a timeout.
     is_main = int(os.environ.get("RANK", 0)) == 0

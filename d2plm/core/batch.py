@@ -6,7 +6,7 @@ fixed length, so every batch of a run has the same shapes and nothing recompiles
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self, TypeVar
 
@@ -94,11 +94,7 @@ class PackedBatch:
 
     @classmethod
     def pack(
-        cls,
-        sequences: Sequence[NDArray[Any]],
-        *,
-        token_budget: int | None = None,
-        **of_row: Any,
+        cls, sequences: Sequence[NDArray[Any]], *, token_budget: int | None = None, **of_row: Any
     ) -> Self:
         """Lay `sequences` (tokens of one dtype, special tokens included) one after another.
 
@@ -228,8 +224,7 @@ class PackedBatch:
             object.__setattr__(self, name, torch.from_numpy(value) if tensor else value)
 
     def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         changed = {name: function(tensor) for name, tensor in self._tensors().items()}
@@ -246,6 +241,20 @@ def under_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> I
             batch, used = [], 0
         batch.append(item)
         used += size(item)
+    if batch:
+        yield batch
+
+
+def of_size(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """The items in order, in groups of at least this size, except the last."""
+    batch: list[T] = []
+    used = 0
+    for item in items:
+        batch.append(item)
+        used += size(item)
+        if used >= least:
+            yield batch
+            batch, used = [], 0
     if batch:
         yield batch
 

@@ -19,11 +19,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked(
-    file: Path,
-    busy: str,
-    *,
-    waiting: Callable[[str], None] | None = None,
-    of: Path | None = None,
+    file: Path, busy: str, *, waiting: Callable[[str], None] | None = None, of: Path | None = None
 ) -> Iterator[None]:
     """Hold the lock `file`, which is created here and removed when the lock is released.
 

@@ -488,11 +488,8 @@ class Subwords(Vocabulary):
         if self.path.resolve() != (folder / SAVED_TOKENIZER).resolve():
             shutil.copyfile(self.path, folder / SAVED_TOKENIZER)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"])  # type: ignore[misc]  # reads the tokenizer anew
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path,)  # reads the tokenizer anew
 
 
 def vocabulary(

@@ -30,8 +30,7 @@ from d2plm.evaluation.quality import quality_rows
 from d2plm.evaluation.terms import Terms, terms_for, terms_of
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
-from d2plm.training.callbacks.metric_logger import FILE as METRICS
-from d2plm.training.callbacks.metric_logger import read_metrics
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
 CONFIG = "config.yaml"
 ABSENT = {  # part → default reason why it is missing, and how to get it
@@ -77,11 +76,11 @@ def gather(sources: Sources) -> dict[str, Any]:
     output_dir = sources.output_dir
     missing: dict[str, str] = {}
     evaluation = read_evaluation(output_dir)
-    metrics = read_metrics(output_dir / METRICS)
+    metrics = read_metrics(output_dir / METRICS_FILE)
     if evaluation is None and not metrics:
         raise DataError(
-            f"{output_dir}: contains neither {EVALUATION} nor {METRICS}{nearest_path(output_dir)}; "
-            "give the output_dir of d2plm train or d2plm evaluate"
+            f"{output_dir}: contains neither {EVALUATION} nor {METRICS_FILE}"
+            f"{nearest_path(output_dir)}; give the output_dir of d2plm train or d2plm evaluate"
         )
     model = _model(sources.model_dir, evaluation, missing)
     terms = _terms(evaluation, sources.model_dir)

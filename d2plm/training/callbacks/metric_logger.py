@@ -20,7 +20,7 @@ from d2plm.training.metrics import ExpertLoads, LayerNorms, MeanLoss, Metric, Pe
 from d2plm.training.throughput import CrowdedCores, Throughput
 from d2plm.training.trainer import Trainer
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class MetricLogger(Callback):
         self._warned = False
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        self.file = trainer.output_dir / FILE
+        self.file = trainer.output_dir / METRICS_FILE
         if trainer.process.is_main:
             _keep_rows_up_to(self.file, trainer.step)
         for metric in self.metrics:

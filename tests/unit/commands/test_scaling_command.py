@@ -150,7 +150,7 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return seen["grid"]
 
     for name, stand_in in (
-        ("prepare", lambda config: None),
+        ("prepare_data", lambda config: None),
         ("training_stores", lambda config: {"train": Store()}),
         ("check_runs", lambda runs, parallel: seen.setdefault("checked", list(runs))),
         ("run_all", run_all),

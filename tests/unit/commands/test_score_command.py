@@ -164,7 +164,7 @@ def test_a_protein_that_is_too_long_is_rejected_by_name_before_any_is_scored(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(score, "bound_draws", lambda *_, **__: pytest.fail("scored"))
+    monkeypatch.setattr(score.scoring, "bound_draws", lambda *_, **__: pytest.fail("scored"))
     with fasta.open("a") as file:
         file.write(f">long\n{'A' * 127}\n")
     output = tmp_path / "scores.csv"

@@ -22,7 +22,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.callbacks.metric_logger import FILE, MetricLogger
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
@@ -32,7 +32,7 @@ ALANINE = int(encode("A")[0])
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "run" / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
 class StopAfter(Callback):
@@ -52,7 +52,7 @@ def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     with pytest.raises(KeyboardInterrupt):
         build(MetricLogger(every=1), SaveCheckpoint(every=2), StopAfter(5)).train()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
-    with (tmp_path / "run" / FILE).open("a") as stream:
+    with (tmp_path / "run" / METRICS_FILE).open("a") as stream:
         stream.write('{"step": 6, "lo')  # cut off by the kill
     build(MetricLogger(every=1), SaveCheckpoint(every=2)).train()
     resumed = rows(tmp_path)

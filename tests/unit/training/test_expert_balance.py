@@ -15,7 +15,7 @@ from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import Router
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.callbacks.metric_logger import FILE, MetricLogger
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
@@ -158,7 +158,7 @@ def test_the_monitor_s_figures_are_those_of_the_loads(build: Build, tmp_path: Pa
     config = DiTConfig(**TINY_SIZES, num_experts=8)
     loads = Loads()
     build(loads, MetricLogger(every=3), model=config).train()
-    rows = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / METRICS_FILE).read_text().splitlines()]
     for row, steps in zip(rows, (loads.steps[:3], loads.steps[3:]), strict=True):
         load = torch.stack([load for _, load, _ in steps]).sum(0).double()
         relative = load / load.mean(-1, keepdim=True)
@@ -204,7 +204,7 @@ def test_z_of_a_router_without_weights_is_the_squared_logarithm_of_their_number(
 
 def test_a_dense_model_has_no_figures_of_experts(build: Build, tmp_path: Path) -> None:
     build(MetricLogger(every=3)).train()
-    assert "expert" not in (tmp_path / "run" / FILE).read_text()
+    assert "expert" not in (tmp_path / "run" / METRICS_FILE).read_text()
 
 
 @pytest.mark.thorough
@@ -237,7 +237,7 @@ def test_after_200_steps_on_proteins_no_expert_is_far_above_the_mean(
         max_length=128,
         max_steps=200,
     ).train()
-    rows = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / METRICS_FILE).read_text().splitlines()]
     assert max(row["expert_largest"] for row in rows) > 1.3
     assert rows[-1]["expert_largest"] <= most, [row["expert_largest"] for row in rows]
     assert not rows[-1]["experts_starved"]

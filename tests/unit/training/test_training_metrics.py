@@ -20,7 +20,7 @@ from d2plm.model.flops import training_flops
 from d2plm.tracking.runs import Runs
 from d2plm.training import throughput
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.callbacks.metric_logger import FILE, MetricLogger
+from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.distributed import Process
 from d2plm.training.metrics import MeanLoss, Metric, PeakMemory, StepState
@@ -46,7 +46,7 @@ class Ranks(Process):
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "run" / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
 # --- single metrics ----------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> 
     trainer.process = replace(trainer.process, rank=1, world_size=2)
     trainer.train()
     assert len(seen) == 3
-    assert not (tmp_path / "run" / FILE).exists()
+    assert not (tmp_path / "run" / METRICS_FILE).exists()
 
 
 @pytest.mark.parametrize("settings", [{"every": 0}, {"peak_tflops": 0}, {"more": ["loss"]}])
@@ -310,7 +310,7 @@ def test_an_outage_of_the_tracker_does_not_end_training(
         trainer = build(MetricLogger(every=1, run=Down()), SaveCheckpoint(every=2))
         trainer.train()
     assert trainer.step == 6
-    assert len((tmp_path / "run" / FILE).read_text().splitlines()) == 6
+    assert len((tmp_path / "run" / METRICS_FILE).read_text().splitlines()) == 6
     assert caplog.text.count("training continues") == 1
 
 
@@ -327,7 +327,7 @@ def test_layer_norms_are_of_the_whole_gradient_and_state_on_any_number_of_ranks(
     found = []
     for ranks in (1, 2):
         run(train_with_layer_norms, tiny_store.path, tmp_path / str(ranks), world_size=ranks)
-        (row,) = runs.rows(tmp_path / str(ranks) / FILE)
+        (row,) = runs.rows(tmp_path / str(ranks) / METRICS_FILE)
         layers = [value for name, value in row.items() if name.startswith("grad_norm/")]
         assert sum(norm**2 for norm in layers) == pytest.approx(row["grad_norm"] ** 2, rel=1e-5)
         found.append({name: value for name, value in row.items() if "norm/" in name})
