@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.palette import BLUE, GREY, SKY, new_figure, save_figure
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import against
@@ -21,8 +22,6 @@ from d2plm.evaluation.likelihood import bound_figures, paired_difference
 ADAPTED, BASE = "adapted model", "base model"
 FAMILY_PROFILE = "profile HMM"
 SHOWN = ("unigram", "5-gram", "composition", "composition × 5-gram")  # of the counting baselines
-
-Tokens = NDArray[np.uint8]
 
 
 def baseline_nats(

@@ -7,7 +7,7 @@ lengths must not help, and the order of the relatives must not matter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from d2plm.core.errors import require, require_number
 from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.progress import Progress
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
 from d2plm.evaluation.findings import ALIGNED, PROFILE, best_profile
 from d2plm.evaluation.likelihood import SequenceScores, bound_figures, paired_difference
@@ -24,7 +25,6 @@ BASELINES = (PROFILE, ALIGNED)
 PROFILES_VERSION = 1  # of the baselines' figures that are kept
 ORDER_SAMPLE = 64  # proteins whose relatives are given in another order, too
 
-Tokens = NDArray[np.uint8]
 Indices = list[list[int]]
 Compute = Callable[[], NDArray[np.float64]]
 # (what is scored, proteins, relatives of each) → scores with the same masks at every call
@@ -120,9 +120,8 @@ def evaluate_given_relatives(
     several = [n for n, own in enumerate(widest) if len(own) > 1][:ORDER_SAMPLE]
     return {
         "choice": {
+            **asdict(choice),
             "identities": [*choice.identities],
-            "most": choice.most,
-            "masks_per_sequence": choice.masks_per_sequence,
             "proteins": len(targets),
         },
         "alone": bound_figures(alone.nats, *within),
@@ -141,11 +140,7 @@ def _profile_nats(
     targets: Sequence[Tokens], collection: Sequence[Tokens], chosen: Sequence[Indices]
 ) -> NDArray[np.float64]:
     """float64 [identities, BASELINES, N]: −log p of the targets given their relatives."""
-    from d2plm.evaluation.profile import (  # HMMER, where it is needed
-        alignment_nats,
-        log_ratios,
-        mixture_nats,
-    )
+    from d2plm.evaluation.profile import alignment_nats, log_ratios, mixture_nats  # imports HMMER
 
     collection = [one[:LONGEST_RELATIVE] for one in collection]
     pairs = {(n, i) for which in chosen for n, own in enumerate(which) for i in own}

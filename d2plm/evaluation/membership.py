@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM
 
 from d2plm.core.alphabet import CANONICAL, decode, encode, is_canonical
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.family import Family
 from d2plm.evaluation.profile import aligned_columns, domain_hits, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
@@ -29,8 +30,6 @@ CONSERVED = 0.8  # least share of the given members with the same residue in a c
 SHOWN = 10  # proteins of a set in the alignment
 
 MEANS = ("mean_coverage", "mean_conserved", "mean_identity")
-
-Tokens = NDArray[np.uint8]
 
 
 def describe_members(
@@ -58,18 +57,14 @@ def describe_members(
         identity of two proteins; and `alignment`, the columns of the first members of each.
     """
     hmm = family_hmm(given.members, effective_number="entropy", simulated=SIMULATED)
-    sets = {
-        GENERATED: generated,
-        NATURAL: held_out.members,
-        REFERENCE: _composition_samples(generated[:COMPARED], given.members, seed),
-    }
-    called = {
-        GENERATED: names,
-        NATURAL: held_out.names,
-        REFERENCE: [f"composition_{number + 1}" for number in range(len(generated[:COMPARED]))],
+    samples = _composition_samples(generated[:COMPARED], given.members, seed)
+    sets: dict[str, tuple[Sequence[str], Sequence[Tokens]]] = {
+        GENERATED: (names, generated),
+        NATURAL: (held_out.names, held_out.members),
+        REFERENCE: ([f"composition_{number + 1}" for number in range(len(samples))], samples),
     }
     of_given = aligned_columns(hmm, given.members)
-    columns = {name: aligned_columns(hmm, proteins) for name, proteins in sets.items()}
+    columns = {name: aligned_columns(hmm, proteins) for name, (_, proteins) in sets.items()}
     natural = (held_out.names, columns[NATURAL]) if held_out.members else (given.names, of_given)
     shown = {GENERATED: (names, columns[GENERATED]), NATURAL: natural}
     return {
@@ -80,8 +75,8 @@ def describe_members(
         "database": DATABASE,
         "threshold_bits": _threshold_bits(hmm),
         "sets": {
-            name: _described(hmm, called[name], proteins, columns[name], given, of_given)
-            for name, proteins in sets.items()
+            name: _described(hmm, *own, columns[name], given, of_given)
+            for name, own in sets.items()
         },
         "alignment": [
             {"set": name, "name": own, "columns": row}
