@@ -119,11 +119,7 @@ def evaluate_given_relatives(
     with_unrelated = score("given unrelated proteins", targets, of(unrelated))
     several = [n for n, own in enumerate(widest) if len(own) > 1][:ORDER_SAMPLE]
     return {
-        "choice": {
-            **asdict(choice),
-            "identities": [*choice.identities],
-            "proteins": len(targets),
-        },
+        "choice": {**asdict(choice), "identities": [*choice.identities], "proteins": len(targets)},
         "alone": bound_figures(alone.nats, *within),
         "below": rows,
         "controls": {

@@ -29,8 +29,6 @@ COMPARED = 500  # first proteins of a set whose mutual identity is averaged
 CONSERVED = 0.8  # least share of the given members with the same residue in a conserved column
 SHOWN = 10  # proteins of a set in the alignment
 
-MEANS = ("mean_coverage", "mean_conserved", "mean_identity")
-
 
 def describe_members(
     generated: Sequence[Tokens],
@@ -131,7 +129,8 @@ def _described(
     of_given: Sequence[str],
 ) -> dict[str, Any]:
     if not proteins:
-        return {"proteins": [], "members": 0, **dict.fromkeys(MEANS)}
+        means = dict.fromkeys(("mean_coverage", "mean_conserved", "mean_identity"))
+        return {"proteins": [], "members": 0, **means}
     to_given, conserved = identities(rows, of_given), conserved_columns(of_given)
     found = domain_hits(hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
     described = []
@@ -151,9 +150,7 @@ def _described(
                 "nearest": given.names[candidates[nearest]],
                 "identity": float(to_candidates[nearest]),
                 "coverage": 1 - row.count("-") / len(row),
-                "conserved": float(np.mean([row[i] == one for i, one in conserved.items()]))
-                if conserved
-                else None,
+                "conserved": _mean([row[i] == one for i, one in conserved.items()]),
             }
         )
     compared = rows[:COMPARED]
@@ -161,12 +158,14 @@ def _described(
     return {
         "proteins": described,
         "members": sum(one["member"] for one in described),
-        "mean_coverage": float(np.mean([one["coverage"] for one in described])),
-        "mean_conserved": float(np.mean([one["conserved"] for one in described]))
-        if conserved
-        else None,
-        "mean_identity": float(among.mean()) if len(among) else None,
+        "mean_coverage": _mean([one["coverage"] for one in described]),
+        "mean_conserved": _mean([one["conserved"] for one in described if conserved]),
+        "mean_identity": _mean(among),
     }
+
+
+def _mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def _threshold_bits(hmm: HMM) -> float:

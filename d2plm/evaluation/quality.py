@@ -209,7 +209,7 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
     _check("sequences", sequences)
     kmers = kmer_counts(sequences, LONGEST_KMER)
     counts = Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
-    residues = int(counts.lengths @ np.arange(len(counts.lengths)))
+    residues = sum(map(len, sequences))
     runs = [longest_run(tokens) for tokens in sequences]
     window, bits = LOW_COMPLEXITY.values()
     simple = sum(int(low_complexity(tokens, int(window), bits).sum()) for tokens in sequences)
