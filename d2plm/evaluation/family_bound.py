@@ -72,13 +72,12 @@ def verdict(figures: Mapping[str, Any]) -> str:
     """The adapted model against the best of the baselines and the base model, as a sentence."""
     others = [name for name in figures if name != ADAPTED]
     best = others[-1]
-    difference, interval, outcome = against({"paired": figures}, best)
+    _, _, outcome = against({"paired": figures}, best)
     standing = {"better": "better than", "worse": "worse than"}
     perplexity, other = (figures[name]["perplexity"] for name in (ADAPTED, best))
     return (
         f"{standing.get(outcome, 'not shown to differ from')} the best of the others, {best}: "
-        f"perplexity {perplexity:.2f} against {other:.2f}, "
-        f"{difference_text(difference, interval)}, paired"
+        f"perplexity {perplexity:.2f} against {other:.2f}, {difference_text(figures[best])}, paired"
     )
 
 
@@ -90,8 +89,7 @@ def family_table(figures: Mapping[str, Any]) -> str:
     ]
     for name, row in figures.items():
         interval = interval_text(row["perplexity_interval"], ".2f")
-        difference = difference_text(row["nelbo_difference"], row["interval"])
-        shown = "" if name == ADAPTED else difference.replace(" nats/residue", "")
+        shown = "" if name == ADAPTED else difference_text(row).replace(" nats/residue", "")
         lines.append(f"| {name} | {row['perplexity']:.2f} | {interval} | {shown} |")
     return "\n".join(lines)
 

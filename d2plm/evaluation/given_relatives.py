@@ -219,21 +219,17 @@ def relatives_table(given: Mapping[str, Any]) -> list[str]:
     for row in given["below"]:
         best = best_profile(row)
         interval = interval_text(row["model"]["perplexity_interval"], "7.3f")
-        difference = row["paired"][best]
-        text = difference_text(difference["nelbo_difference"], difference["interval"])
         below = f"identity below {row['identity']:.0%}"
         lines.append(
             f"{below:26}{row['with_relatives']:9,}"
             f"{row['model']['perplexity']:12.3f}  {interval:17}"
-            f"{row[best]['perplexity']:10.3f}   {text}"
+            f"{row[best]['perplexity']:10.3f}   {difference_text(row['paired'][best])}"
         )
     lines.append(f"{'none':35}{given['alone']['perplexity']:12.3f}")
     unrelated = given["controls"]["unrelated"]
-    change = unrelated["paired"]["alone"]
-    text = difference_text(change["nelbo_difference"], change["interval"])
     lines.append(
         f"{'unrelated proteins instead':35}{unrelated['model']['perplexity']:12.3f}"
-        f"   from none: {text}"
+        f"   from none: {difference_text(unrelated['paired']['alone'])}"
     )
     order = given["controls"]["order"]
     if order["sequences"]:
