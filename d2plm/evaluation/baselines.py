@@ -285,10 +285,10 @@ class NGram:
             if sum(map(len, tuning)) >= TUNING_TOKENS:
                 break
         strengths: list[float] = []
+        model = cls(fitted, strengths, vocabulary)
         probabilities = [np.full(len(row), 1 / vocabulary.predicted) for row in tuning]
         predicted = [vocabulary.is_predicted(row) for row in tuning]
         for m in range(len(fitted)):
-            model = cls(fitted[: m + 1], strengths, vocabulary)
             seen = [model._seen(m, digits) for digits in map(model._digits, tuning)]
             best = minimize_scalar(
                 _tuning_nats,
