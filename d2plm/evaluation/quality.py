@@ -179,7 +179,7 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
     Args:
         sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
         training: composition of the training proteins.
-        novelty: of the same sequences.
+        novelty: of the same sequences, which `find_novelty` has checked.
 
     Returns:
         JSON content; shares are 0 … 1, and None stands for a figure of nothing, such as a k-mer
@@ -202,11 +202,7 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
           hit_share: of the sequences, where one is; identity_above: threshold → share above it.
         - clusters, diversity: homology clusters, and their number ÷ sequences.
         - residue_frequencies, length_histogram, identity_histogram: for the figures.
-
-    Raises:
-        DataError: a sequence is empty or of another type, or there is none.
     """
-    _check("sequences", sequences)
     kmers = kmer_counts(sequences, LONGEST_KMER)
     counts = Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
     residues = sum(map(len, sequences))
