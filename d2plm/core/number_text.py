@@ -1,6 +1,7 @@
 """Numbers as text: short counts, intervals and durations, the same wherever they are shown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def short_number(number: float) -> str:
@@ -24,11 +25,10 @@ def interval_text(interval: Sequence[float] | None, form: str) -> str:
     return f"[{low:{form}}, {high:{form}}]"
 
 
-def difference_text(
-    difference: float, interval: Sequence[float] | None, per: str = "residue"
-) -> str:
-    """A paired difference of two models, such as `-0.0144 nats/residue [-0.0166, -0.0117]`."""
-    return f"{difference:+.4f} nats/{per} {interval_text(interval, '+.4f')}"
+def difference_text(paired: Mapping[str, Any], per: str = "residue") -> str:
+    """A `paired_difference` of two models, such as `-0.0144 nats/residue [-0.0166, -0.0117]`."""
+    interval = interval_text(paired["interval"], "+.4f")
+    return f"{paired['nelbo_difference']:+.4f} nats/{per} {interval}"
 
 
 def duration(seconds: float) -> str:

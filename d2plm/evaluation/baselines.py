@@ -134,15 +134,16 @@ def fit_unigram(
         sequences: counts at most this many, chosen at random; None counts all.
     """
     total = np.ones(train.vocabulary.predicted)
-    for row in joined(train[i][:max_residues] for i in _chosen(train, sequences)):
+    for row in joined(train[i][:max_residues] for i in some_of(train, sequences)):
         total += counts_of(row, train.vocabulary)
     return total / total.sum()
 
 
-def _chosen(train: Sequences, most: int | None) -> list[int]:
-    if most is None or len(train) <= most:
-        return list(range(len(train)))
-    return np.random.default_rng(0).choice(len(train), most, replace=False).tolist()
+def some_of(sequences: Sequences, most: int | None, seed: int = 0) -> list[int]:
+    """The numbers of at most so many sequences, chosen at random; of all in order for None."""
+    if most is None or len(sequences) <= most:
+        return list(range(len(sequences)))
+    return np.random.default_rng(seed).choice(len(sequences), most, replace=False).tolist()
 
 
 def fit_composition(
@@ -154,8 +155,7 @@ def fit_composition(
     eq. 55).
     """
     vocabulary = train.vocabulary
-    chosen = _chosen(train, sequences)
-    rows = [counts_of(train[i][:max_residues], vocabulary) for i in chosen]
+    rows = [counts_of(train[i][:max_residues], vocabulary) for i in some_of(train, sequences)]
     counts, size = np.array(rows, dtype=np.float64), vocabulary.predicted
     totals = counts.sum(axis=1)
     alpha = (counts.sum(axis=0) + 1) / (totals.sum() + size) * size
@@ -285,10 +285,10 @@ class NGram:
             if sum(map(len, tuning)) >= TUNING_TOKENS:
                 break
         strengths: list[float] = []
+        model = cls(fitted, strengths, vocabulary)
         probabilities = [np.full(len(row), 1 / vocabulary.predicted) for row in tuning]
         predicted = [vocabulary.is_predicted(row) for row in tuning]
         for m in range(len(fitted)):
-            model = cls(fitted[: m + 1], strengths, vocabulary)
             seen = [model._seen(m, digits) for digits in map(model._digits, tuning)]
             best = minimize_scalar(
                 _tuning_nats,

@@ -9,7 +9,6 @@ are counted; the frame of an empty document, checksums and the container are not
 
 import lzma
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -39,15 +38,10 @@ def zstd_scorer(known: bytes) -> Callable[[bytes], float]:
 
 def xz_nats(known: bytes, text: bytes) -> float:
     """Nats of `text` given the text `known`."""
-    stream: list[dict[str, Any]] = [
-        {
-            "id": lzma.FILTER_LZMA2,
-            "preset": 9 | lzma.PRESET_EXTREME,
-            "dict_size": max(len(known) + len(text), 1 << 12),
-        }
-    ]
-    sizes = [
+    window, preset = max(len(known) + len(text), 1 << 12), 9 | lzma.PRESET_EXTREME
+    stream = [{"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": window}]
+    before, after = (
         len(lzma.compress(content, format=lzma.FORMAT_RAW, filters=stream))
         for content in (known, known + text)
-    ]
-    return NATS_PER_BYTE * (sizes[1] - sizes[0])
+    )
+    return NATS_PER_BYTE * (after - before)

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from d2plm.core.batch import PackedBatch, under_budget
 from d2plm.core.errors import require_number
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.loader import framed
 from d2plm.model.dit import DiT
 from d2plm.paradigms.paradigm import Paradigm, denoise
-
-Tokens = NDArray[np.uint8]
 
 
 def layer_number(model: DiT, layer: int) -> int:
@@ -83,26 +82,18 @@ def watched(model: DiT, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     """Collect, inside the block, the hidden states [T, D] of `layers` of each forward pass."""
     kept: dict[int, Tensor] = {}
     last, handles = len(model.blocks), []
+
+    def keep(layer: int, _: nn.Module, inputs: tuple[Tensor], output: Tensor | None = None) -> None:
+        kept[layer] = inputs[0] if output is None else output  # before a module there is none yet
+
     for layer in layers:
         if layer == 0:
-            first = partial(_keep, kept, 0)
-            handles.append(model.blocks[0].register_forward_pre_hook(first))
+            handles.append(model.blocks[0].register_forward_pre_hook(partial(keep, 0)))
             continue
         module: nn.Module = model.head.norm if layer == last else model.blocks[layer - 1]
-        handles.append(module.register_forward_hook(partial(_keep, kept, layer)))
+        handles.append(module.register_forward_hook(partial(keep, layer)))
     try:
         yield kept
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _keep(
-    kept: dict[int, Tensor],
-    layer: int,
-    _: nn.Module,
-    inputs: tuple[Tensor, ...],
-    output: Tensor | None = None,
-) -> None:
-    """A hook after a module, or before it, which has no output yet."""
-    kept[layer] = inputs[0] if output is None else output

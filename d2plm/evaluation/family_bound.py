@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.palette import BLUE, GREY, SKY, new_figure, save_figure
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import against
@@ -21,8 +22,6 @@ from d2plm.evaluation.likelihood import bound_figures, paired_difference
 ADAPTED, BASE = "adapted model", "base model"
 FAMILY_PROFILE = "profile HMM"
 SHOWN = ("unigram", "5-gram", "composition", "composition × 5-gram")  # of the counting baselines
-
-Tokens = NDArray[np.uint8]
 
 
 def baseline_nats(
@@ -73,13 +72,12 @@ def verdict(figures: Mapping[str, Any]) -> str:
     """The adapted model against the best of the baselines and the base model, as a sentence."""
     others = [name for name in figures if name != ADAPTED]
     best = others[-1]
-    difference, interval, outcome = against({"paired": figures}, best)
+    _, _, outcome = against({"paired": figures}, best)
     standing = {"better": "better than", "worse": "worse than"}
     perplexity, other = (figures[name]["perplexity"] for name in (ADAPTED, best))
     return (
         f"{standing.get(outcome, 'not shown to differ from')} the best of the others, {best}: "
-        f"perplexity {perplexity:.2f} against {other:.2f}, "
-        f"{difference_text(difference, interval)}, paired"
+        f"perplexity {perplexity:.2f} against {other:.2f}, {difference_text(figures[best])}, paired"
     )
 
 
@@ -91,8 +89,7 @@ def family_table(figures: Mapping[str, Any]) -> str:
     ]
     for name, row in figures.items():
         interval = interval_text(row["perplexity_interval"], ".2f")
-        difference = difference_text(row["nelbo_difference"], row["interval"])
-        shown = "" if name == ADAPTED else difference.replace(" nats/residue", "")
+        shown = "" if name == ADAPTED else difference_text(row).replace(" nats/residue", "")
         lines.append(f"| {name} | {row['perplexity']:.2f} | {interval} | {shown} |")
     return "\n".join(lines)
 

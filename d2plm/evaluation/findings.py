@@ -111,7 +111,7 @@ def judge(evaluation: dict[str, Any]) -> Finding:
         headline=given_relatives_sentence(evaluation)
         + (
             f"{standing[outcome]} than the best baseline, {best}: perplexity {ours:.2f} against "
-            f"{theirs:.2f}, {difference_text(difference, interval, terms.token)}, paired."
+            f"{theirs:.2f}, {difference_text(evaluation['paired'][best], terms.token)}, paired."
         ),
         details=tuple(details),
         tone=tone,

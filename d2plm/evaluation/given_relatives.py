@@ -7,7 +7,7 @@ lengths must not help, and the order of the relatives must not matter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from d2plm.core.errors import require, require_number
 from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.progress import Progress
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
 from d2plm.evaluation.findings import ALIGNED, PROFILE, best_profile
 from d2plm.evaluation.likelihood import SequenceScores, bound_figures, paired_difference
@@ -24,7 +25,6 @@ BASELINES = (PROFILE, ALIGNED)
 PROFILES_VERSION = 1  # of the baselines' figures that are kept
 ORDER_SAMPLE = 64  # proteins whose relatives are given in another order, too
 
-Tokens = NDArray[np.uint8]
 Indices = list[list[int]]
 Compute = Callable[[], NDArray[np.float64]]
 # (what is scored, proteins, relatives of each) → scores with the same masks at every call
@@ -119,12 +119,7 @@ def evaluate_given_relatives(
     with_unrelated = score("given unrelated proteins", targets, of(unrelated))
     several = [n for n, own in enumerate(widest) if len(own) > 1][:ORDER_SAMPLE]
     return {
-        "choice": {
-            "identities": [*choice.identities],
-            "most": choice.most,
-            "masks_per_sequence": choice.masks_per_sequence,
-            "proteins": len(targets),
-        },
+        "choice": {**asdict(choice), "identities": [*choice.identities], "proteins": len(targets)},
         "alone": bound_figures(alone.nats, *within),
         "below": rows,
         "controls": {
@@ -141,11 +136,7 @@ def _profile_nats(
     targets: Sequence[Tokens], collection: Sequence[Tokens], chosen: Sequence[Indices]
 ) -> NDArray[np.float64]:
     """float64 [identities, BASELINES, N]: −log p of the targets given their relatives."""
-    from d2plm.evaluation.profile import (  # HMMER, where it is needed
-        alignment_nats,
-        log_ratios,
-        mixture_nats,
-    )
+    from d2plm.evaluation.profile import alignment_nats, log_ratios, mixture_nats  # imports HMMER
 
     collection = [one[:LONGEST_RELATIVE] for one in collection]
     pairs = {(n, i) for which in chosen for n, own in enumerate(which) for i in own}
@@ -228,21 +219,17 @@ def relatives_table(given: Mapping[str, Any]) -> list[str]:
     for row in given["below"]:
         best = best_profile(row)
         interval = interval_text(row["model"]["perplexity_interval"], "7.3f")
-        difference = row["paired"][best]
-        text = difference_text(difference["nelbo_difference"], difference["interval"])
         below = f"identity below {row['identity']:.0%}"
         lines.append(
             f"{below:26}{row['with_relatives']:9,}"
             f"{row['model']['perplexity']:12.3f}  {interval:17}"
-            f"{row[best]['perplexity']:10.3f}   {text}"
+            f"{row[best]['perplexity']:10.3f}   {difference_text(row['paired'][best])}"
         )
     lines.append(f"{'none':35}{given['alone']['perplexity']:12.3f}")
     unrelated = given["controls"]["unrelated"]
-    change = unrelated["paired"]["alone"]
-    text = difference_text(change["nelbo_difference"], change["interval"])
     lines.append(
         f"{'unrelated proteins instead':35}{unrelated['model']['perplexity']:12.3f}"
-        f"   from none: {text}"
+        f"   from none: {difference_text(unrelated['paired']['alone'])}"
     )
     order = given["controls"]["order"]
     if order["sequences"]:

@@ -16,18 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from d2plm.core.alphabet import (
-    CANONICAL,
-    CANONICAL_START,
-    CANONICAL_STOP,
-    CLS,
-    EOS,
-    MASK,
-    PAD,
-    TOKENS,
-)
 from d2plm.core.errors import ModelError, first_line
 from d2plm.core.files import nearest_path
+from d2plm.core.vocabulary import CLS, EOS, FIRST, PAD, PROTEIN
 
 _SAFETENSORS = "*.safetensors"
 _PADDED_TOKENS = 16384  # of one padded batch
@@ -74,8 +65,8 @@ class MaskedLM:
         self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
     ) -> Tensor:
         """Logits [T, V] in the order of our alphabet; zeros but for the canonical residues."""
-        logits = torch.zeros(tokens.shape[0], len(TOKENS), device=tokens.device)
-        residues = slice(CANONICAL_START, CANONICAL_STOP)
+        logits = torch.zeros(tokens.shape[0], PROTEIN.size, device=tokens.device)
+        residues = slice(FIRST, PROTEIN.stop)
         for bounds in _padded_batches(tokens, cu_seqlens):
             rows = [self._ids[tokens[start:stop].long()] for start, stop in bounds]
             inputs = pad_sequence(rows, batch_first=True, padding_value=int(self._ids[PAD]))
@@ -116,13 +107,13 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
         CLS: tokenizer.cls_token_id,
         PAD: tokenizer.pad_token_id,
         EOS: tokenizer.sep_token_id if end is None else end,
-        MASK: tokenizer.mask_token_id,
+        PROTEIN.mask: tokenizer.mask_token_id,
     }
     vocabulary = tokenizer.get_vocab()
     ids = []
-    for index, token in enumerate(TOKENS):
+    for index, token in enumerate(PROTEIN.tokens):
         found = special[index] if index in special else vocabulary.get(token, unknown)
-        needed = index in special or token in CANONICAL
+        needed = index in special or FIRST <= index < PROTEIN.stop
         if needed and (found is None or found == unknown):
             raise ModelError(f"{folder}: its vocabulary lacks {token}; it is not a protein model")
         ids.append(0 if found is None else found)

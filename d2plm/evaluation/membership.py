@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM
 
 from d2plm.core.alphabet import CANONICAL, decode, encode, is_canonical
+from d2plm.core.vocabulary import Tokens
 from d2plm.data.family import Family
 from d2plm.evaluation.profile import aligned_columns, domain_hits, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
@@ -27,10 +28,6 @@ CANDIDATES = 10  # given members to which a protein is aligned pairwise
 COMPARED = 500  # first proteins of a set whose mutual identity is averaged
 CONSERVED = 0.8  # least share of the given members with the same residue in a conserved column
 SHOWN = 10  # proteins of a set in the alignment
-
-MEANS = ("mean_coverage", "mean_conserved", "mean_identity")
-
-Tokens = NDArray[np.uint8]
 
 
 def describe_members(
@@ -58,18 +55,14 @@ def describe_members(
         identity of two proteins; and `alignment`, the columns of the first members of each.
     """
     hmm = family_hmm(given.members, effective_number="entropy", simulated=SIMULATED)
-    sets = {
-        GENERATED: generated,
-        NATURAL: held_out.members,
-        REFERENCE: _composition_samples(generated[:COMPARED], given.members, seed),
-    }
-    called = {
-        GENERATED: names,
-        NATURAL: held_out.names,
-        REFERENCE: [f"composition_{number + 1}" for number in range(len(generated[:COMPARED]))],
+    samples = _composition_samples(generated[:COMPARED], given.members, seed)
+    sets: dict[str, tuple[Sequence[str], Sequence[Tokens]]] = {
+        GENERATED: (names, generated),
+        NATURAL: (held_out.names, held_out.members),
+        REFERENCE: ([f"composition_{number + 1}" for number in range(len(samples))], samples),
     }
     of_given = aligned_columns(hmm, given.members)
-    columns = {name: aligned_columns(hmm, proteins) for name, proteins in sets.items()}
+    columns = {name: aligned_columns(hmm, proteins) for name, (_, proteins) in sets.items()}
     natural = (held_out.names, columns[NATURAL]) if held_out.members else (given.names, of_given)
     shown = {GENERATED: (names, columns[GENERATED]), NATURAL: natural}
     return {
@@ -80,8 +73,8 @@ def describe_members(
         "database": DATABASE,
         "threshold_bits": _threshold_bits(hmm),
         "sets": {
-            name: _described(hmm, called[name], proteins, columns[name], given, of_given)
-            for name, proteins in sets.items()
+            name: _described(hmm, *own, columns[name], given, of_given)
+            for name, own in sets.items()
         },
         "alignment": [
             {"set": name, "name": own, "columns": row}
@@ -136,7 +129,8 @@ def _described(
     of_given: Sequence[str],
 ) -> dict[str, Any]:
     if not proteins:
-        return {"proteins": [], "members": 0, **dict.fromkeys(MEANS)}
+        means = dict.fromkeys(("mean_coverage", "mean_conserved", "mean_identity"))
+        return {"proteins": [], "members": 0, **means}
     to_given, conserved = identities(rows, of_given), conserved_columns(of_given)
     found = domain_hits(hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
     described = []
@@ -156,9 +150,7 @@ def _described(
                 "nearest": given.names[candidates[nearest]],
                 "identity": float(to_candidates[nearest]),
                 "coverage": 1 - row.count("-") / len(row),
-                "conserved": float(np.mean([row[i] == one for i, one in conserved.items()]))
-                if conserved
-                else None,
+                "conserved": _mean([row[i] == one for i, one in conserved.items()]),
             }
         )
     compared = rows[:COMPARED]
@@ -166,12 +158,14 @@ def _described(
     return {
         "proteins": described,
         "members": sum(one["member"] for one in described),
-        "mean_coverage": float(np.mean([one["coverage"] for one in described])),
-        "mean_conserved": float(np.mean([one["conserved"] for one in described]))
-        if conserved
-        else None,
-        "mean_identity": float(among.mean()) if len(among) else None,
+        "mean_coverage": _mean([one["coverage"] for one in described]),
+        "mean_conserved": _mean([one["conserved"] for one in described if conserved]),
+        "mean_identity": _mean(among),
     }
+
+
+def _mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def _threshold_bits(hmm: HMM) -> float:

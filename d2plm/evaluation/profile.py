@@ -16,17 +16,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pyhmmer.easel import (
-    AA,
-    Alphabet,
-    DigitalSequenceBlock,
-    TextMSA,
-    TextSequence,
-)
+from pyhmmer.easel import AA, Alphabet, DigitalSequenceBlock, TextMSA, TextSequence
 from pyhmmer.plan7 import HMM, Background, Builder, Hit, Pipeline, TraceAligner
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, decode, is_canonical
 from d2plm.core.machine import usable_cores
+from d2plm.core.vocabulary import Tokens
 
 BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
 
@@ -34,7 +29,6 @@ NO_DOMAIN = 0.0  # nats of a pair without a domain, for which HMMER reports no s
 
 UNCALIBRATED = 10  # simulated sequences where no E-value is needed, which would take most time
 
-Tokens = NDArray[np.uint8]
 T = TypeVar("T")
 R = TypeVar("R")
 Pair = tuple[int, int]
@@ -74,10 +68,7 @@ def log_ratios(
 
 
 def family_hmm(
-    members: Sequence[Tokens],
-    *,
-    effective_number: str = "clust",
-    simulated: int = UNCALIBRATED,
+    members: Sequence[Tokens], *, effective_number: str = "clust", simulated: int = UNCALIBRATED
 ) -> HMM:
     """The profile HMM of the members' alignment to each other; their order does not matter.
 
@@ -153,9 +144,7 @@ def _digital_block(sequences: Sequence[Tokens], alphabet: AA) -> "DigitalSequenc
 
 
 def mixture_nats(
-    targets: Sequence[Tokens],
-    relatives: Sequence[Sequence[int]],
-    ratios: dict[Pair, float],
+    targets: Sequence[Tokens], relatives: Sequence[Sequence[int]], ratios: dict[Pair, float]
 ) -> NDArray[np.float64]:
     """float64 [N]: −log p of each target's canonical residues given its relatives.
 

@@ -18,10 +18,10 @@ from scipy.special import rel_entr
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import PROTEIN, Vocabulary
+from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.homology import ClusterSettings, MMseqs, Resources, SearchSettings, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
-from d2plm.evaluation.baselines import kmer_counts
+from d2plm.evaluation.baselines import kmer_counts, some_of
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
 from d2plm.evaluation.terms import REFERENCE, Terms, terms_of
 
@@ -35,7 +35,6 @@ KMER_SEQUENCES = 100_000  # training proteins sampled for the k-mers
 # A window of low complexity, as in SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
 LOW_COMPLEXITY = {"low_complexity_window": 12, "low_complexity_bits": 2.2}
 
-Tokens = NDArray[np.uint8]
 Report = Callable[[str], None]
 
 
@@ -102,11 +101,10 @@ def beside_others(
             lengths.
     """
     number = min(len(generated), len(held_out))
-    chosen = np.random.default_rng(seed).choice(len(held_out), number, replace=False)
     lengths = [len(tokens) for tokens in generated[:number]]
     return {
         GENERATED: generated,
-        NATURAL: [held_out[index][:max_residues] for index in np.sort(chosen).tolist()],
+        NATURAL: [held_out[i][:max_residues] for i in sorted(some_of(held_out, number, seed))],
         reference: sample(lengths, seed),
     }
 
@@ -181,7 +179,7 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
     Args:
         sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
         training: composition of the training proteins.
-        novelty: of the same sequences.
+        novelty: of the same sequences, which `find_novelty` has checked.
 
     Returns:
         JSON content; shares are 0 … 1, and None stands for a figure of nothing, such as a k-mer
@@ -204,14 +202,10 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
           hit_share: of the sequences, where one is; identity_above: threshold → share above it.
         - clusters, diversity: homology clusters, and their number ÷ sequences.
         - residue_frequencies, length_histogram, identity_histogram: for the figures.
-
-    Raises:
-        DataError: a sequence is empty or of another type, or there is none.
     """
-    _check("sequences", sequences)
     kmers = kmer_counts(sequences, LONGEST_KMER)
     counts = Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
-    residues = int(counts.lengths @ np.arange(len(counts.lengths)))
+    residues = sum(map(len, sequences))
     runs = [longest_run(tokens) for tokens in sequences]
     window, bits = LOW_COMPLEXITY.values()
     simple = sum(int(low_complexity(tokens, int(window), bits).sum()) for tokens in sequences)
@@ -251,11 +245,7 @@ def training_counts(
         np.add.at(length_counts, np.minimum(lengths, limit), 1)
         places = np.arange(len(block.tokens)) - np.repeat(block.bounds[:-1], lengths)
         token_counts += np.bincount(block.tokens[places < limit], minlength=256)
-    chosen = np.arange(len(train))
-    if len(train) > kmer_sequences:
-        random = np.random.default_rng(0)
-        chosen = np.sort(random.choice(len(train), kmer_sequences, replace=False))
-    sampled = (train[index][:limit] for index in chosen.tolist())
+    sampled = (train[index][:limit] for index in sorted(some_of(train, kmer_sequences)))
     return Counts(
         length_counts,
         token_counts[CANONICAL_START:CANONICAL_STOP],
@@ -425,11 +415,16 @@ def _novelty_figures(novelty: Novelty, sequences: int) -> dict[str, Any]:
 def _distributions(counts: Counts) -> dict[str, Any]:
     """Residue frequencies by letter, and sequences in bins of LENGTH_BIN residues."""
     frequencies = counts.residues / max(int(counts.residues.sum()), 1)
-    starts = np.arange(0, len(counts.lengths), LENGTH_BIN)
     return {
         "residue_frequencies": dict(zip(CANONICAL, frequencies.tolist(), strict=True)),
-        "length_histogram": np.add.reduceat(counts.lengths, starts).tolist(),
+        "length_histogram": in_bins(counts.lengths),
     }
+
+
+def in_bins(lengths: NDArray[np.int64]) -> list[int]:
+    """A histogram of lengths in bins of LENGTH_BIN."""
+    bins: list[int] = np.add.reduceat(lengths, np.arange(0, len(lengths), LENGTH_BIN)).tolist()
+    return bins
 
 
 def _cells(figures: Mapping[str, Any]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from scipy.special import huber
 from scipy.stats import linregress
 
 from d2plm.core.errors import ConfigError
+from d2plm.core.number_text import interval_text
 from d2plm.core.palette import GREY, SERIES, new_figure, save_figure
 from d2plm.evaluation.terms import terms_of
 
@@ -342,17 +343,14 @@ def scaling_table(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     fitted = Law(**law)
-    for point in results["points"]:
-        low_high = point["interval"]
-        interval = "" if low_high is None else f" [{low_high[0]:.4f}, {low_high[1]:.4f}]"
+    points = [Point(**point) for point in results["points"]]
+    for point in points:
+        interval = "" if point.interval is None else f" {interval_text(point.interval, '.4f')}"
         lines.append(
-            f"| {point['size']} | {point['parameters']:,} | {point['tokens']:,} "
-            f"| {point['flops']:.3g} | {point['loss']:.4f}{interval} "
-            f"| {fitted.loss(point['parameters'], point['tokens']):.4f} |"
+            f"| {point.size} | {point.parameters:,} | {point.tokens:,} | {point.flops:.3g} "
+            f"| {point.loss:.4f}{interval} | {fitted.loss(point.parameters, point.tokens):.4f} |"
         )
-    shown = {
-        key: f"{law[key]:.3g} [{intervals[key][0]:.3g}, {intervals[key][1]:.3g}]" for key in law
-    }
+    shown = {key: f"{law[key]:.3g} {interval_text(intervals[key], '.3g')}" for key in law}
     lines += [
         "",
         f"L(N, D) = E + A/N^α + B/D^β: E = {shown['irreducible']}, "
@@ -364,7 +362,7 @@ def scaling_table(results: dict[str, Any]) -> str:
         "| FLOPs | best N | D | tokens per parameter | law |",
         "|---|---|---|---|---|",
     ]
-    sizes = [point["parameters"] for point in results["points"]]
+    sizes = [point.parameters for point in points]
     for row in frontier["rows"]:
         n, d = row["parameters"], row["tokens"]
         cells = f"{n:.3g} | {d:.3g} | {d / n:.3g} | {row['loss']:.4f}"
@@ -372,10 +370,10 @@ def scaling_table(results: dict[str, Any]) -> str:
             beyond = f"below {min(sizes):,}" if n < min(sizes) else f"above {max(sizes):,}"
             cells = f"{beyond}, the sizes that were trained | | |"
         lines.append(f"| {row['flops']:.3g} | {cells} |")
-    low, high = frontier["exponent_interval"]
     lines += [
         "",
-        f"The best N grows as C^{frontier['exponent']:.2f} [{low:.2f}, {high:.2f}]. "
+        f"The best N grows as C^{frontier['exponent']:.2f} "
+        f"{interval_text(frontier['exponent_interval'], '.2f')}. "
         "Intervals of the law are of 95 %, by resampled residuals.",
         "L(C) ∝ C^(−γ) for each size: "
         + "; ".join(

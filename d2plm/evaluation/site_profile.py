@@ -13,13 +13,12 @@ from pyhmmer.easel import Alphabet, TextMSA, TextSequence
 from pyhmmer.plan7 import Background
 
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START
+from d2plm.core.vocabulary import Tokens
 from d2plm.evaluation.mutations import Variant
 from d2plm.evaluation.profile import aligned_columns, family_hmm, hmm_builder, hmmer_letters
 
 # Sequences above this identity count as one observation (Hopf et al., doi:10.1038/nbt.3769).
 SAME_OBSERVATION = 0.8
-
-Tokens = NDArray[np.uint8]
 
 
 def profile_effects(

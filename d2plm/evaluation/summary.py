@@ -223,10 +223,10 @@ def table(evaluation: dict[str, Any]) -> str:
 
 
 def _rival(evaluation: dict[str, Any], name: str) -> str:
-    difference, interval, outcome = against(evaluation, name)
+    _, _, outcome = against(evaluation, name)
     verdict = "not shown to differ" if outcome == "undecided" else outcome
-    difference_shown = difference_text(difference, interval, terms_of(evaluation).token)
-    return f"{MODEL} against {name}: {difference_shown}: {verdict}"
+    difference = difference_text(evaluation["paired"][name], terms_of(evaluation).token)
+    return f"{MODEL} against {name}: {difference}: {verdict}"
 
 
 def _identity_table(by_identity: dict[str, Any]) -> list[str]:
@@ -234,10 +234,7 @@ def _identity_table(by_identity: dict[str, Any]) -> list[str]:
     for name, row in by_identity.items():
         figures = ""
         if row["residues"]:
-            difference = difference_text(
-                row["paired"]["nelbo_difference"], row["paired"]["interval"]
-            )
             perplexities = f"{row['model']['perplexity']:12.3f}{row[REFERENCE]['perplexity']:13.3f}"
-            figures = f"{perplexities}   {difference}"
+            figures = f"{perplexities}   {difference_text(row['paired'])}"
         lines.append(f"{'identity ' + name:26}{row['sequences']:9,}{figures}")
     return lines

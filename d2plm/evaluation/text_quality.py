@@ -25,7 +25,7 @@ from d2plm.evaluation.baselines import (
     token_ranks,
 )
 from d2plm.evaluation.quality import (
-    LENGTH_BIN,
+    in_bins,
     in_training,
     js_divergence,
     kl_divergence,
@@ -81,7 +81,7 @@ def compare_texts(
         "terms": asdict(terms),
         "settings": {"repeated_tokens": REPEATED_TOKENS, "copied_bytes": COPIED_BYTES},
         "digests": {"train": train.digest},
-        "training": {"sequences": len(train), "length_histogram": _in_bins(lengths)},
+        "training": {"sequences": len(train), "length_histogram": in_bins(lengths)},
         "sets": {
             name: {
                 **_figures(sequences, sparse_counts(rows[name], LONGEST_NGRAM, ranks), training),
@@ -102,7 +102,6 @@ def compare_texts(
 def _figures(
     sequences: Sequence[Tokens], ngrams: Sequence[SparseCounts], training: Sequence[SparseCounts]
 ) -> dict[str, Any]:
-    lengths = _lengths(sequences)
     windows = [window_hashes(tokens, REPEATED_TOKENS) for tokens in sequences]
     distinct = sum(len(np.unique(hashes)) for hashes in windows)
     return {
@@ -118,7 +117,7 @@ def _figures(
         },
         "repeated_share": 1 - distinct / max(sum(map(len, windows)), 1) if distinct else 0.0,
         "duplicate_share": 1 - len({tokens.tobytes() for tokens in sequences}) / len(sequences),
-        "length_histogram": _in_bins(lengths),
+        "length_histogram": in_bins(_lengths(sequences)),
     }
 
 
@@ -175,8 +174,3 @@ def _tokens(rows: Sequence[Tokens], vocabulary: Vocabulary) -> NDArray[np.int64]
 
 def _lengths(sequences: Sequence[Tokens]) -> NDArray[np.int64]:
     return np.bincount([len(tokens) for tokens in sequences])
-
-
-def _in_bins(lengths: NDArray[np.int64]) -> list[int]:
-    bins: list[int] = np.add.reduceat(lengths, np.arange(0, len(lengths), LENGTH_BIN)).tolist()
-    return bins

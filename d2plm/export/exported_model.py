@@ -169,9 +169,7 @@ def save_export(
 
 
 def load_export(
-    folder: str | Path,
-    device: str | torch.device = "cpu",
-    find_base: Callable[[str], Path] = Path,
+    folder: str | Path, device: str | torch.device = "cpu", find_base: Callable[[str], Path] = Path
 ) -> ExportedModel:
     """Load an export, or a Hugging Face checkpoint of ESM-2, from its folder.
 

@@ -57,7 +57,6 @@ def model_card(
         terms=terms,
         examples=EXAMPLES.get(vocabulary.name, TEXTS),
         paradigm=paradigm,
-        method=paradigm.description,
         masked=isinstance(paradigm, MaskedParadigm),
         middle=(paradigm.prior_time + paradigm.data_time) / 2,
         provenance=provenance,

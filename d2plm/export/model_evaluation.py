@@ -35,16 +35,12 @@ from d2plm.evaluation.given_relatives import (
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search
-from d2plm.evaluation.quality import (
-    QualitySettings,
-    beside_others,
-    compare_quality,
-    find_novelty,
-)
+from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality, find_novelty
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.evaluation.terms import SUITES, terms_for
 from d2plm.evaluation.text_quality import compare_texts
 from d2plm.export.exported_model import ExportedModel, load_export
+from d2plm.generation.lengths import prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -108,9 +104,12 @@ def evaluate(
     if baselines is None:
         baselines = fit_baselines(train, max_residues=max_residues)
     vocabulary = held_out.vocabulary
-    suite = SUITES[vocabulary.name]
     sequences = [tokens[:max_residues] for tokens in held_out]
     per_sequence = [baselines.score(tokens) for tokens in sequences]
+    units = None
+    if SUITES[vocabulary.name].unit is not None:
+        scored = (tokens[vocabulary.is_predicted(tokens)] for tokens in sequences)
+        units = np.array([vocabulary.byte_count(tokens) for tokens in scored])
     proteins = HeldOut(
         lengths=held_out.lengths,
         clusters=clusters_of(held_out),
@@ -118,16 +117,11 @@ def evaluate(
             name: np.array([scores[name] for scores in per_sequence]) for name in baselines.scorers
         },
         identities=identities,
-        units=None
-        if suite.unit is None
-        else np.array(
-            [vocabulary.byte_count(tokens[vocabulary.is_predicted(tokens)]) for tokens in sequences]
-        ),
+        units=units,
         together={name: nats(sequences) for name, nats in baselines.together.items()},
         terms=terms_for(vocabulary),
     )
     draws = {"masks_per_sequence": masks_per_sequence, "seed": seed, "token_budget": token_budget}
-
     own = exported.denoiser(precision), exported.paradigm
 
     def score(
@@ -215,42 +209,28 @@ def generated_quality(
     Returns:
         The result of `compare_quality`, or `compare_texts` where MMseqs2 does not search.
     """
-    generated = _generate(exported, held_out, number, sampling, seed, precision, report)
-    suite, limit = SUITES[held_out.vocabulary.name], exported.max_residues
-    samples = partial(sample_reference, baselines)
-    sets = beside_others(generated, held_out, limit, seed, samples, suite.reference)
-    if not suite.homology:
-        return compare_texts(sets, train, limit, terms_for(held_out.vocabulary))
-    settings = QualitySettings(max_residues=limit, nearest=nearest)
-    novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
-    return compare_quality(sets, novelty, train, settings)
-
-
-def _generate(
-    exported: ExportedModel,
-    held_out: SequenceStore,
-    number: int,
-    sampling: Sampling,
-    seed: int,
-    precision: str,
-    report: Callable[[str], None],
-) -> list[Tokens]:
+    vocabulary, limit = held_out.vocabulary, exported.max_residues
+    suite, things = SUITES[vocabulary.name], f"{vocabulary.nouns.sequence}s"
     if number > len(held_out):
         number = len(held_out)
-        things = f"{held_out.vocabulary.nouns.sequence}s"
         report(f"generating only {number} {things}, the number of held-out {things}")
-    vocabulary = held_out.vocabulary
-    lengths = exported.lengths.sample(number, seed, high=exported.max_residues)
     with Progress("generating") as progress:
-        return sample(
+        generated = sample(
             exported.denoiser(precision),
             exported.paradigm,
-            [np.full(length, vocabulary.mask, dtype=vocabulary.dtype) for length in lengths],
+            prompted(exported.lengths, number, limit, vocabulary, seed=seed),
             sampling,
             max_length=exported.max_length,
             device=exported.model.device,
             progress=progress.update,
         )
+    samples = partial(sample_reference, baselines)
+    sets = beside_others(generated, held_out, limit, seed, samples, suite.reference)
+    if not suite.homology:
+        return compare_texts(sets, train, limit, terms_for(vocabulary))
+    settings = QualitySettings(max_residues=limit, nearest=nearest)
+    novelty = find_novelty(sets, train, folder, settings, resources=resources, report=report)
+    return compare_quality(sets, novelty, train, settings)
 
 
 def open_rival(

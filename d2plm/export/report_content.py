@@ -27,7 +27,7 @@ from d2plm.data.manifest import read_manifest
 from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, next_steps, read_evaluation
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.quality import quality_rows
-from d2plm.evaluation.terms import Terms, terms_for, terms_of
+from d2plm.evaluation.terms import terms_for, terms_of
 from d2plm.export.designs import DESIGNS, FASTA, read_designs
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
@@ -83,7 +83,7 @@ def gather(sources: Sources) -> dict[str, Any]:
             f"{nearest_path(output_dir)}; give the output_dir of d2plm train or d2plm evaluate"
         )
     model = _model(sources.model_dir, evaluation, missing)
-    terms = _terms(evaluation, sources.model_dir)
+    terms = terms_of(evaluation) if evaluation else terms_for(open_vocabulary(sources.model_dir))
     # Those of other alphabets are not described: no search finds what they are near to.
     described = terms.unit is None
     designs = _designs(output_dir, evaluation, model, missing) if described else None
@@ -125,13 +125,6 @@ def gather(sources: Sources) -> dict[str, Any]:
     }
 
 
-def _terms(evaluation: dict[str, Any] | None, model_dir: Path) -> Terms:
-    """What the evaluation calls things, or before it the model's vocabulary."""
-    if evaluation is not None:
-        return terms_of(evaluation)
-    return terms_for(open_vocabulary(model_dir))
-
-
 def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
     """Split a sequence into blocks, and each block into runs of one class: (class, letters)."""
     for first in range(0, len(sequence), BLOCK):
@@ -153,11 +146,10 @@ def _model(
             f"The model in {folder} is not the evaluated one: run d2plm evaluate with model_dir=…."
         )
         return None
-    architecture = read_json(folder / "config.json") or {}
     return {
         **provenance,
         "parameters": parameters_of(folder),
-        "architecture": architecture,
+        "architecture": read_json(folder / "config.json") or {},
         "weights": weights_digest(folder),
     }
 

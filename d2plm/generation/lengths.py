@@ -37,7 +37,7 @@ class LengthHistogram:
         """The histogram of `lengths` [N], in residues, those above `max_residues` counted there."""
         return cls(np.bincount(np.minimum(lengths, max_residues), minlength=max_residues + 1))
 
-    def sample(self, number: int, seed: int, *, low: int = 1, high: int | None = None) -> list[int]:
+    def sample(self, number: int, seed: int, *, low: int, high: int) -> list[int]:
         """`number` lengths between `low` and `high`, by their frequency.
 
         Raises:
@@ -45,8 +45,7 @@ class LengthHistogram:
         """
         counts = self.counts.astype(np.float64)
         counts[:low] = 0
-        if high is not None:
-            counts[high + 1 :] = 0
+        counts[high + 1 :] = 0
         seen = np.flatnonzero(self.counts)
         key, value = ("min_length", low) if low > seen[-1] else ("max_length", high)
         wanted = f"a length that training proteins have ({seen[0]} to {seen[-1]} residues)"

@@ -236,8 +236,7 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
     paired = paired_difference(
         scores["nats"], baseline["nats"], scores["residues"], scores["clusters"]
     )
-    interval = paired["interval"]
-    figures = difference_text(paired["nelbo_difference"], interval, terms_of(ours).token)
+    interval, figures = paired["interval"], difference_text(paired, terms_of(ours).token)
     if interval is not None and interval[1] < 0:
         return True, f"better than the champion: {figures}"
     return False, f"not significantly better than the champion: {figures}"
