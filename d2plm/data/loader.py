@@ -86,13 +86,14 @@ class DrawnRelatives:
         key = [seed, packed.epoch, packed.place, _RELATIVES]
         draws = np.random.default_rng(key).random((len(packed.sequences), 3))
         parts = np.searchsorted(self.firsts, packed.sequences, side="right") - 1
+        within = packed.sequences - self.firsts[parts]
         chosen: list[NDArray[np.integer]] = []
-        of_each = zip(packed.sequences, parts, draws, strict=True)
-        for sequence, part, (alone, identity, number) in of_each:
+        columns = (parts.tolist(), within.tolist(), draws.tolist())
+        for part, sequence, (alone, identity, number) in zip(*columns, strict=True):
             # Half of the time the maximum number, otherwise a uniform number from one.
             most = self.most if number < 0.5 else 1 + int((2 * number - 1) * self.most)
             below = IDENTITIES[int(identity * len(IDENTITIES))]
-            found = self.parts[part].below(int(sequence - self.firsts[part]), below)
+            found = self.parts[part].below(sequence, below)
             chosen.append(self.firsts[part] + found[: 0 if alone < WITHOUT_RELATIVES else most])
         return chosen
 
