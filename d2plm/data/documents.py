@@ -1,5 +1,6 @@
 """Reading documents of plain text, long ones in parts, in blocks that bound the memory."""
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,6 @@ from d2plm.data.records import RawRecords
 # Of a document at once. A tokenizer needs a hundred bytes of memory for one of text.
 _PART_BYTES, _WHOLE_BYTES = 1 << 20, 4 << 20
 _BLOCK_BYTES = 1 << 20
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Document(NamedTuple):
@@ -46,11 +46,8 @@ def in_blocks(
     documents: Iterable[Document], source: InputFile, place: Callable[[Document, int | None], str]
 ) -> Iterator[RawRecords]:
     """Blocks of documents of an input; `place` says in words where in it an offset is."""
-    held: list[Document] = []
-    size = 0
 
-    def block() -> RawRecords:
-        own = list(held)
+    def block(own: list[Document]) -> RawRecords:
         return RawRecords(
             names=[one.name for one in own],
             sequences=[one.text for one in own],
@@ -59,19 +56,20 @@ def in_blocks(
             part=own[0].part,
         )
 
+    held: list[Document] = []
+    size = 0
     for one in documents:
         if held and (size >= _BLOCK_BYTES or one.part is not None):
-            yield block()
-            held.clear()
-            size = 0
+            yield block(held)
+            held, size = [], 0
         held.append(one)
         size += len(one.text) if one.part is None else _BLOCK_BYTES
     if held:
-        yield block()
+        yield block(held)
 
 
 def skip_byte_order_mark(content: Any) -> None:
-    if content.peek(3)[:3] == _BYTE_ORDER_MARK:
+    if content.peek(3)[:3] == BOM_UTF8:
         content.read(3)
 
 

@@ -1,5 +1,6 @@
 """A family of proteins, given as relatives to a model that takes them."""
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,7 @@ def read_families(path: Path, most: int) -> Callable[[str], Family]:
     start, path = b"", shipped(path)
     if path.is_file():  # an input that can be read only once is FASTA
         with open_input(path) as source:
-            start = source.content.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
+            start = source.content.peek(64)[:64].removeprefix(BOM_UTF8).lstrip()
     if not start or start.startswith(b">"):
         family = read_family(path, most)
         return lambda name: family

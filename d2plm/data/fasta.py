@@ -5,6 +5,7 @@ which takes about a microsecond per record; the longest record bounds the memory
 """
 
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,6 @@ LINE_WIDTH = 60
 _BLOCK_BYTES = 256 << 10
 _BUFFER_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 16 << 20  # memory is several times that of the largest record
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE = ord("\n")
 # Letters examined, the least number that distinguishes nucleotides from proteins, and the fraction
 # of A, C, G, T, U and N in them, which is a quarter in proteins.
@@ -202,7 +202,7 @@ def _refuse_other_text(source: InputFile, vocabulary: Vocabulary | None) -> int:
     line = 1
     while True:
         start = source.content.peek(64)[:64]
-        blank = len(start) - len(start.removeprefix(_BYTE_ORDER_MARK).lstrip())
+        blank = len(start) - len(start.removeprefix(BOM_UTF8).lstrip())
         if not start:
             raise DataError(f"{source.path}: is empty; give a FASTA file with at least one record")
         if not blank:

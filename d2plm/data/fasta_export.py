@@ -65,11 +65,7 @@ def export_sequences(
 
 
 def require_form(output: Path, vocabulary: Vocabulary, of_text: tuple[str, ...]) -> None:
-    """Reject a name that promises another form: letters are FASTA, texts end in one of `of_text`.
-
-    Raises:
-        ConfigError: naming `output`.
-    """
+    """Raise `ConfigError` unless letters are to be FASTA, and texts end in one of `of_text`."""
     name = output.name.lower()
     if vocabulary.is_text:
         require(name.endswith(of_text), "output", str(output), f"a {' or '.join(of_text)} file")

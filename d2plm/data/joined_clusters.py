@@ -79,8 +79,7 @@ def with_other_pieces(store: SequenceStore, chosen: NDArray[np.bool_]) -> NDArra
 
 def window_of(store: SequenceStore) -> int | None:
     """The tokens of the pieces into which an ingest cut longer records; None if it cut none."""
-    window: int | None = store.manifest["provenance"].get("window")
-    return window
+    return store.manifest["provenance"].get("window")
 
 
 def record_of(name: bytes) -> bytes | None:

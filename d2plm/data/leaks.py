@@ -7,7 +7,6 @@ directions, so both are searched unless that takes too long; one search finds al
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,59 +24,42 @@ from d2plm.data.store import SequenceStore
 SEARCH_ROUNDS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class LeakSearch:
-    """Searches some sequences of a store for those like others, and stores the pairs found.
-
-    Attributes:
-        stages: storage of the pairs found, under `key` and the sequences searched.
-        report: called with one line before and after each search.
-    """
-
-    store: SequenceStore
-    likeness: Likeness
-    finder: Finder
-    stages: Stages
-    key: str
-    report: Callable[[str], None]
-
-    def __call__(
-        self, what: str, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
-    ) -> NDArray[np.int64]:
-        """The pairs found, as `Finder.pairs` returns them.
-
-        Args:
-            what: name of the pool, for the log and the kept result.
-        """
-        where = direction.replace("_", " ")
-        self.report(f"searching {what} for {self.likeness.hits} held-out ones, {where}")
-        found = self.stages.array(
-            f"search_{what}",
-            [self.key, direction, _digest(held_out), _digest(pool)],
-            lambda: self.finder.pairs(self.store, direction, held_out, pool, more),
-        )
-        self.report(f"{counted(len(found), 'pair')} found")
-        return found
-
-
 def find_leaking(
-    selected: Mask, held_out: Mapping[str, Mask], exclude: Sequence[Path], search: LeakSearch
+    store: SequenceStore,
+    selected: Mask,
+    held_out: Mapping[str, Mask],
+    exclude: Sequence[Path],
+    likeness: Likeness,
+    finder: Finder,
+    stages: Stages,
+    key: str,
 ) -> tuple[Mask, list[dict[str, Any]]]:
-    """The sequences to drop, bool [N], and what each search found.
+    """The sequences of a store to drop, bool [N], and what each search found.
 
     Validation sequences that are like test ones are dropped first, then training sequences that
     are like either, or like those of the stores and files `exclude`.
+
+    Args:
+        selected, held_out: bool [N].
+        stages: keeps the pairs of each search, under `key` and the sequences searched; its report
+            gets one line before and after each search.
     """
     leaking = np.zeros_like(selected)
     searches: list[dict[str, Any]] = []
 
     def drop(what: str, queries: Mask, pool: Mask, more: Sequence[Path]) -> None:
-        found, made = drop_homologs(
-            pool,
-            lambda direction, left: search(what, direction, queries, left, more),
-            search.likeness.directions,
-            search.likeness.thresholds[1],
-        )
+        def search(direction: str, left: Mask) -> NDArray[np.int64]:
+            where = direction.replace("_", " ")
+            stages.report(f"searching {what} for {likeness.hits} held-out ones, {where}")
+            found = stages.array(
+                f"search_{what}",
+                [key, direction, _digest(queries), _digest(left)],
+                lambda: finder.pairs(store, direction, queries, left, more),
+            )
+            stages.report(f"{counted(len(found), 'pair')} found")
+            return found
+
+        found, made = drop_homologs(pool, search, likeness.directions, likeness.thresholds[1])
         np.logical_or(leaking, found, out=leaking)
         searches.extend({"dropped_from": what, **one} for one in made)
 
@@ -88,7 +70,7 @@ def find_leaking(
     partial = sum(one["partial"] for one in searches)
     fragments = f" ({partial:,} contain the other sequence or lie in it)" if partial else ""
     dropped = counted(int(leaking.sum()), "leaking sequence")
-    search.report(f"{dropped} dropped{fragments}, no more found")
+    stages.report(f"{dropped} dropped{fragments}, no more found")
     return leaking, searches
 
 

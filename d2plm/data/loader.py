@@ -23,7 +23,7 @@ from d2plm.core.batch import PackedBatch, Relatives
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.vocabulary import CLS, EOS, PAD, Tokens, Vocabulary
 from d2plm.data.packing import Bin, EpochPlan, PackingSampler
-from d2plm.data.relatives import IDENTITIES, LONGEST_RELATIVE, JoinedRelatives, RelativesIndex
+from d2plm.data.relatives import IDENTITIES, LONGEST_RELATIVE, RelativesIndex
 from d2plm.data.sampling import Draws, Part
 from d2plm.data.store import Windows
 
@@ -72,24 +72,29 @@ class DrawnRelatives:
     """How a loader draws relatives of the sequences.
 
     Attributes:
-        index: which sequences are relatives of which.
+        parts: which sequences of each collection are relatives of which.
+        firsts: int64, the number of the first sequence of each collection.
         most: of one sequence.
     """
 
-    index: RelativesIndex | JoinedRelatives
+    parts: Sequence[RelativesIndex]
+    firsts: NDArray[np.int64]
     most: int
 
     def draw(self, packed: Bin, seed: int) -> list[NDArray[np.integer]]:
         """The relatives of each sequence of a bin, keyed by its place in the epoch's plan."""
         key = [seed, packed.epoch, packed.place, _RELATIVES]
         draws = np.random.default_rng(key).random((len(packed.sequences), 3))
+        parts = np.searchsorted(self.firsts, packed.sequences, side="right") - 1
+        within = packed.sequences - self.firsts[parts]
         chosen: list[NDArray[np.integer]] = []
-        for sequence, (alone, identity, number) in zip(packed.sequences, draws, strict=True):
+        columns = (parts.tolist(), within.tolist(), draws.tolist())
+        for part, sequence, (alone, identity, number) in zip(*columns, strict=True):
             # Half of the time the maximum number, otherwise a uniform number from one.
             most = self.most if number < 0.5 else 1 + int((2 * number - 1) * self.most)
             below = IDENTITIES[int(identity * len(IDENTITIES))]
-            found = self.index.below(int(sequence), below)
-            chosen.append(found[: 0 if alone < WITHOUT_RELATIVES else most])
+            found = self.parts[part].below(sequence, below)
+            chosen.append(self.firsts[part] + found[: 0 if alone < WITHOUT_RELATIVES else most])
         return chosen
 
 
@@ -365,10 +370,8 @@ def _drawn(collections: Sequence[Collection], most: int) -> DrawnRelatives:
             "the relatives of the training proteins are not known; prepare them with "
             "relatives_sensitivity=1, or train with max_relatives=0"
         )
-    if len(known) == 1:
-        return DrawnRelatives(known[0], most)
     sizes = [len(collection.sequences.lengths) for collection in collections]
-    return DrawnRelatives(JoinedRelatives(known, np.cumsum([0, *sizes[:-1]])), most)
+    return DrawnRelatives(known, np.cumsum([0, *sizes[:-1]]), most)
 
 
 def _part(collection: Collection) -> Part:

@@ -40,11 +40,7 @@ class PreparedData:
     relatives: RelativesIndex | None
 
     def verify_relatives(self) -> None:
-        """Compare the relatives with their digest.
-
-        Raises:
-            DataError: they are damaged.
-        """
+        """Raise `DataError` if the relatives are not those of their digest."""
         if self.relatives is not None and self.relatives.digest != self.manifest.get("relatives"):
             raise DataError(
                 f"{TRAIN_RELATIVES}: damaged, or without a digest; prepare the data again"

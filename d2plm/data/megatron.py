@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import nearest_path, written_beside
 from d2plm.core.vocabulary import FIRST, Tokens, Vocabulary
-from d2plm.data.store import BLOCK_SEQUENCES, Block, SequenceStore, Windows
+from d2plm.data.store import BLOCK_SEQUENCES, Block, SequenceStore, Windows, copy_spans
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class MegatronSequences(SequenceStore):
         # Gathered, so that the ids of all windows are checked and moved up by one call.
         until = np.cumsum(windows.counts)
         ids = np.empty(until[-1] if len(until) else 0, dtype=self._ids.dtype)
-        _copy(self._ids, first, ids, until - windows.counts, windows.counts)
+        copy_spans(self._ids, first, ids, until - windows.counts, windows.counts)
         unsigned = ids.view(f"u{ids.itemsize}")  # in which negative ids are too large, too
         legal = self.vocabulary.read_stop - FIRST
         if unsigned.max(initial=0) >= legal:
@@ -186,7 +186,7 @@ class MegatronSequences(SequenceStore):
                 "alphabet, tokenizer or end_of_document that the corpus was written with"
             )
         tokens = np.add(ids, FIRST, dtype=row.dtype, casting="unsafe")
-        _copy(tokens, until - windows.counts, row, windows.places, windows.counts)
+        copy_spans(tokens, until - windows.counts, row, windows.places, windows.counts)
 
     def blocks(self) -> Iterator[Block]:
         self._map.madvise(mmap.MADV_SEQUENTIAL)
@@ -344,11 +344,8 @@ def _parsed(content: mmap.mmap, file: Path) -> _Index:
     if code not in _DTYPES:
         what = "floating-point numbers" if code in _FLOATS else f"an unknown dtype ({code})"
         raise DataError(f"{file}: the corpus holds {what}, not token ids; give another one")
-    dtype, count, documents = (
-        np.dtype(f"<{_DTYPES[code]}"),
-        counts[-2 if compact else 1],
-        counts[-1],
-    )
+    dtype, documents = np.dtype(f"<{_DTYPES[code]}"), counts[-1]
+    count = counts[-2 if compact else 1]
     layout = [("<i4", count), ("<i8", count), ("<i8", documents), ("<i1", count)]
     if not compact:
         layout = [("<i8", count + 1), ("<i8", count + 1), ("<i8", counts[2]), ("<i8", documents)]
@@ -385,20 +382,6 @@ def _parsed(content: mmap.mmap, file: Path) -> _Index:
             "corpora cannot be read"
         )
     return _Index(dtype, places, bounds)
-
-
-def _copy(
-    source: Tokens,
-    firsts: NDArray[np.int64],
-    target: Tokens,
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-) -> None:
-    """Copy `counts` [S] numbers each from `firsts` [S] in `source` to `places` [S] in `target`."""
-    read, write = source.data, target.data  # slices of memoryviews cost half as much as of arrays
-    columns = (firsts.tolist(), places.tolist(), counts.tolist())
-    for first, place, count in zip(*columns, strict=True):
-        write[place : place + count] = read[first : first + count]
 
 
 def _ends(vocabulary: Vocabulary) -> list[int]:

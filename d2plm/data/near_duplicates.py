@@ -7,8 +7,6 @@ them. datasketch computes the hashes and chooses the bands; its index, Python ob
 kilobytes per document, is replaced by a sort of each band: memory is 512 bytes per document.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,7 +59,8 @@ def _minima(store: SequenceStore, selected: Mask, ngram: int) -> NDArray[np.uint
     """uint32 [selected, PERMUTATIONS]."""
     from datasketch import MinHash
 
-    empty = MinHash(PERMUTATIONS, hashfunc=_as_it_is, scheme="affine32")
+    # An array of hashes is one "value" of datasketch, which would hash each n-gram in Python.
+    empty = MinHash(PERMUTATIONS, hashfunc=lambda hashes: hashes, scheme="affine32")
     minima = np.empty((int(selected.sum()), PERMUTATIONS), dtype=np.uint32)
     for row, tokens in zip(minima, store.chosen(selected), strict=True):
         sketch = empty.copy()
@@ -70,11 +69,6 @@ def _minima(store: SequenceStore, selected: Mask, ngram: int) -> NDArray[np.uint
             sketch.update_batch([hashes[first : first + _HASHES]])
         row[:] = sketch.hashvalues
     return minima
-
-
-def _as_it_is(hashes: Any) -> Any:
-    """An array of hashes is one "value" of datasketch, which would hash each n-gram in Python."""
-    return hashes
 
 
 def _agreeing(band: NDArray[np.uint32]) -> NDArray[np.int64]:

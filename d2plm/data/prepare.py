@@ -27,16 +27,10 @@ from d2plm.core.errors import DataError, SplitError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
-from d2plm.data.homology import (
-    ClusterSettings,
-    Resources,
-    SearchSettings,
-    mmseqs_in,
-    writing,
-)
+from d2plm.data.homology import ClusterSettings, Resources, SearchSettings, mmseqs_in, writing
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.joined_clusters import merged, pairs_of_pieces, window_of
-from d2plm.data.leaks import LeakSearch, find_leaking
+from d2plm.data.leaks import find_leaking
 from d2plm.data.likeness import Finder, TextSettings, likeness_of
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared, read_manifest
 from d2plm.data.retrieval import find_relatives
@@ -122,22 +116,20 @@ def prepare(
             raw = _raw_store(inputs, output_dir, vocabulary, window, reading, report, progress)
         if window_of(raw) is not None:
             others["window"] = window_of(raw)
-        with_relatives = (
-            {"sensitivity": relatives_sensitivity, "most": MOST_RELATIVES}
-            if relatives_sensitivity is not None
-            else None
-        )
+        settings = {
+            "min_residues": min_residues,
+            "max_residues": max_residues,
+            "split": split.describe(),
+            "clustering": likeness.clustering,
+            "search": likeness.search,
+        }
+        if relatives_sensitivity is not None:
+            of_relatives = {"sensitivity": relatives_sensitivity, "most": MOST_RELATIVES}
+            settings["relatives"] = of_relatives
         origin = {
             "format_version": FORMAT_VERSION,
             "raw_digests": raw.manifest["digests"],
-            "settings": {
-                "min_residues": min_residues,
-                "max_residues": max_residues,
-                "split": split.describe(),
-                "clustering": likeness.clustering,
-                "search": likeness.search,
-                **({"relatives": with_relatives} if with_relatives else {}),
-            },
+            "settings": settings,
             **others,
             f"{likeness.program}_version": likeness.version,
         }
@@ -156,9 +148,8 @@ def prepare(
                 )
             held_out = hold_out(raw, selected, clusters, split, likeness.thresholds[0])
             with _timed(seconds, "search"):
-                leaks = LeakSearch(raw, likeness, finder, stages, key, report)
-                excluded = split.exclude_homologs_of
-                leaking, searches = find_leaking(selected, held_out, excluded, leaks)
+                which = (raw, selected, held_out, split.exclude_homologs_of)
+                leaking, searches = find_leaking(*which, likeness, finder, stages, key)
             masks = {"train": selected & ~np.logical_or.reduce([leaking, *held_out.values()])}
             masks |= {name: mask & ~leaking for name, mask in held_out.items()}
             with _timed(seconds, "write"):
@@ -225,13 +216,11 @@ def _raw_store(
             source |= {"alphabet": vocabulary.describe(), "window": window}
     path = output_dir / RAW
     if source is not None:
-        try:
+        with suppress(DataError):  # there is none that is whole
             raw = SequenceStore(path)
             if raw.manifest["provenance"].get("from") == source:
                 report(f"reusing {path}: {describe(raw)}")
                 return raw
-        except DataError:
-            pass  # there is none that is whole
     ingest(
         inputs,
         path,
@@ -357,8 +346,7 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
             return None
         open_prepared(output_dir)
     except DataError as error:
-        reason = str(error).removesuffix("; prepare the data again")
-        report(f"preparing again: {reason}")
+        report(f"preparing again: {str(error).removesuffix('; prepare the data again')}")
         return None
     report(f"reusing prepared data in {output_dir} (same sequences, settings and MMseqs2)")
     return manifest

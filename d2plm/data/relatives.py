@@ -5,7 +5,6 @@ relatives without reading a record, and a collection of any size costs no memory
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,21 +99,3 @@ class RelativesIndex:
         if not len(bounds) or bounds[-1] != hits or len(arrays["identities"]) != hits:
             raise DataError(f"{folder}: its arrays do not fit each other; prepare the data again")
         return cls(**arrays)
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedRelatives:
-    """Relatives within several collections, whose sequences are numbered one after another.
-
-    Attributes:
-        firsts: int64, the number of the first sequence of each.
-    """
-
-    parts: Sequence[RelativesIndex]
-    firsts: NDArray[np.int64]
-
-    def below(self, index: int, identity: float) -> NDArray[np.int64]:
-        """As `RelativesIndex.below`."""
-        part = int(np.searchsorted(self.firsts, index, side="right")) - 1
-        first = int(self.firsts[part])
-        return self.parts[part].below(index - first, identity).astype(np.int64) + first

@@ -197,10 +197,9 @@ def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[Fast
             store = SequenceStore(path)
             if store.vocabulary.lenient() != vocabulary.lenient():
                 store.require_vocabulary(vocabulary)
-            for block, names in zip(store.blocks(), store.name_blocks(), strict=True):
-                for name, tokens in zip(names, block, strict=True):
-                    first = name.partition(ALIAS_SEPARATOR)[0]  # of duplicates
-                    yield FastaRecord(first.decode("utf-8", "replace"), tokens)
+            for names, tokens in zip(chain.from_iterable(store.name_blocks()), store, strict=True):
+                first = names.partition(ALIAS_SEPARATOR)[0]  # of duplicates
+                yield FastaRecord(first.decode("utf-8", "replace"), tokens)
         else:
             yield from tokenised(read_sources([path], vocabulary=vocabulary), vocabulary)
 
@@ -322,8 +321,7 @@ def _read_csv(given: _Input) -> Iterator[RawRecords]:
                 newlines_in_values=True,
             ),
             convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=wanted,
-                column_types=dict.fromkeys(wanted, pyarrow.binary()),
+                include_columns=wanted, column_types=dict.fromkeys(wanted, pyarrow.binary())
             ),
         )
         yield from _from_tables(batches, columns, given, lambda read: source.done())
@@ -358,29 +356,36 @@ def _read_arrow(given: _Input) -> Iterator[RawRecords]:
 
 
 def _read_hub(given: _Input) -> Iterator[RawRecords]:
-    name, revision, config, split = _hub_dataset(given.path)
+    where = _hub_name(given.path)
+    found = _HUB_DATASET.fullmatch(where)
+    if found is None:
+        raise DataError(
+            f"{where}: not the name of a dataset; write "
+            "hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT, all from @ on as needed"
+        )
+    name, revision, config, split = found.groups()
     try:
         import datasets
     except ModuleNotFoundError:
         raise DataError(
-            f"{_hub_name(given.path)}: reading the hub needs datasets, which is not installed; pip "
-            "install datasets, or give files"
+            f"{where}: reading the hub needs datasets, which is not installed; pip install "
+            "datasets, or give files"
         ) from None
     try:
         dataset = datasets.load_dataset(
-            name, config, split=split, revision=revision, streaming=True
+            name, config, split=split or "train", revision=revision, streaming=True
         )
         tables = iter(dataset.with_format("arrow").iter(_ROWS))
         first = next(tables)
-        columns = _columns(first.column_names, given, _hub_name(given.path))
+        columns = _columns(first.column_names, given, where)
         yield from _from_tables(chain([first], tables), columns, given, lambda read: 0.0)
     except DataError:
         raise
     except StopIteration:
-        raise DataError(f"{_hub_name(given.path)}: has no rows; name another split") from None
+        raise DataError(f"{where}: has no rows; name another split") from None
     except Exception as error:  # datasets raises errors of many libraries
         raise DataError(
-            f"{_hub_name(given.path)}: cannot be read ({first_line(error)}); check the name, as in "
+            f"{where}: cannot be read ({first_line(error)}); check the name, as in "
             "hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT, and the connection"
         ) from None
 
@@ -396,21 +401,13 @@ def _hub_name(path: str | Path) -> str:
     return text if text.startswith(_HUB) else text.replace("hf:/", "hf://", 1)
 
 
-def _hub_dataset(path: Path) -> tuple[str, str | None, str | None, str]:
-    """(dataset, revision, configuration, split) of `_HUB` OWNER/NAME@REVISION/CONFIG:SPLIT."""
-    found = _HUB_DATASET.fullmatch(_hub_name(path))
-    if found is None:
-        raise DataError(
-            f"{_hub_name(path)}: not the name of a dataset; write "
-            "hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT, all from @ on as needed"
-        )
-    name, revision, config, split = found.groups()
-    return name, revision, config, split or "train"
-
-
 def _read_jsonl(given: _Input) -> Iterator[RawRecords]:
     with open_input(given.path) as source:
-        yield from in_blocks(_json_lines(given, source.content), source, partial(_line, given.path))
+        yield from in_blocks(
+            _json_lines(given, source.content),
+            source,
+            lambda one, offset: f"{given.path}, line {one.line}",
+        )
 
 
 def _json_lines(given: _Input, content: Any) -> Iterator[Document]:
@@ -434,10 +431,6 @@ def _json_lines(given: _Input, content: Any) -> Iterator[Document]:
         yield Document(name, text, number)
     if columns is None:
         raise DataError(f"{given.path}: is empty; give at least one line of JSON")
-
-
-def _line(path: Path, one: Document, offset: int | None) -> str:
-    return f"{path}, line {one.line}"
 
 
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
@@ -537,10 +530,8 @@ def _columns(names: Sequence[str], given: _Input, where: str | Path) -> tuple[st
     reading = given.reading
     sequence = choose(reading.sequence_field, SEQUENCE_FIELDS, "sequence_field")
     if sequence is None:
-        question = "which column holds the sequence? Set sequence_field to one of"
-        if given.vocabulary.is_text:
-            question = "which field holds the text? Set sequence_field to one of"
-        raise DataError(f"{where}: {question} {_listed(names)}")
+        what = "field holds the text" if given.vocabulary.is_text else "column holds the sequence"
+        raise DataError(f"{where}: which {what}? Set sequence_field to one of {_listed(names)}")
     return sequence, choose(reading.name_field, NAME_FIELDS, "name_field")
 
 

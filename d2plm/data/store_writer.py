@@ -5,7 +5,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -142,10 +142,8 @@ class SequenceStoreWriter:
         self._residues += int(lengths.sum())
         self._names.clear()
         self._values.clear()
-        for name, values in (
-            (store.LENGTHS, lengths),
-            (store.OFFSETS, np.cumsum(lengths) - lengths),
-        ):
+        offsets = np.cumsum(lengths) - lengths
+        for name, values in ((store.LENGTHS, lengths), (store.OFFSETS, offsets)):
             self._arrays[name].write(values.astype(_ARRAYS[name]).data)
         if self._pending_bytes >= _COMMIT_BYTES:
             self._commit()
@@ -203,14 +201,10 @@ class SequenceStoreWriter:
         (self._partial / store.MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
     def _refuse_foreign_folder(self) -> None:
-        try:
-            if not self.path.exists() or (self.path / store.MANIFEST).is_file():
-                return
-            foreign = not self.path.is_dir() or any(self.path.iterdir())
-        except OSError:
-            return  # `written_beside` says why it cannot be written
-        if foreign:
-            raise DataError(
-                f"{self.path}: exists and is no sequence store, so it is not overwritten; "
-                "choose another folder or remove it"
-            )
+        with suppress(OSError):  # `written_beside` says why it cannot be written
+            known = not self.path.exists() or (self.path / store.MANIFEST).is_file()
+            if not known and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise DataError(
+                    f"{self.path}: exists and is no sequence store, so it is not overwritten; "
+                    "choose another folder or remove it"
+                )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
-from d2plm.data.store import SequenceStore, Windows
+from d2plm.data.store import SequenceStore, Windows, copy_spans
 
 _POOL = 1 << 20
 
@@ -55,9 +55,7 @@ class SyntheticSequences:
     def copy_into(self, row: Tokens, windows: Windows) -> None:
         """Copy windows into `row`, as `SequenceStore.copy_into`."""
         first = windows.indices * 7919 % _POOL + windows.starts
-        columns = (first.tolist(), windows.counts.tolist(), windows.places.tolist())
-        for source, count, place in zip(*columns, strict=True):
-            row[place : place + count] = self._pool[source : source + count]
+        copy_spans(self._pool, first, row, windows.places, windows.counts)
 
 
 class ShuffledSequences:
