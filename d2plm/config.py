@@ -333,9 +333,9 @@ def _known_keys(name: str, folder: Path | None, file: Path | None = None) -> lis
     if root == config_dir().resolve() and (root / f"{name}.yaml").is_file():
         known = known_keys(name)
         return [*{key.partition(".")[0]: None for key in known}, *groups(name), *known]
+    own = compose(name, [], root, complete=False)
     with hydra_over(root) as loader:
         choices = loader.load_configuration(name, [], RunMode.RUN).hydra.runtime.choices
-    own = compose(name, [], root, complete=False)
     chosen = [group for group in choices if not group.startswith("hydra/")]
     return [*own.values, *chosen, *own.flat()]
 

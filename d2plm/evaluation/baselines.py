@@ -401,6 +401,8 @@ class SparseCounts:
 
     def __getitem__(self, codes: NDArray[np.int64]) -> NDArray[np.int64]:
         """The count of each run, 0 of one that does not occur."""
+        if not len(self.codes):
+            return np.zeros_like(codes)
         places = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
         return np.where(self.codes[places] == codes, self.counts[places], 0)
 
@@ -444,7 +446,8 @@ def sparse_counts(
         if base**m > MAX_CODE:
             break
         codes = [_windows(ranks[row], m, base)[0] for row in held]
-        distinct, counts = np.unique(np.concatenate(codes), return_counts=True)
+        none = np.empty(0, dtype=np.int64)  # of no rows
+        distinct, counts = np.unique(np.concatenate([none, *codes]), return_counts=True)
         tables.append(SparseCounts(distinct, counts, ranks, base))
     return tables
 

@@ -269,6 +269,7 @@ def test_a_group_is_chosen_by_an_option_and_the_keys_of_the_choice_are_known() -
         (["--mutations", "output=o.csv"], "--mutations: needs a value"),
         (["--mutations", "--cfg"], "--mutations: needs a value"),
         (["--config-name"], "--config-name: needs a value"),
+        (["--config-name=nope", "seed=1"], "no configuration nope.yaml in"),
     ],
 )
 def test_a_wrong_option_is_rejected(words: list[str], message: str) -> None:

@@ -96,6 +96,13 @@ def test_sums_of_sparse_counts_are_the_counts_of_both_parts() -> None:
         np.testing.assert_array_equal((first + second).counts, both.counts)
 
 
+@pytest.mark.parametrize("texts", [["in the beginning"], ["a", "b", "c", "abcdef"]])
+def test_ngrams_of_a_few_texts_are_finite(texts: list[str], tmp_path: Path) -> None:
+    # The part on which they are tuned has all texts, or orders that the other part has not.
+    model = NGram.fit(store_of(tmp_path / "t", tokens_of(texts), BYTES), 5, 1000)
+    assert all(map(math.isfinite, model.nats_by_order(BYTES.encode("in a", "test"), 5)))
+
+
 def test_orders_that_int64_cannot_number_are_left_out() -> None:
     every = [np.arange(4, 260, dtype=np.uint16)]
     assert len(sparse_counts(every, 9, token_ranks(every, BYTES))) == 7
