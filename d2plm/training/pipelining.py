@@ -148,8 +148,7 @@ class Pipeline:
         row = self._padded(tokens, cu_seqlens, max_seqlen, times)
         tokens, cu_seqlens, max_seqlen, times = row
         rank, ranks = self.group.rank(), self.group.size()
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        logits = torch.empty((len(tokens), self.config.vocab_size), dtype=dtype, device=self.device)
+        logits = self._logits(row, self.device)
         for stage in self.stages:
             sent = self._sent(row) if stage.number > 0 else ()
             received = [torch.empty_like(each, device=self.device) for each in sent]
@@ -186,10 +185,15 @@ class Pipeline:
         settings: dict[str, Any] = {"dtype": self.dtype, "device": "meta", "requires_grad": True}
         return tuple(torch.empty(*shape, **settings) for shape in shapes)
 
+    def _logits(self, row: tuple[Any, ...], device: torch.device | str) -> Tensor:
+        """Room for the logits of a row, as the last stage returns them."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return torch.empty((len(row[0]), self.config.vocab_size), dtype=dtype, device=device)
+
     def _new_schedule(
         self, micro_batches: int, row: tuple[Any, ...]
     ) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        sent = self._sent(row)
+        sent, logits = self._sent(row), self._logits(row, "meta")
         stages = [
             PipelineStage(
                 stage,
@@ -197,7 +201,7 @@ class Pipeline:
                 self.count,
                 self.device,
                 input_args=sent if stage.number > 0 else (),
-                output_args=sent,
+                output_args=sent if stage.head is None else (logits,),
                 group=self.group,
             )
             for stage in self.stages
