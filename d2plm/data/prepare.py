@@ -148,8 +148,16 @@ def prepare(
                 )
             held_out = hold_out(raw, selected, clusters, split, likeness.thresholds[0])
             with _timed(seconds, "search"):
-                which = (raw, selected, held_out, split.exclude_homologs_of)
-                leaking, searches = find_leaking(*which, likeness, finder, stages, key)
+                leaking, searches = find_leaking(
+                    raw,
+                    selected,
+                    held_out,
+                    split.exclude_homologs_of,
+                    likeness=likeness,
+                    finder=finder,
+                    stages=stages,
+                    key=key,
+                )
             masks = {"train": selected & ~np.logical_or.reduce([leaking, *held_out.values()])}
             masks |= {name: mask & ~leaking for name, mask in held_out.items()}
             with _timed(seconds, "write"):

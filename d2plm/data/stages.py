@@ -23,7 +23,7 @@ class Stages:
     array is computed again.
 
     Attributes:
-        report: called with a line for each array that is reused, or found damaged.
+        report: called with lines for the user, such as for an array that is found damaged.
     """
 
     folder: Path

@@ -140,7 +140,10 @@ def fit_unigram(
 
 
 def some_of(sequences: Sequences, most: int | None, seed: int = 0) -> list[int]:
-    """The numbers of at most so many sequences, chosen at random; of all in order for None."""
+    """The numbers of `most` sequences chosen at random, or of all, in order, if there are no more.
+
+    None is all of them.
+    """
     if most is None or len(sequences) <= most:
         return list(range(len(sequences)))
     return np.random.default_rng(seed).choice(len(sequences), most, replace=False).tolist()

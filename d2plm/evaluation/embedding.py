@@ -83,7 +83,9 @@ def watched(model: DiT, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     kept: dict[int, Tensor] = {}
     last, handles = len(model.blocks), []
 
-    def keep(layer: int, _: nn.Module, inputs: tuple[Tensor], output: Tensor | None = None) -> None:
+    def keep(
+        layer: int, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | None = None
+    ) -> None:
         kept[layer] = inputs[0] if output is None else output  # before a module there is none yet
 
     for layer in layers:

@@ -34,7 +34,7 @@ class DiTForMaskedLM(DiT):
     """
 
     main_input_name = "input_ids"
-    paradigm: Any = None
+    paradigm: Any = None  # not annotated as Paradigm, because transformers evaluates annotations
     card: str | None = None
 
     @classmethod
@@ -91,10 +91,10 @@ class DiTForMaskedLM(DiT):
         Raises:
             ModelError: if `times` is missing and the paradigm is not known.
         """
-        from d2plm.evaluation.embedding import watched
-
         if len(inputs) > 2 or "tokens" in more:
             return super().forward(*inputs, **more)
+        from d2plm.evaluation.embedding import watched
+
         if inputs:
             input_ids, attention_mask = inputs[0], inputs[1] if inputs[1:] else attention_mask
         if input_ids is None:

@@ -43,17 +43,17 @@ def draw(
     """Draw the figures that have data, as SVG elements by name."""
     bins = plots.measured_bins(evaluation["by_identity"]) if evaluation else {}
     given = (evaluation or {}).get("given_relatives")
-    figures: list[Any] = [  # (name, plot, its arguments, of which the last may be missing)
-        ("training", plots.plot_curve, evaluation, metrics),
-        ("pace", plots.plot_pace, metrics),
-        ("likelihood", plots.plot_likelihoods, evaluation),
-        ("calibration", plots.plot_calibration, evaluation),
-        ("identity", plots.plot_identity, bins),
-        ("relatives", plots.plot_given_relatives, given),
-        *((name, plot, quality) for name, plot in plots.quality_plots(quality).items()),
-        ("members", plots.plot_membership, members),
+    figures: list[tuple[str, Any, Callable[..., None], tuple[Any, ...]]] = [
+        ("training", metrics, plots.plot_curve, (evaluation, metrics)),
+        ("pace", metrics, plots.plot_pace, (metrics,)),
+        ("likelihood", evaluation, plots.plot_likelihoods, (evaluation,)),
+        ("calibration", evaluation, plots.plot_calibration, (evaluation,)),
+        ("identity", bins, plots.plot_identity, (bins,)),
+        ("relatives", given, plots.plot_given_relatives, (given,)),
+        *((name, quality, plot, (quality,)) for name, plot in plots.quality_plots(quality).items()),
+        ("members", members, plots.plot_membership, (members,)),
     ]
-    return {name: _svg(name, plot, *of) for name, plot, *of in figures if of[-1]}
+    return {name: _svg(name, plot, *of) for name, known, plot, of in figures if known}
 
 
 def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:

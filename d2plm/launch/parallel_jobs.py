@@ -42,19 +42,23 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
     """
     threads = str(max(usable_cores() // parallel, 1))
     environment = {**ALLOCATOR, **os.environ, **for_children(), "OMP_NUM_THREADS": threads}
-    waiting = deque((job, job.commands) for job in jobs)
+    waiting = deque(jobs)
     running: dict[subprocess.Popen[bytes], tuple[Job, Sequence[Sequence[str]]]] = {}
+
+    def start(job: Job, commands: Sequence[Sequence[str]]) -> None:
+        with deferred(), job.log.open("ab") as log:
+            process = subprocess.Popen(
+                commands[0], env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+            running[process] = job, commands
+
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
-                job, commands = waiting.popleft()
+                job = waiting.popleft()
                 job.log.parent.mkdir(parents=True, exist_ok=True)
-                mode = "wb" if commands is job.commands else "ab"
-                with deferred(), job.log.open(mode) as log:
-                    process = subprocess.Popen(
-                        commands[0], env=environment, stdout=log, stderr=subprocess.STDOUT
-                    )
-                    running[process] = job, commands
+                job.log.write_bytes(b"")
+                start(job, job.commands)
             time.sleep(POLL_SECONDS)
             for process, (job, commands) in list(running.items()):
                 code = process.poll()
@@ -69,7 +73,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
                     )
                 del running[process]
                 if commands[1:]:
-                    waiting.appendleft((job, commands[1:]))
+                    start(job, commands[1:])
                 else:
                     yield job
     finally:

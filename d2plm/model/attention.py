@@ -178,13 +178,18 @@ def _(grad_THK: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _save_for_backward(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # torch's API
-    *qkv, cu_seqlens = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*qkv, *output, cu_seqlens)
+    q_THK, k_THK, v_THK, cu_seqlens = inputs
+    out_THK, lse_TH = output
+    ctx.mark_non_differentiable(lse_TH)
+    ctx.save_for_backward(q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens)
 
 
 def _backward(ctx, grad_THK, _grad_lse):  # type: ignore[no-untyped-def]  # torch's API
-    return *_packed_attention_cpu_backward(grad_THK, *ctx.saved_tensors), None
+    q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens = ctx.saved_tensors
+    return (
+        *_packed_attention_cpu_backward(grad_THK, q_THK, k_THK, v_THK, out_THK, lse_TH, cu_seqlens),
+        None,
+    )
 
 
 _packed_attention_cpu.register_autograd(_backward, setup_context=_save_for_backward)

@@ -138,6 +138,7 @@ class Pipeline:
             target=torch.arange(len(rows)),
             return_outputs=False,
         )
+        del self._loss  # and the batches that it refers to
         return total
 
     @torch.no_grad()

@@ -4,6 +4,7 @@ import json
 import pickle
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -228,6 +229,15 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
     endless.save(str(path))
     with pytest.raises(DataError, match=r"cannot tokenise a text .*retry-limit"):
         vocabulary("tokenizer", tokenizer=path).encode("x" * 60, "it")
+
+
+def test_a_signal_while_texts_are_tokenised_ends_the_process(
+    subwords: Subwords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = Mock(encode_batch_fast=Mock(side_effect=SystemExit(143)))
+    monkeypatch.setattr(subwords, "_tokenizer", stopped)
+    with pytest.raises(SystemExit):
+        subwords.tokenise([b"the"])
 
 
 @pytest.mark.parametrize("wrong", ["", 3, "ACGE"])
