@@ -1,102 +1,141 @@
-"""Composing configurations with Hydra: files, groups and overrides → one checked `Config`.
+"""Composing the settings of a command: defaults, YAML files and overrides → checked dataclasses.
 
-Commands read the configuration; the library never does. Unknown keys are rejected before anything
-starts.
+The dataclasses in `d2plm.settings` hold the defaults; the YAML files in `configs/` are choices
+(`model=8m`, `experiment=demo`) that hold only what differs, and Hydra composes them. Unknown keys
+and impossible values are rejected before anything starts. Commands read the settings; the library
+takes them as arguments.
 """
 
-import logging
+import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
+from d2plm.core.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    did_you_mean,
+    first_line,
+    nearest,
+    require,
 )
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
-from d2plm.core.errors import ConfigError, did_you_mean, first_line, nearest, require
-from d2plm.core.files import config_dir, nearest_path, write_text
+from d2plm.core.files import config_dir, is_hub_name, nearest_path, shipped, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
-from d2plm.keys import check_values, full_key, groups, known_keys
-from d2plm.targets import build, require_trusted, trust
+from d2plm.settings.commands import SETTINGS, SHORT_KEYS, PipelineSettings
+from d2plm.settings.registry import load_modules, registered
+from d2plm.settings.schema import Key, Settings, build, keys, with_defaults
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
+    from hydra.core.override_parser.types import Override
 
-# The only sections to which `+key=value` may add keys.
-FREE_SECTIONS = ("arms", "sizes", "data.mixture", "callbacks", "tracking.tags")
+MODULE = "--module"
+PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
+MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
 
 
-@dataclass(frozen=True)
-class Config:
-    """A composed configuration: nested plain dictionaries with interpolations resolved."""
+def as_yaml(settings: Settings) -> str:
+    from omegaconf import OmegaConf
 
-    values: dict[str, Any]
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(settings)))
 
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return self.values[key]
-        except KeyError:
-            raise ConfigError(f"{key}: not in the configuration") from None
 
-    def build(self, key: str) -> Any:
-        return build(self[key], key)
+def save(settings: Settings, file: Path) -> None:
+    """Write the settings as YAML, readable only by its owner because it may contain secrets."""
+    write_text(file, as_yaml(settings), 0o600)
 
-    def as_yaml(self) -> str:
-        return OmegaConf.to_yaml(OmegaConf.create(self.values))
 
-    def save(self, file: Path) -> None:
-        """Write the YAML file, readable only by its owner because it may contain secrets."""
-        write_text(file, self.as_yaml(), 0o600)
+def flat(settings: Settings) -> dict[str, Any]:
+    """{"model.hidden_size": 128, …}."""
+    return dict(_flatten(asdict(settings)))
 
-    def flat(self) -> dict[str, Any]:
-        """{"model.hidden_size": 128, …}."""
-        return dict(_flatten(self.values))
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def compose(
-    name: str, overrides: list[str], folder: Path | None = None, *, complete: bool = True
-) -> Config:
-    """Compose the root file `name` with Hydra overrides.
+    command: str, overrides: Iterable[str] = (), name: str | None = None, folder: Path | None = None
+) -> Any:
+    """Compose the settings of a command.
 
-    Required values that are not set raise an error or, unless `complete`, stay `???`.
+    Args:
+        command: its name in `SETTINGS`.
+        overrides: `key=value`, or `group=choice`.
+        name: another root file of YAML than the command's own.
+        folder: folder of the YAML files; None: the installed ones.
 
     Raises:
-        ConfigError: for an unknown file, group, choice or key, or a malformed override.
+        ConfigError: for an unknown file, group, choice or key, a malformed override, or a value
+            that does not fit.
     """
-    root = (folder or config_dir()).resolve()
-    if not (root / f"{name}.yaml").is_file():
+    root, kind = (folder or config_dir()).resolve(), SETTINGS[command]
+    choices, changes = _sorted_out(command, list(overrides), root)
+    values = _compose_files(command, name, root, choices)
+    for dotted, value in changes:
+        _set(values, dotted, value)
+    return _checked(kind, values)
+
+
+def complete(command: str, values: Mapping[str, Any]) -> Any:
+    """The settings of a command from a nested mapping; missing keys take their defaults."""
+    return _checked(SETTINGS[command], values)
+
+
+def _checked(kind: type[Settings], values: Mapping[str, Any]) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        tree = OmegaConf.create(with_defaults(kind, values))
+        resolved = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(first_line(error)) from error
+    assert isinstance(resolved, dict)
+    missing = {name for name, value in resolved.items() if value == "???"}
+    return build(kind, {str(k): value for k, value in resolved.items() if k not in missing})
+
+
+def _compose_files(
+    command: str, name: str | None, root: Path, choices: list[str]
+) -> dict[str, Any]:
+    """What the YAML files say, unresolved."""
+    if name is not None and not (root / f"{name}.yaml").is_file():
         known = [file.stem for file in root.glob("*.yaml")]
         raise ConfigError(f"no configuration {name}.yaml in {root}{did_you_mean(name, known)}")
+    if name is None:
+        name = command if (root / f"{command}.yaml").is_file() else None
+        if name is None and issubclass(SETTINGS[command], PipelineSettings):
+            name = "pipeline"
+    if name is None:
+        return {}
+    from hydra import compose as hydra_compose
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         with hydra_over(root):
-            words = [*_settings(overrides), *_search_path(root, overrides)]
-            return _resolved(hydra_compose(name, overrides=words), complete)
-    except MissingConfigException as error:
-        raise ConfigError(_explain_choice(error)) from error
-    except ConfigCompositionException as error:
-        raise ConfigError(_explain_key(error, name, root)) from error
-    except MissingMandatoryValue as error:
-        raise ConfigError(_explain_missing(str(error.full_key), name, root)) from error
+            composed = hydra_compose(name, overrides=[*choices, *_search_path(root, choices)])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
+    values = OmegaConf.to_container(composed)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
 
 
-def _search_path(root: Path, overrides: list[str]) -> list[str]:
+def _search_path(root: Path, choices: Iterable[str]) -> list[str]:
     """Override that makes Hydra also look for group choices in `./configs`.
 
     The package's files come first, so a chosen file that exists in both and differs is rejected.
@@ -104,7 +143,7 @@ def _search_path(root: Path, overrides: list[str]) -> list[str]:
     own = Path("configs").resolve()
     if not own.is_dir() or own == root:
         return []
-    for word in overrides:
+    for word in choices:
         group, _, choice = word.partition("=")
         mine, same = (folder / group / f"{choice}.yaml" for folder in (own, root))
         if mine.is_file() and same.is_file() and mine.read_bytes() != same.read_bytes():
@@ -113,19 +152,40 @@ def _search_path(root: Path, overrides: list[str]) -> list[str]:
 
 
 @contextmanager
-def hydra_over(root: Path) -> Iterator[ConfigLoader]:
+def hydra_over(root: Path) -> Iterator["ConfigLoader"]:
     """Initialize Hydra with the configurations in `root`."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(root), version_base=None):
         yield GlobalHydra.instance().config_loader()
 
 
-def parse_overrides(words: list[str], loader: ConfigLoader | None = None) -> list[Override]:
+def choices_of(group: str, root: Path | None = None) -> list[str]:
+    """The choices of a group: YAML files here and in `./configs`, and registered names."""
+    folders = (root or config_dir()) / group, Path("configs") / group
+    names = {file.stem for folder in folders for file in folder.glob("*.yaml")}
+    kind = keys(PipelineSettings).get(f"{group}.type")
+    return sorted({*names, *(registered(group) if kind is not None else ())})
+
+
+def groups(root: Path | None = None) -> set[str]:
+    """The groups of which a command line selects choices, such as `model`."""
+    folders = (root or config_dir()), Path("configs")
+    found = (child for folder in folders if folder.is_dir() for child in folder.iterdir())
+    return {child.name for child in found if any(child.glob("*.yaml"))} - {"accelerate"}
+
+
+def parse_overrides(words: list[str], loader: "ConfigLoader | None" = None) -> list["Override"]:
     """Parse Hydra overrides; a `glob` over a group's choices needs the `loader`.
 
     Raises:
         ConfigError: if an override is malformed.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
     try:
         overrides: list[Override] = OverridesParser.create(loader).parse_overrides(words)
     except OverrideParseException as error:
@@ -136,68 +196,126 @@ def parse_overrides(words: list[str], loader: ConfigLoader | None = None) -> lis
 
 def _in_quotes(word: str) -> str:
     """Hint on quoting a setting whose value has special characters."""
-    key, equals, value = word.partition("=")
+    name, equals, value = word.partition("=")
     fits = equals and not {*value} & {*"'\"[{"}
-    return f"; quote it for the shell and for Hydra: \"{key}='{value}'\"" if fits else ""
+    return f"; quote it for the shell and for Hydra: \"{name}='{value}'\"" if fits else ""
 
 
-def _settings(overrides: list[str]) -> list[str]:
-    """Check that `overrides` set existing keys, because others would be ignored silently.
-
-    `++key=value` becomes `key=value`, which Hydra rejects for an unknown key.
-    """
-    settings = []
-    for word, override in zip(overrides, parse_overrides(overrides), strict=True):
-        key = override.key_or_group
-        if word == "experiment=null":  # the default, which Hydra does not accept as a choice
-            continue
-        if (override.package or key).startswith(tuple(f"{name}." for name in FREE_SECTIONS)):
-            settings.append(word)
-        elif override.is_add() or override.is_delete():
-            free = " or ".join(f"{name}.…" for name in FREE_SECTIONS)
+def _sorted_out(
+    command: str, words: list[str], root: Path
+) -> tuple[list[str], list[tuple[str, Any]]]:
+    """(choices of groups for Hydra, settings as (key, value)); `+` and `++` change nothing."""
+    known, selectable = keys(SETTINGS[command]), groups(root)
+    names = [_name_of(word) for word in words]
+    for word, name in zip(words, names, strict=True):
+        _require_known(word, name, known, selectable, command)
+    choices, changes = [], list[tuple[str, Any]]()
+    for word, name, override in zip(words, names, parse_overrides(words), strict=True):
+        if override.is_sweep_override():
             raise ConfigError(
-                f"{word!r}: keys can be added or deleted only in {free}; set an existing key with "
-                f"{key}=…, or unset it with {key}=null"
+                f"{word!r}: has several values; write a list as [a,b]{_in_quotes(word)}; "
+                "d2plm train --multirun sweeps"
             )
+        value = override.value()
+        if name not in selectable or value is None or isinstance(value, dict):
+            if (name, value) != ("experiment", None):  # the default
+                changes.append((name, _as_written(known.get(name), value, word)))
+        elif any((folder / name / f"{value}.yaml").is_file() for folder in (root, Path("configs"))):
+            choices.append(f"{name}={value}")
         else:
-            settings.append(word.removeprefix("++"))
-    return settings
+            possible = choices_of(name, root)
+            if value not in possible:
+                near = did_you_mean(str(value), possible)
+                raise ConfigError(
+                    f"{name}={value}: no such choice{near}; choose from {', '.join(possible)}"
+                )
+            changes.append((f"{name}.type", value))
+    return choices, changes
 
 
-def read(file: Path, overrides: list[str], *, own: bool = False) -> Config:
+def _name_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+")
+
+
+def _as_written(known: Key | None, value: Any, word: str) -> Any:
+    """A path or a text stays as it was written if YAML takes it for a number or a truth value."""
+    if known is None or not (known.path or known.takes_text_only):
+        return value
+    text = word.partition("=")[2]
+    if known.path and value == "":
+        raise ConfigError(f"{_name_of(word)}: is empty; give a path, or null for none")
+    return text if isinstance(value, bool | int | float) else value
+
+
+def _require_known(
+    word: str, name: str, known: Mapping[str, Key], selectable: set[str], command: str
+) -> None:
+    if word.startswith("~"):
+        raise ConfigError(f"{word!r}: keys cannot be deleted; unset a key with KEY=null")
+    sections = {full.rpartition(".")[0] for full in known}
+    parents = {name[: match.start()] for match in re.finditer(r"\.", name)}
+    if name in selectable and issubclass(SETTINGS[command], PipelineSettings):
+        return
+    if name in known or name in sections or parents & _mappings(command):
+        return
+    if name in selectable and name in {key.partition(".")[0] for key in known}:
+        return
+    last = name.rpartition(".")[2]
+    elsewhere = [one for one in known if one.rpartition(".")[2] == last]
+    near = f" (did you mean '{elsewhere[0]}'?)" if len(elsewhere) == 1 else ""
+    near = near or did_you_mean(name, [*known, *selectable])
+    raise ConfigError(f"unknown key {name!r}{near}; --cfg shows the known keys")
+
+
+@cache
+def _mappings(command: str) -> set[str]:
+    """The keys whose values are mappings with names of the user's."""
+    found = {name for name, one in keys(SETTINGS[command]).items() if one.is_mapping}
+    return found | {"callbacks"}
+
+
+def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        if not isinstance(values.get(parent), dict):
+            values[parent] = {}
+        values = values[parent]
+    values[last] = value
+
+
+def read(command: str, file: Path, overrides: Iterable[str] = ()) -> Any:
     """Read a complete configuration from a file, with `key=value` changes to existing keys.
 
-    Args:
-        own: trust its targets like those on the command line, because this run has written the
-            file or nothing is built from it.
+    Keys of another command are left out, because a run's configuration serves several.
 
     Raises:
-        ConfigError: if the file is missing or invalid, an override changes an unknown key or a
-            group's choice, or a `_target_` is in a package that is not trusted.
+        ConfigError: if the file is missing or invalid, or an override selects a group's choice.
     """
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
-        config = OmegaConf.load(file)
-        assert isinstance(config, DictConfig)
-        OmegaConf.set_struct(config, True)
-        for word in overrides:
-            key, _, value = word.partition("=")
-            is_section = isinstance(OmegaConf.select(config, key), DictConfig)
-            if is_section and value != "null" and not value.startswith("{"):
-                raise ConfigError(
-                    f"{file}: {word!r}: {key} is a section, and a complete configuration has no "
-                    "alternatives to it; set its keys, or omit --config-file"
-                )
-        if not own:
-            require_trusted(file, config)
-        config.merge_with_dotlist(overrides)
-        resolved = _resolved(config)
-        if own:
-            trust(resolved.values)
-        return resolved
+        loaded = OmegaConf.load(file)
+        assert isinstance(loaded, DictConfig)
+        container = OmegaConf.to_container(loaded)
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: no such configuration{nearest_path(file)}") from error
     except (OSError, ValueError, AssertionError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file}: {first_line(error)}") from error
+    assert isinstance(container, dict)
+    values = {str(name): value for name, value in container.items()}
+    own = {name.partition(".")[0] for name in keys(SETTINGS[command])}
+    others = {name.partition(".")[0] for kind in SETTINGS.values() for name in keys(kind)}
+    values = {name: value for name, value in values.items() if name in own or name not in others}
+    choices, changes = _sorted_out(command, list(overrides), config_dir().resolve())
+    if choices:
+        raise ConfigError(
+            f"{file}: {choices[0]!r}: a complete configuration has no alternatives to a section; "
+            "set its keys, or omit --config-file"
+        )
+    for dotted, value in changes:
+        _set(values, dotted, value)
+    return _checked(SETTINGS[command], values)
 
 
 @dataclass(frozen=True)
@@ -205,40 +323,38 @@ class Arguments:
     """The parsed arguments of a command.
 
     Attributes:
-        name: name of the root file.
+        command: its name in `SETTINGS`.
+        name: another root file; None: the command's own.
         folder: folder of the root file; None: the installed configurations.
-        file: a complete configuration, used instead of `name`.
+        file: a complete configuration, used instead.
         overrides: `key=value` settings.
         show_only: whether to print the configuration and exit.
         multirun: whether the overrides describe a sweep.
     """
 
-    name: str
+    command: str
+    name: str | None = None
     folder: Path | None = None
     file: Path | None = None
     overrides: list[str] = field(default_factory=list)
     show_only: bool = False
     multirun: bool = False
 
-    def compose(self, overrides: list[str] | None = None) -> Config:
-        """Compose the configuration; `overrides`, if given, replace its own."""
+    def compose(self, overrides: list[str] | None = None) -> Any:
+        """Compose the settings; `overrides`, if given, replace its own."""
         overrides = self.overrides if overrides is None else overrides
-        if self.file is not None:  # perhaps of another command, whose keys have other limits
-            return read(self.file, overrides)
-        config = compose(self.name, overrides, self.folder)
-        trust(config.values)
-        if self.folder is None:
-            check_values(self.name, config.flat())
-        return config
+        if self.file is not None:
+            return read(self.command, self.file, overrides)
+        return compose(self.command, overrides, self.name, self.folder)
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
     """Parse a command's words; `--key value` and `--key=value` mean `key=value`.
 
-    The last part of a key suffices if it is unambiguous: `number=5`.
+    Modules that `--module` names are imported, so that what they register is known.
 
     Args:
-        command: name of its root file.
+        command: its name in `SETTINGS`.
         words: the words after the command.
         first_key: key that a first word without a key sets.
 
@@ -246,8 +362,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
         ConfigError: if a word is neither a known option nor a setting.
     """
     files: dict[str, str | None] = dict.fromkeys(CONFIG_OPTIONS)
-    dashed: dict[str, str] = {}
-    overrides: list[str] = []
+    overrides, modules, dashed = list[str](), list[str](), dict[str, str]()
     modes = {"show_only": False, "multirun": False}
     said = ""
     remaining = deque(words)
@@ -263,10 +378,14 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             if not equals and list(remaining)[:1] == ["job"]:
                 remaining.popleft()
             require(value in ("", "job"), "--cfg", value, "job, the command's configuration")
-        elif option in CONFIG_OPTIONS:
-            files[option] = value if equals or not remaining else remaining.popleft()
-            if not files[option]:
+        elif option in (*CONFIG_OPTIONS, MODULE):
+            given = value if equals or not remaining else remaining.popleft()
+            if not given:
                 raise ConfigError(f"{option}: needs a value")
+            if option == MODULE:
+                modules.append(given)
+            else:
+                files[option] = given
         elif option.startswith("--"):
             if not equals and remaining and not re.match("--|.*=", remaining[0]):
                 value = remaining.popleft()
@@ -283,36 +402,32 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             said, first_key = f"{first_key} is already {word!r}; ", None
         else:
             raise ConfigError(f"{word!r}: {said}give settings as key=value and quote spaces")
+    load_modules(modules)
+    known = keys(SETTINGS[command])
+    short = SHORT_KEYS.get(command, {})
+    for option, value in dashed.items():
+        name = short.get(option.removeprefix("--"), option.removeprefix("--"))
+        if name not in known and name not in groups():
+            raise _unknown_option(option, known)
+        if not value:
+            raise ConfigError(f"{option}: needs a value")
     name, folder, file = files.values()
-    arguments = Arguments(
-        name or command,
+    return Arguments(
+        command,
+        name,
         Path(folder) if folder else None,
         Path(file) if file else None,
-        overrides,
+        [_in_full(word, short) for word in overrides],
         **modes,
     )
-    if not overrides:
-        return arguments
-    known = _known_keys(arguments.name, arguments.folder, arguments.file)
-    for option, given in dashed.items():
-        key = _in_full(f"{option.removeprefix('--')}=", known).partition(".")[0].rstrip("=")
-        if key not in known:
-            raise _unknown_option(option, known)
-        if not given:
-            raise ConfigError(f"{option}: needs a value")
-    return replace(arguments, overrides=[_in_full(word, known) for word in overrides])
 
 
-def _in_full(word: str, known: Iterable[str]) -> str:
-    """The setting with its key expanded to the known key that ends in it."""
-    short, equals, value = word.partition("=")
-    if not short.isidentifier() or short in known or (key := full_key(short, known)) == short:
-        return word
-    log.info("%s: interpreted as %s", short, key)
-    return f"{key}{equals}{value}"
+def _in_full(word: str, short: Mapping[str, str]) -> str:
+    name, equals, value = word.partition("=")
+    return f"{short.get(name, name)}{equals}{value}"
 
 
-def compose_arguments(command: str, words: list[str]) -> tuple[Config, Arguments]:
+def compose_arguments(command: str, words: list[str]) -> tuple[Any, Arguments]:
     """Parse the arguments of a command that does not support sweeps, and compose them."""
     arguments = parse_arguments(command, words)
     if arguments.multirun:
@@ -324,76 +439,58 @@ def quoted(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _known_keys(name: str, folder: Path | None, file: Path | None = None) -> list[str]:
-    """Sections, groups and keys of a root file, or of a complete configuration."""
-    if file is not None:
-        base = read(file, [])
-        return [*base.values, *base.flat()]
-    root = (folder or config_dir()).resolve()
-    if root == config_dir().resolve() and (root / f"{name}.yaml").is_file():
-        known = known_keys(name)
-        return [*{key.partition(".")[0]: None for key in known}, *groups(name), *known]
-    own = compose(name, [], root, complete=False)
-    with hydra_over(root) as loader:
-        choices = loader.load_configuration(name, [], RunMode.RUN).hydra.runtime.choices
-    chosen = [group for group in choices if not group.startswith("hydra/")]
-    return [*own.values, *chosen, *own.flat()]
-
-
-def _unknown_option(option: str, keys: Iterable[str] = ()) -> ConfigError:
-    options = (*CONFIG_OPTIONS, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
-    short = {f"--{key.rpartition('.')[2]}": f"--{key}" for key in keys}
+def _unknown_option(option: str, known: Iterable[str] = ()) -> ConfigError:
+    options = (*CONFIG_OPTIONS, MODULE, "--cfg", *GLOBAL_OPTIONS, *MULTIRUN, *SWITCHES)
+    short = {f"--{one.rpartition('.')[2]}": f"--{one}" for one in known}
     near = did_you_mean(option, [*options, *short.values()])
     if not near and (last := nearest(option, short)):
         near = f" (did you mean '{short[last]}'?)"
     return ConfigError(f"unknown option {option!r}{near}; see --help")
 
 
-def _resolved(config: DictConfig, complete: bool = True) -> Config:
-    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=complete)
-    assert isinstance(values, dict)
-    return Config({str(key): value for key, value in values.items()})
+def check_paths(command: str, settings: Settings, names: Iterable[str]) -> None:
+    """Reject input paths that do not exist; URLs, registered models and `-` are not checked.
+
+    Raises:
+        DataError: if a path does not exist or is not of the expected kind.
+        ModelError: if a model does not exist or model_dir is not an exported model.
+    """
+    known, values = keys(SETTINGS[command]), flat(settings)
+    for name in names:
+        value = values.get(name)
+        for one in value if isinstance(value, list) else [value]:
+            text = "" if one is None else str(one)
+            if name == "data.prepared_dir" and values["data.residues"] == "random":
+                continue
+            if text in ("", "-") or re.match(r"\w+:/", text) or "\0" in text:
+                continue
+            is_model = known[name].path == "model"
+            if is_model and is_hub_name(text):
+                continue
+            place = Path(os.path.expanduser(shipped(text)))
+            if not os.path.exists(place) and not glob(str(place), recursive=True):
+                error = ModelError if is_model else DataError
+                raise error(
+                    f"{name}={text}: no such file or folder{nearest_path(text)}; check the path "
+                    f"({name.rpartition('.')[2]}: {known[name].help})"
+                )
+            if name == "model_dir":
+                _require_export(place)
+            if name == "data.prepared_dir" and (place / "data.mdb").exists():
+                raise DataError(f"{name}={text}: is a raw store; prepare it with d2plm prepare")
+            is_file = os.path.isfile(place)
+            if is_file and known[name].path == "folder":
+                raise DataError(f"{name}={text}: is a file; expected the {known[name].help}")
+            if is_file and not os.path.getsize(place):
+                raise DataError(f"{name}={text}: is empty; give another file")
 
 
-def _explain_choice(error: MissingConfigException) -> str:
-    """One-line version of Hydra's error on an unknown choice, with a suggestion."""
-    group, _, choice = str(error.missing_cfg_file).rpartition("/")
-    if not group or not error.options:
-        return first_line(error)
-    near = did_you_mean(choice, error.options)
-    return f"{group}={choice}: no such choice{near}; choose from {', '.join(error.options)}"
-
-
-def _explain_key(error: Exception, name: str, root: Path) -> str:
-    """One-line version of Hydra's error on a key, with a suggestion."""
-    message = first_line(error)
-    if message.startswith("Ambiguous value"):
-        remedy = f"write a list as [a,b]{_in_quotes(message.split(chr(39))[1])}"
-        return f"{message}: {remedy}; d2plm train --multirun sweeps"
-    if "Could not override" not in message:
-        return message
-    key = message.split("'")[1]
-    known = _known_keys(name, root)
-    if key in known:
-        group, of_one, _ = key.partition(".")
-        if of_one:
-            return f"{key}: the chosen {group} has no such key; --cfg shows its keys"
-        return f"{key}: select one of its choices by name, {key}=NAME; --help lists them"
-    elsewhere = [one for one in known if one.endswith(f".{key.rpartition('.')[2]}")]
-    near = f" (did you mean '{elsewhere[0]}'?)" if len(elsewhere) == 1 else did_you_mean(key, known)
-    if key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
-        return f"unknown key {key!r}{near}; add a new key with +{key}=…"
-    return f"unknown key {key!r}{near}; --cfg shows the known keys"
-
-
-def _explain_missing(key: str, name: str, root: Path) -> str:
-    said = known_keys(name).get(key, ("", ""))[1] if root == config_dir().resolve() else ""
-    return f"{key}: is required; set {key}=…{f': {said}' if said else ''}"
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _require_export(folder: Path) -> None:
+    """Reject a path that is not an exported model; suggests a model inside it."""
+    if not (folder / MODEL_CONFIG).exists():
+        inside = sorted(one.parent for one in folder.glob(f"**/{PARADIGM_CONFIG}"))
+        near = f" (did you mean '{inside[0]}'?)" if inside else ""
+        if any(folder.glob("*.distcp")):
+            of = f"--config-file {folder.absolute().parents[1]}/config.yaml trainer.resume={folder}"
+            near = f", but a checkpoint; export it with d2plm export {of}"
+        raise ModelError(f"model_dir={folder}: not a model folder (no {MODEL_CONFIG}){near}")

@@ -22,9 +22,36 @@ class D2PLMError(Exception):
 
 
 class ConfigError(D2PLMError):
-    """A configuration key is unknown or holds an impossible value."""
+    """A setting is unknown or has an impossible value.
+
+    The library names its arguments; the layer that reads configurations adds their section with
+    `within`, so that the message names the full keys.
+
+    Args:
+        reason: what is wrong and what to do; completes "KEY=VALUE: …".
+        settings: argument or key → value, of those that are wrong; may be empty.
+    """
 
     exit_code = 2
+
+    def __init__(self, reason: str, settings: Mapping[str, object] | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.settings = reason, dict(settings or {})
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
+        return f"{named}: {self.reason}" if named else self.reason
+
+    def within(self, section: str, keys: Mapping[str, str] | None = None) -> "ConfigError":
+        """The same error with the full keys of its arguments.
+
+        Args:
+            section: section of the configuration that contains the arguments.
+            keys: argument → full key, for arguments from elsewhere.
+        """
+        prefix, elsewhere = f"{section}." if section else "", keys or {}
+        named = {elsewhere.get(key, prefix + key): v for key, v in self.settings.items()}
+        return type(self)(self.reason, named)
 
 
 class DataError(D2PLMError):
@@ -79,7 +106,7 @@ def first_line(error: BaseException | str) -> str:
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
     """Raise `ConfigError` naming `key` unless `condition` holds; `wanted` completes "must be …"."""
     if not condition:
-        raise ConfigError(f"{key}={value!r}: must be {wanted}")
+        raise ConfigError(f"must be {wanted}", {key: value})
 
 
 def require_number(
@@ -117,25 +144,17 @@ def require_number(
 
 
 @contextmanager
-def as_keys(section: str, others: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Replace the argument's name at the start of a `ConfigError` by its key in the configuration.
+def within(section: str, keys: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Name the full keys in a `ConfigError` of the block; see `ConfigError.within`.
 
-    The library names arguments (`steps=0: must be …`); the code that reads the configuration
-    knows the keys (`generation.steps=0: must be …`). Other messages are unchanged.
-
-    Args:
-        section: section of the configuration that contains the arguments.
-        others: argument → key, for arguments from elsewhere.
+    An error that names full keys already, with a dot, keeps them.
     """
     try:
         yield
     except ConfigError as error:
-        message = str(error)
-        argument, equals, _ = message.partition("=")
-        if not equals or not argument.isidentifier():
+        if any("." in key for key in error.settings):
             raise
-        key = (others or {}).get(argument, f"{section}.{argument}")
-        raise ConfigError(key + message.removeprefix(argument)) from error
+        raise error.within(section, keys) from error
 
 
 @contextmanager
@@ -154,9 +173,8 @@ def from_extra(
 def require_choice(key: str, value: str, choices: Collection[str]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`, suggesting the nearest one."""
     if value not in choices:
-        raise ConfigError(
-            f"{key}={value!r}: must be one of {', '.join(choices)}{did_you_mean(value, choices)}"
-        )
+        wanted = f"one of {', '.join(choices)}{did_you_mean(value, choices)}"
+        raise ConfigError(f"must be {wanted}", {key: value})
 
 
 def did_you_mean(word: str, choices: Collection[str]) -> str:

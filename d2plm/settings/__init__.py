@@ -1,0 +1,1 @@
+"""The settings of everything, as dataclasses: one field says a key's name, type, range and meaning."""

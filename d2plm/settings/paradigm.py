@@ -1,0 +1,81 @@
+"""Settings of the paradigms; they are saved with every model."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from d2plm.core.errors import require
+from d2plm.settings.schema import Settings, key
+
+TimeSampling = Literal["uniform", "low_variance"]
+MAX_MONOTONE_SLOPE = 3.0  # both end slopes at most 3 keep the cubic schedule increasing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParadigmSettings(Settings):
+    """What every paradigm has."""
+
+    type: str = key("", "registered name of the paradigm")
+    name: str = key(
+        "",
+        "name in output_dir, the tracking experiment and the registered model",
+        composed="${.type}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSettings(ParadigmSettings):
+    """Absorbing discrete diffusion (D3PM, arXiv:2107.03006)."""
+
+    type: str = key("diffusion", "registered name of the paradigm")
+    num_train_timesteps: int | None = key(
+        1000, "number T of noise steps; null: continuous time", low=1
+    )
+    schedule: Literal["linear", "cosine", "linear_beta"] = key(
+        "linear", "schedule of the fraction of visible tokens"
+    )
+    beta_start: float = key(1e-4, "first β of linear_beta", above=0, below=1)
+    beta_end: float = key(0.02, "last β of linear_beta", above=0, below=1)
+    loss: Literal["elbo", "mean"] = key(
+        "elbo", "elbo: weighted as the bound; mean: all masked tokens equally"
+    )
+    time_sampling: TimeSampling = key(
+        "uniform", "distribution of training times; low_variance: steadier loss, same expectation"
+    )
+    shift: bool = key(
+        False, "predict token i from position i - 1, for models adapted from left-to-right ones"
+    )
+    prediction_type: Literal["residue"] = key(
+        "residue", "prediction; there is no noise to predict for discrete states"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = f"a number ≥ beta_start={self.beta_start}"
+        require(self.beta_end >= self.beta_start, "beta_end", self.beta_end, wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowMatchingSettings(ParadigmSettings):
+    """Discrete flow matching (arXiv:2407.15595)."""
+
+    type: str = key("flow_matching", "registered name of the paradigm")
+    source: Literal["mask", "uniform"] = key(
+        "mask", "replacement of corrupted tokens: the mask, or random tokens"
+    )
+    schedule: Literal["linear", "polynomial", "cosine", "cubic"] = key(
+        "cosine", "schedule of the fraction of clean tokens"
+    )
+    polynomial_degree: float = key(2.0, "exponent of the polynomial schedule", above=0)
+    cubic_start_slope: float = key(
+        0.0, "slope of the cubic schedule at the source", low=0, high=MAX_MONOTONE_SLOPE
+    )
+    cubic_end_slope: float = key(
+        0.0, "slope of the cubic schedule at the data", low=0, high=MAX_MONOTONE_SLOPE
+    )
+    loss: Literal["elbo", "mean", "generalised_kl"] = key(
+        "elbo", "training loss; generalised_kl needs the uniform source"
+    )
+    time_sampling: TimeSampling = key(
+        "uniform", "distribution of training times; low_variance: steadier loss, same expectation"
+    )
+    num_flow_steps: int = key(50, "steps of the sampler if generation.steps is null", low=1)

@@ -1,0 +1,326 @@
+"""Settings as frozen dataclasses: validation, and the list of keys that help and completion show.
+
+A field states a key once: its name, type, default, range and a sentence on it. Validation at
+construction, the composed configuration, `--help`, completion, `docs/configuration.md` and the JSON
+schema are all derived from the fields. Nothing here imports torch, transformers or Hydra.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from d2plm.core.errors import ConfigError, did_you_mean
+
+Kind = TypeVar("Kind", bound="Settings")
+
+# What a path leads to; see `d2plm.config.check_paths`.
+PathKind = Literal["file", "folder", "any", "model"]
+
+
+def key(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    path: PathKind | None = None,
+    composed: str | None = None,
+    registry: str | None = None,
+) -> Any:
+    """A field of `Settings`; without a default the key is required.
+
+    Args:
+        default: lists and dictionaries are copied.
+        help: what the value is, for a person who sets it.
+        low, high: bounds of a number, or of each number of a list.
+        above, below: the same without the bound itself.
+        path: what a value that is a path leads to.
+        composed: default in a composed configuration, if it differs: a reference such as
+            `${work_dir}/data`.
+        registry: group of the registry (`d2plm.settings.registry`) that holds the section's types.
+    """
+    metadata = {
+        "help": help,
+        "low": low,
+        "high": high,
+        "above": above,
+        "below": below,
+        "path": path,
+        "composed": composed,
+        "registry": registry,
+    }
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if registry is not None:  # an object of settings
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type["Settings"]) -> Any:
+    """A field that holds another section, with its defaults."""
+    return field(default_factory=kind, metadata={"help": ""})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of all sections: the values of the fields are checked when an object is made.
+
+    Raises:
+        ConfigError: if a value does not fit its field, naming the field.
+    """
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            _require_fits(one, getattr(self, one.name))
+
+
+def _require_fits(one: Field[Any], value: object) -> None:
+    kinds = _alternatives(one.type)
+    if any(_fits(kind, value, one.metadata) for kind in kinds):
+        return
+    choices = [str(c) for kind in kinds for c in get_args(kind) if get_origin(kind) is Literal]
+    near = did_you_mean(value, choices) if isinstance(value, str) else ""
+    wanted = " or ".join(dict.fromkeys(_wanted(kind, one.metadata) for kind in kinds))
+    raise ConfigError(f"must be {wanted}{near}", {one.name: value})
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _fits(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return any(value == one and type(value) is type(one) for one in arguments)
+    if origin is list:
+        is_list = isinstance(value, list | tuple)
+        return is_list and all(_fits_any(arguments[0], one, limits) for one in value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(
+            isinstance(name, str) and _fits_any(arguments[1], one, limits)
+            for name, one in value.items()
+        )
+    if kind in (int, float):
+        return _is_number(kind, value) and _within(value, limits)
+    if kind is Any:
+        return True
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _fits_any(kind: Any, value: object, limits: Mapping[str, Any]) -> bool:
+    return any(_fits(one, value, limits) for one in _alternatives(kind))
+
+
+def _is_number(kind: type, value: Any) -> bool:
+    kinds = int if kind is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _within(value: float, limits: Mapping[str, Any]) -> bool:
+    low, high, above, below = (limits.get(name) for name in ("low", "high", "above", "below"))
+    return (
+        (low is None or value >= low)
+        and (high is None or value <= high)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    )
+
+
+def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"{'one of ' * (len(arguments) > 1)}{', '.join(map(str, arguments))}"
+    if origin is list:
+        return f"a list, [{_wanted(_alternatives(arguments[0])[0], limits)}, …]"
+    if origin is dict or (isinstance(kind, type) and issubclass(kind, Settings)):
+        return "a mapping, {NAME: VALUE, …}"
+    if kind in (int, float):
+        text = range_of(limits)
+        return f"{'an integer' if kind is int else 'a number'}{f' {text}' if text else ''}"
+    return {NoneType: "null", bool: "true or false", str: "text"}.get(kind, str(kind))
+
+
+def range_of(limits: Mapping[str, Any]) -> str:
+    """The range of a number in words, such as `≥ 0 and < 1`; empty without bounds."""
+    signs = {"low": "≥", "above": ">", "high": "≤", "below": "<"}
+    given = {name: limits.get(name) for name in signs}
+    return " and ".join(f"{signs[n]} {bound:g}" for n, bound in given.items() if bound is not None)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a command's configuration.
+
+    Attributes:
+        field: the field that defines it.
+        default: value before interpolations are resolved; `???` if the key is required.
+    """
+
+    field: Field[Any]
+    default: Any
+
+    @property
+    def help(self) -> str:
+        return str(self.field.metadata["help"])
+
+    @property
+    def path(self) -> PathKind | None:
+        found: PathKind | None = self.field.metadata.get("path")
+        return found
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that may be the value; empty if others may be, too."""
+        kinds = _alternatives(self.field.type)
+        words = [str(one) for kind in kinds for one in get_args(kind) if get_origin(kind) is Literal]
+        return [*words, *(["true", "false"] if bool in kinds else [])]
+
+    @property
+    def takes_text_only(self) -> bool:
+        """Whether a bare number or `true` on the command line can only mean the text itself."""
+        kinds = {*_alternatives(self.field.type)} - {NoneType}
+        return all(kind is str or get_origin(kind) is list for kind in kinds) and str in kinds
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the value is a mapping with names of the user's."""
+        return any(get_origin(kind) is dict for kind in _alternatives(self.field.type))
+
+    @property
+    def type(self) -> str:
+        """The type and range in words."""
+        kinds = _alternatives(self.field.type)
+        return " or ".join(dict.fromkeys(_wanted(kind, self.field.metadata) for kind in kinds))
+
+
+def keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
+    """All keys of a class of settings by their dotted names, those of every type of a section."""
+    found: dict[str, Key] = {}
+    for one in fields(kind):
+        for name, inner in _sections(one):
+            found |= keys(inner, f"{prefix}{name}.") | found
+        if not is_section(one):
+            found[f"{prefix}{one.name}"] = Key(one, default_of(one))
+    return found
+
+
+def is_section(one: Field[Any]) -> bool:
+    """Whether a field holds another section, or sections by name."""
+    return any(True for _ in _sections(one))
+
+
+def _sections(one: Field[Any]) -> Iterator[tuple[str, type[Settings]]]:
+    """(name, class) of every section that the field may hold."""
+    group = one.metadata.get("registry")
+    if group is not None:
+        from d2plm.settings.registry import registered
+
+        by_name = get_origin(one.type) is dict
+        for name, entry in registered(group).items():
+            yield (f"{one.name}.{name}" if by_name else one.name), entry.settings
+    elif isinstance(one.type, type) and issubclass(one.type, Settings):
+        yield one.name, one.type
+
+
+def default_of(one: Field[Any]) -> Any:
+    """The default of a field in a composed configuration."""
+    if one.metadata.get("composed") is not None:
+        return one.metadata["composed"]
+    if one.default_factory is not MISSING:
+        return one.default_factory()
+    return "???" if one.default is MISSING else one.default
+
+
+def with_defaults(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested mapping `values` completed by the defaults of `kind`, unresolved.
+
+    The type of a section decides which defaults it takes. Unknown keys are kept, for `build` to
+    reject them.
+    """
+    completed: dict[str, Any] = dict(values)
+    for one in fields(kind):
+        given = values.get(one.name, MISSING)
+        group = one.metadata.get("registry")
+        if not is_section(one):
+            if given is MISSING:
+                completed[one.name] = default_of(one)
+        elif given is MISSING or isinstance(given, Mapping):
+            own = {} if given is MISSING else given
+            if group is not None and get_origin(one.type) is dict:
+                completed[one.name] = _named_sections(one, own)
+            else:
+                if group is not None:
+                    own = {"type": default_of(one).type, **own}
+                completed[one.name] = with_defaults(_class_of(one, own, one.name), own)
+    return completed
+
+
+def _named_sections(one: Field[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    from d2plm.settings.registry import find
+
+    names = {**dict.fromkeys(default_of(one)), **given}
+    return {
+        name: None
+        if name in given and given[name] is None
+        else with_defaults(find(one.metadata["registry"], name).settings, given.get(name) or {})
+        for name in names
+    }
+
+
+def _class_of(one: Field[Any], values: Mapping[str, Any], where: str) -> type[Settings]:
+    """The class of a section, which its `type` decides if it is one of a registry."""
+    group = one.metadata.get("registry")
+    if group is None:
+        kind: type[Settings] = one.type  # type: ignore[assignment]  # a section's
+        return kind
+    from d2plm.settings.registry import find
+
+    return find(group, str(values["type"]), f"{where}.type").settings
+
+
+def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
+    """Make settings of nested values; every error names the full key.
+
+    Args:
+        where: section that contains the values; empty at the top.
+
+    Raises:
+        ConfigError: for an unknown or missing key, or a value that does not fit.
+    """
+    known, made = {one.name: one for one in fields(kind)}, dict[str, Any]()
+    prefix = f"{where}." if where else ""
+    for name, value in values.items():
+        if name not in known:
+            near = did_you_mean(str(name), known)
+            raise ConfigError(f"unknown key {prefix + str(name)!r}{near}")
+        made[name] = _built(known[name], value, prefix + name)
+    for name, one in known.items():
+        if name not in made and default_of(one) == "???":
+            full = prefix + name
+            raise ConfigError(f"{full}: is required; set {full}=…: {one.metadata['help']}")
+    try:
+        return kind(**made)
+    except ConfigError as error:
+        raise error.within(where) from None
+
+
+def _built(one: Field[Any], value: Any, where: str) -> Any:
+    if not is_section(one) or value is None:
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError("must be a mapping, {KEY: VALUE, …}", {where: value})
+    if one.metadata.get("registry") is not None and get_origin(one.type) is dict:
+        from d2plm.settings.registry import find
+
+        group = one.metadata["registry"]
+        return {
+            name: None
+            if inner is None
+            else build(find(group, name, where).settings, inner, f"{where}.{name}")
+            for name, inner in value.items()
+        }
+    return build(_class_of(one, value, where), value, where)
