@@ -30,6 +30,7 @@ Train and use protein language models by discrete diffusion and flow matching.
 Every command accepts Hydra overrides (model=35m trainer.max_steps=1000 ...) and these options:
   --KEY VALUE           same as KEY=VALUE
   --help                show a description, an example and the usual keys; --help --all: all keys
+  --module FILE         import a module that registers paradigms, callbacks, … of your own
   --cfg [job]           print the composed configuration and exit
   -m, --multirun        train only: one run for every combination of values (key=a,b ...)
 {options}
@@ -121,8 +122,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
-    from d2plm.config import parse_arguments
-    from d2plm.keys import check_paths
+    from d2plm.config import as_yaml, check_paths, parse_arguments, plain
 
     root = "_".join(called)
     arguments = parse_arguments(root, words, command.first_key)
@@ -132,16 +132,16 @@ def _run_command(called: list[str], command: Command, words: list[str]) -> Any:
         from d2plm.commands.multirun import run as run_sweep
 
         return run_sweep(arguments)
-    if command.takes_words and (arguments.name != root or arguments.folder or arguments.file):
+    if command.takes_words and (arguments.name or arguments.folder or arguments.file):
         raise ConfigError(
             f"{' '.join(called)}: --config-name, --config-dir and --config-file are not passed to "
             "the job's pods; give settings as key=value"
         )
     config = arguments.compose()
     if arguments.show_only:
-        terminal.result(config.as_yaml().rstrip())
-        return config.values
-    check_paths(root, config.flat(), command.reads)
+        terminal.result(as_yaml(config).rstrip())
+        return plain(config)
+    check_paths(root, config, command.reads)
     module = importlib.import_module(f"d2plm.commands.{called[0]}")
     run = getattr(module, "_".join(["run", *called[1:]]))
     return run(config, *([arguments.overrides] if command.takes_words else []))
@@ -189,18 +189,19 @@ def _actions_help(name: str, command: Command) -> str:
 
 
 def _command_help(called: list[str], command: Command, everything: bool) -> str:
-    from d2plm.config import compose
-    from d2plm.core.files import config_dir
+    """Usage, example and the keys with their defaults: the usual ones, or all."""
+    from d2plm.config import defaults_of
+    from d2plm.settings.commands import SETTINGS
+    from d2plm.settings.schema import keys
 
-    root = "_".join(called)
-    written = (config_dir() / f"{root}.yaml").read_text()
-    which, text = "override any key", written.partition("\n")[2]  # keeps the comments on the keys
-    if "defaults:" in written:
-        config = compose(root, [], complete=False)
-        which, text = "groups: configs/*/; override any key", config.as_yaml()
-        if command.usual_keys and not everything:
-            which = f"the usual keys; every key: d2plm {' '.join(called)} --help {ALL}"
-            text = _usual_keys(root, command.usual_keys, config.flat())
+    known, defaults = keys(SETTINGS["_".join(called)]), defaults_of("_".join(called))
+    which, shown = "every key", list(known)
+    if command.usual_keys and not everything:
+        which = f"the usual keys; every key: d2plm {' '.join(called)} --help {ALL}"
+        shown = [key for usual in command.usual_keys for key in _matching(usual, known)]
+    rows = dict(_key_row(key, known, defaults) for key in shown)
+    width = min(max(map(len, rows)), 50)
+    text = "\n".join(f"  {row:{width}}  {said}" for row, said in rows.items())
     sweep = f"A sweep: {command.sweep_example}\n" if command.sweep_example else ""
     return (
         f"usage: d2plm {' '.join(called)} [key=value ...]\n\n{_sentence(command.summary)}\n\n"
@@ -209,24 +210,21 @@ def _command_help(called: list[str], command: Command, everything: bool) -> str:
     )
 
 
-def _usual_keys(root: str, keys: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Table of keys with their defaults and their comments in configs/."""
-    from d2plm.core.files import config_dir
-    from d2plm.keys import groups, known_keys
+def _matching(usual: str, known: Mapping[str, Any]) -> list[str]:
+    """The keys that `usual` stands for: itself, or with a dot at its end a section."""
+    return [key for key in known if key.startswith(usual)] if usual[-1] == "." else [usual]
 
-    chosen, known, rows = groups(root), known_keys(root), dict[str, str]()
-    for usual in keys:
-        for key in [one for one in known if one.startswith(usual)] if usual[-1] == "." else [usual]:
-            if key in chosen:
-                choices = sorted(file.stem for file in (config_dir() / key).glob("*.yaml"))
-                rows[f"{key}={chosen[key]}"] = f"one of {', '.join(choices)}"
-            else:
-                text, comment = known[key]
-                if text != "???" and key in values:  # mappings are not: they are shown as written
-                    text = json.dumps(values[key]).strip('"')
-                rows[f"{key}={text}"] = comment
-    width = max(map(len, rows))
-    return "\n".join(f"  {row:{width}}  {said}" for row, said in rows.items())
+
+def _key_row(key: str, known: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, str]:
+    """`key=default` and what it means; of a group, its choice in configs/pipeline.yaml."""
+    if key not in known:
+        from d2plm.config import choices_of, default_choice
+
+        return f"{key}={default_choice(key)}", f"one of {', '.join(choices_of(key))}"
+    one = known[key]
+    default = defaults.get(key, one.default)  # of a type that is not chosen: its own
+    text = default if isinstance(default, str) else json.dumps(default)
+    return f"{key}={text}", one.described
 
 
 def _sentence(summary: str) -> str:

@@ -1,20 +1,22 @@
 """d2plm completion: shell completion of commands, actions, options, keys, choices and paths.
 
-It runs at every press of TAB, so it parses the YAML files itself: importing Hydra takes a second.
-It offers the keys of every choice of a group; Hydra rejects keys that the chosen one lacks.
+It runs at every press of TAB, so it reads the settings and never imports Hydra. It offers the keys
+of every type of a section; composing rejects keys that the chosen type lacks.
 """
 
 import os
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
 from d2plm.core import terminal
 from d2plm.core.errors import require_choice
 from d2plm.core.files import config_dir
-from d2plm.keys import PATHS, files, known_keys, listed
+
+if TYPE_CHECKING:
+    from d2plm.settings.schema import Key
 
 # Options without a value, of commands with settings.
 OPTIONS = ("--cfg", *terminal.MULTIRUN, *terminal.SWITCHES, *terminal.HELP, *terminal.OPTIONS)
@@ -130,9 +132,12 @@ def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
 
 def _keys(root: str, word: str) -> list[str]:
     """Keys one level deeper: first `trainer.`, then `trainer.max_steps=`."""
-    groups = {section for section, _ in files(config_dir() / f"{root}.yaml") if section}
+    from d2plm.config import groups
+
+    known = _known(root)
+    selectable = groups() if "trainer.max_steps" in known else set()
     found = set()
-    for key in {*known_keys(root), *groups}:
+    for key in {*known, *selectable}:
         if key.startswith(word):
             inner, dot, _ = key[len(word) :].partition(".")
             found.add(word + inner + (dot or "="))
@@ -141,14 +146,21 @@ def _keys(root: str, word: str) -> list[str]:
 
 def _values(root: str, key: str, value: str, prefix: str = "") -> list[str]:
     """Values of a key, each prepended with `prefix`: choices of a group, words, or paths."""
-    folder, name = config_dir() / key, key.rpartition(".")[2]
-    if folder.is_dir() and re.fullmatch(r"\w+", key):
-        return _matching(value, [file.stem for file in folder.glob("*.yaml")], prefix)
-    if name in PATHS or name.endswith("_dir"):
-        return _paths(value, prefix)
-    default, comment = known_keys(root).get(key, ("", ""))
-    choices = ["false", "true"] if default in ("false", "true") else listed(comment)
-    return _matching(value, choices, prefix)
+    from d2plm.config import choices_of, groups
+
+    one = _known(root).get(key)
+    if one is None and key in groups():
+        return _matching(value, choices_of(key), prefix)
+    if one is None:
+        return []
+    return _paths(value, prefix) if one.path else _matching(value, one.choices, prefix)
+
+
+def _known(root: str) -> "dict[str, Key]":
+    from d2plm.settings.commands import SETTINGS
+    from d2plm.settings.schema import keys
+
+    return keys(SETTINGS[root]) if root in SETTINGS else {}
 
 
 def _paths(value: str, prefix: str) -> list[str]:

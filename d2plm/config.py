@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2plm.core.errors import (
     ConfigError,
@@ -36,25 +36,35 @@ if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
     from hydra.core.override_parser.types import Override
 
+Kind = TypeVar("Kind", bound=Settings)
+
 MODULE = "--module"
 PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
 MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
 
 
-def as_yaml(settings: Settings) -> str:
+Values = Settings | Mapping[str, Any]
+
+
+def as_yaml(settings: Values) -> str:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(settings)))
+    return OmegaConf.to_yaml(OmegaConf.create(plain(settings)))
 
 
-def save(settings: Settings, file: Path) -> None:
+def save(settings: Values, file: Path) -> None:
     """Write the settings as YAML, readable only by its owner because it may contain secrets."""
     write_text(file, as_yaml(settings), 0o600)
 
 
-def flat(settings: Settings) -> dict[str, Any]:
+def flat(settings: Values) -> dict[str, Any]:
     """{"model.hidden_size": 128, …}."""
-    return dict(_flatten(asdict(settings)))
+    return dict(_flatten(plain(settings)))
+
+
+def plain(settings: Values) -> dict[str, Any]:
+    """The settings as nested dictionaries."""
+    return asdict(settings) if isinstance(settings, Settings) else dict(settings)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,12 +98,42 @@ def compose(
     return _checked(kind, values)
 
 
-def complete(command: str, values: Mapping[str, Any]) -> Any:
-    """The settings of a command from a nested mapping; missing keys take their defaults."""
-    return _checked(SETTINGS[command], values)
+def defaults_of(command: str) -> dict[str, Any]:
+    """{"model.hidden_size": 128, …}: what a command without settings uses; `???` if required."""
+    files = _compose_files(command, None, config_dir().resolve(), [])
+    return dict(_flatten(_resolved(SETTINGS[command], files)))
+
+
+def changed(config: Kind, changes: Mapping[str, Any], where: str) -> Kind:
+    """The settings with nested `changes`, which are the value of the key `where`.
+
+    A section for which `changes` name a `type` takes the defaults of that type.
+
+    Raises:
+        ConfigError: if an unknown key is changed, or a value does not fit.
+    """
+    try:
+        found: Kind = _checked(type(config), _merged(asdict(config), changes))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return found
+
+
+def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    for name, change in changes.items():
+        own = values.get(name)
+        is_inside = isinstance(own, dict) and isinstance(change, Mapping) and "type" not in change
+        values[name] = _merged(own, change) if is_inside else change
+    return values
 
 
 def _checked(kind: type[Settings], values: Mapping[str, Any]) -> Any:
+    resolved = _resolved(kind, values)
+    return build(kind, {name: value for name, value in resolved.items() if value != "???"})
+
+
+def _resolved(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values completed by defaults, with references replaced; required keys are `???`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -103,8 +143,7 @@ def _checked(kind: type[Settings], values: Mapping[str, Any]) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(first_line(error)) from error
     assert isinstance(resolved, dict)
-    missing = {name for name, value in resolved.items() if value == "???"}
-    return build(kind, {str(k): value for k, value in resolved.items() if k not in missing})
+    return {str(name): value for name, value in resolved.items()}
 
 
 def _compose_files(
@@ -168,6 +207,15 @@ def choices_of(group: str, root: Path | None = None) -> list[str]:
     names = {file.stem for folder in folders for file in folder.glob("*.yaml")}
     kind = keys(PipelineSettings).get(f"{group}.type")
     return sorted({*names, *(registered(group) if kind is not None else ())})
+
+
+@cache
+def default_choice(group: str) -> str:
+    """The choice of a group in `pipeline.yaml`."""
+    import yaml
+
+    defaults = yaml.safe_load((config_dir() / "pipeline.yaml").read_text())["defaults"]
+    return next((str(one[group] or "null") for one in defaults if group in one), "null")
 
 
 def groups(root: Path | None = None) -> set[str]:

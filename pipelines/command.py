@@ -96,7 +96,7 @@ def main(words: list[str]) -> int:
         request = replace(request, overrides=arguments.overrides)
         if action == "run" and not arguments.show_only:
             check_paths("pipeline", config.flat(), ("data.input", "data.tokenizer", "init_from"))
-        trackers = config["tracking"]["trackers"]
+        trackers = config.tracking.trackers
         require("mlflow" in trackers, "tracking.trackers", trackers, "a list that includes mlflow")
         if arguments.show_only:
             result(config.as_yaml().rstrip())
@@ -144,7 +144,7 @@ def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
     arguments = _parameters(config, request)
     arguments |= {key: _read(key, value) for key, value in request.cluster.items()}
     given = [word.partition("=")[0] for word in request.overrides]
-    work_dir, data_input = PurePosixPath(config["work_dir"]), config["data"]["input"]
+    work_dir, data_input = PurePosixPath(config.work_dir), config.data.input
     on_volume = f"{WORKSPACE}/{work_dir.name}"
     valid = work_dir.is_absolute() or "work_dir" not in given
     wanted = f"an absolute path on the volume, such as {on_volume}"
@@ -168,11 +168,11 @@ def _require_installed() -> None:
 
 
 def _run(config: Config, request: Request) -> dict[str, Any]:
-    data_input = config["data"]["input"]
+    data_input = config.data.input
     require(bool(data_input), "data.input", data_input, "a FASTA file or a raw store")
     from pipelines.run_here import run_locally
 
-    places = {"work_dir": config["work_dir"], "input": data_input}
+    places = {"work_dir": config.work_dir, "input": data_input}
     return run_locally(config, _parameters(config, request) | places)
 
 
@@ -198,8 +198,8 @@ def _submit(config: Config, request: Request) -> dict[str, Any]:
     run_id = submit(
         server,
         arguments,
-        config["tracking"]["experiment"],
-        f"d2plm {config['name']}",
+        config.tracking.experiment,
+        f"d2plm {config.name}",
         service_account=request.options.get("service_account"),
         cron=cron,
     )

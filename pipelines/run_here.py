@@ -52,7 +52,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         LaunchError: if a step fails; its message has been printed.
     """
-    work_dir, began = Path(config["work_dir"]), time.monotonic()
+    work_dir, began = Path(config.work_dir), time.monotonic()
     busy = f"another pipeline is running in {work_dir}"
     try:
         with (
@@ -76,7 +76,7 @@ def run_locally(config: Config, arguments: dict[str, Any]) -> dict[str, Any]:
             f"{work_dir}: cannot be written ({error.strerror or error}); free space or choose "
             "another work_dir; the same command then continues"
         ) from error
-    evaluation = read_evaluation(Path(config["output_dir"]))
+    evaluation = read_evaluation(Path(config.output_dir))
     assert evaluation is not None, "the evaluate step writes it"
     seconds = time.monotonic() - began
     result(summary(config, evaluation, seconds))
@@ -233,9 +233,9 @@ def _is_step(process: psutil.Process) -> bool:
 
 def link_latest(config: Config) -> None:
     """Link this run's outputs into the work folder; each paradigm has its own output folder."""
-    work_dir, output_dir = Path(config["work_dir"]), Path(config["output_dir"])
+    work_dir, output_dir = Path(config.work_dir), Path(config.output_dir)
     targets = {name: output_dir / name for name in LATEST}
-    targets["manifest.json"] = Path(config["data"]["prepared_dir"]) / "manifest.json"
+    targets["manifest.json"] = Path(config.data.prepared_dir) / "manifest.json"
     for name, target in targets.items():
         link = work_dir / name
         if link.is_symlink():
@@ -249,13 +249,13 @@ def summary(config: Config, evaluation: dict[str, Any], seconds: float) -> str:
     from d2plm.evaluation.summary import table
     from d2plm.export.designs import DESIGNS
 
-    output_dir, work_dir = Path(config["output_dir"]), Path(config["work_dir"])
+    output_dir, work_dir = Path(config.output_dir), Path(config.work_dir)
     bounds, *_ = table(evaluation).split("\n\n")  # the evaluation step has printed the rest
     generated = next(file for name in GENERATED if (file := output_dir / name).is_file())
     described = " ".join(
         name for name in (generated.name, DESIGNS) if (output_dir / name).is_file()
     )
-    paradigm = config["paradigm"]["name"]
+    paradigm = config.paradigm.name
     ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
     steps = next_steps(evaluation, f"{work_dir}/model").items()
     following = "\n           ".join(f"{what}: {how}" for what, how in steps)
@@ -269,8 +269,8 @@ finished in {seconds / 60:.1f} minutes
 report     {output_dir / "report.html"}: open it in a browser
 files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
            {described} model/ (the export) checkpoints/; linked from {work_dir}
-MLflow UI  {ui} --backend-store-uri '{config["tracking"]["uri"]}'
-registry   models:/{config["tracking"]["registered_model"]}@champion
+MLflow UI  {ui} --backend-store-uri '{config.tracking.uri}'
+registry   models:/{config.tracking.registered_model}@champion
 next       {following}
 cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""
 

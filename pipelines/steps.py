@@ -100,11 +100,11 @@ def configure(
     file, config = config_file(run_id, work_dir), compose("pipeline", words)
     require_fitting_relatives(config)
     require_fitting_window(config)
-    if config["data"]["tokenizer"] is None:  # a tokenizer's file may exist only on the pods' volume
-        build_vocabulary(config["data"], "data")
-    relatives = config["generation"]["relatives"]
+    if config.data.tokenizer is None:  # a tokenizer's file may exist only on the pods' volume
+        build_vocabulary(config.data, "data")
+    relatives = config.generation.relatives
     if relatives is not None and not Path(relatives).exists() and (IMAGE / relatives).exists():
-        config["generation"]["relatives"] = str(IMAGE / relatives)  # pods run in another folder
+        config.generation.relatives = str(IMAGE / relatives)  # pods run in another folder
     with_tags(config, **{PIPELINE_RUN: run_id}).save(file)
     done(f"wrote {file}")
     return str(file)
@@ -132,7 +132,7 @@ def train(config: str) -> str:
     settings = read(file, [], own=True)
     kind = where_to_train(settings)
     if kind == "local":
-        train_locally(file, settings["distributed"]["processes"])
+        train_locally(file, settings.distributed.processes)
     else:
         launch_step(settings, kind, file)
     return str(settings["model_dir"])
@@ -207,11 +207,11 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
 def _end_tracking(config: Config, state: str, message: str) -> None:
     from d2plm.tracking.mlflow_run import end_left_running
 
-    if "mlflow" not in config["tracking"]["trackers"]:
+    if "mlflow" not in config.tracking.trackers:
         return
     status = "KILLED" if state in CANCELLED else "FAILED"
-    uri, tags = config["tracking"]["uri"], {"pipeline.state": state, "pipeline.error": message}
-    tracked = end_left_running(Path(config["output_dir"]), status, uri=uri, tags=tags)
+    uri, tags = config.tracking.uri, {"pipeline.state": state, "pipeline.error": message}
+    tracked = end_left_running(Path(config.output_dir), status, uri=uri, tags=tags)
     if tracked is not None:
         done(f"the tracking run {tracked} is marked {status}")
 
@@ -221,7 +221,7 @@ def _read_for_this_pod(config: str) -> Config:
     import torch
 
     settings = read(Path(config), [], own=True)
-    if settings["trainer"]["device"] != "cuda" or torch.cuda.is_available():
+    if settings.trainer.device != "cuda" or torch.cuda.is_available():
         return settings
     log.warning("trainer.device=cuda: this step has no GPU (evaluate_gpus) and runs on the CPU")
     return read(Path(config), ["trainer.device=cpu", "trainer.precision=auto"], own=True)

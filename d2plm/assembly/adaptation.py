@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from d2plm.assembly.preparation import prepare_data, resources
 from d2plm.assembly.training_run import build_paradigm, load_start, refuse_adapter
-from d2plm.config import Config
-from d2plm.core.errors import DataError, ModelError, SplitError, require_number
+from d2plm.config import save
+from d2plm.core.errors import DataError, ModelError, SplitError
 from d2plm.core.files import nearest_path, shipped, written_beside
 from d2plm.core.progress import Progress
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import MANIFEST, PreparedData, is_prepared, open_prepared
-from d2plm.data.retrieval import RetrievalSettings, retrieve_relatives
+from d2plm.data.retrieval import retrieve_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.export_callback import ADAPTER
@@ -32,16 +32,16 @@ from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch.torchrun import train_locally
 from d2plm.model.lora import scale_adapter
 from d2plm.paradigms.paradigm import Denoiser
+from d2plm.settings.commands import AdaptSettings
+from d2plm.settings.data import RetrievalSettings
 from d2plm.tracking.locations import model_folder, open_export
 
-AUTO = "auto"
 IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
 # An identity suits a family if the split leaves at least
 FEWEST_CLUSTERS = 5  # clusters for the test, and
 LEAST_TRAINED = 0.5  # of the distinct members for training.
 INTERPOLATIONS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # from base (0) to trained (1)
 GENERAL_MASKS = 1
-OWN_KEYS = ("input", "identity", "general", "max_general_loss", "output")
 
 Tokens = NDArray[np.uint8]
 
@@ -67,15 +67,15 @@ class SplitFamily:
         return [tokens[: self.longest] for tokens in self.prepared.splits[split]]
 
 
-def open_base(config: Config) -> ExportedModel:
+def open_base(config: AdaptSettings) -> ExportedModel:
     """Open the model to adapt: an export, or ESM-2 with the configured paradigm.
 
     Raises:
         ModelError: if the folder is neither, or is incomplete.
     """
-    device, uri = config["trainer"]["device"], config["tracking"]["uri"]
-    folder = model_folder(config["init_from"], uri, key="init_from")
-    refuse_adapter(folder, config["init_from"])
+    device, uri = config.trainer.device, config.tracking.uri
+    folder = model_folder(config.init_from, uri, key="init_from")
+    refuse_adapter(folder, config.init_from)
     if not folder.is_dir() or read_provenance(folder) is not None:
         base = open_export(folder, device, uri)
         base.require_proteins("init_from")
@@ -87,23 +87,21 @@ def open_base(config: Config) -> ExportedModel:
     return ExportedModel(folder, start.model.eval(), build_paradigm(config), anything, {})
 
 
-def training_config(config: Config, base: ExportedModel) -> Config:
+def training_config(config: AdaptSettings, base: ExportedModel) -> AdaptSettings:
     """Training configuration: the base's paradigm, and relatives if the base takes them."""
-    values = {k: v for k, v in copy.deepcopy(config.values).items() if k not in OWN_KEYS}
     takes = base.model.config.relatives_dim is not None
-    values["data"] |= {"input": config["input"]}
+    data = replace(config.data, input=config.input)
     if not takes:
-        values["data"] |= {"max_relatives": None, "relatives_sensitivity": None}
+        data = replace(data, max_relatives=None, relatives_sensitivity=None)
+    config = replace(config, data=data)
     if base.provenance:
-        kind = type(base.paradigm)
-        settings = {k: v for k, v in base.paradigm.config.items() if not k.startswith("_")}
-        target = f"{kind.__module__}.{kind.__qualname__}"
-        values["paradigm"] = {"_target_": target, "name": base.paradigm.name, **settings}
-    return Config(values)
+        settings = replace(base.paradigm.settings, name=base.paradigm.name)
+        config = replace(config, paradigm=settings)
+    return config
 
 
-def split_family(config: Config, identity: object) -> Config:
-    """Split the family by clusters at `identity`, or at the lowest suitable one.
+def split_family(config: AdaptSettings) -> AdaptSettings:
+    """Split the family by clusters at the configured identity, or at the lowest suitable one.
 
     Members with this identity over most of the shorter one are always in the same split.
 
@@ -113,12 +111,15 @@ def split_family(config: Config, identity: object) -> Config:
     Raises:
         DataError: if the family has too few members, or all are too similar.
     """
-    for tried in IDENTITIES if identity == AUTO else (identity,):
-        assert isinstance(tried, int | float)
-        folder = Path(config["work_dir"]) / "data" / f"below_{100 * tried:.0f}"
-        changes = {"cluster_min_seq_id": tried, "search_min_seq_id": tried}
-        data = {**config["data"], **changes, "prepared_dir": str(folder)}
-        split = Config({**config.values, "data": data})
+    for tried in IDENTITIES if config.identity == "auto" else (config.identity,):
+        folder = Path(config.work_dir) / "data" / f"below_{100 * tried:.0f}"
+        data = replace(
+            config.data,
+            cluster=replace(config.data.cluster, min_seq_id=tried),
+            search=replace(config.data.search, min_seq_id=tried),
+            prepared_dir=str(folder),
+        )
+        split = replace(config, data=data)
         try:
             counts = prepare_data(split)["counts"]
         except SplitError as error:
@@ -126,26 +127,26 @@ def split_family(config: Config, identity: object) -> Config:
             continue
         enough = counts.get("test_clusters", 0) >= FEWEST_CLUSTERS
         if (enough and counts["train_sequences"] >= LEAST_TRAINED * counts["distinct"]) or (
-            identity != AUTO and "test_sequences" in counts
+            config.identity != "auto" and "test_sequences" in counts
         ):
             return split
         log.info("at %.0f %% identity too few members are left for training", 100 * tried)
-        if counts["distinct"] * data["test_fraction"] <= FEWEST_CLUSTERS - 1:
+        if counts["distinct"] * data.test_fraction <= FEWEST_CLUSTERS - 1:
             break  # too few even if each held-out member were its own cluster
     raise DataError(
-        f"{config['data']['input']}: the family cannot be split by clusters: it has too few "
+        f"{config.data.input}: the family cannot be split by clusters: it has too few "
         "members, or all are too similar; add members, or set identity (such as 0.7), which "
         f"accepts fewer than {FEWEST_CLUSTERS} test clusters, or generate new members without "
-        f"training: d2plm generate generation.relatives={config['data']['input']}"
+        f"training: d2plm generate generation.relatives={config.data.input}"
     )
 
 
-def open_family(config: Config, base: ExportedModel) -> SplitFamily:
+def open_family(config: AdaptSettings, base: ExportedModel) -> SplitFamily:
     """Open the prepared family and find the relatives of its held-out members."""
-    folder, found = Path(config["data"]["prepared_dir"]), None
+    folder, found = Path(config.data.prepared_dir), None
     prepared = open_prepared(folder)
     if base.model.config.relatives_dim is not None:
-        wanted = RetrievalSettings(max_relatives=config["data"]["max_relatives"])
+        wanted = RetrievalSettings(max_relatives=config.data.max_relatives)
         found = {}
         for split in ("validation", "test"):
             members = list(prepared.splits[split])
@@ -156,25 +157,16 @@ def open_family(config: Config, base: ExportedModel) -> SplitFamily:
     return SplitFamily(prepared, found, base.max_residues)
 
 
-def train(config: Config) -> None:
+def train(config: AdaptSettings) -> None:
     """Train in separate processes; an interrupted training run continues."""
-    file = Path(config["output_dir"]) / "config.requested.yaml"
-    config.save(file)
-    train_locally(file, config["distributed"]["processes"])
+    file = Path(config.output_dir) / "config.requested.yaml"
+    save(config, file)
+    train_locally(file, config.distributed.processes)
 
 
-def check_settings(config: Config) -> None:
-    """Check the settings that would otherwise be rejected only after the split or the training."""
-    require_number("max_general_loss", config["max_general_loss"], low=0, low_open=True)
-    if config["identity"] != AUTO:
-        require_number("identity", config["identity"], low=0, high=1, low_open=True)
-    rank = config["trainer"]["lora_rank"]
-    require_number("trainer.lora_rank", rank, optional=True, integer=True, low=1)
-
-
-def general_proteins(config: Config, longest: int) -> list[Tokens]:
+def general_proteins(config: AdaptSettings, longest: int) -> list[Tokens]:
     """Read the general proteins in `general`, cut to `longest` residues."""
-    path = shipped(str(config["general"]))
+    path = shipped(str(config.general))
     if is_prepared(path):
         return [tokens[:longest] for tokens in open_prepared(path).splits["validation"]]
     if (path / MANIFEST).is_file():
@@ -207,7 +199,7 @@ def nats(
 
 
 def interpolate_weights(
-    config: Config, base: ExportedModel, family: SplitFamily, general: list[Tokens]
+    config: AdaptSettings, base: ExportedModel, family: SplitFamily, general: list[Tokens]
 ) -> tuple[ExportedModel, list[dict[str, float]]]:
     """Interpolate between the base and the trained weights; export into `work_dir/model`.
 
@@ -221,8 +213,8 @@ def interpolate_weights(
     Raises:
         ModelError: if even the interpolation nearest to the base exceeds the limit.
     """
-    most, masks = config["max_general_loss"], config["evaluation"]["masks_per_sequence"]
-    trained = load_export(config["model_dir"], base.model.device)
+    most, masks = config.max_general_loss, config.evaluation.masks_per_sequence
+    trained = load_export(config.model_dir, base.model.device)
     members = family.proteins("validation")
     relatives = None if family.relatives is None else family.relatives["validation"]
     residues = {"general": sum(map(len, general)), "members": sum(map(len, members))}
@@ -254,11 +246,11 @@ def interpolate_weights(
         "general proteins (at most %+.3f)",
         *(100 * chosen["share"], chosen["general_loss"], most),
     )
-    folder = Path(config["work_dir"]) / "model"
+    folder = Path(config.work_dir) / "model"
     provenance = {**trained.provenance, "adaptation": chosen}
     content = (trained.paradigm, trained.lengths, provenance)
     save_export(folder, trained.model, *content, between[chosen["share"]])
-    adapter = Path(config["model_dir"]).with_name(ADAPTER)
+    adapter = Path(config.model_dir).with_name(ADAPTER)
     if adapter.is_dir():
         with written_beside(folder.with_name(ADAPTER)) as partial:
             copytree(adapter, partial)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.errors import DataError, as_keys, require, require_number
+from d2plm.core.errors import DataError, require, within
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
@@ -23,6 +23,7 @@ from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
+from d2plm.settings.evaluation import GenerationSettings
 
 Named = tuple[str, Tokens]  # (name of a design, template [L])
 LENGTHS = ("length", "min_length", "max_length")
@@ -35,7 +36,7 @@ def output_name(vocabulary: Vocabulary) -> str:
 
 def generate(
     exported: ExportedModel,
-    settings: dict[str, Any],
+    settings: GenerationSettings,
     output: Path,
     precision: str,
     family: tuple[Family, Family] | None = None,
@@ -52,9 +53,9 @@ def generate(
         ModelError: if a template is too long or the model is damaged.
     """
     vocabulary = exported.vocabulary
-    require_other_output("output", output, [settings[key] for key in ("relatives", "templates")])
+    require_other_output("output", output, [settings.relatives, settings.templates])
     require_form(output, vocabulary, (".jsonl", ".txt"))
-    with as_keys("generation"):
+    with within("generation"):
         sampling = Sampling.of(settings).resolved(exported.paradigm)
         given, held_out = family or _family(exported, settings)
         designs = _designs(exported, settings, given)
@@ -97,7 +98,7 @@ def generate(
     if given is not None and held_out is not None:
         from d2plm.evaluation.membership import describe_members  # imports HMMER
 
-        members = describe_members(rows, names, given, held_out, seed=settings["seed"])
+        members = describe_members(rows, names, given, held_out, seed=settings.seed)
         headers = [f"{one} {more}" for one, more in zip(headers, header(members), strict=True)]
         write_fasta(output, zip(headers, sequences, strict=True))
         _write_members(members, output)
@@ -131,32 +132,30 @@ def _write_members(members: dict[str, Any], output: Path) -> None:
 
 
 def _family(
-    exported: ExportedModel, settings: dict[str, Any]
+    exported: ExportedModel, settings: GenerationSettings
 ) -> tuple[Family | None, Family | None]:
     """(given, held-out) members of `generation.relatives`; templates hold out none."""
-    if settings["relatives"] is None:
+    if settings.relatives is None:
         return None, None
     exported.require_taking_relatives("generation.relatives")
-    family = read_family(Path(str(settings["relatives"])), settings["max_relatives"])
-    if settings["templates"] is not None:
+    family = read_family(Path(str(settings.relatives)), settings.max_relatives)
+    if settings.templates is not None:
         return family, None
-    return family.hold_out(settings["held_out_members"], settings["seed"])
+    return family.hold_out(settings.held_out_members, settings.seed)
 
 
 def _designs(
-    exported: ExportedModel, settings: dict[str, Any], family: Family | None
+    exported: ExportedModel, settings: GenerationSettings, family: Family | None
 ) -> list[Named]:
     """Templates of all designs: `number` for each given template or length, or of drawn lengths."""
-    number, vocabulary = settings["number"], exported.vocabulary
-    prompt = settings.get("prompt")  # configurations of older runs lack it
-    require_number("generation.number", number, integer=True, low=1)
-    if settings["templates"] is not None:
+    number, vocabulary, prompt = settings.number, exported.vocabulary, settings.prompt
+    if settings.templates is not None:
         for key in (*LENGTHS, "prompt"):
             unset = 1 if key == "min_length" else None
             wanted = f"{unset or 'null'} with generation.templates, which determine the lengths"
-            value = settings.get(key)
+            value = getattr(settings, key)
             require(value == unset, f"generation.{key}", value, wanted)
-        path, designs = Path(settings["templates"]), []
+        path, designs = Path(settings.templates), []
         for name, text in _read_templates(path, vocabulary):
             template = parse_template(text, name, vocabulary)
             what, remedy = f"{path}: template {name}", "shorten it around the gaps"
@@ -169,8 +168,8 @@ def _designs(
         exported.max_residues,
         vocabulary,
         prompt,
-        seed=settings["seed"],
-        **{key: settings[key] for key in LENGTHS},
+        seed=settings.seed,
+        **{key: getattr(settings, key) for key in LENGTHS},
     )
     return [(f"d2plm_{index + 1}", template) for index, template in enumerate(of_template)]
 

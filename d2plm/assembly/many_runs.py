@@ -4,7 +4,6 @@ Comparisons, sweeps and scaling experiments share the checking, starting and res
 settings are checked before the first run starts, and finished runs are reused.
 """
 
-import copy
 import json
 import logging
 import os
@@ -15,20 +14,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from d2plm.assembly.rehearsal import forecast
-from d2plm.config import Config
-from d2plm.core.errors import ConfigError, D2PLMError, as_keys, require, require_number
+from d2plm.assembly.dry_run import forecast
+from d2plm.config import save
+from d2plm.core.errors import ConfigError, D2PLMError, within
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
 from d2plm.core.terminal import aligned, result
 from d2plm.launch.parallel_jobs import Job, run_jobs
+from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.registry import module_words
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def run_all(runs: Mapping[str, Config], commands: Sequence[str], parallel: int) -> None:
+def run_all(runs: Mapping[str, PipelineSettings], commands: Sequence[str], parallel: int) -> None:
     """Run `commands` in order with each of the configurations, `parallel` runs at a time.
 
     Args:
@@ -42,36 +43,37 @@ def run_all(runs: Mapping[str, Config], commands: Sequence[str], parallel: int) 
     began = time.monotonic()
     jobs = []
     for name, config in runs.items():
-        folder = Path(config["output_dir"])
+        folder = Path(config.output_dir)
         file = folder / "config.requested.yaml"
-        config.save(file)
+        save(config, file)
         start = [sys.executable, "-m", "d2plm"]
-        lines = [[*start, command, f"--config-file={file}"] for command in commands]
+        lines = [
+            [*start, command, f"--config-file={file}", *module_words()] for command in commands
+        ]
         jobs.append(Job(name, lines, folder / "output.log"))
     for number, job in enumerate(run_jobs(jobs, parallel), 1):
         minutes = (time.monotonic() - began) / 60
         log.info("%s is done: %d of %d, %.1f min", job.name, number, len(runs), minutes)
 
 
-def write_results(config: Config, results: dict[str, Any], table: str) -> Path:
+def write_results(config: PipelineSettings, results: dict[str, Any], table: str) -> Path:
     """Write results as JSON and their table as Markdown; returns the path for their plot."""
-    base = Path(config["work_dir"]) / config["name"]
+    base = Path(config.work_dir) / config.name
     write_text(base.with_name(f"{base.name}.json"), json.dumps(results, indent=2))
     write_text(base.with_name(f"{base.name}.md"), table + "\n")
     return base.with_name(f"{base.name}.png")
 
 
-def check_runs(runs: Mapping[str, Config], parallel: int) -> None:
+def check_runs(runs: Mapping[str, PipelineSettings]) -> None:
     """Check the settings of every run as training would, before the first run starts.
 
     Raises:
         ConfigError: see `check_all`.
     """
-    require_number("parallel", parallel, integer=True, low=1)
     check_all({name: partial(_check, config) for name, config in runs.items()})
 
 
-def dry_run(runs: Mapping[str, Config]) -> dict[str, dict[str, str]]:
+def dry_run(runs: Mapping[str, PipelineSettings]) -> dict[str, dict[str, str]]:
     """Check the settings of every run, and print and return their forecasts."""
     forecasts = check_all({name: partial(forecast, config) for name, config in runs.items()})
     result("\n\n".join(f"{name}\n{aligned(rows)}" for name, rows in forecasts.items()))
@@ -100,27 +102,7 @@ def check_all(checks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return results
 
 
-def _check(config: Config) -> None:
-    with as_keys("trainer"):
-        resolve_device(config["trainer"]["device"])
+def _check(config: PipelineSettings) -> None:
+    with within("trainer"):
+        resolve_device(config.trainer.device)
     forecast(config)
-
-
-def merged(values: dict[str, Any], changes: dict[str, Any], where: str) -> dict[str, Any]:
-    """Apply nested `changes` to a copy of `values`; a section with a `_target_` is replaced.
-
-    Args:
-        where: key of the changes, for error messages.
-
-    Raises:
-        ConfigError: if an unknown key is changed.
-    """
-    result = copy.deepcopy(values)
-    for key, change in changes.items():
-        inside = isinstance(change, dict) and isinstance(result.get(key), dict)
-        if inside and "_target_" not in change:
-            result[key] = merged(result[key], change, f"{where}.{key}")
-        else:
-            require(key in values, f"{where}.{key}", change, f"one of {', '.join(sorted(values))}")
-            result[key] = copy.deepcopy(change)
-    return result

@@ -4,13 +4,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from d2plm import __version__
-from d2plm.config import Config
-from d2plm.core.errors import as_keys, require, require_number
+from d2plm.config import flat, save
 from d2plm.core.machine import user_name
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
@@ -19,55 +19,52 @@ from d2plm.core.vocabulary import open_vocabulary
 from d2plm.data.manifest import MANIFEST, read_manifest
 from d2plm.evaluation.findings import read_evaluation
 from d2plm.evaluation.terms import terms_for
+from d2plm.settings.commands import PipelineSettings
 from d2plm.tracking.description import description
 from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
-from d2plm.tracking.runs import Run, Runs, require_trackers, tracking_run
+from d2plm.tracking.runs import Run, Runs, tracking_run
 
 PIPELINE_RUN = "pipeline.run"
 
 
 @contextmanager
-def tracked_run(config: Config, command: str) -> Iterator[Runs]:
+def tracked_run(config: PipelineSettings, command: str) -> Iterator[Runs]:
     """Open the tracking run of the configuration's `output_dir` and set the command's tags.
 
     Raises:
         ConfigError: if a setting is invalid.
         TrackingError: see `tracking_run`.
     """
-    tags = config["tracking"]["tags"] or {}
-    require(isinstance(tags, dict), "tracking.tags", tags, "{name: value, …}")
-    with tracking_run(Path(config["output_dir"]), **tracking_arguments(config)) as tracked:
+    with tracking_run(Path(config.output_dir), **tracking_arguments(config)) as tracked:
         if tracked.runs:
             tracked.set_tags(_tags(config, command))
         yield tracked
 
 
-def tracking_arguments(config: Config) -> dict[str, Any]:
-    """The `tracking` section as arguments of `tracking_run`.
-
-    Raises:
-        ConfigError: if a tracker is unknown.
-    """
-    section = config["tracking"]
-    with as_keys("tracking"):
-        require_trackers(section["trackers"])
-    taken = ("trackers", "uri", "experiment", "run_name", "parent_run_id")
-    arguments = {name: section[name] for name in taken}
+def tracking_arguments(config: PipelineSettings) -> dict[str, Any]:
+    """The `tracking` section as arguments of `tracking_run`."""
+    section = config.tracking
+    arguments: dict[str, Any] = {
+        "trackers": section.trackers,
+        "uri": section.uri,
+        "experiment": section.experiment,
+        "run_name": section.run_name,
+        "parent_run_id": section.parent_run_id,
+    }
     if arguments["run_name"] is None:
         arguments["run_name"] = f"{_title(config)} {datetime.now():%m-%d %H:%M}"
     return arguments
 
 
-def with_tags(config: Config, **tags: str) -> Config:
-    tracking = config["tracking"]
-    return Config({**config.values, "tracking": {**tracking, "tags": {**tracking["tags"], **tags}}})
+def with_tags(config: PipelineSettings, **tags: str) -> PipelineSettings:
+    tracking = config.tracking
+    return replace(config, tracking=replace(tracking, tags={**tracking.tags, **tags}))
 
 
 @contextmanager
-def system_metrics_logged(config: Config, tracked: Runs) -> Iterator[None]:
+def system_metrics_logged(config: PipelineSettings, tracked: Runs) -> Iterator[None]:
     """Log MLflow's system metrics inside the block, at the configured interval."""
-    mlflow, seconds = tracked.mlflow, config["tracking"]["system_metrics"]
-    require_number("tracking.system_metrics", seconds, optional=True, low=0, low_open=True)
+    mlflow, seconds = tracked.mlflow, config.tracking.system_metrics
     with system_metrics(mlflow, seconds) if mlflow and seconds else nullcontext():
         yield
 
@@ -122,35 +119,39 @@ def short_digest(digest: str) -> str:
     return digest[:16]
 
 
-def log_model(tracked: Runs, config: Config, parameters: int, step: int, steps: int) -> None:
+def log_model(
+    tracked: Runs, config: PipelineSettings, parameters: int, step: int, steps: int
+) -> None:
     """Log the model's size and progress; add the size to the run's name unless it is configured."""
     size = short_number(parameters)
     tracked.set_tags({"parameters": size, "steps": f"{step:,} of {steps:,}"})
-    if config["tracking"]["run_name"] is None:
+    if config.tracking.run_name is None:
         tracked.insert_size(_title(config), size)
 
 
-def log_settings(tracked: Run, config: Config, **more: Any) -> None:
+def log_settings(tracked: Run, config: PipelineSettings, **more: Any) -> None:
     """Log the configuration without secrets, as a file and as parameters.
 
     The parameters exclude the launcher section, because the result does not depend on it.
     """
-    shown = Config(redacted_settings(config.values))
-    settings = {k: v for k, v in shown.flat().items() if not k.startswith("launcher.")}
+    shown = redacted_settings(asdict(config))
+    settings = {k: v for k, v in flat(shown).items() if not k.startswith("launcher.")}
     tracked.log_params({**settings, **more})
     with tempfile.TemporaryDirectory(prefix="d2plm-") as folder:
         file = Path(folder) / "config.yaml"
-        shown.save(file)
+        save(shown, file)
         tracked.log_file(file, "config")
 
 
-def describe(tracked: Run, config: Config, version: tuple[str, str] | None = None) -> None:
+def describe(
+    tracked: Run, config: PipelineSettings, version: tuple[str, str] | None = None
+) -> None:
     """Write the run's description from the files in its folders.
 
     Args:
         version: (name, number) in the registry, if registered.
     """
-    prepared_dir, folder = Path(config["data"]["prepared_dir"]), Path(config["model_dir"])
+    prepared_dir, folder = Path(config.data.prepared_dir), Path(config.model_dir)
     vocabulary = open_vocabulary(folder if folder.is_dir() else prepared_dir / "validation_lmdb")
     known: dict[str, Any] = {"terms": terms_for(vocabulary)}
     if folder.is_dir():
@@ -163,9 +164,9 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
             known["evaluation"] = read_evaluation(folder)
     tracked.describe(
         description(
-            name=config["name"],
-            paradigm=config["paradigm"]["name"],
-            output_dir=Path(config["output_dir"]),
+            name=config.name,
+            paradigm=config.paradigm.name,
+            output_dir=Path(config.output_dir),
             model_dir=folder,
             manifest=read_manifest(prepared_dir),
             version=version,
@@ -174,21 +175,21 @@ def describe(tracked: Run, config: Config, version: tuple[str, str] | None = Non
     )
 
 
-def _title(config: Config) -> str:
+def _title(config: PipelineSettings) -> str:
     """Name and paradigm, such as `demo diffusion`; only the name if the two are equal."""
-    name, paradigm = config["name"], config["paradigm"]["name"].replace("_", " ")
+    name, paradigm = config.name, config.paradigm.name.replace("_", " ")
     return name if name.replace("_", " ") == paradigm else f"{name} {paradigm}"
 
 
-def _tags(config: Config, command: str) -> dict[str, str]:
+def _tags(config: PipelineSettings, command: str) -> dict[str, str]:
     """Tags of every run; those with the prefix `mlflow.` fill columns in MLflow's run list."""
     tags = {
-        "paradigm": config["paradigm"]["name"],
+        "paradigm": config.paradigm.name,
         "d2plm.version": __version__,
         SOURCE_TAG: f"d2plm {command}",
         "mlflow.source.type": "JOB" if "KUBERNETES_SERVICE_HOST" in os.environ else "LOCAL",
     }
     found = {"mlflow.user": user_name(), GIT_TAG: git_revision()}
     tags |= {key: value for key, value in found.items() if value is not None}
-    own = config["tracking"]["tags"] or {}
+    own = config.tracking.tags
     return tags | {str(key): str(value) for key, value in own.items()}

@@ -2,29 +2,28 @@
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from d2plm.assembly.training_run import build_plan, trainer_keys
-from d2plm.config import Config
-from d2plm.core.errors import ClusterError, as_keys, require, require_choice
+from d2plm.core.errors import ClusterError, require, within
 from d2plm.launch.client import JOB_KINDS, connect
 from d2plm.launch.job_spec import IMAGE, TrainingJob
 from d2plm.launch.run_job import delete_job, train_in_cluster
-from d2plm.targets import TRUSTED_VARIABLE
+from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.launcher import LauncherSettings
+from d2plm.settings.registry import module_words
 
-KINDS = ("auto", "local", *JOB_KINDS)
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 # Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
 FORWARDED_VARIABLES = (
     *("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
-    TRUSTED_VARIABLE,
 )
 
 
-def where_to_train(config: Config) -> str:
+def where_to_train(config: PipelineSettings) -> str:
     """Resolve `launcher.kind` to `local`, `pytorchjob` or `trainjob`.
 
     `auto` is a job in a step of a pipeline that runs in a cluster, and `local` elsewhere.
@@ -33,8 +32,7 @@ def where_to_train(config: Config) -> str:
         ConfigError: if the kind is unknown.
         ClusterError: if the pipeline's cluster has no training operator.
     """
-    kind: str = config["launcher"]["kind"]
-    require_choice("launcher.kind", kind, KINDS)
+    kind: str = config.launcher.kind
     if kind != "auto":
         return kind
     if POD_VARIABLE not in os.environ:
@@ -50,7 +48,7 @@ def where_to_train(config: Config) -> str:
     )
 
 
-def training_job(config: Config, arguments: Sequence[str], **more: Any) -> TrainingJob:
+def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any) -> TrainingJob:
     """Build the job that the `launcher` section describes.
 
     Args:
@@ -62,15 +60,14 @@ def training_job(config: Config, arguments: Sequence[str], **more: Any) -> Train
         ConfigError: if a value is invalid, naming its key, or the parallel dimensions do not fit
             the processes of the job's nodes.
     """
-    launcher, device = config["launcher"], config["trainer"]["device"]
-    gpus = launcher["gpus"]
+    launcher, device, gpus = config.launcher, config.trainer.device, config.launcher.gpus
     wanted = "≥ 1 for trainer.device=cuda" if device == "cuda" else "0, or set trainer=multi_gpu"
     require((device == "cuda") == bool(gpus), "launcher.gpus", gpus, wanted)
-    names = {field.name for field in fields(TrainingJob)}
-    section = {key: value for key, value in launcher.items() if key in names}
-    section["image"] = launcher["image"] or IMAGE
-    section["processes"] = None if gpus else config["distributed"]["processes"]
-    with as_keys("launcher", {"processes": "distributed.processes"}):
+    names = {one.name for one in fields(TrainingJob)} & {*vars(launcher)}
+    section = {name: getattr(launcher, name) for name in names}
+    section["image"] = launcher.image or IMAGE
+    section["processes"] = None if gpus else config.distributed.processes
+    with within("launcher", {"processes": "distributed.processes"}):
         job = TrainingJob(**{**section, "arguments": arguments, **more})
     plan = build_plan(config)
     with trainer_keys():
@@ -79,48 +76,47 @@ def training_job(config: Config, arguments: Sequence[str], **more: Any) -> Train
     return job
 
 
-def launch(launcher: Mapping[str, Any], kind: str, job: TrainingJob) -> None:
+def launch(launcher: LauncherSettings, kind: str, job: TrainingJob) -> None:
     """Run `job` in the cluster as the `launcher` section says; see `train_in_cluster`."""
-    require_choice("launcher.on_cancel", launcher["on_cancel"], ("delete", "suspend"))
     train_in_cluster(
-        connect(launcher["namespace"]),
+        connect(launcher.namespace),
         JOB_KINDS[kind],
         job,
-        start_deadline_seconds=launcher["start_deadline_seconds"],
-        on_cancel=launcher["on_cancel"],
+        start_deadline_seconds=launcher.start_deadline_seconds,
+        on_cancel=launcher.on_cancel,
     )
 
 
-def launch_step(config: Config, kind: str, file: Path) -> None:
+def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
     """Train as a job on behalf of a pipeline step; the pipeline's run owns the job.
 
     Args:
         file: the configuration, on a volume that the job mounts. A retried step finds its job by
             the file's name.
     """
-    launcher = config["launcher"]
-    own, cluster = connect(), connect(launcher["namespace"])
+    launcher = config.launcher
+    own, cluster = connect(), connect(launcher.namespace)
     pod = os.environ.get(POD_VARIABLE)
     forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
     job = training_job(
         config,
-        ["-m", "d2plm", "train", f"--config-file={file}"],
+        ["-m", "d2plm", "train", f"--config-file={file}", *module_words()],
         name=job_name(config, file),
-        environment={**forwarded, **launcher["environment"]},
+        environment={**forwarded, **launcher.environment},
         # Kubernetes requires owners to be in the same namespace.
         owners=own.workflow_of(pod) if pod and own.namespace == cluster.namespace else [],
     )
     launch(launcher, kind, job)
 
 
-def end_step(config: Config, file: Path) -> None:
+def end_step(config: PipelineSettings, file: Path) -> None:
     """Delete the job that `launch_step` has started, if it still exists."""
-    launcher = config["launcher"]
-    if POD_VARIABLE in os.environ and launcher["kind"] != "local":
-        delete_job(connect(launcher["namespace"]), job_name(config, file))
+    launcher = config.launcher
+    if POD_VARIABLE in os.environ and launcher.kind != "local":
+        delete_job(connect(launcher.namespace), job_name(config, file))
 
 
-def job_name(config: Config, file: Path) -> str:
+def job_name(config: PipelineSettings, file: Path) -> str:
     """Name of the job for the configuration in `file`, identical in every retry."""
     digest = hashlib.sha256(str(file).encode()).hexdigest()[:12]
-    return config["launcher"]["name"] or f"d2plm-{digest}"
+    return config.launcher.name or f"d2plm-{digest}"

@@ -3,21 +3,18 @@
 The library takes plain arguments; the names of configuration keys are known only here.
 """
 
-import copy
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from d2plm.assembly.preparation import build_vocabulary, require_fitting_window
-from d2plm.config import Config
-from d2plm.core.errors import ConfigError, ModelError, as_keys, require, require_choice
+from d2plm.core.errors import ConfigError, ModelError, require, within
 from d2plm.core.files import nearest_path
-from d2plm.core.precision import DTYPES
 from d2plm.core.vocabulary import PROTEIN, Codons, Vocabulary, open_vocabulary
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
@@ -30,70 +27,69 @@ from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.paradigm import Paradigm
-from d2plm.targets import build, build_function, build_with
+from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.data import DataSettings, LoaderSettings
+from d2plm.settings.model import ModelSettings
+from d2plm.settings.registry import find
+from d2plm.settings.schema import part
+from d2plm.settings.training import DistributedSettings, Parallelism
 from d2plm.tracking.locations import REGISTRY, model_folder, pinned
 from d2plm.training import checkpoint
-from d2plm.training.callbacks.callback import Callback
-from d2plm.training.callbacks.metric_logger import MetricRun
-from d2plm.training.plan import DIMENSIONS, Plan, plan_of_accelerate, precision_of_accelerate
+from d2plm.training.callbacks.callback import Callback, MetricRun, RunContext
+from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 from d2plm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 # Sections and keys that identify a run; resuming with different values is rejected.
 IDENTITY = ("model", "paradigm", "optimizer", "schedule")
-# Settings of the model that earlier runs lack, and the values that they had.
-LATER = {"norm": "layer", "rope_fraction": 1.0, "parallel_residual": False}
 TRAINER_IDENTITY = (
-    *("precision", "max_steps", "max_epochs", "flops_budget", "loss_aggregation"),
+    *("precision", "max_steps", "max_epochs", "flops_budget", "loss_aggregation", "freeze"),
     *("overfit_batches", "max_grad_norm", "ema_decay", "lora_rank", "seed"),
 )
-DATA_ARGUMENTS = (  # trainer arguments that are keys of the section `data`
-    *("token_budget", "max_length", "max_relatives"),
-    *("num_workers", "prefetch_factor", "async_prefetch"),
-)
-# Trainer arguments that come from other sections or have another name there.
+# Arguments of the trainer that are keys of other sections than `trainer`.
 KEYS = {
-    **{argument: f"data.{argument}" for argument in DATA_ARGUMENTS},
-    **{field.name: f"distributed.{field.name}" for field in fields(Plan)},
-    "bins_per_micro_batch": "data.token_budget",
-    "micro_batches": "trainer.gradient_accumulation_steps",
-    "repeat_batches": "trainer.overfit_batches",
+    **{one.name: f"data.{one.name}" for one in fields(LoaderSettings)},
+    **{one.name: f"distributed.{one.name}" for one in fields(Parallelism)},
     "monitor": "callbacks.early_stopping.monitor",
-    "optimizer": "optimizer._target_",
+    "more": "callbacks.metrics.more",
+    "decay_steps": "schedule.decay_steps",
+    "warmup_steps": "schedule.warmup_steps",
 }
 # Numbers of random proteins that replace missing prepared data.
 RANDOM = {"train": 20_000, "validation": 500}
 
+Kind = TypeVar("Kind", bound=PipelineSettings)
 Stores = Mapping[str, SequenceStore | SyntheticSequences]
 
 
 @contextmanager
 def trainer_keys() -> Iterator[None]:
     """Make errors name configuration keys instead of trainer arguments."""
-    with as_keys("trainer", KEYS):
+    with within("trainer", KEYS):
         yield
 
 
-def open_stores(config: Config) -> dict[str, SequenceStore]:
+def open_stores(config: PipelineSettings) -> dict[str, SequenceStore]:
     """Open the prepared stores, or Megatron corpora: training, validation and, if present, test.
 
     Raises:
         ConfigError: if they were prepared with another vocabulary than the configured one.
         DataError: if a store is missing or damaged.
     """
-    data, folder = config["data"], Path(config["data"]["prepared_dir"])
+    data, folder = config.data, Path(config.data.prepared_dir)
     if _has_corpora(folder):
         tested = ("test",) if _has_corpora(folder, "test") else ()
         return {split: _corpus(data, folder, split) for split in ("train", "validation", *tested)}
     stores = open_prepared(folder).splits
-    prepared, alphabet = stores["train"].vocabulary, data.get("alphabet", "protein")
+    prepared, alphabet = stores["train"].vocabulary, data.alphabet
     # Prepared data contain their tokenizer, so that only another one need be given.
-    the_same = alphabet == prepared.name and alphabet == "tokenizer" and data["tokenizer"] is None
-    if not the_same and build_vocabulary(data, "data") != prepared:
+    the_same = alphabet == prepared.name and alphabet == "tokenizer" and data.tokenizer is None
+    if not the_same and build_vocabulary(data) != prepared:
         raise ConfigError(
-            f"data.alphabet={alphabet}: {folder} was prepared with {_settings_of(prepared)}; set "
-            "the same, or prepare the data again"
+            f"{folder} was prepared with {_settings_of(prepared)}; set the same, or prepare the "
+            "data again",
+            {"data.alphabet": alphabet},
         )
     return stores
 
@@ -102,12 +98,13 @@ def _has_corpora(folder: Path, split: str = "train") -> bool:
     return any((folder / f"{split}{ending}").is_file() for ending in (INDEX, DATA))
 
 
-def _corpus(data: Mapping[str, Any], folder: Path, split: str) -> MegatronSequences:
+def _corpus(data: DataSettings, folder: Path, split: str) -> MegatronSequences:
     """A corpus that is read in place, in the configured vocabulary."""
     _warn_of_leakage(folder)
-    settings = {key: data.get(key) for key in ("window", "end_of_document")}
-    with as_keys("data"):
-        return MegatronSequences(folder / split, build_vocabulary(data, "data"), **settings)
+    with within("data"):
+        return MegatronSequences(
+            folder / split, build_vocabulary(data), data.window, data.end_of_document
+        )
 
 
 @cache
@@ -127,39 +124,36 @@ def _settings_of(vocabulary: Vocabulary) -> str:
     return f"data.alphabet={vocabulary.name}{more}"
 
 
-def training_stores(config: Config) -> Stores:
+def training_stores(config: PipelineSettings) -> Stores:
     """Like `open_stores`, but with `data.residues=random` missing data become random tokens."""
-    data = config["data"]
+    data = config.data
     require_fitting_window(config)
-    if data["residues"] != "random" or Path(data["prepared_dir"]).exists():
+    if data.residues != "random" or Path(data.prepared_dir).exists():
         return open_stores(config)
-    vocabulary = build_vocabulary(data, "data")
+    vocabulary = build_vocabulary(data)
     return {
         split: SyntheticSequences(plausible_lengths(number, seed), seed=seed, vocabulary=vocabulary)
         for seed, (split, number) in enumerate(RANDOM.items())
     }
 
 
-def training_collections(config: Config, stores: Stores) -> list[Collection]:
+def training_collections(config: PipelineSettings, stores: Stores) -> list[Collection]:
     """The prepared training store or a mixture of several, real, shuffled or random."""
-    data = config["data"]
-    require_choice("data.sampling", data["sampling"], ("sequence", "cluster"))
-    by_cluster = data["sampling"] == "cluster"
-    takes_relatives = data["max_relatives"] is not None and data["residues"] == "real"
+    data = config.data
+    by_cluster = data.sampling == "cluster"
+    takes_relatives = data.max_relatives is not None and data.residues == "real"
 
     def collection(
         store: SequenceStore | SyntheticSequences, folder: Path, weight: float | None = None
     ) -> Collection:
-        sequences = _with_residues(store, data["residues"])
+        sequences = _with_residues(store, data.residues)
         relatives = open_prepared(folder).relatives if takes_relatives else None
         return Collection(sequences, weight, by_cluster, relatives)
 
-    if not data["mixture"]:
-        return [collection(stores["train"], Path(data["prepared_dir"]))]
-    mixture, wanted = data["mixture"], "{prepared_dir: FOLDER, weight: NUMBER}"
-    require(isinstance(mixture, dict), "data.mixture", mixture, f"{{NAME: {wanted}, …}}")
-    collections = []
-    for name, member in mixture.items():
+    if not data.mixture:
+        return [collection(stores["train"], Path(data.prepared_dir))]
+    wanted, collections = "{prepared_dir: FOLDER, weight: NUMBER}", []
+    for name, member in data.mixture.items():
         known = isinstance(member, dict) and {*member} == {"prepared_dir", "weight"}
         fits = known and isinstance(member["prepared_dir"], str)
         require(fits, f"data.mixture.{name}", member, wanted)
@@ -176,7 +170,7 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
         if store.vocabulary != alphabet:
             raise ConfigError(
                 f"data.mixture.{name}: {folder} has another vocabulary ({store.vocabulary.name}) "
-                f"than {data['prepared_dir']} ({alphabet.name}); prepare both with the same one"
+                f"than {data.prepared_dir} ({alphabet.name}); prepare both with the same one"
             )
         collections.append(collection(store, folder, member["weight"]))
     return collections
@@ -185,7 +179,6 @@ def training_collections(config: Config, stores: Stores) -> list[Collection]:
 def _with_residues(
     store: SequenceStore | SyntheticSequences, residues: str
 ) -> SequenceStore | ShuffledSequences | SyntheticSequences:
-    require_choice("data.residues", residues, ("real", "shuffled", "random"))
     if isinstance(store, SyntheticSequences) or residues == "real":
         return store
     if residues == "shuffled":
@@ -193,11 +186,16 @@ def _with_residues(
     return SyntheticSequences(store.lengths, store.clusters, vocabulary=store.vocabulary)
 
 
-def build_paradigm(config: Config, vocabulary: Vocabulary = PROTEIN) -> Paradigm:
-    section = {key: value for key, value in config["paradigm"].items() if key != "name"}
-    paradigm: Paradigm = build(section, "paradigm")
+def build_paradigm(config: PipelineSettings, vocabulary: Vocabulary = PROTEIN) -> Paradigm:
+    with within("paradigm"):
+        paradigm: Paradigm = find("paradigm", config.paradigm.type).factory(config.paradigm)
     paradigm.vocabulary = vocabulary
     return paradigm
+
+
+def model_config(config: PipelineSettings) -> DiTConfig:
+    with within("model"):
+        return DiTConfig(**asdict(config.model))
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,9 @@ class Start:
     location: str
 
 
-def load_start(config: Config, vocabulary: Vocabulary = PROTEIN) -> tuple[Config, Start | None]:
+def load_start(
+    config: PipelineSettings, vocabulary: Vocabulary = PROTEIN
+) -> tuple[PipelineSettings, Start | None]:
     """Load the model `init_from`, and put its architecture into the configuration.
 
     Two settings of the `model` section are kept: the dropout and, if the loaded model has no time
@@ -226,7 +226,7 @@ def load_start(config: Config, vocabulary: Vocabulary = PROTEIN) -> tuple[Config
         ModelError: if the model is incomplete or of another kind.
         TrackingError: if the registry does not have the model.
     """
-    location, uri = config["init_from"], config["tracking"]["uri"]
+    location, uri = config.init_from, config.tracking.uri
     if location is None:
         return with_vocab_size(config, vocabulary), None
     location = pinned(location, uri, key="init_from")
@@ -236,7 +236,7 @@ def load_start(config: Config, vocabulary: Vocabulary = PROTEIN) -> tuple[Config
             f"init_from={location}: no such model folder{nearest_path(folder)}; give an exported "
             "model or an ESM-2 folder"
         )
-    wanted = config.build("model")
+    wanted = config.model
     refuse_adapter(folder, location)
     own = open_vocabulary(folder)
     if own != vocabulary:
@@ -245,7 +245,7 @@ def load_start(config: Config, vocabulary: Vocabulary = PROTEIN) -> tuple[Config
             f"({vocabulary.name}); give a model of the same vocabulary, or init_from=null"
         )
     if is_esm(folder):
-        width, seed = wanted.time_embedding_dim, config["trainer"]["seed"]
+        width, seed = wanted.time_embedding_dim, config.trainer.seed
         model = load_esm(folder, time_embedding_dim=width, seed=seed)
     else:
         model = load_dit(folder)
@@ -258,18 +258,17 @@ def load_start(config: Config, vocabulary: Vocabulary = PROTEIN) -> tuple[Config
         f"{model.num_parameters():,}",
         start.digest[:16],
     )
-    section = {"_target_": config["model"]["_target_"], **model.config.settings()}
-    return Config({**config.values, "model": section}), start
+    return replace(config, model=ModelSettings(**model.config.settings())), start
 
 
-def with_vocab_size(config: Config, vocabulary: Vocabulary) -> Config:
+def with_vocab_size(config: PipelineSettings, vocabulary: Vocabulary) -> PipelineSettings:
     """The configuration whose model has a vocabulary's size; the proteins' is its default."""
     if vocabulary == PROTEIN:
         return config
-    relatives = config["model"].get("relatives_dim")
+    relatives = config.model.relatives_dim
     require(relatives is None, "model.relatives_dim", relatives, "null except for proteins")
-    model = {**config["model"], "vocab_size": vocabulary.size}
-    return Config({**config.values, "model": model})
+    with within("model"):
+        return replace(config, model=replace(config.model, vocab_size=vocabulary.size))
 
 
 def refuse_adapter(folder: Path, location: object) -> None:
@@ -281,57 +280,61 @@ def refuse_adapter(folder: Path, location: object) -> None:
         )
 
 
-def with_start_pinned(config: Config) -> Config:
+def with_start_pinned(config: Kind) -> Kind:
     """Replace an alias in `init_from` by the version that it currently points to."""
-    location = config["init_from"]
-    if location is None:
+    if config.init_from is None:
         return config
-    location = pinned(location, config["tracking"]["uri"], key="init_from")
-    return Config({**config.values, "init_from": location})
+    location = pinned(config.init_from, config.tracking.uri, key="init_from")
+    return replace(config, init_from=location)
 
 
-def build_optimizer(config: Config) -> Callable[..., Any]:
+def build_optimizer(config: PipelineSettings) -> Callable[..., Any]:
     """Function that builds the configured optimizer from (model, parameters by name)."""
-    return build_function(config["optimizer"], "optimizer")
+    factory = find("optimizer", config.optimizer.type).factory
+    return partial(factory, settings=config.optimizer)
 
 
-def build_schedule(config: Config) -> Callable[..., Any]:
+def build_schedule(config: PipelineSettings) -> Callable[..., Any]:
     """Function that builds the configured learning-rate schedule from the number of steps."""
-    return build_function(config["schedule"], "schedule", {"max_steps": "trainer.max_steps"})
+    return partial(find("schedule", config.schedule.type).factory, settings=config.schedule)
 
 
 def build_trainer(
-    config: Config, stores: Stores, tracked: MetricRun | None = None, start: Start | None = None
+    config: PipelineSettings,
+    stores: Stores,
+    tracked: MetricRun | None = None,
+    start: Start | None = None,
 ) -> Trainer:
-    """Build the `trainer._target_` with its callbacks; without `start`, load `init_from`."""
+    """Build the registered trainer with its callbacks; without `start`, load `init_from`."""
     vocabulary = stores["train"].vocabulary
     if start is None:
         config, start = load_start(config, vocabulary)
-    model, paradigm = config.build("model"), build_paradigm(config, vocabulary)
-    data = config["data"]
-    section = {key: value for key, value in config["trainer"].items() if key != "fast_dev_run"}
-    make = build({**section, "precision": precision_of(config), "_partial_": True}, "trainer")
+    model, paradigm = model_config(config), build_paradigm(config, vocabulary)
+    data = config.data
+    make = find("trainer", config.trainer.type, "trainer.type").factory
+    wanted = "the name of a class derived from d2plm.training.trainer.Trainer"
+    derived = isinstance(make, type) and issubclass(make, Trainer)
+    require(derived, "trainer.type", config.trainer.type, wanted)
     collections = training_collections(config, stores)
     digests = {split: store.digest for split, store in stores.items()}
-    if data["mixture"]:
+    if data.mixture:
         digests["train"] = "+".join(collection.sequences.digest for collection in collections)
-    callbacks = build_callbacks(
-        config["callbacks"],
+    folders = [Path(one["prepared_dir"]) for one in (data.mixture or {}).values()]
+    context = RunContext(
+        stores["validation"],
+        model.max_position_embeddings,
+        Path(config.model_dir),
         run=tracked,
-        validation_store=stores["validation"],
-        max_length=model.max_position_embeddings,
-        folder=Path(config["model_dir"]),
         provenance={
             "digests": digests,
-            "name": config["name"],
+            "name": config.name,
             "data": [
                 open_prepared(folder).provenance
-                for member in (data["mixture"] or {"": data}).values()
-                # Only prepared data have a provenance.
-                if is_prepared(folder := Path(member["prepared_dir"]))
+                for folder in folders or [Path(data.prepared_dir)]
+                if is_prepared(folder)  # only prepared data have a provenance
             ],
-            "residues": data["residues"],
-            "data_license": data["license"],
+            "residues": data.residues,
+            "data_license": data.license,
             **(
                 {}
                 if start is None
@@ -339,60 +342,57 @@ def build_trainer(
             ),
         },
     )
-    plan = build_plan(config)
+    plan, callbacks = build_plan(config), build_callbacks(config, context)
     with trainer_keys():
-        trainer = make(
-            model=model if start is None else start.model,
-            paradigm=paradigm,
-            collections=collections,
-            output_dir=Path(config["output_dir"]),
+        trainer: Trainer = make(
+            replace(config.trainer, precision=precision_of(config)),
+            model if start is None else start.model,
+            paradigm,
+            collections,
+            Path(config.output_dir),
+            loading=part(LoaderSettings, data),
+            plan=plan,
             optimizer=build_optimizer(config),
             schedule=build_schedule(config),
-            plan=plan,
-            **{argument: data[argument] for argument in DATA_ARGUMENTS},
             callbacks=callbacks,
             identity=_identity(config, collections, start),
         )
-    wanted, target = "a class derived from d2plm.training.trainer.Trainer", section["_target_"]
-    require(isinstance(trainer, Trainer), "trainer._target_", target, wanted)
-    return trainer  # type: ignore[no-any-return]  # `require` has checked it
+    return trainer
 
 
-def on_one_process(config: Config) -> Config:
+def on_one_process(config: PipelineSettings) -> PipelineSettings:
     """The same run on one process, with the same global batch."""
-    values = copy.deepcopy(config.values)
-    values["distributed"] |= {"processes": 1, "shard": "auto", "cpu_offload": False}
-    values["distributed"] |= dict.fromkeys(DIMENSIONS, 1)
-    values["trainer"]["gradient_accumulation_steps"] = "auto"
-    if values["trainer"]["global_batch_tokens"] is None:
-        where = values["trainer"]["checkpoints"] or Path(config["output_dir"], "checkpoints")
+    trainer = replace(config.trainer, gradient_accumulation_steps="auto")
+    if trainer.global_batch_tokens is None:
+        where = trainer.checkpoints or Path(config.output_dir, "checkpoints")
         root = checkpoint.Root(str(where))
         for name in root.names()[-1:]:
             known = checkpoint.manifest(root, name)["run_state"]["identity"]
-            values["trainer"]["global_batch_tokens"] = known["global_batch_tokens"]
-    return Config(values)
+            trainer = replace(trainer, global_batch_tokens=known["global_batch_tokens"])
+    kept = ("activation_checkpointing", "timeout_seconds")
+    alone = DistributedSettings(**{key: getattr(config.distributed, key) for key in kept})
+    return replace(config, trainer=trainer, distributed=alone)
 
 
-def precision_of(config: Config) -> str:
+def precision_of(config: PipelineSettings) -> str:
     """The configured precision, or for `auto` that of `accelerate launch`."""
-    precision: str = config["trainer"]["precision"]
-    require_choice("trainer.precision", precision, ("auto", *DTYPES))
+    precision = config.trainer.precision
     launched = precision_of_accelerate()  # one that training does not have is an error in any case
     return launched if precision == "auto" else precision
 
 
-def build_plan(config: Config) -> Plan:
+def build_plan(config: PipelineSettings) -> Plan:
     """Build the parallelism plan; settings of `accelerate launch` override the configuration."""
-    settings = {k: v for k, v in config["distributed"].items() if k != "processes"}
+    settings = vars(part(Parallelism, config.distributed))
     launched = plan_of_accelerate()
     for key, value in launched.items():
         if settings.get(key) != value:
             log.info("distributed.%s=%s, from accelerate launch", key, value)
-    with as_keys("distributed"):
+    with within("distributed"):
         return Plan(**{**settings, **launched})
 
 
-def fitting_plan(config: Config, model: DiTConfig, processes: int) -> Plan:
+def fitting_plan(config: PipelineSettings, model: DiTConfig, processes: int) -> Plan:
     """Build the plan for this number of processes.
 
     Raises:
@@ -402,33 +402,28 @@ def fitting_plan(config: Config, model: DiTConfig, processes: int) -> Plan:
     with trainer_keys():
         plan = plan.resolved(processes)
         plan.require_fits(model)
-        plan.require_adapters(config["trainer"]["lora_rank"])
+        plan.require_adapters(config.trainer.lora_rank)
     return plan
 
 
-def build_callbacks(section: dict[str, Any], **offered: Any) -> list[Callback]:
-    """Build the callbacks of the `callbacks` section, in order.
-
-    Args:
-        section: {name: settings with a `_target_`, or None to disable}.
-        offered: arguments that are passed to the callbacks that accept them.
-    """
+def build_callbacks(config: PipelineSettings, context: RunContext) -> list[Callback]:
+    """Build the callbacks of the `callbacks` section, in order; null disables one."""
     callbacks: list[Callback] = []
-    for name in section:
-        if section[name] is None:
+    for name, settings in config.callbacks.items():
+        if settings is None:
             continue
-        callback = build_with(section[name], f"callbacks.{name}", **offered)
-        wanted = "a class derived from d2plm.training.callbacks.callback.Callback"
-        target = section[name]["_target_"]
-        require(isinstance(callback, Callback), f"callbacks.{name}._target_", target, wanted)
-        callbacks.append(callback)
+        make = find("callback", name, "callbacks").factory
+        wanted = "the name of a class derived from d2plm.training.callbacks.callback.Callback"
+        require(isinstance(make, type) and issubclass(make, Callback), "callbacks", name, wanted)
+        with within(f"callbacks.{name}"):
+            callbacks.append(make.create(settings, context))
     return callbacks
 
 
 def _identity(
-    config: Config, collections: Sequence[Collection], start: Start | None
+    config: PipelineSettings, collections: Sequence[Collection], start: Start | None
 ) -> dict[str, Any]:
-    data, trainer = config["data"], config["trainer"]
+    sections, data = asdict(config), config.data
     vocabulary = collections[0].sequences.vocabulary
 
     def clusters_digest(collection: Collection) -> str | None:
@@ -436,17 +431,9 @@ def _identity(
         return None if clusters is None else hashlib.sha256(clusters.tobytes()).hexdigest()
 
     return {
-        **{section: config[section] for section in IDENTITY},
-        "model": {
-            key: value
-            for key, value in config["model"].items()
-            if key not in LATER or value != LATER[key]
-        },
+        **{section: sections[section] for section in IDENTITY},
         "init_from": None if start is None else start.digest,
-        "trainer": {
-            **{key: trainer.get(key) for key in TRAINER_IDENTITY},  # older files lack some keys
-            "freeze": list(trainer["freeze"]),
-        },
+        "trainer": {key: sections["trainer"][key] for key in TRAINER_IDENTITY},
         "data": {
             "collections": [
                 {
@@ -459,9 +446,9 @@ def _identity(
                 }
                 for collection in collections
             ],
-            "token_budget": data["token_budget"],
-            "max_length": data["max_length"],
-            "max_relatives": data["max_relatives"],
+            "token_budget": data.token_budget,
+            "max_length": data.max_length,
+            "max_relatives": data.max_relatives,
             **({} if vocabulary == PROTEIN else {"vocabulary": vocabulary.describe()}),
         },
     }

@@ -6,6 +6,7 @@ to move from the base model, and the rest are held out as test members for the c
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,7 @@ from d2plm.assembly import adaptation
 from d2plm.assembly.generation import generate
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.assembly.training_run import with_start_pinned
-from d2plm.config import Config
 from d2plm.core.alphabet import is_canonical
-from d2plm.core.errors import require
 from d2plm.core.files import write_text
 from d2plm.core.terminal import done, result
 from d2plm.data.family import Family
@@ -25,21 +24,20 @@ from d2plm.data.store import clusters_of
 from d2plm.evaluation import family_bound
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.export.exported_model import ExportedModel
+from d2plm.settings.commands import AdaptSettings
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: AdaptSettings) -> dict[str, Any]:
     """Adapt, compare, generate new members, and write the results into the work folder."""
-    require(config["input"] is not None, "input", None, "the family's proteins, such as FASTA")
-    adaptation.check_settings(config)
     config = with_start_pinned(config)
     base = adaptation.open_base(config)
     general = adaptation.general_proteins(config, base.max_residues)
-    training = adaptation.split_family(adaptation.training_config(config, base), config["identity"])
+    training = adaptation.split_family(adaptation.training_config(config, base))
     family = adaptation.open_family(training, base)
     adaptation.train(training)
-    values = {**config.values, "model_dir": training["model_dir"]}
-    adapted, shares = adaptation.interpolate_weights(Config(values), base, family, general)
-    work_dir, masks = Path(config["work_dir"]), config["evaluation"]["masks_per_sequence"]
+    trained = replace(config, model_dir=training.model_dir)
+    adapted, shares = adaptation.interpolate_weights(trained, base, family, general)
+    work_dir, masks = Path(config.work_dir), config.evaluation.masks_per_sequence
     splits, proteins = family.prepared.splits, family.proteins("test")
     figures = family_bound.compare_on_family(
         {
@@ -59,7 +57,7 @@ def run(config: Config) -> dict[str, Any]:
     result(f"\n{table}\n\n{said}\n{amounts}\n")
     made = _generate(config, adapted, family, work_dir / "members.fasta")
     new = [headline(made), "```", *members_table(made), "```"] if made else []
-    page = [f"# {config['input']}", said, amounts, table, "![perplexities](adaptation.png)"]
+    page = [f"# {config.input}", said, amounts, table, "![perplexities](adaptation.png)"]
     page += ["![new members](members.members.png)"] if made else []
     write_text(work_dir / "adaptation.md", "\n\n".join([*page, "\n".join(new)]) + "\n")
     content = {"members": counts, "shares": shares, "test": figures, "verdict": said}
@@ -71,7 +69,7 @@ def run(config: Config) -> dict[str, Any]:
         for file in ("adaptation.md", "adaptation.json", "adaptation.png"):
             tracked.log_file(work_dir / file, "adaptation")
     takes = adapted.model.config.relatives_dim is not None
-    more = f" generation.relatives={config['input']}" if takes else ""
+    more = f" generation.relatives={config.input}" if takes else ""
     done(
         f"wrote {work_dir}/model and {work_dir}/adaptation.md\nnext: d2plm generate "
         f"model_dir={work_dir}/model{more} generation.number=100"
@@ -80,17 +78,17 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _generate(
-    config: Config, adapted: ExportedModel, family: adaptation.SplitFamily, output: Path
+    config: AdaptSettings, adapted: ExportedModel, family: adaptation.SplitFamily, output: Path
 ) -> dict[str, Any] | None:
     """Generate new members and describe them beside the test members; None if `number` is 0."""
-    settings = config["generation"]
-    if not settings["number"]:
+    settings = config.generation
+    if not settings.number:
         return None
     given, held_out = (
         Family.of(
-            list(store), settings["max_relatives"], names=[store.name(i) for i in range(len(store))]
+            list(store), settings.max_relatives, names=[store.name(i) for i in range(len(store))]
         )
         for store in (family.prepared.splits["train"], family.prepared.splits["test"])
     )
-    generate(adapted, settings, output, config["trainer"]["precision"], (given, held_out))
+    generate(adapted, settings, output, config.trainer.precision, (given, held_out))
     return read_members(output)

@@ -6,20 +6,23 @@ sequences does not slow a step down. Nothing is written.
 
 import tempfile
 import time
+from dataclasses import asdict
 from statistics import quantiles
 from typing import Any
 
 import numpy as np
 import torch
 
-from d2plm.config import Config
-from d2plm.core.errors import require_number
 from d2plm.core.machine import machine
 from d2plm.core.number_text import duration
 from d2plm.core.terminal import aligned, result
 from d2plm.data.loader import Collection
 from d2plm.data.synthetic import SyntheticSequences
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.commands import BenchSettings
+from d2plm.settings.data import LoaderSettings
+from d2plm.settings.training import TrainerSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.metrics import PeakMemory
 from d2plm.training.throughput import Throughput
@@ -30,23 +33,24 @@ PROTEINS = 20_000
 SPREAD = 0.6  # standard deviation of the logarithm of a length, as in UniRef50
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: BenchSettings) -> dict[str, Any]:
     """Train a few steps; print and return the figures."""
-    for key in ("token_budget", "mean_length", "steps"):
-        require_number(key, config[key], integer=True, low=2)
-    require_number("tokens", config["tokens"], low=1)
     times = StepTimes()
     with tempfile.TemporaryDirectory(prefix="d2plm-bench-") as folder:
         trainer = Trainer(
-            model=config.build("model"),
-            paradigm=AbsorbingDiffusion(),
-            collections=[Collection(SyntheticSequences(_lengths(config["mean_length"])))],
-            output_dir=folder,
-            max_steps=WARM_UP + config["steps"],
-            resume="none",
+            TrainerSettings(
+                max_steps=WARM_UP + config.steps,
+                resume="none",
+                device=config.device,
+                precision=config.precision,
+                compile=config.compile,
+            ),
+            DiTConfig(**asdict(config.model)),
+            AbsorbingDiffusion(),
+            [Collection(SyntheticSequences(_lengths(config.mean_length)))],
+            folder,
+            loading=LoaderSettings(token_budget=config.token_budget, max_length=config.max_length),
             callbacks=[times],
-            **{key: config[key] for key in ("token_budget", "max_length", "device")},
-            **{key: config[key] for key in ("precision", "compile")},
         )
         trainer.train()
     figures = {
@@ -58,7 +62,7 @@ def run(config: Config) -> dict[str, Any]:
         "step_seconds": quantiles(np.diff(times.moments), n=4, method="inclusive"),
         **times.rates,
         **PeakMemory().read(trainer),
-        "expected_seconds": config["tokens"] / times.rates["tokens_per_second"],
+        "expected_seconds": config.tokens / times.rates["tokens_per_second"],
     }
     result(aligned(_rows(figures, config)))
     return {"machine": machine(), **figures}
@@ -68,6 +72,7 @@ class StepTimes(Callback):
     """Records the times of the steps after the warm-up and the rates over them, on one rank."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.moments: list[float] = []
         self.throughput = Throughput()
         self.rates: dict[str, float] = {}
@@ -92,7 +97,7 @@ def _lengths(mean: int) -> Any:
     return drawn.clip(min=10).astype(np.int32)
 
 
-def _rows(figures: dict[str, Any], config: Config) -> dict[str, str]:
+def _rows(figures: dict[str, Any], config: BenchSettings) -> dict[str, str]:
     low, middle, high = figures["step_seconds"]
     mfu = f", {figures['mfu']:.0%} of the device's peak" if "mfu" in figures else ""
     compiled = "compiled" if figures["compiled"] else "not compiled"
@@ -100,10 +105,10 @@ def _rows(figures: dict[str, Any], config: Config) -> dict[str, str]:
     return {
         "model": f"{figures['parameters']:,} parameters, {figures['precision']}, {compiled}, "
         f"on {figures['device']}",
-        f"step of {config['token_budget']:,} tokens": f"{middle:.3g} s (quartiles {low:.3g} – "
+        f"step of {config.token_budget:,} tokens": f"{middle:.3g} s (quartiles {low:.3g} – "
         f"{high:.3g})",
         "tokens per second": f"{figures['tokens_per_second']:,.0f}",
         "model FLOP/s": f"{figures['model_tflops_per_second']:.3g} TFLOP/s{mfu}",
         "peak memory": f"{memory:.2f} GiB",
-        f"time for {config['tokens']:,.0f} tokens": duration(figures["expected_seconds"]),
+        f"time for {config.tokens:,.0f} tokens": duration(figures["expected_seconds"]),
     }

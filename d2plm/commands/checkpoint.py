@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from d2plm.config import Config
-from d2plm.core.errors import CheckpointError, require_choice
+from d2plm.core.errors import CheckpointError
 from d2plm.core.files import nearest_path
 from d2plm.core.terminal import done, result
+from d2plm.settings.commands import CheckpointsSettings, ConvertSettings
 from d2plm.training.checkpoint import Root, manifest, verify
 from d2plm.training.conversion import to_checkpoint, to_safetensors
 
 
-def run_list(config: Config) -> list[dict[str, Any]]:
-    root = _root(config["root"])
+def run_list(config: CheckpointsSettings) -> list[dict[str, Any]]:
+    root = _root(config.root)
     rows = [_row(root, name) for name in root.names()]
     result(f"{'checkpoint':16}{'epoch':>7}{'ranks':>7}{'bound':>10}{'MB':>10}  state")
     for row in rows:
@@ -24,13 +24,13 @@ def run_list(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-def run_verify(config: Config) -> list[dict[str, Any]]:
+def run_verify(config: CheckpointsSettings) -> list[dict[str, Any]]:
     """Read every checkpoint of a folder and compare it with its digests.
 
     Raises:
         CheckpointError: if any is damaged.
     """
-    root, damaged = _root(config["root"]), []
+    root, damaged = _root(config.root), []
     found: list[dict[str, Any]] = []
     for name in root.names():
         try:
@@ -52,11 +52,10 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
     return found
 
 
-def run_convert(config: Config) -> dict[str, Any]:
-    require_choice("to", config["to"], ("safetensors", "checkpoint"))
-    source, output = config["checkpoint"], config["output"]
-    if config["to"] == "safetensors":
-        number = to_safetensors(source, Path(output), config["max_shard_bytes"])
+def run_convert(config: ConvertSettings) -> dict[str, Any]:
+    source, output = config.checkpoint, config.output
+    if config.to == "safetensors":
+        number = to_safetensors(source, Path(output), config.max_shard_bytes)
     else:
         number = to_checkpoint(Path(source), output)
     done(f"wrote {number} tensors to {output}")

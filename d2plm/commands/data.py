@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from d2plm.config import Config
-from d2plm.core.errors import DataError, require, require_choice, require_number
+from d2plm.core.errors import DataError, require
 from d2plm.core.number_text import counted
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, aligned, output_modes, result
@@ -18,13 +17,19 @@ from d2plm.data.megatron import DATA, INDEX, export_megatron
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore
+from d2plm.settings.commands import (
+    ExportDataSettings,
+    HeadSettings,
+    StatsSettings,
+    StoreSettings,
+)
 
 log = logging.getLogger(__name__)
 
 
-def run_stats(config: Config) -> dict[str, Any]:
+def run_stats(config: StatsSettings) -> dict[str, Any]:
     """Print statistics of a store, or of each split of prepared data; plot them on request."""
-    folder, picture = Path(config["store"]), config["output"]
+    folder, picture = Path(config.store), config.output
     drawable = picture is None or Path(picture).suffix in PICTURES
     require(drawable, "output", picture, f"a file that ends in {', '.join(PICTURES)}")
     if is_prepared(folder):
@@ -49,9 +54,9 @@ def run_stats(config: Config) -> dict[str, Any]:
     return {"stores": {name: one.summary() for name, one in statistics.items()}, **account}
 
 
-def run_verify(config: Config) -> list[dict[str, Any]]:
+def run_verify(config: StoreSettings) -> list[dict[str, Any]]:
     """Read a store, or all of prepared data, and compare them with their digests."""
-    folder = Path(config["store"])
+    folder = Path(config.store)
     prepared = open_prepared(folder) if is_prepared(folder) else None
     stores = [SequenceStore(folder)] if prepared is None else prepared.stores
     for store in stores:
@@ -66,10 +71,9 @@ def run_verify(config: Config) -> list[dict[str, Any]]:
     ]
 
 
-def run_head(config: Config) -> list[dict[str, Any]]:
-    require_number("number", config["number"], integer=True, low=1)
-    store = _one_store(Path(config["store"]))
-    records = first_records(store, config["number"])
+def run_head(config: HeadSettings) -> list[dict[str, Any]]:
+    store = _one_store(Path(config.store))
+    records = first_records(store, config.number)
     if JSON in output_modes() and store.vocabulary.is_text:
         return [json.loads(record) for record in records]
     if JSON in output_modes():
@@ -81,13 +85,12 @@ def run_head(config: Config) -> list[dict[str, Any]]:
     return []
 
 
-def run_export(config: Config) -> dict[str, Any]:
-    store, output = _one_store(Path(config["store"])), config["output"]
-    require_choice("format", config["format"], ("auto", "megatron"))
+def run_export(config: ExportDataSettings) -> dict[str, Any]:
+    store, output = _one_store(Path(config.store)), config.output
     changed = 0
     with Progress("exporting", len(store), unit="sequences") as progress:
-        if config["format"] == "megatron" or Path(output).suffix in (INDEX, DATA):
-            export_megatron(store, Path(output), config["end_of_document"], progress.update)
+        if config.format == "megatron" or Path(output).suffix in (INDEX, DATA):
+            export_megatron(store, Path(output), config.end_of_document, progress.update)
         else:
             changed = export_sequences(store, Path(output), progress.update)
     if changed:

@@ -7,31 +7,27 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from d2plm.assembly.training_job import KINDS, training_job
-from d2plm.config import Config
-from d2plm.core.errors import DoctorError, require, require_choice, require_number
+from d2plm.assembly.training_job import training_job
+from d2plm.core.errors import DoctorError
 from d2plm.doctor import machine_checks, service_checks
 from d2plm.doctor.cluster_checks import ClusterChecks
 from d2plm.doctor.image_checks import PULL_SECONDS
 from d2plm.doctor.verdicts import Check, Status, Verdict, examine, show, skipped
 from d2plm.launch.client import is_configured
+from d2plm.settings.commands import DoctorSettings
 
 LIMIT_SECONDS = 30.0  # for all checks; initialising many GPUs takes long
 # Imported before the checks start, because their threads might see half-imported modules.
 USED_BY_SEVERAL = ("torch", "mlflow", "kubernetes.client")
 
 
-def run(config: Config) -> list[dict[str, str]]:
+def run(config: DoctorSettings) -> list[dict[str, str]]:
     """Run all checks, print their verdicts, and return them as rows.
 
     Raises:
         DoctorError: if a check failed.
     """
-    timeout, pull = config["timeout_seconds"], config["pull"]
-    wanted = config["cluster"]
-    require(wanted in (True, False, "auto"), "cluster", wanted, "auto, true or false")
-    require_choice("launcher.kind", config["launcher"]["kind"], KINDS)
-    require_number("timeout_seconds", timeout, low=0, low_open=True)
+    timeout, pull = config.timeout_seconds, config.pull
     for module in USED_BY_SEVERAL:
         with suppress(Exception):  # reported by the check that needs it
             importlib.import_module(module)
@@ -40,7 +36,7 @@ def run(config: Config) -> list[dict[str, str]]:
         verdicts = {**examine(checks, LIMIT_SECONDS), "cluster": absent}
     else:
         job = training_job(config, (), name="d2plm-doctor")
-        reached = ClusterChecks(config["launcher"]["kind"], job, timeout)
+        reached = ClusterChecks(config.launcher.kind, job, timeout)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
         known = bool(reached.groups)
@@ -58,12 +54,12 @@ def run(config: Config) -> list[dict[str, str]]:
     return rows
 
 
-def _no_cluster(config: Config) -> Verdict | None:
-    if config["cluster"] is False:
+def _no_cluster(config: DoctorSettings) -> Verdict | None:
+    if config.cluster is False:
         return skipped("cluster=false")
-    if config["cluster"] is True:
+    if config.cluster is True:
         return None
-    if config["launcher"]["kind"] == "local":
+    if config.launcher.kind == "local":
         return skipped("launcher.kind=local needs no cluster")
     if not is_configured():
         return skipped(
@@ -73,21 +69,21 @@ def _no_cluster(config: Config) -> Verdict | None:
     return None
 
 
-def _checks_from_here(config: Config) -> dict[str, Check]:
-    work_dir, trainer, tracking = Path(config["work_dir"]), config["trainer"], config["tracking"]
-    temporary = config["data"]["temporary_dir"] or tempfile.gettempdir()
-    timeout, kfp_host = config["timeout_seconds"], config["kfp_host"]
+def _checks_from_here(config: DoctorSettings) -> dict[str, Check]:
+    work_dir, trainer, tracking = Path(config.work_dir), config.trainer, config.tracking
+    temporary = config.data.temporary_dir or tempfile.gettempdir()
+    timeout, kfp_host = config.timeout_seconds, config.kfp_host
     return {
         "python": machine_checks.python,
         "lock file": machine_checks.lock_file,
-        "torch": partial(machine_checks.torch_and_device, trainer["device"]),
-        "compiler": partial(machine_checks.compiler, trainer["device"], trainer["compile"]),
+        "torch": partial(machine_checks.torch_and_device, trainer.device),
+        "compiler": partial(machine_checks.compiler, trainer.device, trainer.compile),
         "MMseqs2": machine_checks.mmseqs2,
         "cores, memory": machine_checks.processor_and_memory,
         "shared memory": machine_checks.shared_memory,
         "work folder": partial(machine_checks.disk, work_dir, "work_dir"),
         "file locks": partial(machine_checks.file_locks, work_dir),
         "temporary folder": partial(machine_checks.disk, Path(temporary), "TMPDIR"),
-        "MLflow": partial(service_checks.mlflow, tracking["trackers"], tracking["uri"], timeout),
+        "MLflow": partial(service_checks.mlflow, tracking.trackers, tracking.uri, timeout),
         "Kubeflow Pipelines": partial(service_checks.kubeflow_pipelines, kfp_host, timeout),
     }

@@ -15,9 +15,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from d2plm.config import Config
 from d2plm.core.batch import of_size
-from d2plm.core.errors import ConfigError, DataError, require, require_choice, require_number
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.files import read_json, require_other_output, write_text, written_beside
 from d2plm.core.locks import locked
 from d2plm.core.progress import Progress
@@ -27,34 +26,29 @@ from d2plm.data.ingest import source_digest
 from d2plm.data.sources import CUT_IT, read_sequences
 from d2plm.evaluation.embedding import embeddings, layer_number
 from d2plm.export.exported_model import ExportedModel, weights_digest
+from d2plm.settings.commands import EmbedSettings
 from d2plm.tracking.locations import open_model
 
-FORMATS = ("parquet", "safetensors")
 MANIFEST = "manifest.json"
 FILE_BYTES = 1 << 28  # bytes of embeddings after which a file is closed
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: EmbedSettings) -> dict[str, Any]:
     """Embed every protein of the input, in its order.
 
     Raises:
         DataError: if the input is invalid, or the folder contains other embeddings.
     """
-    output, source = Path(str(config["output"])), str(config["input"])
-    require_choice("format", config["format"], FORMATS)
-    require(isinstance(config["pooled"], bool), "pooled", config["pooled"], "true or false")
-    require_number("token_budget", config["token_budget"], integer=True, low=1)
+    output, source = Path(str(config.output)), str(config.input)
     require_other_output("output", output, [source])
-    exported = open_model(
-        config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
-    )
+    exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
     made_of = {
         "model": weights_digest(exported.folder),
         "input": source_digest(source),
-        "window": config["window"],
-        "layer": layer_number(exported.model, config["layer"]),
+        "window": config.window,
+        "layer": layer_number(exported.model, config.layer),
         "width": exported.model.config.hidden_size,
-        **{key: config[key] for key in ("pooled", "format", "precision")},
+        **{key: getattr(config, key) for key in ("pooled", "format", "precision")},
     }
     if made_of["input"] is None:
         raise ConfigError("input=-: must be a file or a folder, because it is read twice")
@@ -76,34 +70,34 @@ def run(config: Config) -> dict[str, Any]:
     return {"output": str(output), **content}
 
 
-def _embed(config: Config, exported: ExportedModel, source: str, output: Path) -> int:
+def _embed(config: EmbedSettings, exported: ExportedModel, source: str, output: Path) -> int:
     """Write the missing files; returns the number of proteins."""
     total, width = 0, exported.model.config.hidden_size
 
     def size(record: FastaRecord) -> int:
         return 4 * width * len(record.tokens)
 
-    records = partial(read_sequences, source, exported.vocabulary, config["window"])
+    records = partial(read_sequences, source, exported.vocabulary, config.window)
     for record in records():  # rejected before hours of work, not after them
         exported.require_short_enough(f"record {record.name!r}", record.tokens, CUT_IT, DataError)
         total += len(record.tokens) + 2
-    model, number = exported.denoiser(config["precision"]), 0
+    model, number = exported.denoiser(config.precision), 0
     with Progress("embedding", total, unit="tokens") as progress:
         # The groups are the same in every run.
         for part, chunk in enumerate(of_size(records(), size, FILE_BYTES)):
-            file = output / f"part-{part:05d}.{config['format']}"
+            file = output / f"part-{part:05d}.{config.format}"
             if not file.is_file():
                 vectors = embeddings(
                     model,  # type: ignore[arg-type]  # an export's denoiser is its model
                     exported.paradigm,
                     [record.tokens for record in chunk],
-                    layer=config["layer"],
-                    pooled=config["pooled"],
-                    token_budget=config["token_budget"],
+                    layer=config.layer,
+                    pooled=config.pooled,
+                    token_budget=config.token_budget,
                     progress=progress.advance,
                 )
                 with written_beside(file) as unfinished:
-                    if config["format"] == "parquet":
+                    if config.format == "parquet":
                         pq.write_table(_table(chunk, vectors), unfinished)
                     else:
                         names = json.dumps([record.name for record in chunk])

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 from d2plm.assembly.generation import generate, output_name
-from d2plm.config import Config
+from d2plm.settings.commands import GenerateSettings
 from d2plm.tracking.locations import open_model
 
 
-def run(config: Config) -> list[str]:
-    exported = open_model(
-        config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
-    )
-    output = Path(config["output"] or output_name(exported.vocabulary))
-    return generate(exported, config["generation"], output, config["precision"])
+def run(config: GenerateSettings) -> list[str]:
+    exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
+    output = Path(config.output or output_name(exported.vocabulary))
+    return generate(exported, config.generation, output, config.precision)

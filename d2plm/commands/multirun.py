@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from hydra.core.override_parser.types import Override
 
 from d2plm.assembly.many_runs import check_all, check_runs, dry_run, run_all
 from d2plm.assembly.tracked_run import tracking_arguments
-from d2plm.config import Arguments, Config, hydra_over, parse_overrides
+from d2plm.config import Arguments, as_yaml, hydra_over, parse_overrides, plain
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir, write_text
 from d2plm.core.terminal import result
+from d2plm.settings.callbacks import CallbackSettings
+from d2plm.settings.commands import TrainSettings
 from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
@@ -54,28 +57,25 @@ def run(arguments: Arguments) -> dict[str, Any]:
         {name: partial(arguments.compose, overrides) for name, (_, overrides) in sweep.items()}
     )
     if arguments.show_only:
-        shown = (f"# {name}\n{config.as_yaml()}" for name, config in configs.items())
+        shown = (f"# {name}\n{as_yaml(config)}" for name, config in configs.items())
         result("---\n".join(shown))
-        return {name: config.values for name, config in configs.items()}
+        return {name: plain(config) for name, config in configs.items()}
     first = next(iter(configs.values()))
-    parallel = first.values.get("parallel", 1)
-    check_runs(configs, parallel)
-    if first.values.get("dry_run"):
+    check_runs(configs)
+    if first.dry_run:
         return dry_run(configs)
     settings = {name: varied for name, (varied, _) in sweep.items()}
     keys = list(next(iter(settings.values())))
     values = {key: ", ".join(dict.fromkeys(one[key] for one in settings.values())) for key in keys}
-    # A complete configuration of another command lacks the key.
-    root = first.values.get("multirun_dir", f"{first['work_dir']}/multirun")
-    folder = Path(root) / folder_name(",".join(keys))
-    tracking = {**tracking_arguments(first), "run_name": f"{first['name']}: {', '.join(keys)}"}
+    folder = Path(first.multirun_dir) / folder_name(",".join(keys))
+    tracking = {**tracking_arguments(first), "run_name": f"{first.name}: {', '.join(keys)}"}
     with tracking_run(folder, **tracking) as parent:
         parent.log_params(values)
         runs = {
             name: _of_sweep(config, first, folder / folder_name(name), name, parent.id)
             for name, config in configs.items()
         }
-        run_all(runs, ["train"], parallel)
+        run_all(runs, ["train"], first.parallel)
         results = collect(settings, runs)
         table = sweep_table(results)
         for file, text in (("sweep.json", json.dumps(results, indent=2)), ("sweep.md", table)):
@@ -138,14 +138,18 @@ def _values(override: Override) -> list[str]:
 
 
 def _of_sweep(
-    config: Config, first: Config, folder: Path, name: str, parent_run_id: str | None
-) -> Config:
+    config: TrainSettings, first: TrainSettings, folder: Path, name: str, parent_run_id: str | None
+) -> TrainSettings:
     """Configuration of a run, with its own folder, in the MLflow experiment of the first run."""
-    shared = {key: first["tracking"][key] for key in ("uri", "experiment")}
-    own = {"run_name": name, "parent_run_id": parent_run_id}
-    values = {key: value for key, value in config.values.items() if key not in OWN_KEYS}
+    tracking = replace(
+        config.tracking,
+        uri=first.tracking.uri,
+        experiment=first.tracking.experiment,
+        run_name=name,
+        parent_run_id=parent_run_id,
+    )
     places = {"output_dir": str(folder), "model_dir": str(folder / "model")}
-    return Config({**values, **places, "tracking": {**config["tracking"], **shared, **own}})
+    return replace(config, **places, tracking=tracking)
 
 
 def folder_name(name: str) -> str:
@@ -157,7 +161,7 @@ def folder_name(name: str) -> str:
 
 
 def collect(
-    settings: Mapping[str, Mapping[str, str]], runs: Mapping[str, Config]
+    settings: Mapping[str, Mapping[str, str]], runs: Mapping[str, TrainSettings]
 ) -> dict[str, Any]:
     """Collect the last validation figures of the runs, best first, with the swept values.
 
@@ -167,7 +171,7 @@ def collect(
     """
     rows: list[dict[str, Any]] = []
     for name, config in runs.items():
-        folder = Path(config["output_dir"])
+        folder = Path(config.output_dir)
         logged = [row for row in read_metrics(folder / METRICS_FILE) if FIGURE in row]
         last = logged[-1] if logged else {}
         figures = {key: last.get(key) for key in ("step", FIGURE, "validation_perplexity")}
@@ -182,13 +186,12 @@ def collect(
     }
 
 
-def _scored_on(config: Config) -> str:
+def _scored_on(config: TrainSettings) -> str:
     """Key of the settings that determine the residues of the validation."""
-    evaluation = {
-        k: v for k, v in (config["callbacks"]["evaluation"] or {}).items() if k != "every"
-    }
-    longest = config["model"]["max_position_embeddings"]
-    return json.dumps([config["data"]["prepared_dir"], evaluation, longest], sort_keys=True)
+    evaluation = config.callbacks.get("evaluation")
+    chosen = {k: v for k, v in vars(evaluation or CallbackSettings()).items() if k != "every"}
+    longest = config.model.max_position_embeddings
+    return json.dumps([config.data.prepared_dir, chosen, longest], sort_keys=True)
 
 
 def sweep_table(results: dict[str, Any]) -> str:

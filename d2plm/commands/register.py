@@ -4,24 +4,24 @@ import logging
 from pathlib import Path
 
 from d2plm.assembly.tracked_run import describe, short_digest, tracked_run
-from d2plm.config import Config
 from d2plm.core.errors import ConfigError
 from d2plm.core.locks import locked
 from d2plm.core.terminal import done
+from d2plm.settings.commands import PipelineSettings
 from d2plm.tracking.mlflow_run import VERSION_TAG
 from d2plm.tracking.registry import Registration, export_digest, register
 
 log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> Registration:
+def run(config: PipelineSettings) -> Registration:
     """Register the model, and make it the champion if it is better than the present one."""
-    export = Path(config["model_dir"])
+    export = Path(config.model_dir)
     digest = export_digest(export)
-    name, trackers = config["tracking"]["registered_model"], config["tracking"]["trackers"]
-    busy = f"another process is registering the model of {config['output_dir']}"
+    name, trackers = config.tracking.registered_model, config.tracking.trackers
+    busy = f"another process is registering the model of {config.output_dir}"
     with (
-        locked(Path(config["output_dir"]) / ".register.lock", busy, waiting=log.warning),
+        locked(Path(config.output_dir) / ".register.lock", busy, waiting=log.warning),
         tracked_run(config, "register") as tracked,
     ):
         if tracked.mlflow is None:

@@ -8,29 +8,29 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from d2plm.assembly.preparation import settings
-from d2plm.config import Config
 from d2plm.core.errors import DataError
 from d2plm.core.files import require_other_output
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, first_few
 from d2plm.data.fasta import read_fasta
-from d2plm.data.homology import Resources
 from d2plm.data.relatives_table import write_relatives
-from d2plm.data.retrieval import RetrievalSettings, retrieve_relatives
+from d2plm.data.retrieval import retrieve_relatives
+from d2plm.settings.commands import RelativesSettings
+from d2plm.settings.data import Resources, RetrievalSettings
+from d2plm.settings.schema import part
 
 log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: RelativesSettings) -> dict[str, Any]:
     """Search, and write a row for each relative of each protein of the input.
 
     Raises:
         DataError: if two proteins have the same name, or no protein has a relative.
     """
-    source, reference, output = config["input"], config["reference"], config["output"]
+    source, reference, output = config.input, config.reference, config.output
     require_other_output("output", output, [source, reference])
-    retrieval = settings(RetrievalSettings, config.values)
+    retrieval = part(RetrievalSettings, config)
     proteins = [*read_fasta(Path(str(source)))]
     names = [record.name for record in proteins]
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
@@ -39,9 +39,9 @@ def run(config: Config) -> dict[str, Any]:
         found = retrieve_relatives(
             [record.tokens for record in proteins],
             reference,
-            Path(config["cache_dir"]),
+            Path(config.cache_dir),
             retrieval,
-            resources=settings(Resources, config.values),
+            resources=part(Resources, config),
             report=log.info,
             progress=progress.update_share,
         )

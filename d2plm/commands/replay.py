@@ -1,44 +1,42 @@
 """d2plm replay: repeat a training step with the same batch, masks and weights, and inspect it."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from d2plm.assembly.training_run import build_trainer, on_one_process, training_stores
-from d2plm.config import Config, read
-from d2plm.core.errors import ConfigError, require_number
+from d2plm.config import read
+from d2plm.core.errors import ConfigError
 from d2plm.core.files import nearest_path, write_text
 from d2plm.core.terminal import result
+from d2plm.settings.commands import PipelineSettings, ReplaySettings
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 from d2plm.training.replay import Replayed, replay
 
 
-def run(config: Config) -> Replayed:
+def run(config: ReplaySettings) -> Replayed:
     """Repeat the step and print its sequences and gradients; the run itself is not changed."""
-    folder = Path(config["run"])
-    require_number("step", config["step"], integer=True, low=1)
-    require_number("show", config["show"], integer=True, low=0)
+    folder = Path(config.run)
     if not (folder / "config.yaml").is_file():
         near = nearest_path(folder)
         raise ConfigError(
             f"run={folder}: contains no config.yaml{near}; give the output_dir of a training run"
         )
-    settings = on_one_process(read(folder / "config.yaml", []))
-    values = {**settings.values, "output_dir": str(folder)}
-    values["callbacks"] = dict.fromkeys(values["callbacks"])  # none, because they would write files
-    if config["device"] is not None:
-        values["trainer"] = {**values["trainer"], "device": config["device"]}
-    if config["prepared_dir"] is not None:
-        changes = {"prepared_dir": config["prepared_dir"], "tokenizer": None}
-        values["data"] = {**values["data"], **changes}
-    settings = Config(values)
+    settings: PipelineSettings = on_one_process(read("train", folder / "config.yaml"))
+    # No callbacks, because they would write files.
+    settings = replace(settings, output_dir=str(folder), callbacks={})
+    if config.device is not None:
+        settings = replace(settings, trainer=replace(settings.trainer, device=config.device))
+    if config.prepared_dir is not None:
+        data = replace(settings.data, prepared_dir=config.prepared_dir, tokenizer=None)
+        settings = replace(settings, data=data)
     trainer = build_trainer(settings, training_stores(settings))
-    replayed = replay(trainer, config["step"], config["checkpoint"])
+    replayed = replay(trainer, config.step, config.checkpoint)
     rows = read_metrics(folder / METRICS_FILE)
-    logged = (row for row in rows if row["step"] == config["step"] and "loss" in row)
-    result(table(replayed, next(logged, None), config["show"]))
-    if config["output"] is not None:
-        write_text(Path(config["output"]), json.dumps(asdict(replayed), indent=2))
+    logged = (row for row in rows if row["step"] == config.step and "loss" in row)
+    result(table(replayed, next(logged, None), config.show))
+    if config.output is not None:
+        write_text(Path(config.output), json.dumps(asdict(replayed), indent=2))
     return replayed
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from d2plm.assembly.preparation import resources
 from d2plm.assembly.tracked_run import tracked_run
-from d2plm.config import Config, read
+from d2plm.config import read
 from d2plm.core.terminal import done
-from d2plm.data.homology import Resources
 from d2plm.data.manifest import MANIFEST, open_prepared
 from d2plm.evaluation.findings import EVALUATION, read_evaluation
 from d2plm.evaluation.new_members import read_members
@@ -20,6 +19,9 @@ from d2plm.export.designs import FASTA, describe_designs
 from d2plm.export.exported_model import PROVENANCE, ExportedModel
 from d2plm.export.report_content import CONFIG, Sources
 from d2plm.export.report_page import write_report
+from d2plm.settings.commands import PipelineSettings, ReportSettings
+from d2plm.settings.data import Resources
+from d2plm.settings.schema import part
 from d2plm.tracking.locations import open_export
 
 DESCRIBED_AS = ("seed", "precision", "token_budget", "nearest_sensitivity")  # evaluation settings
@@ -27,20 +29,20 @@ DESCRIBED_AS = ("seed", "precision", "token_budget", "nearest_sensitivity")  # e
 log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> Path:
+def run(config: ReportSettings) -> Path:
     """Describe the generated proteins, if any, write the page and return its path."""
-    output_dir = Path(config["output_dir"])
+    output_dir = Path(config.output_dir)
     file = output_dir / CONFIG
-    written = read(file, [], own=True).values if file.is_file() else {}
+    written: PipelineSettings | None = read("train", file) if file.is_file() else None
     sources = Sources(
         output_dir,
         model_dir=_folder(
-            PROVENANCE, config["model_dir"], output_dir / "model", written.get("model_dir")
+            PROVENANCE, config.model_dir, output_dir / "model", written and written.model_dir
         ),
         prepared_dir=_folder(
             MANIFEST,
-            config["prepared_dir"],
-            written.get("data", {}).get("prepared_dir"),
+            config.prepared_dir,
+            written and written.data.prepared_dir,
             output_dir.parent / "data",
         ),
     )
@@ -52,8 +54,8 @@ def run(config: Config) -> Path:
     )
     absent = [file for file in describable if not file.is_file()]
     if not absent:
-        exported = open_export(sources.model_dir, config["device"])
-        mmseqs = Resources(config["threads"], config["memory_limit"], config["temporary_dir"])
+        exported = open_export(sources.model_dir, config.device)
+        mmseqs = part(Resources, config)
         _describe(sources, exported, mmseqs)
     elif (output_dir / FASTA).is_file():
         log.warning("%s is left out because %s is missing", output_dir / FASTA, absent[0])
@@ -62,10 +64,10 @@ def run(config: Config) -> Path:
     return report
 
 
-def report_on_proteins(config: Config, exported: ExportedModel) -> None:
+def report_on_proteins(config: PipelineSettings, exported: ExportedModel) -> None:
     """Describe the generated proteins of a finished run, write the page and log it."""
-    output_dir = Path(config["output_dir"])
-    sources = Sources(output_dir, exported.folder, Path(config["data"]["prepared_dir"]))
+    output_dir = Path(config.output_dir)
+    sources = Sources(output_dir, exported.folder, Path(config.data.prepared_dir))
     _describe(sources, exported, resources(config))
     report = write_report(sources)
     with tracked_run(config, "report") as tracked:

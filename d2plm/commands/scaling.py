@@ -12,47 +12,51 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.assembly.many_runs import check_runs, dry_run, merged, run_all, write_results
+from d2plm.assembly.many_runs import check_runs, dry_run, run_all, write_results
 from d2plm.assembly.preparation import build_vocabulary, prepare_data
-from d2plm.assembly.training_run import trainer_keys, training_stores, with_vocab_size
-from d2plm.config import Config
-from d2plm.core.errors import ConfigError, require, require_number
+from d2plm.assembly.training_run import (
+    model_config,
+    trainer_keys,
+    training_stores,
+    with_vocab_size,
+)
+from d2plm.config import changed
+from d2plm.core.errors import ConfigError, require
 from d2plm.core.terminal import result
 from d2plm.evaluation.scaling import LEAST_VALUES, Point, analyse, plot_scaling, scaling_table
 from d2plm.export.model_evaluation import load_scores
 from d2plm.model.flops import token_parameters, training_flops
+from d2plm.settings.commands import ScalingSettings
 from d2plm.training.trainer_settings import crop_length
-
-OWN_KEYS = ("sizes", "steps", "flops", "parallel", "dry_run")
 
 
 @dataclass(frozen=True)
 class Planned:
     """A run of the grid: its complete configuration, and its point without the loss."""
 
-    config: Config
+    config: ScalingSettings
     point: Point
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: ScalingSettings) -> dict[str, Any]:
     """Prepare the data, run the whole grid, write and print the scaling law.
 
     A dry run forecasts every run instead; it needs prepared data, or `data.residues=random`.
     """
-    config = with_vocab_size(config, build_vocabulary(config["data"], "data"))
+    config = with_vocab_size(config, build_vocabulary(config.data))
     _check(config)
-    if not config["dry_run"]:
+    if not config.dry_run:
         prepare_data(config)
     lengths = training_stores(config)["train"].lengths
     grid = plan(config, lengths)
     # Longest first, so that no core idles at the end.
     longest_first = sorted(grid, key=lambda planned: -planned.point.flops)
-    runs = {one.config["tracking"]["run_name"]: one.config for one in longest_first}
-    if config["dry_run"]:
+    runs = {str(one.config.tracking.run_name): one.config for one in longest_first}
+    if config.dry_run:
         return dry_run(runs)
-    check_runs(runs, config["parallel"])
-    run_all(runs, ("train", "evaluate"), config["parallel"])
-    evaluation, _ = load_scores(Path(grid[0].config["model_dir"]))
+    check_runs(runs)
+    run_all(runs, ("train", "evaluate"), config.parallel)
+    evaluation, _ = load_scores(Path(grid[0].config.model_dir))
     named = {key: value for key, value in evaluation.items() if key == "terms"}
     results = {**analyse(_points(grid)), **named}
     table = scaling_table(results)
@@ -61,33 +65,27 @@ def run(config: Config) -> dict[str, Any]:
     return results
 
 
-def _check(config: Config) -> None:
+def _check(config: ScalingSettings) -> None:
     """Reject settings that cannot determine a scaling law, before anything is computed."""
-    sizes = config["sizes"]
-    fits = isinstance(sizes, dict) and all(isinstance(changes, dict) for changes in sizes.values())
+    sizes = config.sizes
+    fits = all(isinstance(changes, dict) for changes in sizes.values())
     wanted = f"at least {LEAST_VALUES}, as {{name: {{section: {{key: value}}}}}}"
     require(fits and len(sizes) >= LEAST_VALUES, "sizes", sizes, wanted)
-    models = {size: merged(config.values, sizes[size], f"sizes.{size}")["model"] for size in sizes}
-    parameters = {
-        size: token_parameters(Config({"model": model}).build("model"))
-        for size, model in models.items()
-    }
+    models = {size: changed(config, sizes[size], f"sizes.{size}") for size in sizes}
+    parameters = {size: token_parameters(model_config(own)) for size, own in models.items()}
     wanted = "of different numbers of parameters"
     require(len(set(parameters.values())) == len(sizes), "sizes", parameters, wanted)
-    if (config["steps"] is None) == (config["flops"] is None):
+    if (config.steps is None) == (config.flops is None):
         raise ConfigError(
-            f"steps={config['steps']}, flops={config['flops']}: set exactly one of the two"
+            "set exactly one of the two", {"steps": config.steps, "flops": config.flops}
         )
-    key = "flops" if config["steps"] is None else "steps"
-    budgets = config[key]
-    fits = isinstance(budgets, list) and len(set(budgets)) == len(budgets) >= LEAST_VALUES
-    require(fits, key, budgets, f"a list of at least {LEAST_VALUES} different budgets")
-    for budget in budgets:
-        require_number(key, budget, integer=key == "steps", low=1)
-    require_number("parallel", config["parallel"], integer=True, low=1)
+    name = "flops" if config.steps is None else "steps"
+    budgets = getattr(config, name)
+    fits = len({*budgets}) == len(budgets) >= LEAST_VALUES
+    require(fits, name, budgets, f"a list of at least {LEAST_VALUES} different budgets")
 
 
-def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
+def plan(config: ScalingSettings, lengths: NDArray[np.integer]) -> list[Planned]:
     """Plan the runs, by size and then by budget.
 
     The FLOPs of attention depend on `lengths`, the residues of the training proteins.
@@ -96,42 +94,42 @@ def plan(config: Config, lengths: NDArray[np.integer]) -> list[Planned]:
         ConfigError: if a budget in FLOPs is less than one step.
     """
     grid = []
-    for size, changes in config["sizes"].items():
-        values = merged(config.values, changes, f"sizes.{size}")
-        model = Config(values).build("model")
+    for size, changes in config.sizes.items():
+        sized = changed(config, changes, f"sizes.{size}")
+        model = model_config(sized)
         with trainer_keys():
-            longest = crop_length(values["data"]["max_length"], model.max_position_embeddings)
+            longest = crop_length(sized.data.max_length, model.max_position_embeddings)
         segments = np.minimum(lengths.astype(np.int64) + 2, longest)
         per_token = training_flops(model, segments.tolist()) / int(segments.sum())
-        tokens_of_step = values["trainer"]["global_batch_tokens"]
-        for budget in config["steps"] or config["flops"]:
-            steps = budget if config["steps"] else round(budget / (per_token * tokens_of_step))
+        tokens_of_step = sized.trainer.global_batch_tokens or sized.data.token_budget
+        for budget in config.steps or config.flops or ():
+            steps = int(budget) if config.steps else round(budget / (per_token * tokens_of_step))
             if steps < 1:
-                raise ConfigError(f"flops={budget:g}: less than one step of size {size}")
+                raise ConfigError(f"less than one step of size {size}", {"flops": budget})
             tokens = steps * tokens_of_step
             point = Point(size, token_parameters(model), tokens, tokens * per_token, math.nan)
-            grid.append(Planned(run_settings(values, size, steps), point))
+            grid.append(Planned(run_settings(sized, size, steps), point))
     return grid
 
 
-def run_settings(values: dict[str, Any], size: str, steps: int) -> Config:
-    """Complete configuration of a run of `steps` steps, from the values of its size."""
-    folder = Path(values["work_dir"]) / size / f"steps{steps}"
-    own = {
-        "name": size,
-        "output_dir": str(folder),
-        "model_dir": str(folder / "model"),
-        "trainer": {**values["trainer"], "max_steps": steps, "max_epochs": None},
-        "tracking": {**values["tracking"], "run_name": f"{size}, {steps} steps"},
-    }
-    kept = {key: value for key, value in values.items() if key not in OWN_KEYS}
-    return Config({**kept, **own})
+def run_settings(config: ScalingSettings, size: str, steps: int) -> ScalingSettings:
+    """Complete configuration of a run of `steps` steps, from that of its size."""
+    folder = Path(config.work_dir) / size / f"steps{steps}"
+    return replace(
+        config,
+        name=size,
+        output_dir=str(folder),
+        model_dir=str(folder / "model"),
+        trainer=replace(config.trainer, max_steps=steps, max_epochs=None),
+        tracking=replace(config.tracking, run_name=f"{size}, {steps} steps"),
+        dry_run=False,
+    )
 
 
 def _points(grid: list[Planned]) -> list[Point]:
     points, scored_on = [], set()
     for planned in grid:
-        evaluation, _ = load_scores(Path(planned.config["model_dir"]))
+        evaluation, _ = load_scores(Path(planned.config.model_dir))
         scored_on.add((evaluation["digests"]["validation"], evaluation["digests"]["masks"]))
         loss, interval = (evaluation["model"][key] for key in ("nelbo", "nelbo_interval"))
         points.append(replace(planned.point, loss=loss, interval=interval))

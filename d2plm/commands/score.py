@@ -17,9 +17,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from d2plm.config import Config
 from d2plm.core.batch import of_size
-from d2plm.core.errors import DataError, as_keys, require, require_number
+from d2plm.core.errors import DataError, require, within
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, first_few, output_modes
@@ -29,6 +28,7 @@ from d2plm.data.sources import CUT_IT, is_stream, read_sequences
 from d2plm.evaluation import mutations, scoring
 from d2plm.evaluation.rank_correlation import rank_correlation
 from d2plm.export.exported_model import ExportedModel
+from d2plm.settings.commands import ScoreSettings
 from d2plm.tracking.locations import open_model
 
 log = logging.getLogger(__name__)
@@ -40,48 +40,41 @@ CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numberi
 _CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: ScoreSettings) -> dict[str, Any]:
     """Score every protein or every variant, and write one CSV row for each."""
-    output, masked = config["output"], config[PSEUDO_LOG_LIKELIHOOD]
-    fits = masked is None or isinstance(masked, bool)
-    require(fits, PSEUDO_LOG_LIKELIHOOD, masked, "true, false or null")
-    require_number("mutation_offset", config["mutation_offset"], integer=True)
-    whole = config["mutations"] is None and config["relatives"] is None
-    fits, wanted = whole or config["window"] is None, "null with mutations or relatives"
-    require(fits, "window", config["window"], wanted)
-    read = [config[key] for key in ("input", "mutations", "relatives")]
+    output = config.output
+    whole = config.mutations is None and config.relatives is None
+    fits, wanted = whole or config.window is None, "null with mutations or relatives"
+    require(fits, "window", config.window, wanted)
+    read = [config.input, config.mutations, config.relatives]
     require_other_output("output", output, read)
-    masks = config["evaluation"]["masks_per_sequence"]
-    require_number("evaluation.masks_per_sequence", masks, integer=True, low=1)
-    exported = open_model(
-        config["model_dir"], config["device"], config["tracking_uri"], key="model_dir"
-    )
-    with as_keys("evaluation", {name: name for name in ("precision", "max_relatives")}):
-        return (score_proteins if config["mutations"] is None else score_variants)(config, exported)
+    exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
+    with within("evaluation", {name: name for name in ("precision", "max_relatives")}):
+        return (score_proteins if config.mutations is None else score_variants)(config, exported)
 
 
-def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
+def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, Any]:
     """Write a row with the bound, and the pseudo-log-likelihood, of each record of the input.
 
     Returns:
         The `output` and the number of proteins; with `--json` and no output, also their rows.
     """
     paradigm, vocabulary = exported.paradigm, exported.vocabulary
-    asked = config[PSEUDO_LOG_LIKELIHOOD]
+    asked = config.pseudo_log_likelihood
     predicting = not vocabulary.is_text if asked is None else asked
     if predicting:
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
         masked = scoring.require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
-    evaluation, path = config["evaluation"], Path(str(config["input"]))
-    records = partial(read_sequences, path, vocabulary, config["window"])
+    evaluation, path = config.evaluation, Path(str(config.input))
+    records = partial(read_sequences, path, vocabulary, config.window)
     once = list(records()) if is_stream(path) else None  # a pipe can be read only once
     families, tokens = _families(config, exported), 0
     number, alone = 0, []  # number of proteins; names of those without relatives
-    remedy = CUT_IT if config["relatives"] is None else "remove or shorten it"
+    remedy = CUT_IT if config.relatives is None else "remove or shorten it"
     for record in once or records():
         exported.require_short_enough(f"record {record.name!r}", record.tokens, remedy, DataError)
         residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
-        tokens += (len(record.tokens) + 2) * (evaluation["masks_per_sequence"] + residues)
+        tokens += (len(record.tokens) + 2) * (evaluation.masks_per_sequence + residues)
         family = None if families is None else families(record.name)
         if family is not None and not family.has_others(record.tokens):
             alone.append(record.name)
@@ -90,7 +83,7 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
         number += 1
     if alone:
         _report_alone(config, alone, number)
-    model, written, rows = exported.denoiser(config["precision"]), 0, []
+    model, written, rows = exported.denoiser(config.precision), 0, []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for chunk in of_size(once or records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
@@ -100,8 +93,8 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 model,
                 paradigm,
                 sequences,
-                masks_per_sequence=evaluation["masks_per_sequence"],
-                seed=evaluation["seed"],
+                masks_per_sequence=evaluation.masks_per_sequence,
+                seed=evaluation.seed,
                 first_id=written,
                 families=own,
                 names=names,
@@ -113,18 +106,18 @@ def score_proteins(config: Config, exported: ExportedModel) -> dict[str, Any]:
                 table[PSEUDO_LOG_LIKELIHOOD] = scoring.pseudo_log_likelihoods(
                     model, masked, sequences, families=own, names=names, **settings
                 )
-            if config["output"] is None and JSON in output_modes():
+            if config.output is None and JSON in output_modes():
                 rows += table.round(4).to_dict("records")
             else:
                 style = {"header": not written, "index": False, "float_format": "%.4f"}
                 table.to_csv(target or sys.stdout, mode="a", **style)
             written += len(chunk)
-    if config["output"] is not None:
-        done(f"wrote {config['output']} ({written} {vocabulary.nouns.sequence}s)")
-    return {"output": config["output"], "number": written, "proteins": rows}
+    if config.output is not None:
+        done(f"wrote {config.output} ({written} {vocabulary.nouns.sequence}s)")
+    return {"output": config.output, "number": written, "proteins": rows}
 
 
-def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
+def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, Any]:
     """Write the table of variants with their effects, and report the correlations.
 
     With relatives there are three columns: the model given the relatives, the model alone, and the
@@ -137,10 +130,10 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
     exported.require_proteins("mutations")
     remedy = "use a model of diffusion, or of flow matching from masks"
     paradigm = scoring.require_masked(exported.paradigm, "mutations", remedy)
-    table, source = mutations.read_variants(Path(str(config["mutations"]))), str(config["input"])
+    table, source = mutations.read_variants(Path(str(config.mutations))), str(config.input)
     measured, proteins = table.measured(), list(read_fasta(Path(source)))
     rows_of = table.rows_by_protein(proteins, source)
-    variants = table.place(proteins, rows_of, config["mutation_offset"])
+    variants = table.place(proteins, rows_of, config.mutation_offset)
     tokens, families, alone = 0, _families(config, exported), list[str]()
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
@@ -152,7 +145,7 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
             alone.append(name)
     if alone:
         _report_alone(config, alone, len(variants))
-    model, correlations = exported.denoiser(config["precision"]), []
+    model, correlations = exported.denoiser(config.precision), []
     scores: dict[str, NDArray[np.float64]] = {}
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
@@ -170,9 +163,9 @@ def score_variants(config: Config, exported: ExportedModel) -> dict[str, Any]:
                     progress.say(f"{label}: {correlation}")
         if target or JSON not in output_modes():
             table.write(target or sys.stdout, scores)
-    if config["output"] is not None:
-        done(f"wrote {config['output']} ({len(table.cells)} variants)")
-    document = {"output": config["output"], "scores": scores.pop(mutations.SCORE_COLUMN), **scores}
+    if config.output is not None:
+        done(f"wrote {config.output} ({len(table.cells)} variants)")
+    document = {"output": config.output, "scores": scores.pop(mutations.SCORE_COLUMN), **scores}
     return {**document, "correlations": correlations}
 
 
@@ -194,32 +187,32 @@ def _by_predictor(
     }
 
 
-def _families(config: Config, exported: ExportedModel) -> Callable[[str], Family] | None:
-    if config["relatives"] is None:
+def _families(config: ScoreSettings, exported: ExportedModel) -> Callable[[str], Family] | None:
+    if config.relatives is None:
         return None
     exported.require_taking_relatives("relatives")
-    return read_families(Path(str(config["relatives"])), config["max_relatives"])
+    return read_families(Path(str(config.relatives)), config.max_relatives)
 
 
-def _report_alone(config: Config, alone: list[str], number: int) -> None:
+def _report_alone(config: ScoreSettings, alone: list[str], number: int) -> None:
     """Log which proteins have no relatives; raise an error if none has."""
     if len(alone) == number:
         raise DataError(
-            f"{config['relatives']}: contains no relatives of any protein in {config['input']} "
+            f"{config.relatives}: contains no relatives of any protein in {config.input} "
             "except the protein itself; check the names, add relatives, or omit relatives="
         )
     shown = first_few(alone)
     log.info("%d of %d proteins are scored without relatives: %s", len(alone), number, shown)
 
 
-def _settings(config: Config, exported: ExportedModel, progress: Progress) -> dict[str, Any]:
+def _settings(config: ScoreSettings, exported: ExportedModel, progress: Progress) -> dict[str, Any]:
     return {
-        "token_budget": config["evaluation"]["token_budget"],
+        "token_budget": config.evaluation.token_budget,
         "device": exported.model.device,
         "progress": progress.advance,
     }
 
 
-def _target(config: Config) -> AbstractContextManager[Path | None]:
+def _target(config: ScoreSettings) -> AbstractContextManager[Path | None]:
     """The file to write to, moved into place at the end; None for standard output."""
-    return nullcontext() if config["output"] is None else written_beside(config["output"])
+    return nullcontext() if config.output is None else written_beside(config.output)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from d2plm.assembly import rehearsal
+from d2plm.assembly import dry_run
 from d2plm.assembly.tracked_run import (
     describe,
     log_data,
@@ -20,16 +20,18 @@ from d2plm.assembly.training_run import (
     build_trainer,
     fitting_plan,
     load_start,
+    model_config,
     trainer_keys,
     training_stores,
     with_start_pinned,
 )
-from d2plm.config import Config
-from d2plm.core.errors import DataError, require_number
+from d2plm.config import save
+from d2plm.core.errors import DataError
 from d2plm.core.locks import locked
 from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
 from d2plm.launch.torchrun import train_locally
+from d2plm.settings.commands import PipelineSettings, TrainSettings
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
@@ -40,36 +42,35 @@ CONFIG = "config.yaml"
 log = logging.getLogger(__name__)
 
 
-def run(config: Config) -> dict[str, Any] | None:
+def run(config: TrainSettings) -> dict[str, Any] | None:
     """Train from the newest checkpoint, export the averaged model and return the results.
 
     Starts several processes with torchrun unless a launcher has already started this process.
     """
-    if config.values.get("dry_run"):
-        forecast = rehearsal.forecast(config)
+    if config.dry_run:
+        forecast = dry_run.forecast(config)
         result(aligned(forecast))
         return forecast
-    if config["trainer"]["fast_dev_run"] is not None:
+    if config.trainer.fast_dev_run is not None:
         with TemporaryDirectory(prefix="d2plm-") as folder:
-            steps = config["trainer"]["fast_dev_run"]
-            run(rehearsal.shortened(config, Path(folder)))
+            steps = config.trainer.fast_dev_run
+            run(dry_run.shortened(config, Path(folder)))
             log.info("fast_dev_run: %d steps, validation, save and export succeeded", steps)
         return None
-    processes = config["distributed"]["processes"]
-    require_number("distributed.processes", processes, integer=True, low=1)
+    processes = config.distributed.processes
     if processes > 1 and "WORLD_SIZE" not in os.environ:
-        if config["init_from"] is None:  # the weights have their own architecture
-            fitting_plan(config, config.build("model"), processes)
-        requested = Path(config["output_dir"]) / "config.requested.yaml"
-        with_start_pinned(config).save(requested)  # all ranks load the same version
+        if config.init_from is None:  # the weights have their own architecture
+            fitting_plan(config, model_config(config), processes)
+        requested = Path(config.output_dir) / "config.requested.yaml"
+        save(with_start_pinned(config), requested)  # all ranks load the same version
         train_locally(requested, processes)
         return None  # printed by rank 0
     return _train(config)
 
 
-def _train(config: Config) -> dict[str, Any] | None:
+def _train(config: PipelineSettings) -> dict[str, Any] | None:
     """Train in this process; only rank 0 returns the results."""
-    output_dir, stores = Path(config["output_dir"]), training_stores(config)
+    output_dir, stores = Path(config.output_dir), training_stores(config)
     config, start = load_start(config, stores["train"].vocabulary)
     metrics_file = output_dir / METRICS_FILE
     busy = f"another training run is writing to {output_dir}"
@@ -83,7 +84,7 @@ def _train(config: Config) -> dict[str, Any] | None:
         parameters = trainer.num_parameters
         log.info(
             "training %s: %s parameters, %s, %d steps of %s tokens, %.3g FLOPs, on %s%s",
-            config["paradigm"]["name"],
+            config.paradigm.name,
             f"{parameters:,}",
             str(trainer.dtype).removeprefix("torch."),
             trainer.max_steps,
@@ -94,9 +95,9 @@ def _train(config: Config) -> dict[str, Any] | None:
         )
         if tracked.runs:
             log_settings(tracked, config, parameters=parameters)
-            members = (config["data"]["mixture"] or {}).items()
+            members = (config.data.mixture or {}).items()
             mixture = {name: Path(member["prepared_dir"]) for name, member in members}
-            log_data(tracked, Path(config["data"]["prepared_dir"]), mixture)
+            log_data(tracked, Path(config.data.prepared_dir), mixture)
             log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
         with trainer_keys():
             trainer.train()
@@ -108,10 +109,10 @@ def _train(config: Config) -> dict[str, Any] | None:
     if not trainer.process.is_main:
         return None
     if any(isinstance(callback, Export) for callback in trainer.callbacks):
-        done(f"exported {config['model_dir']}")
+        done(f"exported {config.model_dir}")
     return {
-        "output_dir": config["output_dir"],
-        "model_dir": config["model_dir"],
+        "output_dir": config.output_dir,
+        "model_dir": config.model_dir,
         "run_id": tracked.id,
         "parameters": parameters,
         "step": trainer.step,
@@ -127,11 +128,12 @@ class SaveConfig(Callback):
     later files would be incomplete without the earlier ones.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: PipelineSettings) -> None:
+        super().__init__()
         self.config = config
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        trainer.process.on_main(lambda: self.config.save(trainer.output_dir / CONFIG))
+        trainer.process.on_main(lambda: save(self.config, trainer.output_dir / CONFIG))
 
     def on_save(self, trainer: Trainer, *_: object) -> None:
         self.on_train_end(trainer)

@@ -23,16 +23,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, require, require_choice, require_number
+from d2plm.core.errors import DataError
 from d2plm.core.lifetime import for_children, watched
 from d2plm.core.locks import locked
 from d2plm.core.machine import usable_cores
 from d2plm.core.signals import deferred
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import EITHER, ClusterSettings, Resources, SearchSettings
 
-CLUSTER_METHODS = ("cluster", "linclust", "none")
-EITHER = "either"  # not a mode of MMseqs2: the union of its modes 1 and 2
 GAP = ord("-")  # in alignments
 LOG = "mmseqs.log"
 OF_THE_QUERY = 2  # MMseqs2's number for coverage of the query
@@ -48,85 +47,6 @@ _OF_NUCLEOTIDES = ("--search-type", 3)
 _BOTH_STRANDS = ("--strand", 2)
 # Words as long as BLASTN's: MMseqs2's own 15 find fewer homologs, and their index takes 8.4 GB.
 _INDEX_OF_NUCLEOTIDES = ("-k", 11)
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSettings:
-    """Settings of the homology clustering.
-
-    Attributes:
-        method: "cluster" finds remote homologs by cascaded searches; "linclust" takes linear time,
-            for hundreds of millions of sequences; "none" makes every sequence its own cluster,
-            for a collection that is already clustered, such as UniRef50.
-        min_seq_id: least identity of a member with its representative, 0 … 1.
-        coverage: least fraction of both sequences covered by the alignment, 0 … 1.
-    """
-
-    method: str = "cluster"
-    min_seq_id: float = 0.3
-    coverage: float = 0.8
-
-    def __post_init__(self) -> None:
-        require_choice("method", self.method, CLUSTER_METHODS)
-        require_number("min_seq_id", self.min_seq_id, low=0, high=1)
-        require_number("coverage", self.coverage, low=0, high=1)
-
-
-@dataclass(frozen=True, slots=True)
-class SearchSettings:
-    """Settings that define homologs.
-
-    The defaults are those of the ESM-2 paper's split except for its coverage of both sequences (0),
-    which misses proteins that contain another one or are contained in it.
-
-    Attributes:
-        min_seq_id: least identity of a hit, 0 … 1.
-        coverage: least fraction of the sequences covered by the alignment, 0 … 1.
-        coverage_mode: the sequences to which `coverage` applies: EITHER of them, in effect the
-            shorter one, or MMseqs2's number of the mode (0: both).
-        sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
-        max_seqs: prefilter results kept for each query.
-        alignment_mode: 3 computes the identity from the whole alignment; 0 and 1 do not compute
-            its start, which coverage of EITHER needs.
-    """
-
-    min_seq_id: float = 0.5
-    coverage: float = 0.8
-    coverage_mode: int | str = EITHER
-    sensitivity: float = 7.0
-    max_seqs: int = 300
-    alignment_mode: int = 3
-
-    def __post_init__(self) -> None:
-        require_number("min_seq_id", self.min_seq_id, low=0, high=1)
-        require_number("coverage", self.coverage, low=0, high=1)
-        require_number("sensitivity", self.sensitivity, low=1, high=7.5)
-        require_number("max_seqs", self.max_seqs, integer=True, low=1)
-        mode, either = self.coverage_mode, self.coverage_mode == EITHER
-        wanted = f"{EITHER!r}, or a mode of MMseqs2, from 0 to 5"
-        fits = either or (isinstance(mode, int) and 0 <= mode <= 5)
-        require(fits, "coverage_mode", mode, wanted)
-        least = 2 if either else 0
-        require_number("alignment_mode", self.alignment_mode, integer=True, low=least, high=4)
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """Resources that MMseqs2 may use.
-
-    Attributes:
-        threads: CPU threads; None selects all that this process may use.
-        memory_limit: such as "48G"; None allows all memory of the machine.
-        temporary_dir: folder for temporary files, several times the input's size; None selects the
-            folder of the results.
-    """
-
-    threads: int | None = None
-    memory_limit: str | None = None
-    temporary_dir: Path | None = None
-
-    def __post_init__(self) -> None:
-        require_number("threads", self.threads, optional=True, integer=True, low=1)
 
 
 @dataclass(frozen=True, slots=True)

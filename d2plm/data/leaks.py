@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from d2plm.core.errors import DataError, SplitError
 from d2plm.core.number_text import counted
 from d2plm.data.likeness import Finder, Likeness
-from d2plm.data.split import SEARCH_DIRECTIONS, Mask
+from d2plm.data.split import Mask
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
 
@@ -93,7 +93,7 @@ def drop_homologs(
         search: (direction, the remaining pool, bool [N]) → for each pair found, the index of its
             sequence in the remaining pool, and whether the alignment covers enough of both
             sequences, 0 or 1: int64 [pairs, 2].
-        directions: one of SEARCH_DIRECTIONS.
+        directions: `both`, `from_held_out` or `from_training`.
         threshold: name of the setting to raise where everything is a hit.
 
     Returns:
@@ -104,7 +104,7 @@ def drop_homologs(
     Raises:
         DataError: nothing is left of the pool, or the searches do not converge.
     """
-    wanted = SEARCH_DIRECTIONS[1:] if directions == "both" else (directions,)
+    wanted = ("from_held_out", "from_training") if directions == "both" else (directions,)
     left, searches = pool.copy(), list[dict[str, Any]]()
     silent: list[str] = []  # directions that found nothing since something was dropped
     turns = cycle(wanted)

@@ -7,7 +7,6 @@ what remains for sequences that are like held-out ones. Both are one `Likeness`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,13 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import require_number
 from d2plm.core.vocabulary import Tokens, Vocabulary
 from d2plm.data.homology import (
-    ClusterSettings,
     MMseqs,
-    Resources,
-    SearchSettings,
     find_mmseqs,
     mmseqs_in,
     mmseqs_version,
@@ -32,38 +27,12 @@ from d2plm.data.overlap import NgramIndex, find_overlaps
 from d2plm.data.sources import read_sequences
 from d2plm.data.split import Mask
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, TextSettings
 
 Report = Callable[[str], None]
 
 # Tokens of an n-gram of near-duplicates (some five words) and of overlaps (some ten).
 _NGRAMS = {"bytes": (25, 50), "tokenizer": (5, 13)}
-
-
-@dataclass(frozen=True, slots=True)
-class TextSettings:
-    """Settings that define which documents are alike.
-
-    Attributes:
-        near_duplicate_similarity: least estimated Jaccard similarity of the n-grams (25 bytes or 5
-            tokens) of documents in one cluster, 0 … 1; None for documents that were deduplicated
-            before.
-        overlap_ngram: tokens in a row that documents share by more than chance; None selects 50
-            bytes, or 13 tokens of a tokenizer.
-        overlap_share: documents overlap if this fraction of the n-grams of either is shared.
-
-    Raises:
-        ConfigError: a setting is impossible; the message names it.
-    """
-
-    near_duplicate_similarity: float | None = 0.75
-    overlap_ngram: int | None = None
-    overlap_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        fraction = partial(require_number, low=0, high=1, low_open=True)
-        fraction("near_duplicate_similarity", self.near_duplicate_similarity, optional=True)
-        require_number("overlap_ngram", self.overlap_ngram, optional=True, integer=True, low=1)
-        fraction("overlap_share", self.overlap_share)
 
 
 class Finder(Protocol):

@@ -27,18 +27,26 @@ from d2plm.core.errors import DataError, SplitError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
-from d2plm.data.homology import ClusterSettings, Resources, SearchSettings, mmseqs_in, writing
+from d2plm.data.homology import mmseqs_in, writing
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.joined_clusters import merged, pairs_of_pieces, window_of
 from d2plm.data.leaks import find_leaking
-from d2plm.data.likeness import Finder, TextSettings, likeness_of
+from d2plm.data.likeness import Finder, likeness_of
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared, read_manifest
 from d2plm.data.retrieval import find_relatives
-from d2plm.data.sources import Reading
-from d2plm.data.split import Mask, SplitSettings, cluster_count, hold_out
+from d2plm.data.split import Mask, cluster_count, hold_out
+from d2plm.data.split import describe as describe_split
 from d2plm.data.stages import Stages, digest_of
 from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, clusters_of
 from d2plm.data.store_writer import SequenceStoreWriter
+from d2plm.settings.data import (
+    ClusterSettings,
+    Reading,
+    Resources,
+    SearchSettings,
+    SplitSettings,
+    TextSettings,
+)
 
 FORMAT_VERSION = 3
 MOST_RELATIVES = 16  # of each training sequence between two `IDENTITIES`
@@ -119,7 +127,7 @@ def prepare(
         settings = {
             "min_residues": min_residues,
             "max_residues": max_residues,
-            "split": split.describe(),
+            "split": describe_split(split),
             "clustering": likeness.clustering,
             "search": likeness.search,
         }

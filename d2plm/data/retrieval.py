@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import decode
-from d2plm.core.errors import ConfigError, DataError, require_number
+from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.locks import locked
 from d2plm.data.fasta import write_fasta
 from d2plm.data.homology import (
@@ -28,57 +28,20 @@ from d2plm.data.homology import (
     OF_THE_QUERY,
     Alignment,
     MMseqs,
-    Resources,
-    SearchSettings,
     mmseqs_in,
     write_indexed_fasta,
 )
 from d2plm.data.ingest import describe, ingest, source_digest
 from d2plm.data.manifest import MANIFEST, is_prepared, open_prepared
 from d2plm.data.relatives import RelativesIndex
-from d2plm.data.sources import Reading
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, add_to_digest
+from d2plm.settings.data import Reading, Resources, RetrievalSettings, SearchSettings
 
 FORMAT_VERSION = 2  # of the results that are kept
 
 Tokens = NDArray[np.uint8]
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RetrievalSettings:
-    """Settings that select the relatives of a protein among the hits of a search.
-
-    Attributes:
-        identity_below: hits with at least this identity to the protein over the alignment are left
-            out. 1 leaves out only identical ones.
-        min_coverage: least fraction of the protein that the alignment covers, 0 … 1.
-        max_relatives: maximum number per protein, the most significant first.
-        mutual_identity_below: hits that share at least this fraction of their aligned residues with
-            an earlier relative are left out; None keeps all.
-        sensitivity: of MMseqs2's prefilter, 1 (fast) … 7.5 (sensitive).
-        max_e_value: largest E-value of a hit.
-
-    Raises:
-        ConfigError: a setting is impossible; the message names it.
-    """
-
-    identity_below: float = 1.0
-    min_coverage: float = 0.0
-    max_relatives: int = 8
-    mutual_identity_below: float | None = 0.9
-    sensitivity: float = 7.0
-    max_e_value: float = MAX_E_VALUE
-
-    def __post_init__(self) -> None:
-        require_number("identity_below", self.identity_below, low=0, high=1, low_open=True)
-        require_number("min_coverage", self.min_coverage, low=0, high=1)
-        require_number("max_relatives", self.max_relatives, integer=True, low=1)
-        mutual = self.mutual_identity_below
-        require_number("mutual_identity_below", mutual, optional=True, low=0, high=1, low_open=True)
-        require_number("sensitivity", self.sensitivity, low=1, high=7.5)
-        require_number("max_e_value", self.max_e_value, low=0, low_open=True)
 
 
 @dataclass(frozen=True, slots=True)

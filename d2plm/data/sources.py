@@ -24,7 +24,7 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from d2plm.core.errors import DataError, did_you_mean, first_line, require_choice, require_number
+from d2plm.core.errors import DataError, did_you_mean, first_line, require_number
 from d2plm.core.files import nearest_path, shipped
 from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
@@ -33,14 +33,10 @@ from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords
 from d2plm.data.store import MANIFEST, SequenceStore
+from d2plm.settings.data import Reading
 
 # A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
 TEXT_FORMATS = ("text", "lines", "paragraphs")
-FORMATS = (
-    *("auto", "fasta", "lmdb", "parquet", "csv", "huggingface", "megatron", "jsonl"),
-    *TEXT_FORMATS,
-)
-ON_ILLEGAL = ("error", "drop")
 SEQUENCE_FIELDS = (
     *("sequence", "seq", "protein_sequence", "aa_seq", "primary", "protein"),
     *("text", "content"),
@@ -79,34 +75,6 @@ _WHAT_IS_READ = "only dictionaries of plain text and numbers are read, as pickle
 _LMDB_METADATA = frozenset(
     b"num_examples num_samples length __len__ keys __keys__ metadata __metadata__".split()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How inputs are read.
-
-    Attributes:
-        format: one of FORMATS, for all inputs; "auto" detects the format of each.
-        sequence_field, name_field: column of a table, or field of an LMDB's dictionaries; None
-            selects one with a common name.
-        on_illegal: "error" rejects a record with an illegal letter or without sequence, "drop"
-            leaves it out, or the part of a record that is read in parts.
-        end_of_document: id that ends every document of a Megatron corpus and is left out, see
-            `MegatronSequences`.
-
-    Raises:
-        ConfigError: a setting is none of its choices.
-    """
-
-    format: str = "auto"
-    sequence_field: str | None = None
-    name_field: str | None = None
-    on_illegal: str = "error"
-    end_of_document: int | None = None
-
-    def __post_init__(self) -> None:
-        require_choice("format", self.format, FORMATS)
-        require_choice("on_illegal", self.on_illegal, ON_ILLEGAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ sequences and the seed. `leaks` finds the other sequences that are too similar t
 """
 
 import hashlib
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,62 +13,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, SplitError, require_choice, require_number
+from d2plm.core.errors import DataError, SplitError
 from d2plm.data.ingest import source_digest
 from d2plm.data.joined_clusters import record_of, window_of, with_other_pieces
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
-
-SEARCH_DIRECTIONS = ("both", "from_held_out", "from_training")
+from d2plm.settings.data import SplitSettings
 
 _PART = 1 << 16
 
 Mask = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitSettings:
-    """Which sequences are held out, and how their homologs are kept out of training.
-
-    Attributes:
-        validation_fraction, test_fraction: share of the distinct sequences to hold out, rounded up
-            to a whole one; where whole clusters do not add up to it, fewer are held out.
-        validation_ids, test_ids: files of identifiers, one a line, to hold out instead of a share.
-        exclude_homologs_of: stores or files; what is like their sequences is dropped from training,
-            too.
-        search_directions: one of SEARCH_DIRECTIONS; of MMseqs2's searches.
-        seed: chooses the clusters that are held out.
-
-    Raises:
-        ConfigError: a setting is impossible; the message names it.
-    """
-
-    validation_fraction: float = 0.005
-    test_fraction: float = 0.0
-    validation_ids: Path | None = None
-    test_ids: Path | None = None
-    exclude_homologs_of: tuple[Path, ...] = ()
-    search_directions: str = "both"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        share = partial(require_number, low=0, high=1, high_open=True)
-        share("validation_fraction", self.validation_fraction, low_open=self.validation_ids is None)
-        share("test_fraction", self.test_fraction)
-        require_choice("search_directions", self.search_directions, SEARCH_DIRECTIONS)
-        require_number("seed", self.seed, integer=True)
-
-    def describe(self) -> dict[str, Any]:
-        """The settings as JSON, files by the digests of their content."""
-        settings = asdict(self)
-        for key in ("validation_ids", "test_ids"):
-            if settings[key] is not None:
-                settings[key] = source_digest(settings[key])
-        settings["exclude_homologs_of"] = [
-            SequenceStore(Path(path)).digest if Path(path).is_dir() else source_digest(path)
-            for path in self.exclude_homologs_of
-        ]
-        return settings
+def describe(settings: SplitSettings) -> dict[str, Any]:
+    """The settings as JSON, files by the digests of their content."""
+    described = asdict(settings)
+    for key in ("validation_ids", "test_ids"):
+        if described[key] is not None:
+            described[key] = source_digest(Path(described[key]))
+    described["exclude_homologs_of"] = [
+        SequenceStore(Path(path)).digest if Path(path).is_dir() else source_digest(Path(path))
+        for path in settings.exclude_homologs_of
+    ]
+    return described
 
 
 def hold_out(
@@ -100,7 +66,7 @@ def hold_out(
         if name not in listed and fraction > 0
     }
     taken = np.logical_or.reduce([np.zeros_like(selected), *listed.values()])
-    chosen = choose_clusters(raw, clusters, list(wanted.values()), taken, split.seed)
+    chosen = choose_clusters(raw, clusters, list(wanted.values()), taken, split.split_seed)
     sets = {**listed, **dict(zip(wanted, chosen, strict=True))}
     rest = selected & ~np.logical_or.reduce(list(sets.values()))
     for name, mask in sets.items():

@@ -5,7 +5,7 @@ If nothing was trained since, an existing export is kept together with its evalu
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from d2plm.generation.lengths import LengthHistogram
 from d2plm.model import lora
 from d2plm.model.dit import dit_without_memory
 from d2plm.model.esm import is_esm
-from d2plm.training.callbacks.callback import Callback
+from d2plm.settings.callbacks import CallbackSettings
+from d2plm.training.callbacks.callback import Callback, RunContext
 from d2plm.training.shards import full_weights
 from d2plm.training.trainer import Trainer
 
@@ -32,6 +33,10 @@ class Export(Callback):
 
     def __init__(self, folder: str | Path, provenance: dict[str, Any] | None = None) -> None:
         self.folder, self.provenance = Path(folder), provenance or {}
+
+    @classmethod
+    def create(cls, settings: CallbackSettings, context: RunContext) -> Self:
+        return cls(context.model_dir, context.provenance)
 
     def on_train_end(self, trainer: Trainer) -> None:
         proteins = [collection.sequences for collection in trainer.collections]

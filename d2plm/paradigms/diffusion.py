@@ -11,10 +11,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from d2plm.core.errors import require, require_choice, require_number
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.paradigm import register_to_config
 from d2plm.paradigms.schedules import Cosine, InSteps, LinearBeta, Polynomial, Schedule
+from d2plm.settings.paradigm import DiffusionSettings
 
 DEFAULT_SAMPLING_STEPS = 128
 
@@ -22,20 +21,12 @@ DEFAULT_SAMPLING_STEPS = 128
 class AbsorbingDiffusion(MaskedParadigm):
     """Absorbing diffusion in T steps, or in continuous time.
 
-    Args:
-        num_train_timesteps: T; None is continuous time.
-        schedule: ᾱ_t: `linear`, `cosine` or `linear_beta`, see `schedules`.
-        beta_start, beta_end: first and last β of `linear_beta`.
-        loss: `elbo` or `mean`, see `MaskedParadigm`.
-        time_sampling: `uniform` or `low_variance`, see `Paradigm`.
-        shift: predict residue i from the hidden state at i − 1, as checkpoints adapted from
-            left-to-right models need. It cannot predict a first token.
-        prediction_type: only `residue`; `epsilon` has no meaning for discrete states.
-
-    Raises:
-        ConfigError: on an impossible value.
+    With `shift`, residue i is predicted from the hidden state at i − 1, as checkpoints adapted from
+    left-to-right models need; it cannot predict a first token.
     """
 
+    Settings = DiffusionSettings
+    settings: DiffusionSettings
     name = "diffusion"
     description = "absorbing discrete diffusion (from a mask)"
     prior_time = 1.0
@@ -45,37 +36,20 @@ class AbsorbingDiffusion(MaskedParadigm):
         {"euler": "it follows the velocity of a flow; 'ancestral' is the exact step"}
     )
 
-    @register_to_config
-    def __init__(
-        self,
-        num_train_timesteps: int | None = 1000,
-        schedule: str = "linear",
-        beta_start: float = 1e-4,
-        beta_end: float = 0.02,
-        loss: str = "elbo",
-        time_sampling: str = "uniform",
-        shift: bool = False,
-        prediction_type: str = "residue",
-    ) -> None:
-        if num_train_timesteps is not None:
-            require_number("num_train_timesteps", num_train_timesteps, integer=True, low=1)
-        require_number("beta_start", beta_start, low=0, low_open=True, high=1, high_open=True)
-        require_number("beta_end", beta_end, low=beta_start, high=1, high_open=True)
-        wanted = "'residue'; noise prediction has no meaning for discrete states"
-        require(prediction_type == "residue", "prediction_type", prediction_type, wanted)
+    def build(self) -> None:
+        settings = self.settings
         schedules: dict[str, Schedule] = {
             "linear": Polynomial(1),
             "cosine": Cosine(),
-            "linear_beta": LinearBeta(beta_start, beta_end),
+            "linear_beta": LinearBeta(settings.beta_start, settings.beta_end),
         }
-        require_choice("schedule", schedule, schedules)
-        self.steps, self.schedule = num_train_timesteps, schedules[schedule]
+        self.steps, self.schedule = settings.num_train_timesteps, schedules[settings.schedule]
         if self.steps is not None:
             self.schedule = InSteps(self.schedule, self.steps)
         self.max_steps = self.steps or self.max_steps
         self.default_steps = min(DEFAULT_SAMPLING_STEPS, self.max_steps)
-        self.set_loss(loss, time_sampling)
-        self.shift = shift
+        self.set_loss(settings.loss, settings.time_sampling)
+        self.shift = settings.shift
 
     def times_of(self, draws: Tensor) -> tuple[Tensor, Tensor]:
         if self.steps is None:

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from d2plm.core.batch import PackedBatch
-from d2plm.core.errors import require_choice, require_number
+from d2plm.core.errors import require
 from d2plm.core.noise import Key, uniform
 from d2plm.core.vocabulary import FIRST
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, register_to_config, target_index
+from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, target_index
 from d2plm.paradigms.schedules import Cosine, Cubic, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,
@@ -30,63 +30,45 @@ from d2plm.paradigms.uniform_noise import (
     random_residues,
     time_reversal_nats,
 )
-
-SOURCES = ("mask", "uniform")
-MAX_MONOTONE_SLOPE = 3.0  # both end slopes at most 3 keep the cubic increasing
+from d2plm.settings.paradigm import FlowMatchingSettings
 
 
-def flow_matching(source: str = "mask", **settings: Any) -> Paradigm:
-    """The flow from `source`: `MaskFlowMatching` or `UniformFlowMatching`, with its settings.
+def flow_matching(settings: FlowMatchingSettings) -> Paradigm:
+    """The flow from the settings' source: `MaskFlowMatching` or `UniformFlowMatching`.
 
     Raises:
-        ConfigError: for another source, or an impossible setting.
+        ConfigError: if the loss is not defined for the source.
     """
-    require_choice("source", source, SOURCES)
-    return (MaskFlowMatching if source == "mask" else UniformFlowMatching)(**settings)
+    return (MaskFlowMatching if settings.source == "mask" else UniformFlowMatching)(settings)
 
 
 class FlowMatching(Paradigm):
     """Flow matching along the mixture path from a source to the data.
 
-    Args:
-        schedule: κ_t: `linear`, `polynomial`, `cosine` or `cubic`, see `schedules`.
-        polynomial_degree: of `polynomial`.
-        cubic_start_slope, cubic_end_slope: of `cubic`, in [0, 3].
-        loss: one of `losses`.
-        time_sampling: `uniform` or `low_variance`, see `Paradigm`.
-        num_flow_steps: default number of the sampler's steps.
-
     Raises:
-        ConfigError: on an impossible value.
+        ConfigError: if the loss is not defined for the source.
     """
 
+    Settings = FlowMatchingSettings
+    settings: FlowMatchingSettings
     prior_time = 0.0
     data_time = 1.0
 
-    @register_to_config
-    def __init__(
-        self,
-        schedule: str = "cosine",
-        polynomial_degree: float = 2.0,
-        cubic_start_slope: float = 0.0,
-        cubic_end_slope: float = 0.0,
-        loss: str = "elbo",
-        time_sampling: str = "uniform",
-        num_flow_steps: int = 50,
-    ) -> None:
-        require_number("polynomial_degree", polynomial_degree, low=0, low_open=True)
-        require_number("cubic_start_slope", cubic_start_slope, low=0, high=MAX_MONOTONE_SLOPE)
-        require_number("cubic_end_slope", cubic_end_slope, low=0, high=MAX_MONOTONE_SLOPE)
-        require_number("num_flow_steps", num_flow_steps, integer=True, low=1)
+    def __init__(self, settings: FlowMatchingSettings | None = None, /, **named: Any) -> None:
+        super().__init__(settings or FlowMatchingSettings(**{"source": self.source, **named}))
+
+    def build(self) -> None:
+        settings = self.settings
+        require(settings.source == self.source, "source", settings.source, repr(self.source))
         schedules: dict[str, Schedule] = {
             "linear": Polynomial(1),
-            "polynomial": Polynomial(polynomial_degree),
+            "polynomial": Polynomial(settings.polynomial_degree),
             "cosine": Cosine(),
-            "cubic": Cubic(cubic_start_slope, cubic_end_slope),
+            "cubic": Cubic(settings.cubic_start_slope, settings.cubic_end_slope),
         }
-        require_choice("schedule", schedule, schedules)
-        self.schedule, self.default_steps = schedules[schedule], num_flow_steps
-        self.set_loss(loss, time_sampling)
+        self.schedule = schedules[settings.schedule]
+        self.default_steps = settings.num_flow_steps
+        self.set_loss(settings.loss, settings.time_sampling)
 
 
 class MaskFlowMatching(FlowMatching, MaskedParadigm):

@@ -1,22 +1,19 @@
 """The interface of a paradigm: a corruption process, its loss, its bound and its sampling steps.
 
-A new paradigm is one class and one YAML file; a class of another package is registered by an entry
-point (`load_paradigm`). Special tokens, padding and tokens that are only read are never corrupted
+A new paradigm is one class, which `d2plm.settings.registry.register` gives a name. Special tokens, padding and tokens that are only read are never corrupted
 and never a target; the model's distribution is a softmax over the vocabulary's K predicted tokens.
 For proteins these are the twenty canonical residues; here every predicted token is called a
 residue. Every paradigm corrupts each residue independently: with a probability that grows towards
 the prior, a token of the source takes its place.
 """
 
-import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +24,8 @@ from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, stratified, uniform
 from d2plm.core.vocabulary import FIRST, PROTEIN, Vocabulary
 from d2plm.paradigms.schedules import Schedule
+from d2plm.settings.paradigm import ParadigmSettings
 
-TIME_SAMPLINGS = ("uniform", "low_variance")
 # Vocabularies above this size never have the logits of a whole batch in memory (measured, see
 # docs/performance.md): training computes them in chunks, evaluation and generation pass less.
 LARGE_VOCABULARY = 4096
@@ -116,31 +113,16 @@ class Step:
     renoise: float = 0.0
 
 
-def register_to_config(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorate the `__init__` of a paradigm: its arguments are kept in `config` and saved.
-
-    The file is that of diffusers' `ConfigMixin`, whose import costs more than loading a model.
-    """
-    signature = inspect.signature(init)
-
-    @wraps(init)
-    def keeping(self: "Paradigm", *arguments: Any, **named: Any) -> None:
-        bound = signature.bind(self, *arguments, **named)
-        bound.apply_defaults()
-        if "config" not in vars(self):  # not what the class passes on to a base class
-            self.config = dict(list(bound.arguments.items())[1:])
-        init(self, *arguments, **named)
-
-    return keeping
-
-
 class Paradigm(ABC):
     """Everything that training, evaluation and sampling ask of a paradigm.
 
     Times are those of the paradigm's own paper, scaled to [0, 1].
 
+    Args:
+        settings: an object of the class's `Settings`; its fields may be given by name instead.
+
     Attributes:
-        config: the arguments that the paradigm was built with (`register_to_config`).
+        Settings: class of its settings, which are saved with every model.
         vocabulary: whose tokens are corrupted and predicted; set it for others than proteins.
         name: in folders, experiments and messages.
         description: in a model card.
@@ -162,7 +144,7 @@ class Paradigm(ABC):
     """
 
     config_name = "paradigm_config.json"
-    config: dict[str, Any]
+    Settings: type[ParadigmSettings] = ParadigmSettings
     vocabulary: Vocabulary = PROTEIN
     name: str
     description: str
@@ -179,21 +161,24 @@ class Paradigm(ABC):
     loss_kind: str
     time_sampling: str
 
+    def __init__(self, settings: ParadigmSettings | None = None, /, **named: Any) -> None:
+        self.settings = self.Settings(**named) if settings is None else settings
+        self.build()
+
+    @abstractmethod
+    def build(self) -> None:
+        """Set the attributes that depend on the settings."""
+
     def save_config(self, folder: str | Path) -> None:
-        """Write what `load_paradigm` builds it from: class, arguments and vocabulary."""
-        settings = {"_class_name": type(self).__name__, **self.config}
+        """Write what `load_paradigm` builds it from: settings and vocabulary."""
+        settings = asdict(self.settings)
+        del settings["name"]  # of a run
         (Path(folder) / self.config_name).write_text(json.dumps(settings, indent=2, sort_keys=True))
         self.vocabulary.save(Path(folder))
-
-    @classmethod
-    def from_config(cls, settings: Mapping[str, Any]) -> Self:
-        """Build it from saved settings, of which names that begin with _ are no arguments."""
-        return cls(**{key: value for key, value in settings.items() if key[0] != "_"})
 
     def set_loss(self, loss: str, time_sampling: str) -> None:
         """Set both; raises `ConfigError` unless they are known and compatible."""
         require_choice("loss", loss, self.losses)
-        require_choice("time_sampling", time_sampling, TIME_SAMPLINGS)
         wanted = "'uniform' with loss='mean', which has no weights to divide"
         require(
             loss != "mean" or time_sampling == "uniform", "time_sampling", time_sampling, wanted

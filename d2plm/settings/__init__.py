@@ -1,1 +1,1 @@
-"""The settings of everything, as dataclasses: one field says a key's name, type, range and meaning."""
+"""The settings of everything, as dataclasses: one field states all there is to say about a key."""

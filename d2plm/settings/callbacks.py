@@ -17,7 +17,9 @@ class GradientHealthSettings(CallbackSettings):
     """Skips steps whose gradients are not finite, or stops the run."""
 
     every: int | None = key(
-        None, "steps between checks; null: 1 on a CPU, and on CUDA the steps that log metrics", low=1
+        None,
+        "steps between checks; null: 1 on a CPU, and on CUDA the steps that log metrics",
+        low=1,
     )
     max_skipped: int = key(0, "number of steps that may be skipped; 0 stops at the first", low=0)
     counted: Literal["in_a_row", "in_total"] = key(
@@ -43,7 +45,9 @@ class ProfilerSettings(CallbackSettings):
     """Writes traces of some steps to output_dir/profile."""
 
     start: int | None = key(
-        None, "steps since the start of the process before the first traced one; null: no trace", low=1
+        None,
+        "steps since the start of the process before the first traced one; null: no trace",
+        low=1,
     )
     steps: int = key(3, "number of steps to trace", low=1)
 
@@ -66,7 +70,9 @@ class MetricsSettings(CallbackSettings):
 class EvaluationCallbackSettings(CallbackSettings):
     """Evaluates the bound on some validation sequences during training."""
 
-    every: int = key(500, "optimizer steps between evaluations; there is also one at the end", low=1)
+    every: int = key(
+        500, "optimizer steps between evaluations; there is also one at the end", low=1
+    )
     sequences: int = key(256, "validation sequences, a fixed random choice", low=1)
     masks_per_sequence: int = key(2, "draws of masks for each sequence", low=1)
 
@@ -87,4 +93,6 @@ class EarlyStoppingSettings(CallbackSettings):
 class CheckpointSettings(CallbackSettings):
     """Saves checkpoints, from which a run can resume."""
 
-    every: int = key(500, "optimizer steps between checkpoints; there is also one at the end", low=1)
+    every: int = key(
+        500, "optimizer steps between checkpoints; there is also one at the end", low=1
+    )

@@ -101,7 +101,7 @@ class AdaptSettings(PipelineSettings):
         "auto",
         "members with at least this identity stay on the same side of the split; auto: the lowest "
         "that suits the family",
-        low=0,
+        above=0,
         high=1,
     )
     general: str = key(
@@ -110,7 +110,7 @@ class AdaptSettings(PipelineSettings):
         path="any",
     )
     max_general_loss: float = key(
-        0.01, "limit on the increase of the bound on general proteins, nats per residue", low=0
+        0.01, "limit on the increase of the bound on general proteins, nats per residue", above=0
     )
 
 
@@ -161,9 +161,7 @@ class DoctorSettings(PipelineSettings):
     kfp_host: str | None = key(
         "${oc.env:KFP_HOST,null}", "address of a Kubeflow Pipelines server to check"
     )
-    pull: bool = key(
-        False, "start a pod with the image to test whether the nodes can pull it"
-    )
+    pull: bool = key(False, "start a pod with the image to test whether the nodes can pull it")
     timeout_seconds: float = key(5, "timeout of each request to a server", above=0)
 
 
@@ -172,7 +170,8 @@ class IngestSettings(IngestedSequences):
     """d2plm ingest."""
 
     input: Any = key(
-        help="FASTA (.gz .xz .zst .bz2), LMDB, Parquet, CSV, JSON lines, text, Hugging Face dataset; "
+        help="FASTA (.gz .xz .zst .bz2), LMDB, Parquet, CSV, JSON lines, text, Hugging Face "
+        "dataset; "
         "a glob; [a,b]; -; hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT",
         path="any",
     )
@@ -213,7 +212,8 @@ class ExportDataSettings(StoreSettings):
 
     store: str = key(help=STORE, path="folder")
     output: str = key(
-        help="proteins.fasta, texts.jsonl, both also with .gz, - for standard output, or PREFIX.idx "
+        help="proteins.fasta, texts.jsonl, both also with .gz, - for standard output, or "
+        "PREFIX.idx "
         "for PREFIX.bin and PREFIX.idx",
         path="any",
     )
@@ -251,9 +251,7 @@ class GenerateSettings(InferenceSettings):
 class BoundSettings(Settings):
     """The bound of scored sequences, as in d2plm evaluate."""
 
-    masks_per_sequence: int = key(
-        16, "draws of masks; their spread gives the interval", low=1
-    )
+    masks_per_sequence: int = key(16, "draws of masks; their spread gives the interval", low=1)
     seed: int = key(0, "seed of the masks", low=0)
     token_budget: int = key(16384, "tokens of a forward pass", low=1)
 
@@ -299,7 +297,8 @@ class EmbedSettings(InferenceSettings):
     )
     layer: int = key(
         -1,
-        "0: input of the first block, n: output of the n-th; -1: normalised output of the last block",
+        "0: input of the first block, n: output of the n-th; -1: normalised output of the last "
+        "block",
     )
     pooled: bool = key(
         True, "mean over the tokens (residues) of a sequence; false: a vector for each token"
@@ -348,9 +347,7 @@ class ReplaySettings(Settings):
         path="folder",
     )
     device: Literal["cpu", "cuda"] | None = key(None, "device; null: the run's")
-    output: str | None = key(
-        None, "JSON file with all results; null: only the table", path="any"
-    )
+    output: str | None = key(None, "JSON file with all results; null: only the table", path="any")
     show: int = key(10, "number of sequences and parameters in the table", low=0)
 
 
@@ -394,9 +391,7 @@ class ConvertSettings(Settings):
         help="new folder; with to=checkpoint it must be named step-NNNNNNNN", path="any"
     )
     to: Literal["safetensors", "checkpoint"] = key("safetensors", "format to convert to")
-    max_shard_bytes: int = key(
-        5_000_000_000, "maximum size of a safetensors file", low=1
-    )
+    max_shard_bytes: int = key(5_000_000_000, "maximum size of a safetensors file", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,9 +410,7 @@ class BenchSettings(Settings):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "dtype of the matrix products")
     compile: bool = key(True, "whether blocks are compiled, as in long trainings")
     steps: int = key(20, "number of measured steps, after 3 warm-up steps", low=2)
-    tokens: float = key(
-        1e9, "tokens of the training whose duration is estimated", low=1
-    )
+    tokens: float = key(1e9, "tokens of the training whose duration is estimated", low=1)
 
 
 # Name of a command, or command_action → its settings. Commands without a file in configs/ of their

@@ -6,9 +6,18 @@ from typing import Any, Literal
 from d2plm.core.errors import require
 from d2plm.settings.schema import Settings, key, section
 
-EITHER = "either"
+EITHER = "either"  # coverage mode: not one of MMseqs2's, but the union of its modes 1 and 2
 Format = Literal[
-    "auto", "fasta", "lmdb", "parquet", "csv", "huggingface", "megatron", "jsonl", "text", "lines",
+    "auto",
+    "fasta",
+    "lmdb",
+    "parquet",
+    "csv",
+    "huggingface",
+    "megatron",
+    "jsonl",
+    "text",
+    "lines",
     "paragraphs",
 ]
 Alphabet = Literal["protein", "dna", "rna", "codon", "bytes", "tokenizer"]
@@ -24,7 +33,8 @@ class VocabularySettings(Settings):
     )
     tokenizer: str | None = key(
         None,
-        "tokenizer.json of a Hugging Face tokenizer, or its folder, for alphabet=tokenizer; null: none, "
+        "tokenizer.json of a Hugging Face tokenizer, or its folder, for alphabet=tokenizer; "
+        "null: none, "
         "or the prepared data's",
         path="any",
     )
@@ -60,7 +70,9 @@ class IngestedSequences(VocabularySettings, Reading):
     """What becomes of the records that are read."""
 
     window: int | None = key(
-        None, "tokens of the pieces into which longer sequences are cut; null: they are not cut", low=1
+        None,
+        "tokens of the pieces into which longer sequences are cut; null: they are not cut",
+        low=1,
     )
     min_residues: int = key(1, "shorter sequences are left out", low=1)
     max_residues: int | None = key(None, "longer sequences are left out; null: none", low=1)
@@ -77,7 +89,10 @@ class SplitSettings(Settings):
         0.005, "fraction of the distinct sequences to hold out, by cluster", low=0, below=1
     )
     test_fraction: float = key(
-        0.0, "fraction of the distinct sequences to hold out in addition, as a test set", low=0, below=1
+        0.0,
+        "fraction of the distinct sequences to hold out in addition, as a test set",
+        low=0,
+        below=1,
     )
     validation_ids: str | None = key(
         None, "file of identifiers to hold out instead of a fraction, one per line", path="file"
@@ -192,13 +207,15 @@ class LoaderSettings(Settings):
     token_budget: int = key(16384, "tokens of a bin, the unit of packing", low=3)
     max_length: int | None = key(
         None,
-        "maximum tokens of a sequence, including <cls> and <eos>; longer ones are cropped; null: the "
+        "maximum tokens of a sequence, including <cls> and <eos>; longer ones are cropped; null: "
+        "the "
         "model's limit",
         low=3,
     )
     max_relatives: int | None = key(
         None,
-        "maximum number of relatives drawn for a protein, for a model with relatives_dim; null: none",
+        "maximum number of relatives drawn for a protein, for a model with relatives_dim; null: "
+        "none",
         low=1,
     )
     num_workers: int = key(0, "loader processes; 0 loads in the training process", low=0)
@@ -212,19 +229,19 @@ class DataSettings(IngestedSequences, SplitSettings, TextSettings, Resources, Lo
 
     input: Any = key(
         None,
-        "proteins or other sequences or texts to prepare: any input of d2plm ingest, or a raw store",
+        "proteins or other sequences or texts to prepare: any input of d2plm ingest, or a raw "
+        "store",
         path="any",
     )
     license: str | None = key(
         None, "license of the sequences for the model card, such as CC-BY-4.0"
     )
     prepared_dir: str = key(
-        "${work_dir}/data", "folder of the stores that d2plm prepare writes and training reads",
+        "${work_dir}/data",
+        "folder of the stores that d2plm prepare writes and training reads",
         path="folder",
     )
-    keep_prepared: bool = key(
-        False, "prepare reuses existing prepared data, from any input"
-    )
+    keep_prepared: bool = key(False, "prepare reuses existing prepared data, from any input")
     cluster: ClusterSettings = section(ClusterSettings)
     search: SearchSettings = section(SearchSettings)
     relatives_sensitivity: float | None = key(

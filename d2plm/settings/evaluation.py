@@ -18,7 +18,8 @@ class EvaluationSettings(Settings):
     token_budget: int = key(16384, "tokens of a forward pass", low=1)
     compare_with: list[str] = key(
         [],
-        "folders of exports or of Hugging Face masked language models to compare on the same tokens "
+        "folders of exports or of Hugging Face masked language models to compare on the same "
+        "tokens "
         "and masks",
         path="any",
     )
@@ -62,7 +63,7 @@ class EvaluationSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(Settings):
+class SamplerSettings(Settings):
     """The sampler and its options; a sampler refuses those of others."""
 
     sampler: Literal["ancestral", "euler", "first_hitting", "confidence", "remdm"] | None = key(
@@ -91,15 +92,17 @@ class Sampling(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(Sampling):
-    """How sequences are generated: d2plm generate, the pipeline, and what an evaluation generates."""
+class GenerationSettings(SamplerSettings):
+    """How sequences are generated: d2plm generate, the pipeline, and what an evaluation "
+    "generates."""
 
     number: int = key(
         10, "number of sequences; with lengths or templates, the number for each", low=1
     )
     length: int | list[int] | None = key(
         None,
-        "lengths in tokens (residues), a number or a list; null: drawn from the training sequences' "
+        "lengths in tokens (residues), a number or a list; null: drawn from the training "
+        "sequences' "
         "lengths",
         low=1,
     )
@@ -123,7 +126,8 @@ class GenerationSettings(Sampling):
     )
     templates: str | None = key(
         None,
-        "FASTA with '_' or '<mask>' for each residue or base to design, '___' for a codon; for text: "
+        "FASTA with '_' or '<mask>' for each residue or base to design, '___' for a codon; for "
+        "text: "
         ".jsonl or .txt with a template a line, '<mask:12>' for 12 tokens",
         path="file",
     )

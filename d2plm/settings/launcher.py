@@ -47,9 +47,7 @@ class LauncherSettings(Settings):
     prepare: bool = key(
         True, "for d2plm job: the pods prepare data.input if data.prepared_dir is empty"
     )
-    environment: dict[str, Any] = key(
-        {}, "environment variables of the container, {NAME: text}"
-    )
+    environment: dict[str, Any] = key({}, "environment variables of the container, {NAME: text}")
     config_maps: list[str] = key(
         ["d2plm-config"], "ConfigMaps whose keys become environment variables; optional"
     )
@@ -60,9 +58,7 @@ class LauncherSettings(Settings):
         None,
         "service account of the training pods; null: the namespace's default, without a token",
     )
-    same_node: bool = key(
-        False, "all pods on one machine, as a ReadWriteOnce volume requires"
-    )
+    same_node: bool = key(False, "all pods on one machine, as a ReadWriteOnce volume requires")
     node_selector: dict[str, Any] = key({}, "labels of the nodes on which the pods may run")
     tolerations: list[Any] = key([], "tolerations of the pods")
     priority_class: str | None = key(None, "PriorityClass of the pods")
@@ -73,6 +69,4 @@ class LauncherSettings(Settings):
     start_deadline_seconds: float = key(
         1800, "time limit for the first pod to run; after it the job fails with the reason", above=0
     )
-    on_cancel: Literal["delete", "suspend"] = key(
-        "delete", "action when the pipeline is cancelled"
-    )
+    on_cancel: Literal["delete", "suspend"] = key("delete", "action when the pipeline is cancelled")

@@ -21,7 +21,9 @@ class ModelSettings(Settings):
     """
 
     vocab_size: int = key(
-        PROTEIN_TOKENS, "tokens of the vocabulary, of which the last is <mask>; set from the data", low=6
+        PROTEIN_TOKENS,
+        "tokens of the vocabulary, of which the last is <mask>; set from the data",
+        low=6,
     )
     hidden_size: int = key(128, "width of the residual stream", low=1)
     num_hidden_layers: int = key(5, "number of blocks", low=1)
@@ -81,7 +83,9 @@ class ModelSettings(Settings):
         None, "experts in place of each block's feed-forward; null: a dense model", low=2
     )
     experts_per_token: int | None = key(
-        None, "experts that each token passes; null: 2 (one alone would not train the router)", low=2
+        None,
+        "experts that each token passes; null: 2 (one alone would not train the router)",
+        low=2,
     )
     shared_expert_size: int | None = key(
         None, "width of one more expert, which all tokens pass; null: no such expert", low=1
@@ -104,7 +108,12 @@ class ModelSettings(Settings):
         width = self.time_embedding_dim
         require(width is None or width % 2 == 0, "time_embedding_dim", width, "even")
         if self.relatives_dim is not None:
-            require(self.relatives_dim % 4 == 0, "relatives_dim", self.relatives_dim, "a multiple of four")
+            require(
+                self.relatives_dim % 4 == 0,
+                "relatives_dim",
+                self.relatives_dim,
+                "a multiple of four",
+            )
             wanted = f"{PROTEIN_TOKENS} with relatives_dim: relatives are proteins"
             require(self.vocab_size == PROTEIN_TOKENS, "vocab_size", self.vocab_size, wanted)
         pairs = hidden // heads // 2
@@ -117,7 +126,9 @@ class ModelSettings(Settings):
                 require(value is None, name, value, "null without num_experts")
         else:
             chosen = self.experts_per_token or 2
-            require(chosen <= experts, "experts_per_token", chosen, f"at most num_experts={experts}")
+            require(
+                chosen <= experts, "experts_per_token", chosen, f"at most num_experts={experts}"
+            )
             wanted = "'swiglu' with num_experts: experts have no other feed-forward"
             require(self.feed_forward == "swiglu", "feed_forward", self.feed_forward, wanted)
             wanted = "false with num_experts: experts have no biases"

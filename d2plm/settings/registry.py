@@ -73,9 +73,7 @@ _ENTRIES: dict[str, dict[str, Entry]] = {
             callbacks.GarbageCollectionSettings,
             "d2plm.training.callbacks.garbage_collection:GarbageCollection",
         ),
-        "profiler": Entry(
-            callbacks.ProfilerSettings, "d2plm.training.callbacks.profiler:Profiler"
-        ),
+        "profiler": Entry(callbacks.ProfilerSettings, "d2plm.training.callbacks.profiler:Profiler"),
         "metrics": Entry(
             callbacks.MetricsSettings, "d2plm.training.callbacks.metric_logger:MetricLogger"
         ),
@@ -151,7 +149,8 @@ def find(group: str, name: str, where: str = "") -> Entry:
     known = registered(group)
     if name not in known:
         raise ConfigError(
-            f"unknown {group}{did_you_mean(name, known)}; known are {', '.join(known)}; one of your "
+            f"unknown {group}{did_you_mean(name, known)}; known are {', '.join(known)}; one of "
+            f"your "
             "own needs --module FILE, a module that registers it",
             {where or group: name},
         )

@@ -176,7 +176,9 @@ class Key:
     def choices(self) -> list[str]:
         """The words that may be the value; empty if others may be, too."""
         kinds = _alternatives(self.field.type)
-        words = [str(one) for kind in kinds for one in get_args(kind) if get_origin(kind) is Literal]
+        words = [
+            str(one) for kind in kinds for one in get_args(kind) if get_origin(kind) is Literal
+        ]
         return [*words, *(["true", "false"] if bool in kinds else [])]
 
     @property
@@ -189,6 +191,13 @@ class Key:
     def is_mapping(self) -> bool:
         """Whether the value is a mapping with names of the user's."""
         return any(get_origin(kind) is dict for kind in _alternatives(self.field.type))
+
+    @property
+    def described(self) -> str:
+        """The sentence on the key, with its choices or range."""
+        limits = range_of(self.field.metadata)
+        known = " | ".join(self.choices) or limits
+        return f"{self.help} ({known})" if known else self.help
 
     @property
     def type(self) -> str:
@@ -306,6 +315,11 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
         return kind(**made)
     except ConfigError as error:
         raise error.within(where) from None
+
+
+def part(kind: type[Kind], settings: Settings) -> Kind:
+    """The fields of `kind` that are among those of other settings, such as a section's."""
+    return kind(**{one.name: getattr(settings, one.name) for one in fields(kind)})
 
 
 def _built(one: Field[Any], value: Any, where: str) -> Any:

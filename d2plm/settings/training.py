@@ -16,13 +16,16 @@ class TrainerSettings(Settings):
 
     type: str = key("trainer", "registered name of the trainer; your own is a subclass of Trainer")
     device: Device = key("auto", "device; auto: CUDA if there is a GPU")
-    precision: Precision = key("auto", "dtype of the matrix products; auto: what the device is fast at")
+    precision: Precision = key(
+        "auto", "dtype of the matrix products; auto: what the device is fast at"
+    )
     compile: bool | Literal["auto"] = key(
         "auto", "whether to compile blocks; auto: on CUDA, and on a CPU in runs of some minutes"
     )
     threads: int | None = key(
         None,
-        "CPU threads of a training process; null: OMP_NUM_THREADS, else its share of the usable cores",
+        "CPU threads of a training process; null: OMP_NUM_THREADS, else its share of the usable "
+        "cores",
         low=1,
     )
     deterministic: bool = key(
@@ -50,19 +53,27 @@ class TrainerSettings(Settings):
         "token_weighted: every token of the global batch counts equally; rank_average: the mean of "
         "the processes' means, as in other trainers",
     )
-    max_grad_norm: float | None = key(1.0, "maximum norm of the gradient; null: no clipping", above=0)
+    max_grad_norm: float | None = key(
+        1.0, "maximum norm of the gradient; null: no clipping", above=0
+    )
     ema_decay: float = key(
         0.9999, "decay of the moving average of the weights, which is exported", low=0, below=1
     )
-    seed: int = key(0, "seed of the initial weights, the order, the crops, the masks and dropout", low=0)
+    seed: int = key(
+        0, "seed of the initial weights, the order, the crops, the masks and dropout", low=0
+    )
     fast_dev_run: int | None = key(
-        None, "run this number of steps, a validation, a save and an export in a temporary folder", low=1
+        None,
+        "run this number of steps, a validation, a save and an export in a temporary folder",
+        low=1,
     )
     overfit_batches: int | None = key(
         None, "train on only this number of global batches, repeatedly", low=1
     )
     resume: str = key("auto", "auto | none | location of a checkpoint")
-    checkpoints: str | None = key(None, "folder or fsspec URL; null: output_dir/checkpoints", path="any")
+    checkpoints: str | None = key(
+        None, "folder or fsspec URL; null: output_dir/checkpoints", path="any"
+    )
     save_total_limit: int = key(3, "number of newest checkpoints to keep", low=1)
     save_top_k: int = key(
         0, "number of checkpoints with the lowest validation bound to keep in addition", low=0
@@ -75,7 +86,8 @@ class TrainerSettings(Settings):
     )
     lora_rank: int | None = key(
         None,
-        "rank of LoRA updates of the blocks' matrices, trained instead of the weights of init_from; "
+        "rank of LoRA updates of the blocks' matrices, trained instead of the weights of "
+        "init_from; "
         "null: the weights",
         low=1,
     )
@@ -89,10 +101,13 @@ DIMENSIONS = ("replicate", "tensor", "context", "expert", "pipeline", "pipeline_
 class Parallelism(Settings):
     """How training is spread over processes; `training.plan` divides them."""
 
-    replicate: int = key(1, "replicas of the sharded model; more than 1 is hybrid sharding (HSDP)", low=1)
+    replicate: int = key(
+        1, "replicas of the sharded model; more than 1 is hybrid sharding (HSDP)", low=1
+    )
     shard: int | Literal["auto"] = key(
         "auto",
-        "processes that share a replica and have rows of their own; auto: all processes, divided by "
+        "processes that share a replica and have rows of their own; auto: all processes, divided "
+        "by "
         "the other sizes",
         low=1,
     )
@@ -100,7 +115,9 @@ class Parallelism(Settings):
         1, "processes that share the tokens of each row; context × tensor divides the heads", low=1
     )
     tensor: int = key(
-        1, "processes that share the heads and the feed-forward width of every block; divides both", low=1
+        1,
+        "processes that share the heads and the feed-forward width of every block; divides both",
+        low=1,
     )
     pipeline: int = key(
         1, "processes that share the blocks; micro-batches pass through their stages (1F1B)", low=1
@@ -110,7 +127,8 @@ class Parallelism(Settings):
     )
     expert: int = key(
         1,
-        "of the processes that share a replica, those that share the experts of each layer; divides both",
+        "of the processes that share a replica, those that share the experts of each layer; "
+        "divides both",
         low=1,
     )
     reshard_after_forward: bool = key(
@@ -167,7 +185,9 @@ class AdamWSettings(OptimizerSettings):
     """AdamW (arXiv:1711.05101)."""
 
     type: str = key("adamw", "registered name of the optimizer")
-    betas: list[float] = key([0.9, 0.98], "decay rates of AdamW's two moving averages", low=0, below=1)
+    betas: list[float] = key(
+        [0.9, 0.98], "decay rates of AdamW's two moving averages", low=0, below=1
+    )
     eps: float = key(1e-8, "added to AdamW's denominator", above=0)
 
     def __post_init__(self) -> None:
@@ -177,11 +197,14 @@ class AdamWSettings(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MuonSettings(AdamWSettings):
-    """Muon for the matrices of the blocks, AdamW for the rest (kellerjordan.github.io/posts/muon)."""
+    """Muon for the matrices of the blocks, AdamW for the rest "
+    "(kellerjordan.github.io/posts/muon)."""
 
     type: str = key("muon", "registered name of the optimizer")
     learning_rate: float = key(
-        2e-3, "peak learning rate of both for a model of base_width, multiplied by the schedule", above=0
+        2e-3,
+        "peak learning rate of both for a model of base_width, multiplied by the schedule",
+        above=0,
     )
     momentum: float = key(0.95, "momentum of Muon", low=0, below=1)
     base_width: int | None = key(
@@ -218,14 +241,13 @@ class CosineSettings(ScheduleSettings):
     """Half a cosine, or a straight line, from the peak learning rate down to the floor."""
 
     type: str = key("cosine", "registered name of the schedule")
-    floor_ratio: float = key(
-        0.0, "final learning rate as a fraction of the peak", low=0, high=1
-    )
+    floor_ratio: float = key(0.0, "final learning rate as a fraction of the peak", low=0, high=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WsdSettings(CosineSettings):
-    """Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): the peak rate until shortly before the end."""
+    """Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): the peak rate until shortly before "
+    "the end."""
 
     type: str = key("wsd", "registered name of the schedule")
     decay_ratio: float = key(

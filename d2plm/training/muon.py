@@ -23,30 +23,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from d2plm.core.errors import require_number
 from d2plm.core.precision import resolve_precision
 from d2plm.model.dit import DiT
-from d2plm.training.optimizer import adamw_settings, decayed_and_kept
+from d2plm.settings.training import MuonSettings
+from d2plm.training.optimizer import adamw_keywords, decayed_and_kept
 from d2plm.training.tensor_split import Split, splits_of
 
 # Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.21.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-12  # of a matrix whose direction is taken
-WIDEST = 1 << 20  # that `base_width` may be
 ADAMW_RMS = 0.2  # root mean square of AdamW's steps at a learning rate of 1, as it is found
 
 
 def build_muon(
     model: DiT,
     parameters: Mapping[str, Tensor] | None = None,
-    *,
-    learning_rate: float = 2e-3,
-    momentum: float = 0.95,
-    weight_decay: float = 0.01,
-    betas: tuple[float, float] = (0.9, 0.98),
-    eps: float = 1e-8,
-    base_width: int | None = 64,
+    settings: MuonSettings | None = None,
 ) -> "Muon":
     """Muon for the matrices of `model.blocks` and AdamW for all other trainable parameters.
 
@@ -58,19 +51,11 @@ def build_muon(
     Args:
         model: with `config.hidden_size` and `config.time_embedding_dim`, its widths.
         parameters: what to update in their place, by name: this rank's shards.
-        learning_rate: of both, of a model of `base_width`.
-        momentum: of Muon, the weight of the past.
-        weight_decay: of matrices alone, under both; a share of the rate, converted where that is.
-        betas, eps: of AdamW.
-        base_width: both widths of the model that the rate was found for; None takes one rate for
-            every width.
-
-    Raises:
-        ConfigError: on a value out of range.
+        settings: None takes the defaults. The rate is converted where it is, and with it the
+            decay, which is a share of the rate.
     """
-    settings = adamw_settings(learning_rate, weight_decay, betas, eps)
-    require_number("momentum", momentum, low=0, high=1, high_open=True)
-    require_number("base_width", base_width, optional=True, integer=True, low=1, high=WIDEST)
+    settings = settings or MuonSettings()
+    learning_rate, base_width = settings.learning_rate, settings.base_width
     decayed, kept = decayed_and_kept(model)
     named, splits = dict(model.named_parameters()), splits_of(model)
     matrices = [name for name in decayed if name.startswith("blocks.")]
@@ -101,8 +86,8 @@ def build_muon(
             # Whose inputs are as wide in every model.
             *([{"params": tensors(of_relatives)}] if of_relatives else []),
         ],
-        momentum=momentum,
-        **settings,
+        momentum=settings.momentum,
+        **adamw_keywords(settings),
     )
 
 

@@ -4,13 +4,18 @@ Impossible plans are rejected before anything is built. `accelerate launch` fill
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
+from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from d2plm.core.errors import ConfigError, require, require_choice, require_number
+from d2plm.core.errors import ConfigError, require, require_choice
+from d2plm.data.loader import Collection, PackedLoader
 from d2plm.model.dit_config import DiTConfig
+from d2plm.settings.data import LoaderSettings
+from d2plm.settings.training import Parallelism, TrainerSettings
 
 # What `accelerate launch` may ask for beside sizes, where it is not all: nothing, no and these.
 ACCEPTED_OF_ACCELERATE: dict[str, tuple[str, ...]] = {
@@ -24,69 +29,9 @@ ACCEPTED_OF_ACCELERATE: dict[str, tuple[str, ...]] = {
 }
 
 
-# Of a plan: each can be more than one process, or more than one part on a process.
-DIMENSIONS = ("replicate", "tensor", "context", "expert", "pipeline", "pipeline_stages_per_rank")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How training is spread over processes.
-
-    Attributes:
-        replicate: copies of the model's shards; more than 1 is hybrid sharding (HSDP).
-        shard: processes that share one copy and have rows of their own; `auto` is all of them,
-            divided by the other dimensions.
-        tensor: processes that share the heads and the feed-forward's width of every block, and the
-            tokens of a row between them.
-        context: processes that share the tokens of a row; within attention, its heads.
-        expert: of those that shard a copy, the number that share the experts of each layer.
-        pipeline: processes that share the blocks and pass the hidden states of micro-batches on.
-        pipeline_stages_per_rank: stages of blocks on each of them. 1 is the schedule 1F1B; with
-            more, interleaved 1F1B, processes wait less and send more.
-        reshard_after_forward: free a block's gathered parameters between its forward and backward:
-            less memory, one more gathering.
-        reshard_between_micro_batches: free them after each micro-batch's backward, and not only
-            after the step's last.
-        cpu_offload: keep shards, moments and average in host memory (CUDA).
-        activation_checkpointing: recompute the activations of every n-th block in the backward;
-            1 is every block, 0 none.
-        timeout_seconds: how long a rank may keep the others waiting before training fails.
-    """
-
-    replicate: int = 1
-    shard: int | str = "auto"
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    pipeline: int = 1
-    pipeline_stages_per_rank: int = 1
-    reshard_after_forward: bool = True
-    reshard_between_micro_batches: bool = False
-    cpu_offload: bool = False
-    activation_checkpointing: int = 0
-    timeout_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        for key in DIMENSIONS:
-            require_number(key, getattr(self, key), integer=True, low=1)
-        require_number("timeout_seconds", self.timeout_seconds, low=0, low_open=True)
-        if self.shard != "auto":
-            require_number("shard", self.shard, integer=True, low=1)
-        for key in ("reshard_after_forward", "reshard_between_micro_batches", "cpu_offload"):
-            value = getattr(self, key)
-            require(isinstance(value, bool), key, value, "true or false")
-        number = self.activation_checkpointing
-        require_number("activation_checkpointing", number, integer=True, low=0)
-        if self.pipeline_stages_per_rank > 1 and self.pipeline == 1:
-            raise ConfigError(
-                f"pipeline_stages_per_rank={self.pipeline_stages_per_rank}: there is no pipeline; "
-                "set pipeline above 1, or this to 1"
-            )
-        if self.pipeline > 1 and self.reshard_between_micro_batches:
-            raise ConfigError(
-                f"reshard_between_micro_batches=True: pipeline={self.pipeline} computes several "
-                "micro-batches at once and keeps parameters gathered; set it to false"
-            )
+@dataclass(frozen=True, kw_only=True)
+class Plan(Parallelism):
+    """How training is spread over processes: `Parallelism`, and what follows from it."""
 
     @property
     def row_ranks(self) -> int:
@@ -105,29 +50,30 @@ class Plan:
             ConfigError: where the product of the dimensions is not the number of processes.
         """
         keys = ("pipeline", "replicate", "context", "tensor")
-        dimensions = {key: getattr(self, key) for key in keys}
-        named, others = self._named(*keys) or "replicate=1", prod(dimensions.values())
+        named = self._named(*keys) or {"replicate": 1}
+        others = prod(getattr(self, key) for key in keys)
         shard = self.shard
         if isinstance(shard, str):
             if world_size % others:
-                product = f" (product {others})" if ", " in named else ""
+                product = f" (their product is {others})" if len(named) > 1 else ""
                 raise ConfigError(
-                    f"{named}{product}: does not divide the "
-                    f"{world_size} processes; use one of {_divisors(world_size)}, or a multiple of "
-                    f"{others} processes"
+                    f"does not divide the {world_size} processes{product}; use one of "
+                    f"{_divisors(world_size)}, or a multiple of {others} processes",
+                    named,
                 )
             shard = world_size // others
         if others * shard != world_size:
             raise ConfigError(
-                f"{named}, shard={shard}: their product "
-                f"is not the {world_size} processes there are; set one of them to "
-                f"{world_size // others or 1}, or shard=auto"
+                f"their product is not the {world_size} processes there are; set one of them to "
+                f"{world_size // others or 1}, or shard=auto",
+                {**named, "shard": shard},
             )
         if shard * self.context % self.expert:
             raise ConfigError(
-                f"expert={self.expert}: does not divide the {shard * self.context} processes of "
-                f"shard={shard} × context={self.context}, which the experts are spread over; use "
-                f"{_divisors(shard * self.context)}"
+                f"does not divide the {shard * self.context} processes of shard={shard} × "
+                f"context={self.context}, which the experts are spread over; use "
+                f"{_divisors(shard * self.context)}",
+                {"expert": self.expert},
             )
         return replace(self, shard=shard)
 
@@ -138,38 +84,43 @@ class Plan:
         named = self._named("context", "tensor")
         if self.stages > layers:
             raise ConfigError(
-                f"{staged}: the model's num_hidden_layers={layers} cannot be divided into "
-                f"{self.stages} stages; use a product of at most {layers}"
+                f"the model's num_hidden_layers={layers} cannot be divided into {self.stages} "
+                f"stages; use a product of at most {layers}",
+                staged,
             )
         if staged and config.num_experts is not None:
             raise ConfigError(
-                f"{staged}: a model with num_experts={config.num_experts} cannot be divided into "
-                "stages; spread its experts over processes instead"
+                f"a model with num_experts={config.num_experts} cannot be divided into stages; "
+                "spread its experts over processes instead",
+                staged,
             )
         if (staged or named) and config.relatives_dim is not None:
             raise ConfigError(
-                f"{named or staged}: a model with relatives_dim={config.relatives_dim} aligns "
-                "whole rows and cannot be divided; shard over these processes instead, or set "
-                "relatives_dim=null"
+                f"a model with relatives_dim={config.relatives_dim} aligns whole rows and cannot "
+                "be divided; shard over these processes instead, or set relatives_dim=null",
+                named or staged,
             )
         if self.expert > 1 and (config.num_experts is None or config.num_experts % self.expert):
             raise ConfigError(
-                f"expert={self.expert}: the model's num_experts={config.num_experts} cannot be "
-                f"shared by {self.expert} processes; use {_divisors(config.num_experts or 1)}"
+                f"the model's num_experts={config.num_experts} cannot be shared by {self.expert} "
+                f"processes; use {_divisors(config.num_experts or 1)}",
+                {"expert": self.expert},
             )
         if heads % ranks:
             raise ConfigError(
-                f"{named}: the model's num_attention_heads={heads} cannot be shared by {ranks} "
-                f"processes; use a product of {_divisors(heads)}"
+                f"the model's num_attention_heads={heads} cannot be shared by {ranks} processes; "
+                f"use a product of {_divisors(heads)}",
+                named,
             )
         if self.tensor > 1 and config.linear_bias:
             raise ConfigError(
-                f"{named}: a model with linear_bias=True cannot be split; use context instead"
+                "a model with linear_bias=True cannot be split; use context instead", named
             )
         if config.num_experts is None and config.intermediate_size % self.tensor:
             raise ConfigError(
-                f"{named}: tensor does not divide the model's intermediate_size="
-                f"{config.intermediate_size}; use {_divisors(gcd(heads, config.intermediate_size))}"
+                "tensor does not divide the model's intermediate_size="
+                f"{config.intermediate_size}; use {_divisors(gcd(heads, config.intermediate_size))}",
+                named,
             )
 
     def require_adapters(self, rank: int | None) -> None:
@@ -177,18 +128,19 @@ class Plan:
         wanted = f"null with tensor={self.tensor}, as adapters are not split; use context or shard"
         require(rank is None or self.tensor == 1, "lora_rank", rank, wanted)
 
-    def _named(self, *keys: str) -> str:
+    def _named(self, *keys: str) -> dict[str, int]:
         """Those of the dimensions `keys` that are more than 1, with their sizes."""
-        sizes = ((key, getattr(self, key)) for key in keys)
-        return ", ".join(f"{key}={size}" for key, size in sizes if size > 1)
+        sizes = {key: getattr(self, key) for key in keys}
+        return {key: size for key, size in sizes.items() if size > 1}
 
     def require_micro_batches(self, number: int) -> None:
         """Raise `ConfigError` unless this number of micro-batches of a step fills the pipeline."""
         if number < self.pipeline or (self.stages > self.pipeline and number % self.pipeline):
             few = "at least" if self.stages == self.pipeline else "a multiple of"
             raise ConfigError(
-                f"pipeline={self.pipeline}: a step has {number} micro-batches, and needs {few} "
-                f"{self.pipeline}; change global_batch_tokens or gradient_accumulation_steps"
+                f"a step has {number} micro-batches, and needs {few} {self.pipeline}; change "
+                "global_batch_tokens or gradient_accumulation_steps",
+                {"pipeline": self.pipeline},
             )
 
 
@@ -207,8 +159,9 @@ def plan_of_accelerate() -> dict[str, object]:
         if value.upper() not in ("", "NO", "NONE", "FALSE", "0", *accepted):
             wanted = " or ".join(accepted) or "unset"
             raise ConfigError(
-                f"accelerate's {variable}={value!r}: must be {wanted}: training shards by FSDP2, "
-                "as configs/accelerate/fsdp2.yaml asks for it, and compiles by trainer.compile"
+                f"must be {wanted}: training shards by FSDP2, as configs/accelerate/fsdp2.yaml asks "
+                "for it, and compiles by trainer.compile",
+                {f"accelerate's {variable}": value},
             )
     sizes = {
         key: int(os.environ.get(f"PARALLELISM_CONFIG_{key}_SIZE", 1))
@@ -257,46 +210,74 @@ def precision_of_accelerate() -> str:
     return known[precision]
 
 
-def batch_partition(
-    ranks: int, token_budget: int, global_batch_tokens: int | None, accumulation: int | str
-) -> dict[str, int]:
-    """The bins of a global batch by process and micro-batch, as arguments of `PackedLoader`.
+def packed_loader(
+    collections: Sequence[Collection],
+    settings: TrainerSettings,
+    loading: LoaderSettings,
+    max_length: int,
+    *,
+    rank: int,
+    ranks: int,
+    **more: Any,
+) -> PackedLoader:
+    """The training stream of one of the processes that have rows of their own.
 
     Args:
-        token_budget: tokens of a bin.
-        global_batch_tokens: of a step over all processes; None is a bin for each micro-batch.
-        accumulation: micro-batches of a process; `auto` makes one of every bin.
+        max_length: tokens that longer sequences are cropped to.
+        rank, ranks: its number, and how many these processes are.
+        more: other arguments of `PackedLoader`.
 
     Raises:
-        ConfigError: where they cannot be shared evenly, with the numbers that can.
+        ConfigError: if the bins of a global batch cannot be shared evenly, with the numbers that
+            can.
     """
-    if accumulation != "auto":
-        require_number("gradient_accumulation_steps", accumulation, integer=True, low=1)
+    micro_batches, bins = _partition(ranks, loading.token_budget, settings)
+    return PackedLoader(
+        collections,
+        token_budget=loading.token_budget,
+        max_length=max_length,
+        max_relatives=loading.max_relatives or 0,
+        rank=rank,
+        world_size=ranks,
+        seed=settings.seed,
+        micro_batches=micro_batches,
+        bins_per_micro_batch=bins,
+        repeat_batches=settings.overfit_batches,
+        num_workers=loading.num_workers,
+        prefetch_factor=loading.prefetch_factor,
+        **more,
+    )
+
+
+def _partition(ranks: int, token_budget: int, settings: TrainerSettings) -> tuple[int, int]:
+    """(micro-batches of a process in a step, bins of each of them)."""
+    accumulation = settings.gradient_accumulation_steps
+    global_batch_tokens = settings.global_batch_tokens
     if global_batch_tokens is None:
         bins = ranks * (1 if accumulation == "auto" else int(accumulation))
     else:
-        require_number("global_batch_tokens", global_batch_tokens, integer=True, low=1)
         bins, rest = divmod(global_batch_tokens, token_budget)
         if rest or not bins:
             raise ConfigError(
-                f"global_batch_tokens={global_batch_tokens}: must be a multiple of "
-                f"token_budget={token_budget}, such as {max(bins, 1) * token_budget}"
+                f"must be a multiple of token_budget={token_budget}, such as "
+                f"{max(bins, 1) * token_budget}",
+                {"global_batch_tokens": global_batch_tokens},
             )
     if bins % ranks:
         raise ConfigError(
-            f"global_batch_tokens={global_batch_tokens}: its {bins} bins of "
-            f"token_budget={token_budget} tokens cannot be shared by {ranks} processes; use "
-            f"{_divisors(bins)} processes, or global_batch_tokens="
-            f"{-(-bins // ranks) * ranks * token_budget}"
+            f"its {bins} bins of token_budget={token_budget} tokens cannot be shared by {ranks} "
+            f"processes; use {_divisors(bins)} processes, or global_batch_tokens="
+            f"{-(-bins // ranks) * ranks * token_budget}",
+            {"global_batch_tokens": global_batch_tokens},
         )
     own = bins // ranks
     micro_batches = own if accumulation == "auto" else int(accumulation)
     if own % micro_batches:
         raise ConfigError(
-            f"gradient_accumulation_steps={accumulation}: each process has {own} bins of "
-            f"a step; use auto or one of {_divisors(own)}"
+            f"each process has {own} bins of a step; use auto or one of {_divisors(own)}",
+            {"gradient_accumulation_steps": accumulation},
         )
-    return {"micro_batches": micro_batches, "bins_per_micro_batch": own // micro_batches}
+    return micro_batches, own // micro_batches
 
 
 def _divisors(number: int) -> str:

@@ -8,7 +8,13 @@ one long run can be ended or continued at any length for the cost of its decay a
 import math
 from collections.abc import Callable
 
-from d2plm.core.errors import ConfigError, require_choice, require_number
+from d2plm.core.errors import ConfigError
+from d2plm.settings.training import (
+    ConstantSettings,
+    CosineSettings,
+    ScheduleSettings,
+    WsdSettings,
+)
 
 Schedule = Callable[[int], float]
 
@@ -20,99 +26,66 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
-def cosine(
-    max_steps: int,
-    *,
-    warmup_ratio: float = 0.1,
-    warmup_steps: int | None = None,
-    floor_ratio: float = 0.0,
-) -> Schedule:
-    """Linear warm-up from 0 to 1, then half a cosine down to `floor_ratio` at `max_steps`.
+def cosine(max_steps: int, settings: CosineSettings | None = None) -> Schedule:
+    """Linear warm-up from 0 to 1, then half a cosine down to the floor at `max_steps`.
 
     Loshchilov & Hutter, arXiv:1608.03983, equation 5, without restarts.
 
     Args:
         max_steps: optimizer steps of the run.
-        warmup_ratio: share of `max_steps` spent warming up.
-        warmup_steps: the same as a number of steps; wins over the ratio.
-        floor_ratio: the factor at the end.
+        settings: None takes the defaults.
 
     Returns:
         step (0-based) → factor of the peak learning rate.
 
     Raises:
-        ConfigError: on a value out of range, or a warm-up that fills the whole run.
+        ConfigError: if the warm-up fills the whole run.
     """
-    warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
-    return _declining(max_steps, warmup, max_steps - warmup, floor_ratio, "cosine")
+    settings = settings or CosineSettings()
+    warmup = _warmup(max_steps, settings)
+    return _declining(max_steps, warmup, max_steps - warmup, settings.floor_ratio, "cosine")
 
 
-def linear(
-    max_steps: int,
-    *,
-    warmup_ratio: float = 0.1,
-    warmup_steps: int | None = None,
-    floor_ratio: float = 0.0,
-) -> Schedule:
-    """Linear warm-up from 0 to 1, then a straight line down to `floor_ratio` at `max_steps`.
-
-    Arguments, result and errors are those of `cosine`.
-    """
-    warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
-    return _declining(max_steps, warmup, max_steps - warmup, floor_ratio, "linear")
+def linear(max_steps: int, settings: CosineSettings | None = None) -> Schedule:
+    """Linear warm-up from 0 to 1, then a straight line down to the floor; otherwise `cosine`."""
+    settings = settings or CosineSettings()
+    warmup = _warmup(max_steps, settings)
+    return _declining(max_steps, warmup, max_steps - warmup, settings.floor_ratio, "linear")
 
 
-def constant(
-    max_steps: int, *, warmup_ratio: float = 0.1, warmup_steps: int | None = None
-) -> Schedule:
-    """Linear warm-up from 0 to 1, then 1 to the end.
-
-    Arguments, result and errors are those of `cosine`; there is no floor to decline to.
-    """
-    warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
-    return _declining(max_steps, warmup, 0, 0.0, "linear")
+def constant(max_steps: int, settings: ConstantSettings | None = None) -> Schedule:
+    """Linear warm-up from 0 to 1, then 1 to the end; otherwise `cosine`."""
+    return _declining(
+        max_steps, _warmup(max_steps, settings or ConstantSettings()), 0, 0.0, "linear"
+    )
 
 
-def wsd(
-    max_steps: int,
-    *,
-    warmup_ratio: float = 0.1,
-    warmup_steps: int | None = None,
-    decay_ratio: float = 0.1,
-    decay_steps: int | None = None,
-    decay_shape: str = "linear",
-    floor_ratio: float = 0.0,
-) -> Schedule:
-    """Warm-up, stable, decay: 1 after the warm-up, and only at the end down to `floor_ratio`.
+def wsd(max_steps: int, settings: WsdSettings | None = None) -> Schedule:
+    """Warm-up, stable, decay: 1 after the warm-up, and only at the end down to the floor.
 
     MiniCPM (arXiv:2404.06395), section 4.2. Shapes of the decay are those that Hägele et al.
     (arXiv:2405.18392) compare: with p, 0 … 1, of the decay done, `linear` is 1 - p, `1-sqrt` 1 - √p
-    and `cosine` (1 + cos πp)/2. The other arguments and the result are those of `cosine`.
-
-    Args:
-        decay_ratio: share of `max_steps` spent decaying, at the end.
-        decay_steps: the same as a number of steps; wins over the ratio.
-        decay_shape: `linear`, `1-sqrt` or `cosine`.
+    and `cosine` (1 + cos πp)/2. Arguments and result are those of `cosine`.
 
     Raises:
-        ConfigError: on a value out of range, or a warm-up and a decay that do not both fit.
+        ConfigError: if the warm-up and the decay do not both fit.
     """
-    require_choice("decay_shape", decay_shape, DECAY_SHAPES)
-    warmup = _steps("warmup", max_steps, warmup_ratio, warmup_steps)
-    decay = _steps("decay", max_steps, decay_ratio, decay_steps)
+    settings = settings or WsdSettings()
+    warmup = _warmup(max_steps, settings)
+    decay = _steps("decay", max_steps, settings.decay_ratio, settings.decay_steps)
     if warmup + decay > max_steps:
         raise ConfigError(
-            f"decay_steps={decay}: with a warm-up of {warmup} steps it is longer than "
-            f"max_steps={max_steps}; shorten one of them"
+            f"with a warm-up of {warmup} steps it is longer than max_steps={max_steps}; shorten "
+            "one of them",
+            {"decay_steps": decay},
         )
-    return _declining(max_steps, warmup, decay, floor_ratio, decay_shape)
+    return _declining(max_steps, warmup, decay, settings.floor_ratio, settings.decay_shape)
 
 
 def _declining(
     max_steps: int, warmup: int, decline: int, floor_ratio: float, shape: str
 ) -> Schedule:
     """Up over `warmup` steps, 1, and by `shape` (1 → 0) down over the last `decline` steps."""
-    require_number("floor_ratio", floor_ratio, low=0, high=1)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -125,13 +98,16 @@ def _declining(
     return factor
 
 
+def _warmup(max_steps: int, settings: ScheduleSettings) -> int:
+    return _steps("warmup", max_steps, settings.warmup_ratio, settings.warmup_steps)
+
+
 def _steps(phase: str, max_steps: int, ratio: float, steps: int | None) -> int:
     """The length of the phase `warmup` or `decay`; it may not fill the whole run."""
-    require_number(f"{phase}_ratio", ratio, low=0, high=1, high_open=True)
     length = round(ratio * max_steps) if steps is None else steps
-    require_number(f"{phase}_steps", length, integer=True, low=0)
     if length and length >= max_steps:
         raise ConfigError(
-            f"{phase}_steps={length}: the {phase} fills all of max_steps={max_steps}; shorten it"
+            f"the {phase} fills all of max_steps={max_steps}; shorten it",
+            {f"{phase}_steps": length},
         )
     return length

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from d2plm.core.errors import require_number
 from d2plm.core.machine import available_cpus
 from d2plm.model.flops import training_flops
 from d2plm.training.metrics import Metric
@@ -52,8 +51,6 @@ class Throughput(Metric):
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
-        if peak_tflops is not None:
-            require_number("peak_tflops", peak_tflops, low=0, low_open=True)
         self.given_peak = peak_tflops
 
     def begin(self, trainer: "Trainer") -> None:

@@ -27,12 +27,14 @@ from d2plm.core.errors import CheckpointError, require
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
 from d2plm.core.spans import span
-from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, PackedLoader, Position
+from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, Position
 from d2plm.data.prefetch import prefetch
 from d2plm.model.dit import DiT, dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.lora import add_lora
 from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm
+from d2plm.settings.data import LoaderSettings
+from d2plm.settings.training import TrainerSettings
 from d2plm.training import checkpoint, optimizer_state
 from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.callback import Callback
@@ -51,13 +53,12 @@ from d2plm.training.parallelise import (
     synchronise_gradients,
 )
 from d2plm.training.pipelining import Pipeline
-from d2plm.training.plan import Plan, batch_partition
+from d2plm.training.plan import Plan, packed_loader
 from d2plm.training.row_sharing import share_rows
 from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
 from d2plm.training.tensor_split import splits_of
 from d2plm.training.trainer_settings import (
-    check_settings,
     crop_length,
     difference,
     names_to_freeze,
@@ -75,46 +76,16 @@ class Trainer:
     """Trains a `DiT` under a paradigm.
 
     Args:
+        settings: how long and with what precision to train, and what to keep.
         model: the architecture, whose initial weights are keyed by the seed; or a model, whose
             weights training starts from and changes.
         paradigm: corruption and loss.
         collections: prepared training sequences.
         output_dir: where checkpoints go (`checkpoints/`) and callbacks write.
+        loading: how batches are packed and loaded.
+        plan: how training is spread over the processes.
         optimizer: (model, this rank's parameters by name) → optimizer over these.
         schedule: number of steps → factor of the learning rate by step.
-        freeze: patterns of parameter names (`blocks.0.*`); matching parameters are not trained.
-        lora_rank: of changes to the matrices of the blocks, which are trained in place of a given
-            model's own weights (see `model.lora`); None trains these.
-        plan: how training is spread over the processes.
-        token_budget: tokens of a bin, the unit of packing.
-        max_length: longest segment in tokens; longer sequences are cropped. None is the model's
-            limit.
-        max_relatives: relatives drawn for a sequence, at most, for a model that takes them; None
-            for one that does not.
-        global_batch_tokens: tokens of a step over all processes, a multiple of `token_budget`;
-            None is a bin for each micro-batch of each process.
-        gradient_accumulation_steps: micro-batches of a step on each process; `auto` makes one of
-            every bin.
-        loss_aggregation: `token_weighted`, every token of the global batch counts alike; or
-            `rank_average`, the mean of the processes' own means, as other trainers have it.
-        max_steps, max_epochs, flops_budget: the limit; exactly one of them.
-        max_grad_norm: clip the gradient's norm here; None does not clip.
-        ema_decay: cap of the moving average's decay.
-        seed: of the initial weights, the order, the crops, the masks and dropout.
-        device, precision, compile: see `distributed` and `precision`.
-        threads: of this process on the CPU; None leaves torch's number.
-        deterministic: kernels that give the same bits in every run, or an error.
-        num_workers: loader processes.
-        prefetch_factor: batches that each of them holds ready.
-        async_prefetch: copy the next batch on a side stream (CUDA).
-        overfit_batches: number of global batches to which training is restricted.
-        resume: `auto` continues from the newest whole checkpoint, `none` starts anew, anything else
-            is the location of a checkpoint.
-        checkpoints: folder or fsspec URL they are kept in; None is `output_dir/checkpoints`.
-        save_total_limit: newest checkpoints kept.
-        save_top_k: checkpoints with the lowest validation bound, kept besides.
-        on_save_error: `stop` ends training when a checkpoint cannot be written, `continue` does
-            not.
         callbacks: see `callbacks/`.
         identity: the settings (JSON) that make the run what it is; a checkpoint made under others
             is refused.
@@ -137,52 +108,21 @@ class Trainer:
 
     def __init__(
         self,
-        *,
+        settings: TrainerSettings,
         model: DiTConfig | DiT,
         paradigm: Paradigm,
         collections: Sequence[Collection],
         output_dir: str | Path,
+        *,
+        loading: LoaderSettings | None = None,
+        plan: Plan | None = None,
         optimizer: Callable[..., Optimizer] = build_adamw,
         schedule: Callable[[int], Schedule] = cosine,
-        freeze: Sequence[str] = (),
-        lora_rank: int | None = None,
-        plan: Plan | None = None,
-        token_budget: int = 8192,
-        max_length: int | None = None,
-        max_relatives: int | None = None,
-        global_batch_tokens: int | None = None,
-        gradient_accumulation_steps: int | str = "auto",
-        loss_aggregation: str = "token_weighted",
-        max_steps: int | None = None,
-        max_epochs: int | None = None,
-        flops_budget: float | None = None,
-        max_grad_norm: float | None = 1.0,
-        ema_decay: float = 0.9999,
-        seed: int = 0,
-        device: str = "auto",
-        precision: str = "auto",
-        compile: bool | str = "auto",
-        threads: int | None = None,
-        deterministic: bool = False,
-        num_workers: int = 0,
-        prefetch_factor: int = 4,
-        async_prefetch: bool = True,
-        overfit_batches: int | None = None,
-        resume: str = "auto",
-        checkpoints: str | None = None,
-        save_total_limit: int = 3,
-        save_top_k: int = 0,
-        on_save_error: str = "stop",
         callbacks: Sequence[Callback] = (),
         identity: dict[str, Any] | None = None,
     ) -> None:
-        check_settings(locals())
-        longest = (model.config if isinstance(model, DiT) else model).max_position_embeddings
-        max_length = crop_length(max_length, longest)
-        self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), seed
-        self.max_grad_norm, self.async_prefetch = max_grad_norm, async_prefetch
-        self.loss_aggregation = loss_aggregation
-        self.resume, self.on_save_error = resume, on_save_error
+        self.settings, self.loading = settings, loading or LoaderSettings()
+        self.paradigm, self.output_dir, self.seed = paradigm, Path(output_dir), settings.seed
         self.step = self.first_step = 0
         self.position = Position()
         self.loss = self.grad_norm = torch.zeros(())
@@ -191,46 +131,37 @@ class Trainer:
         self.stop_requested = self.skip_update = self._ending = False
         self.pipeline: Pipeline | None = None
         self.run_id: str | None = None
-        self.identity = {"seed": seed} if identity is None else identity
+        self.identity = {"seed": self.seed} if identity is None else identity
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._saved_step = -1
 
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self.build_process(device, plan or Plan(), deterministic)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self.build_process(plan or Plan())
         self.build_model(model)
-        require_relatives(max_relatives, self.model.config, paradigm)
-        self.add_adapter(lora_rank)
-        self.freeze(freeze)
+        require_relatives(self.loading.max_relatives, self.model.config, paradigm)
+        self.add_adapter(settings.lora_rank)
+        self.freeze(settings.freeze)
         self.build_dataset(collections)
         self.build_collate()
-        self.build_loader(
-            global_batch_tokens,
-            gradient_accumulation_steps,
-            token_budget=token_budget,
-            max_length=max_length,
-            max_relatives=max_relatives or 0,
-            repeat_batches=overfit_batches,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-        )
-        self.build_limit(max_steps=max_steps, max_epochs=max_epochs, flops_budget=flops_budget)
-        self.build_precision(precision)
-        self.parallelise(compile)
+        self.build_loader()
+        self.build_limit()
+        self.build_precision()
+        self.parallelise()
         self.materialise()
         self.build_optimizer(optimizer)
         self.build_schedule(schedule)
-        self.build_ema(ema_decay)
+        self.build_ema()
         self.build_expert_balance()
-        self.build_checkpoints(checkpoints, save_total_limit, save_top_k)
+        self.build_checkpoints()
         self.build_callbacks(callbacks)
 
-    def build_process(self, device: str, plan: Plan, deterministic: bool) -> None:
+    def build_process(self, plan: Plan) -> None:
         """Rank, world size, mesh and device."""
-        if deterministic:
+        if self.settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        self.process = setup_process(device, plan)
+        self.process = setup_process(self.settings.device, plan)
         self.plan = plan.resolved(self.process.world_size)
         self.device = self.process.device
 
@@ -270,36 +201,35 @@ class Trainer:
         """The class that lays the sequences of planned bins out as a `PackedBatch`."""
         self.collate = PackedDataset
 
-    def build_loader(
-        self, global_batch_tokens: int | None, accumulation: int | str, **settings: Any
-    ) -> None:
+    def build_loader(self) -> None:
         """The packed training stream of this rank, its part of each global batch."""
-        ranks, budget = self.process.data_ranks, settings["token_budget"]
-        self.loader = PackedLoader(
+        longest = crop_length(self.loading.max_length, self.model.config.max_position_embeddings)
+        self.loader = packed_loader(
             self.collections,
+            self.settings,
+            self.loading,
+            longest,
             rank=self.process.data_rank,
-            world_size=ranks,
-            seed=self.seed,
+            ranks=self.process.data_ranks,
             pin_memory=self.device.type == "cuda",
             collate=self.collate,
-            **batch_partition(ranks, budget, global_batch_tokens, accumulation),
-            **settings,
         )
         self.plan.require_micro_batches(self.loader.micro_batches)
-        self.global_batch_tokens = self.loader.bins_per_batch * settings["token_budget"]
+        self.global_batch_tokens = self.loader.bins_per_batch * self.loading.token_budget
         self.identity = {**self.identity, "global_batch_tokens": self.global_batch_tokens}
 
-    def build_limit(self, **limits: Any) -> None:
+    def build_limit(self) -> None:
         """The number of optimizer steps; see `budget.limit`."""
-        self.max_steps = limit(self.loader, self.model.config, **limits)
+        self.max_steps = limit(self.loader, self.model.config, self.settings)
 
-    def build_precision(self, precision: str) -> None:
+    def build_precision(self) -> None:
         """The dtype of the matrix work, and for fp16 the loss scale."""
-        self.dtype = resolve_precision(precision, self.device)
+        self.dtype = resolve_precision(self.settings.precision, self.device)
         self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
 
-    def parallelise(self, compile: bool | str) -> None:
+    def parallelise(self) -> None:
         """Compilation, recomputation and sharding, applied to the model from outside."""
+        compile = self.settings.compile
         if self.dtype == torch.float64:
             self.model.double()
         self.num_parameters = self.model.num_parameters()
@@ -353,18 +283,21 @@ class Trainer:
         """The learning rate's factor by step."""
         self.schedule = schedule(self.max_steps)
 
-    def build_ema(self, decay: float) -> None:
+    def build_ema(self) -> None:
         """The moving average of the weights."""
-        self.ema = EMA(self.parameters, decay)
+        self.ema = EMA(self.parameters, self.settings.ema_decay)
 
     def build_expert_balance(self) -> None:
         """What keeps the loads of experts equal, where the model has any."""
         self.experts = ExpertBalance(self.model, self.parameters, self.process)
 
-    def build_checkpoints(self, location: str | None, keep: int, keep_best: int) -> None:
+    def build_checkpoints(self) -> None:
         """Where checkpoints are kept, and how many."""
-        root = checkpoint.Root(location or str(self.output_dir / "checkpoints"))
-        self.saver = checkpoint.Saver(root, self.process, keep, keep_best)
+        settings = self.settings
+        root = checkpoint.Root(settings.checkpoints or str(self.output_dir / "checkpoints"))
+        self.saver = checkpoint.Saver(
+            root, self.process, settings.save_total_limit, settings.save_top_k
+        )
 
     def build_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Everything optional."""
@@ -419,7 +352,7 @@ class Trainer:
 
     def _train_to_the_limit(self) -> None:
         batches = prefetch(
-            self.loader.stream(self.position), self.device, enabled=self.async_prefetch
+            self.loader.stream(self.position), self.device, enabled=self.loading.async_prefetch
         )
         agreement = Agreement(self.process)
         while not self.is_last_step:
@@ -505,7 +438,7 @@ class Trainer:
         Gradients are averaged over the ranks of a mesh; the factor compensates for their number.
         """
         count = torch.stack(list(counts)).sum().double()
-        if self.loss_aggregation == "rank_average":
+        if self.settings.loss_aggregation == "rank_average":
             count = count.clamp(min=1) * self.process.data_ranks
         else:
             count = self.process.sum(count).clamp(min=1)
@@ -521,8 +454,8 @@ class Trainer:
             factor = 1 / self.loss_scale.scale
             norm = norm * factor
             self.loss_scale.update(norm)
-        if self.max_grad_norm is not None:
-            clipped = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        if self.settings.max_grad_norm is not None:
+            clipped = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1)
             # A norm that is not finite must not hide which gradients are not.
             factor = factor * torch.where(torch.isfinite(norm), clipped, 1.0)
         if gradients:
@@ -610,7 +543,7 @@ class Trainer:
             getattr(callback, event)(self, *arguments)
 
     def _resume(self) -> None:
-        root, resume = self.saver.root, self.resume
+        root, resume = self.saver.root, self.settings.resume
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
             resume = "auto"  # a restart by torchrun: `resume` was for the first start
         location = None if resume == "none" else resume
@@ -682,7 +615,7 @@ class Trainer:
         try:
             self.saver.wait()
         except CheckpointError as error:
-            if self.on_save_error == "stop":
+            if self.settings.on_save_error == "stop":
                 raise
             log.error("%s; training continues, as on_save_error=continue", error)
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from d2plm.targets import TRUSTED_VARIABLE
 
 from d2plm.cli import main as d2plm
 from d2plm.commands.table import COMMANDS
@@ -17,7 +18,6 @@ from d2plm.config import (
 )
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir, shipped
-from d2plm.targets import TRUSTED_VARIABLE
 
 GROUPS = [
     (group.name, file.stem)

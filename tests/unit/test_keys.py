@@ -5,11 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from d2plm.keys import check_paths, check_values
 
 from d2plm.config import compose, compose_arguments, parse_arguments
 from d2plm.core.errors import ConfigError, D2PLMError, DataError
 from d2plm.core.files import config_dir
-from d2plm.keys import check_paths, check_values
 from tests.commands import python_m
 
 ROOTS = sorted(file.stem for file in config_dir().glob("*.yaml"))

@@ -1,11 +1,43 @@
 """The callback interface: one method per event, each empty by default."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import Tensor
 
+from d2plm.settings.callbacks import CallbackSettings
+
 if TYPE_CHECKING:
+    from d2plm.data.loader import Sequences
     from d2plm.training.trainer import Trainer
+
+
+class MetricRun(Protocol):
+    """The part of a tracking run that metrics are written to."""
+
+    def log_params(self, params: dict[str, Any]) -> None: ...
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+    def flush(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What callbacks may take of a run.
+
+    Attributes:
+        validation: held-out sequences.
+        max_length: longest sequence of the model in tokens.
+        model_dir: folder of the exported model.
+        run: tracking run, if there is one.
+        provenance: what an export records about its origin.
+    """
+
+    validation: "Sequences"
+    max_length: int
+    model_dir: Path
+    run: MetricRun | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 class Callback:
@@ -17,6 +49,14 @@ class Callback:
     """
 
     called_last = False  # true for callbacks that save: called after all others
+
+    @classmethod
+    def create(cls, settings: Any, context: RunContext) -> Self:
+        """Build it for a configured run; a subclass may also take something of the `context`."""
+        return cls(settings)
+
+    def __init__(self, settings: CallbackSettings | None = None) -> None:
+        self.settings = settings or CallbackSettings()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, as JSON, identical on every rank."""

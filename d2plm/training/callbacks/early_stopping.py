@@ -6,7 +6,8 @@ All ranks use rank 0's value, so that they end at the same step even if rounding
 import math
 from typing import Any
 
-from d2plm.core.errors import ConfigError, did_you_mean, require_choice, require_number
+from d2plm.core.errors import ConfigError, did_you_mean
+from d2plm.settings.callbacks import EarlyStoppingSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
@@ -17,27 +18,12 @@ class EarlyStopping(Callback):
     A value that is not finite is not better. Checkpoints contain the best value and the count, so a
     resumed run continues to count.
 
-    Args:
-        monitor: the metric's name in an evaluation.
-        patience: evaluations; None never stops.
-        min_delta: improvement that a value must exceed to be better.
-        mode: `min` or `max`, the direction of improvement.
-
     Raises:
-        ConfigError: on an impossible setting, and at the first evaluation that has no such metric.
+        ConfigError: at the first evaluation that has no such metric.
     """
 
-    def __init__(
-        self,
-        monitor: str = "validation_nelbo",
-        patience: int | None = None,
-        min_delta: float = 0.0,
-        mode: str = "min",
-    ) -> None:
-        require_number("patience", patience, optional=True, integer=True, low=1)
-        require_number("min_delta", min_delta, low=0)
-        require_choice("mode", mode, ("min", "max"))
-        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+    def __init__(self, settings: EarlyStoppingSettings | None = None) -> None:
+        self.settings = settings or EarlyStoppingSettings()
         self.best: float | None = None
         self.waited = 0
 
@@ -51,25 +37,27 @@ class EarlyStopping(Callback):
         self._end_if_waited_enough(trainer)  # a run that has stopped does not start again
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if self.patience is None:
+        if self.settings.patience is None:
             return
-        if self.monitor not in metrics:
+        monitor = self.settings.monitor
+        if monitor not in metrics:
+            near = did_you_mean(monitor, metrics)
             raise ConfigError(
-                f"monitor={self.monitor!r}: no such metric in the "
-                f"evaluation, which has {', '.join(metrics)}{did_you_mean(self.monitor, metrics)}"
+                f"no such metric in the evaluation, which has {', '.join(metrics)}{near}",
+                {"monitor": monitor},
             )
-        value = trainer.process.on_main(lambda: metrics[self.monitor])
-        sign = 1 if self.mode == "min" else -1
+        value = trainer.process.on_main(lambda: metrics[monitor])
+        sign = 1 if self.settings.mode == "min" else -1
         gain = math.inf if self.best is None else sign * (self.best - value)
-        if math.isfinite(value) and gain > self.min_delta:
+        if math.isfinite(value) and gain > self.settings.min_delta:
             self.best, self.waited = value, 0
             return
         self.waited += 1
         self._end_if_waited_enough(trainer)
 
     def _end_if_waited_enough(self, trainer: Trainer) -> None:
-        if self.patience is not None and self.waited >= self.patience:
+        if self.settings.patience is not None and self.waited >= self.settings.patience:
             trainer.end_training(
-                f"{self.monitor} has not improved on {self.best} in the last "
+                f"{self.settings.monitor} has not improved on {self.best} in the last "
                 f"{self.waited} evaluations"
             )

@@ -4,16 +4,17 @@ The part suffices for a learning curve; the result is the full evaluation after 
 """
 
 import math
+from typing import Self
 
 import numpy as np
 import torch
 
-from d2plm.core.errors import require_number
 from d2plm.data.loader import Sequences
 from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition, fit_unigram
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.terms import REFERENCE, SUITES
-from d2plm.training.callbacks.callback import Callback
+from d2plm.settings.callbacks import EvaluationCallbackSettings
+from d2plm.training.callbacks.callback import Callback, RunContext
 from d2plm.training.trainer import Trainer
 
 FITTED_SEQUENCES = 2000  # of the training's, for the baseline without order
@@ -23,27 +24,27 @@ class Evaluate(Callback):
     """Estimate the validation perplexity every `every` steps and after the last.
 
     Args:
-        every: optimizer steps between evaluations.
-        sequences: number of sequences, a fixed random choice.
+        validation_store: the sequences to choose from.
         max_length: number of tokens scored per sequence.
     """
 
     def __init__(
         self,
         validation_store: Sequences,
-        *,
         max_length: int,
-        every: int = 500,
-        sequences: int = 256,
-        masks_per_sequence: int = 2,
+        settings: EvaluationCallbackSettings | None = None,
     ) -> None:
-        require_number("every", every, integer=True, low=1)
-        require_number("sequences", sequences, integer=True, low=1)
-        number = min(sequences, len(validation_store))
+        settings = settings or EvaluationCallbackSettings()
+        number = min(settings.sequences, len(validation_store))
         chosen = np.random.default_rng(0).choice(len(validation_store), number, replace=False)
         self.sequences = [validation_store[int(i)] for i in np.sort(chosen)]
         self.vocabulary = validation_store.vocabulary
-        self.every, self.masks, self.max_length = every, masks_per_sequence, max_length
+        self.every, self.masks = settings.every, settings.masks_per_sequence
+        self.max_length = max_length
+
+    @classmethod
+    def create(cls, settings: EvaluationCallbackSettings, context: RunContext) -> Self:
+        return cls(context.validation, context.max_length, settings)
 
     @property
     def reference(self) -> str:

@@ -6,7 +6,7 @@ wait. Objects that exist when training begins live to its end and are not examin
 
 import gc
 
-from d2plm.core.errors import require, require_number
+from d2plm.settings.callbacks import GarbageCollectionSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
@@ -14,17 +14,12 @@ from d2plm.training.trainer import Trainer
 class GarbageCollection(Callback):
     """Collect only every `every` optimizer steps; the automatic collector is restored at the end.
 
-    Args:
-        generation: the oldest generation to examine. 0 and 1 take almost no time, but never free
-            cycles of objects that survived two collections; 2 examines all objects created since
-            the start.
+    Generations 0 and 1 take almost no time, but never free cycles of objects that survived two
+    collections; 2 examines all objects created since the start.
     """
 
-    def __init__(self, every: int = 100, generation: int = 1) -> None:
-        require_number("every", every, integer=True, low=1)
-        fits = generation in (0, 1, 2) and not isinstance(generation, bool)
-        require(fits, "generation", generation, "0, 1 or 2")
-        self.every, self.generation = every, generation
+    def __init__(self, settings: GarbageCollectionSettings | None = None) -> None:
+        self.settings = settings or GarbageCollectionSettings()
         self._taken_over = False
 
     def on_train_begin(self, trainer: Trainer) -> None:
@@ -34,8 +29,8 @@ class GarbageCollection(Callback):
         gc.disable()
 
     def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.step % self.every == 0:
-            gc.collect(self.generation)
+        if trainer.step % self.settings.every == 0:
+            gc.collect(self.settings.generation)
 
     def on_stop(self, trainer: Trainer) -> None:
         if not self._taken_over:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from d2plm.core.errors import ConfigError, D2PLMError, ModelError, require_choice, require_number
+from d2plm.core.errors import D2PLMError, ModelError
 from d2plm.core.files import write_text
+from d2plm.settings.callbacks import GradientHealthSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.checkpoint import name_of
@@ -37,31 +38,16 @@ class GradientHealth(Callback):
     `state/`, as `Trainer.save_state` writes it; `batch.rankR.json`, the sequences of that rank's
     micro-batches; `gradients.json`, the norm of each parameter's gradient.
 
-    Args:
-        every: optimizer steps between checks; None checks every step on a CPU, and on CUDA the
-            steps that log metrics.
-        max_skipped: number of steps that may be skipped; 0 stops at the first. A positive number
-            needs a check of every step, which `every=None` then implies.
-        counted: whether `max_skipped` counts steps `in_a_row` or `in_total` (including resumes).
-
-    Raises:
-        ConfigError: on an impossible setting.
+    A positive `max_skipped` needs a check of every step, which `every=None` then implies; skipped
+    steps `in_total` include those before a resume.
     """
 
-    def __init__(
-        self, every: int | None = None, max_skipped: int = 0, counted: str = "in_a_row"
-    ) -> None:
-        require_number("every", every, optional=True, integer=True, low=1)
-        require_number("max_skipped", max_skipped, integer=True, low=0)
-        require_choice("counted", counted, COUNTED)
-        if max_skipped and every not in (None, 1):
-            raise ConfigError(
-                f"every={every}: only a step that is checked can be skipped; set it to 1, or "
-                "max_skipped to 0"
-            )
-        self.every, self.max_skipped, self.counted = every, max_skipped, counted
+    def __init__(self, settings: GradientHealthSettings | None = None) -> None:
+        settings = settings or GradientHealthSettings()
+        self.every, self.max_skipped = settings.every, settings.max_skipped
+        self.counted = settings.counted
         self.skipped = dict.fromkeys(COUNTED, 0)
-        self.interval = every or 1  # until training begins
+        self.interval = self.every or 1  # until training begins
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.skipped)

@@ -6,16 +6,18 @@ are not synchronised.
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Self
 
 from torch import Tensor
 
-from d2plm.core.errors import DataError, TrackingError, require, require_number
+from d2plm.core.errors import DataError, TrackingError
 from d2plm.core.files import write_text
-from d2plm.training.callbacks.callback import Callback
+from d2plm.settings.callbacks import MetricsSettings
+from d2plm.settings.registry import find
+from d2plm.training.callbacks.callback import Callback, MetricRun, RunContext
 from d2plm.training.metrics import ExpertLoads, LayerNorms, MeanLoss, Metric, PeakMemory, StepState
 from d2plm.training.throughput import CrowdedCores, Throughput
 from d2plm.training.trainer import Trainer
@@ -25,47 +27,35 @@ METRICS_FILE = "metrics.jsonl"
 log = logging.getLogger(__name__)
 
 
-class MetricRun(Protocol):
-    """The part of a tracking run that metrics are written to."""
-
-    def log_params(self, params: dict[str, Any]) -> None: ...
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
-    def flush(self) -> None: ...
-
-
 class MetricLogger(Callback):
     """Log loss, learning rate, norms, throughput and memory; every rank measures, rank 0 writes.
 
     Args:
-        every: optimizer steps between rows.
-        peak_tflops: peak of one device, for `mfu`; None looks up the datasheet's value.
-        layer_norms: log the gradient's norm in each layer and the norms of the optimizer's state.
-        more: additional metrics; of two with the same name the later one is used.
+        run: tracking run that also receives the rows.
+
+    Raises:
+        ConfigError: if a name in `more` is not a registered metric.
     """
 
     def __init__(
-        self,
-        every: int = 20,
-        peak_tflops: float | None = None,
-        layer_norms: bool = False,
-        more: Sequence[Metric] = (),
-        run: MetricRun | None = None,
+        self, settings: MetricsSettings | None = None, run: MetricRun | None = None
     ) -> None:
-        require_number("every", every, integer=True, low=1)
-        metrics = isinstance(more, (list, tuple)) and all(isinstance(m, Metric) for m in more)
-        wanted = "a list of d2plm.training.metrics.Metric, such as [{_target_: my_package.Mine}]"
-        require(metrics, "more", more, wanted)
-        self.every = every
-        self.throughput = Throughput(peak_tflops)
+        settings = settings or MetricsSettings()
+        self.every = settings.every
+        self.throughput = Throughput(settings.peak_tflops)
         # The loss first: reading it waits for the device, so the rates refer to completed steps.
         self.metrics: list[Metric] = [
             *(MeanLoss(), StepState(), self.throughput, PeakMemory(), CrowdedCores()),
             ExpertLoads(),
-            *([LayerNorms()] if layer_norms else []),
-            *more,
+            *([LayerNorms()] if settings.layer_norms else []),
+            *(find("metric", name, "more").factory() for name in settings.more),
         ]
         self.run = run
         self._warned = False
+
+    @classmethod
+    def create(cls, settings: MetricsSettings, context: RunContext) -> Self:
+        return cls(settings, context.run)
 
     def on_train_begin(self, trainer: Trainer) -> None:
         self.file = trainer.output_dir / METRICS_FILE

@@ -9,8 +9,8 @@ import logging
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from d2plm.core.errors import require_number
 from d2plm.core.files import write_text, written_beside
+from d2plm.settings.callbacks import ProfilerSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
@@ -24,15 +24,11 @@ class Profiler(Callback):
 
     Chrome's trace format, for https://ui.perfetto.dev; `rankR.step-N.txt` beside it lists the
     operators that took most time. The CPU is traced and, where there is one, the CUDA device.
-
-    Args:
-        start: steps since the start of this process before the first traced one; None disables.
     """
 
-    def __init__(self, start: int | None = None, steps: int = 3) -> None:
-        require_number("start", start, optional=True, integer=True, low=1)
-        require_number("steps", steps, integer=True, low=1)
-        self.start, self.steps = start, steps
+    def __init__(self, settings: ProfilerSettings | None = None) -> None:
+        settings = settings or ProfilerSettings()
+        self.start, self.steps = settings.start, settings.steps
         self._profile: profile | None = None
         self._written = False
 

@@ -5,6 +5,7 @@ import time
 
 from d2plm.core.number_text import duration, short_number
 from d2plm.core.progress import Progress
+from d2plm.settings.callbacks import CallbackSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.expected_time import ExpectedTime
@@ -20,7 +21,8 @@ class ProgressBar(Callback):
     with the averaged weights, the best one so far, the tokens seen and the time since the start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: CallbackSettings | None = None) -> None:
+        super().__init__(settings)
         self.progress: Progress | None = None
         self.note = ""
         self.loss, self.best = math.nan, math.inf

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from d2plm.assembly.rehearsal import forecast
+
 from d2plm.assembly.training_run import build_trainer, on_one_process, trainer_keys, training_stores
 from d2plm.config import Config, compose
 from d2plm.core.errors import ConfigError

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from d2plm.targets import build, build_with
 
 from d2plm.assembly.training_run import build_callbacks, build_optimizer
 from d2plm.config import compose, read
@@ -13,7 +14,6 @@ from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir
 from d2plm.data.store import SequenceStore
 from d2plm.export.export_callback import Export
-from d2plm.targets import build, build_with
 from d2plm.tracking.runs import Runs
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.early_stopping import EarlyStopping

@@ -5,69 +5,64 @@ nothing. `trainer.fast_dev_run=N` trains N steps, validates, saves and exports i
 folder.
 """
 
-import copy
 import logging
 import os
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from d2plm.assembly import training_run
-from d2plm.config import Config
-from d2plm.core.errors import ConfigError, require_choice, require_number
-from d2plm.core.precision import DEVICES, DTYPES, resolve_device
-from d2plm.data.loader import Collection, PackedLoader
+from d2plm.core.errors import ConfigError
+from d2plm.core.precision import DTYPES, resolve_device
+from d2plm.data.loader import PackedLoader
 from d2plm.model.dit import dit_without_memory
 from d2plm.model.dit_config import DiTConfig
+from d2plm.settings.commands import PipelineSettings
 from d2plm.training import checkpoint
 from d2plm.training.budget import flops_per_step, limit, tokens_per_step
+from d2plm.training.callbacks.callback import RunContext
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.parallelise import is_to_compile
-from d2plm.training.plan import Plan, batch_partition
-from d2plm.training.trainer_settings import check_settings, crop_length, names_to_freeze
+from d2plm.training.plan import Plan, packed_loader
+from d2plm.training.trainer_settings import crop_length, names_to_freeze
+
+Kind = TypeVar("Kind", bound=PipelineSettings)
 
 log = logging.getLogger(__name__)
 
 
 @training_run.trainer_keys()
-def forecast(config: Config) -> dict[str, str]:
+def forecast(config: PipelineSettings) -> dict[str, str]:
     """Check every setting of a training run and describe the run in words."""
     stores = training_run.training_stores(config)
     vocabulary = stores["train"].vocabulary
     config, start = training_run.load_start(config, vocabulary)
-    trainer, data = config["trainer"], config["data"]
-    check_settings(trainer)
-    model_config = config.build("model")
+    trainer, data = config.trainer, config.data
+    model_config = training_run.model_config(config)
     paradigm = training_run.build_paradigm(config, vocabulary)
-    ranks = int(os.environ.get("WORLD_SIZE", config["distributed"]["processes"]))
+    ranks = int(os.environ.get("WORLD_SIZE", config.distributed.processes))
     plan = training_run.fitting_plan(config, model_config, ranks)
     dtype = DTYPES.get(training_run.precision_of(config), torch.bfloat16)
     collections = training_run.training_collections(config, stores)
-    longest = crop_length(data["max_length"], model_config.max_position_embeddings)
-    loader = _loader(config, collections, longest, plan.replicate * int(plan.shard))
+    longest = crop_length(data.max_length, model_config.max_position_embeddings)
+    with_rows = plan.replicate * int(plan.shard)
+    loader = packed_loader(collections, trainer, data, longest, rank=0, ranks=with_rows)
     plan.require_micro_batches(loader.micro_batches)
-    limits = {key: trainer[key] for key in ("max_steps", "max_epochs", "flops_budget")}
-    steps = limit(loader, model_config, **limits)
+    steps = limit(loader, model_config, trainer)
     model = dit_without_memory(model_config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    frozen = sum(sizes[name] for name in names_to_freeze(trainer["freeze"], list(sizes)))
+    frozen = sum(sizes[name] for name in names_to_freeze(trainer.freeze, list(sizes)))
     training_run.build_optimizer(config)(model)
     training_run.build_schedule(config)(steps)
-    training_run.build_callbacks(
-        config["callbacks"],
-        run=None,
-        validation_store=stores["validation"],
-        max_length=model_config.max_position_embeddings,
-        folder=Path(config["model_dir"]),
-        provenance={},
-    )
-    require_choice("device", trainer["device"], DEVICES)
-    device = resolve_device("auto") if trainer["device"] == "auto" else trainer["device"]
+    longest_input = model_config.max_position_embeddings
+    context = RunContext(stores["validation"], longest_input, Path(config.model_dir))
+    training_run.build_callbacks(config, context)
+    device = resolve_device("auto") if trainer.device == "auto" else trainer.device
     flops = steps * flops_per_step(loader, model_config)
-    compiled = is_to_compile(trainer["compile"], torch.device(device), flops) and plan.expert == 1
+    compiled = is_to_compile(trainer.compile, torch.device(device), flops) and plan.expert == 1
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
     shared = {name: getattr(plan, name) for name in ("context", "tensor", "pipeline")}
     rows = "".join(f" × {name} {size}" for name, size in shared.items() if size > 1)
@@ -76,33 +71,13 @@ def forecast(config: Config) -> dict[str, str]:
     return {
         "model": f"{sum(sizes.values()):,} parameters, {sum(sizes.values()) - frozen:,} of them "
         f"trained, {str(dtype).removeprefix('torch.')}"
-        + ("" if start is None else f", from {config['init_from']}"),
+        + ("" if start is None else f", from {config.init_from}"),
         "paradigm": paradigm.name,
         "processes": f"{ranks}{sharding}",
         **_amounts(loader, model_config, plan, dtype, steps, compiled),
         "start": _starting_point(config),
-        "writes": f"{config['output_dir']}, {config['model_dir']}",
+        "writes": f"{config.output_dir}, {config.model_dir}",
     }
-
-
-def _loader(
-    config: Config, collections: Sequence[Collection], longest: int, ranks: int
-) -> PackedLoader:
-    data, trainer = config["data"], config["trainer"]
-    accumulation = trainer["gradient_accumulation_steps"]
-    partition: dict[str, Any] = batch_partition(
-        ranks, data["token_budget"], trainer["global_batch_tokens"], accumulation
-    )
-    return PackedLoader(
-        collections,
-        **{key: data[key] for key in ("token_budget", "num_workers", "prefetch_factor")},
-        max_length=longest,
-        max_relatives=data["max_relatives"] or 0,
-        world_size=ranks,
-        seed=trainer["seed"],
-        repeat_batches=trainer["overfit_batches"],
-        **partition,
-    )
 
 
 def _amounts(
@@ -139,32 +114,44 @@ def _amounts(
     }
 
 
-def shortened(config: Config, folder: Path) -> Config:
+def shortened(config: Kind, folder: Path) -> Kind:
     """Configuration that trains `trainer.fast_dev_run` steps and writes only to `folder`."""
-    steps = config["trainer"]["fast_dev_run"]
-    require_number("trainer.fast_dev_run", steps, integer=True, low=1)
+    steps = config.trainer.fast_dev_run
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(
             "trainer.fast_dev_run: cannot run under torchrun, whose processes share no temporary "
             "folder; use d2plm train distributed.processes=N"
         )
-    values: dict[str, Any] = copy.deepcopy(config.values)
-    unset = dict.fromkeys(("fast_dev_run", "max_epochs", "flops_budget", "checkpoints"))
-    values["trainer"] |= {**unset, "max_steps": steps, "resume": "none"}
-    for name, settings in values["callbacks"].items():
-        if name in ("evaluation", "checkpoint", "metrics") and settings is not None:
-            settings["every"] = steps
-    for key in {"warmup_steps", "decay_steps"} & values["schedule"].keys():
-        values["schedule"][key] = None  # absolute numbers fit the full run only; ratios are kept
-    values["tracking"]["trackers"] = []
-    values |= {"output_dir": str(folder), "model_dir": str(folder / "model")}
-    return Config(values)
+    trainer = replace(
+        config.trainer,
+        max_steps=steps,
+        max_epochs=None,
+        flops_budget=None,
+        fast_dev_run=None,
+        checkpoints=None,
+        resume="none",
+    )
+    callbacks = dict(config.callbacks)
+    for name in ("evaluation", "checkpoint", "metrics"):
+        if (settings := callbacks.get(name)) is not None:
+            callbacks[name] = replace(settings, every=steps)  # type: ignore[call-arg]  # they have it
+    # Absolute numbers of steps fit the full run only; ratios are kept.
+    absolute = {"warmup_steps", "decay_steps"} & {*vars(config.schedule)}
+    return replace(
+        config,
+        trainer=trainer,
+        callbacks=callbacks,
+        schedule=replace(config.schedule, **dict.fromkeys(absolute)),
+        tracking=replace(config.tracking, trackers=[]),
+        output_dir=str(folder),
+        model_dir=str(folder / "model"),
+    )
 
 
-def _starting_point(config: Config) -> str:
-    trainer = config["trainer"]
-    root = checkpoint.Root(trainer["checkpoints"] or str(Path(config["output_dir"], "checkpoints")))
-    if trainer["resume"] not in ("auto", "none"):
+def _starting_point(config: PipelineSettings) -> str:
+    trainer = config.trainer
+    root = checkpoint.Root(trainer.checkpoints or str(Path(config.output_dir, "checkpoints")))
+    if trainer.resume not in ("auto", "none"):
         return f"from {trainer['resume']}"
-    names = root.names() if trainer["resume"] == "auto" else []
+    names = root.names() if trainer.resume == "auto" else []
     return f"from {root.of(names[-1])}, if it is complete" if names else "from the beginning"
