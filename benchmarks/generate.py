@@ -93,7 +93,8 @@ def _case_rows(
             computed[name] += len(tokens)
             return model(tokens, cu_seqlens, max_seqlen, times)
 
-        settings = Sampling(SAMPLERS[case], None if case == "first hitting" else steps, seed=seed)
+        chosen = None if case == "first hitting" else steps
+        settings = Sampling.of({"sampler": SAMPLERS[case], "steps": chosen, "seed": seed})
         began = time.process_time()
         if name == PLAIN:
             found = plain_loop(counting, paradigm, templates, settings)

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.measure import Turns
 from benchmarks.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
 from benchmarks.workload import LEARNING_RATE, Workload
+from d2plm.settings.training import AdamWSettings
 from d2plm.training.optimizer import build_adamw
 
 
@@ -114,7 +115,7 @@ def _train(
     precision: str,
     learning_rate: float = LEARNING_RATE,
 ) -> None:
-    optimizer = build_adamw(model.to(device), learning_rate=learning_rate)
+    optimizer = build_adamw(model.to(device), settings=AdamWSettings(learning_rate=learning_rate))
     callback = TakeTurns(turns)
     callback.trainer = kind(
         model=model,

@@ -20,10 +20,11 @@ from benchmarks.padded import PaddedDiT, PaddingCollator, corrupted_steps, padde
 from benchmarks.workload import LEARNING_RATE, Workload
 from d2plm.data.loader import Sequences
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.training import AdamWSettings
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import constant
 
-OPTIMIZER = partial(build_adamw, learning_rate=LEARNING_RATE)
+OPTIMIZER = partial(build_adamw, settings=AdamWSettings(learning_rate=LEARNING_RATE))
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning.py"
 _example = runpy.run_path(str(EXAMPLE), run_name="d2plm_lightning_example")
 SequenceModule: Any = _example["SequenceModule"]

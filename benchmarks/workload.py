@@ -5,7 +5,7 @@ Every arm gets the same description and builds the same weights and the same bat
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,12 +28,16 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Corrupted
+from d2plm.settings.data import LoaderSettings
+from d2plm.settings.training import AdamWSettings, ConstantSettings, TrainerSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import constant
 from d2plm.training.trainer import Trainer
 
 LEARNING_RATE = 1e-4
+ADAMW = AdamWSettings(learning_rate=LEARNING_RATE)
+WITHOUT_WARM_UP = ConstantSettings(warmup_ratio=0.0)  # warm-up steps would change little
 WITHOUT_END = 1_000_000  # steps; an arm is ended from outside
 
 
@@ -93,20 +97,25 @@ class Workload:
         self, *, model: DiT | None = None, callbacks: tuple[Callback, ...] = (), **settings: Any
     ) -> Trainer:
         """A trainer of the workload that does not save, evaluate or track."""
+        own = {one.name for one in fields(TrainerSettings)} & settings.keys()
+        chosen = {"max_steps": WITHOUT_END, **{name: settings.pop(name) for name in own}}
         return Trainer(
-            model=model or self.new_model(),
-            paradigm=AbsorbingDiffusion(),
-            collections=[self.collection()],
-            output_dir=Path(self.store, "output"),
-            optimizer=partial(build_adamw, learning_rate=LEARNING_RATE),
-            schedule=partial(constant, warmup_ratio=0.0),  # warm-up steps would change little
-            token_budget=self.token_budget,
-            max_length=self.max_length,
-            max_steps=settings.pop("max_steps", WITHOUT_END),
-            seed=self.seed,
-            resume="none",
+            TrainerSettings(seed=self.seed, resume="none", **chosen),
+            model or self.new_model(),
+            AbsorbingDiffusion(),
+            [self.collection()],
+            Path(self.store, "output"),
+            loading=LoaderSettings(
+                token_budget=self.token_budget,
+                max_length=self.max_length,
+                async_prefetch=settings.pop("async_prefetch", True),
+            ),
             callbacks=callbacks,
-            **settings,
+            **{
+                "optimizer": partial(build_adamw, settings=ADAMW),
+                "schedule": partial(constant, settings=WITHOUT_WARM_UP),
+                **settings,
+            },
         )
 
 
@@ -145,9 +154,7 @@ def model_settings(name: str) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for default in settings.pop("defaults", []):
         merged |= model_settings(default)
-    merged |= settings
-    merged.pop("_target_", None)
-    return merged
+    return merged | settings
 
 
 @torch.no_grad()
@@ -166,6 +173,7 @@ class TakeTurns(Callback):
     called_last = True
 
     def __init__(self, turns: Turns) -> None:
+        super().__init__()
         self.turns = turns
 
     def on_train_begin(self, trainer: Trainer) -> None:

@@ -122,8 +122,10 @@ def changed(config: Kind, changes: Mapping[str, Any], where: str) -> Kind:
 def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     for name, change in changes.items():
         own = values.get(name)
-        is_inside = isinstance(own, dict) and isinstance(change, Mapping) and "type" not in change
-        values[name] = _merged(own, change) if is_inside else change
+        if isinstance(own, dict) and isinstance(change, Mapping) and "type" not in change:
+            values[name] = _merged(own, change)
+        else:
+            values[name] = change
     return values
 
 
@@ -459,10 +461,10 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             raise _unknown_option(option, known)
         if not value:
             raise ConfigError(f"{option}: needs a value")
-    name, folder, file = files.values()
+    root, folder, file = files.values()
     return Arguments(
         command,
-        name,
+        root,
         Path(folder) if folder else None,
         Path(file) if file else None,
         [_in_full(word, short) for word in overrides],

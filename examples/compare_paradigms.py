@@ -14,7 +14,6 @@ from d2plm.core.errors import D2PLMError
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import prepare
-from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
 from d2plm.export.export_callback import Export
@@ -24,6 +23,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from d2plm.settings.data import SplitSettings
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.trainer import Trainer
 

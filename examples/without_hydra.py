@@ -14,13 +14,14 @@ from d2plm.core.errors import D2PLMError
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import prepare
-from d2plm.data.split import SplitSettings
 from d2plm.evaluation.summary import table
 from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import evaluate
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.callbacks import CheckpointSettings
+from d2plm.settings.data import SplitSettings
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
@@ -55,7 +56,7 @@ def main() -> None:
         callbacks=[
             MetricLogger(),
             ProgressBar(),
-            SaveCheckpoint(every=500),
+            SaveCheckpoint(CheckpointSettings(every=500)),
             Export(options.output / "model", {"data": [prepared.provenance]}),
         ],
     )

@@ -8,13 +8,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
+from d2plm.keys import check_paths
 
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
 from d2plm.config import Config, compose_arguments
 from d2plm.core.errors import ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
-from d2plm.keys import check_paths
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}

@@ -23,6 +23,8 @@ from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.callbacks import CheckpointSettings
+from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
@@ -125,16 +127,16 @@ def build(
         "global_batch_tokens": BINS * BUDGET,
         "gradient_accumulation_steps": 1,
         "ema_decay": 0.99,
-        "optimizer": lambda *both: build_adamw(*both, learning_rate=1e-2),
+        "optimizer": lambda *both: build_adamw(*both, settings=AdamWSettings(learning_rate=1e-2)),
         "paradigm": AbsorbingDiffusion(),
     }
     settings |= changes
-    saves = [SaveCheckpoint(every)] if every else []
+    saves = [SaveCheckpoint(CheckpointSettings(every=every))] if every else []
     return Started(
         model=DiTConfig(**{**SIZES, **(sizes or {})}),
         collections=[Collection(SequenceStore(store))],
         output_dir=output,
-        schedule=lambda steps: cosine(steps, warmup_ratio=0.1),
+        schedule=lambda steps: cosine(steps, settings=CosineSettings(warmup_ratio=0.1)),
         token_budget=BUDGET,
         max_length=48,
         device="cpu",

@@ -2,9 +2,10 @@
 
 The blocks, the number of parameters and the packing are the same. Attention sees no later token,
 and every residue of a row is a target, whereas a masked row has half as many. The likelihood is
-exact. Importing the module makes the attention of the whole process causal.
+exact. Building it makes the attention of the whole process causal.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.model import layers
-from d2plm.paradigms import PARADIGMS
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.masked import cross_entropy
 from d2plm.paradigms.paradigm import Corrupted, target_index
+from d2plm.settings.paradigm import DiffusionSettings
+from d2plm.settings.registry import register
+from d2plm.settings.schema import key
 
 
 def causal_attention(
@@ -32,17 +35,22 @@ def causal_attention(
     return torch.cat(mixed)
 
 
-layers.packed_attention = causal_attention
-PARADIGMS["Autoregressive"] = __name__
+@dataclass(frozen=True, kw_only=True)
+class AutoregressiveSettings(DiffusionSettings):
+    """Those of diffusion; it needs `shift=true`, `loss=mean` and `time_sampling=uniform`."""
+
+    type: str = key("autoregressive", "registered name of the paradigm")
 
 
 class Autoregressive(AbsorbingDiffusion):
-    """Autoregressive model: nothing is masked; residue i is predicted from the state at i − 1.
+    """Autoregressive model: nothing is masked; residue i is predicted from the state at i − 1."""
 
-    Needs `shift=true`, `loss=mean` and `time_sampling=uniform`.
-    """
-
+    Settings = AutoregressiveSettings
     estimator = "exact likelihood"
+
+    def build(self) -> None:
+        layers.packed_attention = causal_attention
+        super().build()
 
     def corrupt(self, batch: PackedBatch, key: Key) -> Corrupted:
         maskable = self.maskable(batch)
@@ -66,3 +74,6 @@ class Autoregressive(AbsorbingDiffusion):
         maskable = self.maskable(batch)
         nats = cross_entropy(log_p, batch, maskable)
         return nats, nats, maskable
+
+
+register("paradigm", "autoregressive", Autoregressive, AutoregressiveSettings)

@@ -18,8 +18,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from functools import cache
-from importlib import import_module
 from math import exp, log
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,7 +31,7 @@ import yaml
 from scipy.optimize import least_squares
 
 from benchmarks.measure import BenchError, parser, say
-from d2plm.assembly.training_run import LATER
+from benchmarks.speedrun import autoregressive
 from d2plm.config import compose
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import write_text
@@ -46,6 +46,7 @@ from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
 from d2plm.export.exported_model import load_export
 
 FOLDER = Path(__file__).parent
+OWN_MODULE = autoregressive.__name__  # registers the control's paradigm
 ENTRIES, RESULTS = FOLDER / "entries.yaml", FOLDER / "results.jsonl"
 SETTINGS = ("data", "model", "paradigm", "trainer", "optimizer", "schedule")
 PLACES = ("input", "prepared_dir", "temporary_dir", "threads")  # do not determine the result
@@ -73,7 +74,7 @@ def train(overrides: Sequence[str], seed: int, prepared: Path, folder: Path) -> 
     ]
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "d2plm", "train", *words],
+        [sys.executable, "-m", "d2plm", "train", "--module", OWN_MODULE, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
@@ -83,13 +84,8 @@ def train(overrides: Sequence[str], seed: int, prepared: Path, folder: Path) -> 
     return usage.ru_utime + usage.ru_stime, time.monotonic() - began
 
 
-def bound(model_dir: Path, module: str, prepared: Path) -> tuple[Values, Values, int]:
-    """Nats and canonical residues of every held-out protein, and the model's longest input.
-
-    Args:
-        module: module of the paradigm's class; importing the control's changes the whole process.
-    """
-    import_module(module)
+def bound(model_dir: Path, prepared: Path) -> tuple[Values, Values, int]:
+    """Nats and canonical residues of every held-out protein, and the model's longest input."""
     exported = load_export(model_dir)
     scores = score_sequences(
         exported.denoiser("auto"),
@@ -116,15 +112,14 @@ def held_out_proteins(prepared: Path, max_residues: int) -> list[Values]:
 
 def settings_digest(overrides: Sequence[str]) -> str:
     """Digest of all settings that the training depends on, the demo's own included."""
-    config = compose("train", [*ALONE, *overrides], complete=False)
+    config = compose("train", [*ALONE, *overrides])
     chosen = {
         section: {
             # Unused options are left out, so new ones leave the digests unchanged.
             key: value
-            for key, value in config[section].items()
+            for key, value in asdict(getattr(config, section)).items()
             if value is not None
             and not (section == "data" and key in (*PLACES, *OF_OTHER_ALPHABETS))
-            and not (section == "model" and LATER.get(key) == value)
         }
         for section in SETTINGS
     }
@@ -140,18 +135,17 @@ def data_of(overrides: Sequence[str], prepared: Path) -> Path:
 def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[str, Any]:
     """Train once and evaluate every held-out protein; returns a line of the results."""
     held_out = SequenceStore(prepared / "validation_lmdb")
-    config = compose("train", [*ALONE, *overrides], complete=False)
+    config = compose("train", [*ALONE, *overrides])
     with tempfile.TemporaryDirectory() as folder:
         cpu_seconds, seconds = train(overrides, seed, prepared, Path(folder))
-        model_dir = Path(folder) / config["paradigm"]["name"] / "model"
-        module = config["paradigm"]["_target_"].rpartition(".")[0]
+        model_dir = Path(folder) / config.paradigm.name / "model"
         with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            nats, residues, longest = alone.submit(bound, model_dir, module, prepared).result()
+            nats, residues, longest = alone.submit(bound, model_dir, prepared).result()
     counted = counted_nats(prepared, longest)
     clusters = clusters_of(held_out)
     estimate = corpus_estimate(nats, residues, clusters).exp()
     against = corpus_estimate(nats - counted, residues, clusters)
-    tokens = config["trainer"]["max_steps"] * int(config["trainer"]["global_batch_tokens"])
+    tokens = config.trainer.max_steps * config.trainer.global_batch_tokens
     return {
         "entry": name,
         "seed": seed,

@@ -146,7 +146,8 @@ def open_family(config: AdaptSettings, base: ExportedModel) -> SplitFamily:
     folder, found = Path(config.data.prepared_dir), None
     prepared = open_prepared(folder)
     if base.model.config.relatives_dim is not None:
-        wanted = RetrievalSettings(max_relatives=config.data.max_relatives)
+        most = config.data.max_relatives or RetrievalSettings().max_relatives
+        wanted = RetrievalSettings(max_relatives=most)
         found = {}
         for split in ("validation", "test"):
             members = list(prepared.splits[split])

@@ -9,7 +9,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -136,12 +136,12 @@ def shortened(config: Kind, folder: Path) -> Kind:
         if (settings := callbacks.get(name)) is not None:
             callbacks[name] = replace(settings, every=steps)  # type: ignore[call-arg]  # they have it
     # Absolute numbers of steps fit the full run only; ratios are kept.
-    absolute = {"warmup_steps", "decay_steps"} & {*vars(config.schedule)}
+    absolute: Any = dict.fromkeys({"warmup_steps", "decay_steps"} & {*vars(config.schedule)})
     return replace(
         config,
         trainer=trainer,
         callbacks=callbacks,
-        schedule=replace(config.schedule, **dict.fromkeys(absolute)),
+        schedule=replace(config.schedule, **absolute),
         tracking=replace(config.tracking, trackers=[]),
         output_dir=str(folder),
         model_dir=str(folder / "model"),
@@ -152,6 +152,6 @@ def _starting_point(config: PipelineSettings) -> str:
     trainer = config.trainer
     root = checkpoint.Root(trainer.checkpoints or str(Path(config.output_dir, "checkpoints")))
     if trainer.resume not in ("auto", "none"):
-        return f"from {trainer['resume']}"
+        return f"from {trainer.resume}"
     names = root.names() if trainer.resume == "auto" else []
     return f"from {root.of(names[-1])}, if it is complete" if names else "from the beginning"

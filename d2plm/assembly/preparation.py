@@ -50,7 +50,7 @@ def prepare_data(config: PipelineSettings) -> dict[str, Any]:
             progress=progress.update_share,
         )
     with tracked_run(config, "prepare") as tracked:
-        log_data(tracked, Path(data["prepared_dir"]), {})
+        log_data(tracked, Path(data.prepared_dir), {})
         if not Path(config.model_dir).is_dir():  # keeps the description of an existing model
             describe(tracked, config)
     counts = manifest["counts"]
@@ -59,7 +59,7 @@ def prepare_data(config: PipelineSettings) -> dict[str, Any]:
         f"{counted(counts[f'{split}_clusters'], 'cluster')}"
         for split in manifest["digests"]
     )
-    done(f"prepared {data['prepared_dir']}: {', '.join(amounts)}")
+    done(f"prepared {data.prepared_dir}: {', '.join(amounts)}")
     return manifest
 
 
@@ -72,7 +72,7 @@ def build_vocabulary(settings: VocabularySettings) -> Vocabulary:
     """
     return vocabulary(
         settings.alphabet,
-        tokenizer=settings.tokenizer and shipped(settings.tokenizer),
+        tokenizer=None if settings.tokenizer is None else shipped(settings.tokenizer),
         reading_frame=settings.reading_frame,
         stop_codons=settings.stop_codons,
     )

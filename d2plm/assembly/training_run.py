@@ -32,7 +32,7 @@ from d2plm.settings.data import DataSettings, LoaderSettings
 from d2plm.settings.model import ModelSettings
 from d2plm.settings.registry import find
 from d2plm.settings.schema import part
-from d2plm.settings.training import DistributedSettings, Parallelism
+from d2plm.settings.training import DistributedSettings, Parallelism, Precision
 from d2plm.tracking.locations import REGISTRY, model_folder, pinned
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback, MetricRun, RunContext
@@ -261,7 +261,7 @@ def load_start(
     return replace(config, model=ModelSettings(**model.config.settings())), start
 
 
-def with_vocab_size(config: PipelineSettings, vocabulary: Vocabulary) -> PipelineSettings:
+def with_vocab_size(config: Kind, vocabulary: Vocabulary) -> Kind:
     """The configuration whose model has a vocabulary's size; the proteins' is its default."""
     if vocabulary == PROTEIN:
         return config
@@ -374,7 +374,7 @@ def on_one_process(config: PipelineSettings) -> PipelineSettings:
     return replace(config, trainer=trainer, distributed=alone)
 
 
-def precision_of(config: PipelineSettings) -> str:
+def precision_of(config: PipelineSettings) -> Precision:
     """The configured precision, or for `auto` that of `accelerate launch`."""
     precision = config.trainer.precision
     launched = precision_of_accelerate()  # one that training does not have is an error in any case
@@ -412,7 +412,7 @@ def build_callbacks(config: PipelineSettings, context: RunContext) -> list[Callb
     for name, settings in config.callbacks.items():
         if settings is None:
             continue
-        make = find("callback", name, "callbacks").factory
+        make: Any = find("callback", name, "callbacks").factory
         wanted = "the name of a class derived from d2plm.training.callbacks.callback.Callback"
         require(isinstance(make, type) and issubclass(make, Callback), "callbacks", name, wanted)
         with within(f"callbacks.{name}"):

@@ -148,8 +148,8 @@ def _of_sweep(
         run_name=name,
         parent_run_id=parent_run_id,
     )
-    places = {"output_dir": str(folder), "model_dir": str(folder / "model")}
-    return replace(config, **places, tracking=tracking)
+    model_dir = str(folder / "model")
+    return replace(config, output_dir=str(folder), model_dir=model_dir, tracking=tracking)
 
 
 def folder_name(name: str) -> str:

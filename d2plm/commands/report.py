@@ -34,15 +34,19 @@ def run(config: ReportSettings) -> Path:
     output_dir = Path(config.output_dir)
     file = output_dir / CONFIG
     written: PipelineSettings | None = read("train", file) if file.is_file() else None
+    likely = (written.model_dir, written.data.prepared_dir) if written else (None, None)
     sources = Sources(
         output_dir,
         model_dir=_folder(
-            PROVENANCE, config.model_dir, output_dir / "model", written and written.model_dir
+            PROVENANCE,
+            config.model_dir,
+            output_dir / "model",
+            likely[0],
         ),
         prepared_dir=_folder(
             MANIFEST,
             config.prepared_dir,
-            written and written.data.prepared_dir,
+            likely[1],
             output_dir.parent / "data",
         ),
     )

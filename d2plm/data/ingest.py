@@ -22,9 +22,10 @@ from d2plm.core.number_text import counted
 from d2plm.core.vocabulary import PROTEIN, Codons, Letters, Tokenised, Vocabulary
 from d2plm.data.distinct import DistinctSorter
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
-from d2plm.data.sources import Reading, input_files, read_sources, resolve_inputs
+from d2plm.data.sources import input_files, read_sources, resolve_inputs
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
+from d2plm.settings.data import Reading
 
 
 def ingest(

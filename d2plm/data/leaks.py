@@ -28,7 +28,7 @@ def find_leaking(
     store: SequenceStore,
     selected: Mask,
     held_out: Mapping[str, Mask],
-    exclude: Sequence[Path],
+    exclude: Sequence[str | Path],
     *,
     likeness: Likeness,
     finder: Finder,
@@ -48,7 +48,7 @@ def find_leaking(
     leaking = np.zeros_like(selected)
     searches: list[dict[str, Any]] = []
 
-    def drop(what: str, queries: Mask, pool: Mask, more: Sequence[Path]) -> None:
+    def drop(what: str, queries: Mask, pool: Mask, more: Sequence[str | Path]) -> None:
         def search(direction: str, left: Mask) -> NDArray[np.int64]:
             where = direction.replace("_", " ")
             stages.report(f"searching {what} for {likeness.hits} held-out ones, {where}")

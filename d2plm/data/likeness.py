@@ -46,7 +46,12 @@ class Finder(Protocol):
         """
 
     def pairs(
-        self, store: SequenceStore, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
+        self,
+        store: SequenceStore,
+        direction: str,
+        held_out: Mask,
+        pool: Mask,
+        more: Sequence[str | Path],
     ) -> NDArray[np.int64]:
         """Pairs of a sequence of the pool and a held-out one that are alike.
 
@@ -148,7 +153,12 @@ class _HomologFinder:
         return found
 
     def pairs(
-        self, store: SequenceStore, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
+        self,
+        store: SequenceStore,
+        direction: str,
+        held_out: Mask,
+        pool: Mask,
+        more: Sequence[str | Path],
     ) -> NDArray[np.int64]:
         folder = self.mmseqs.temporary_folder
         held_fasta, pool_fasta = folder / "held_out.fasta", folder / "pool.fasta"
@@ -179,7 +189,12 @@ class _OverlapFinder:
         return cluster_near_duplicates(store, selected, **self.clustering)
 
     def pairs(
-        self, store: SequenceStore, direction: str, held_out: Mask, pool: Mask, more: Sequence[Path]
+        self,
+        store: SequenceStore,
+        direction: str,
+        held_out: Mask,
+        pool: Mask,
+        more: Sequence[str | Path],
     ) -> NDArray[np.int64]:
         documents = chain(store.chosen(held_out), _sequences(more, store.vocabulary))
         index = NgramIndex(documents, self.search["ngram"])

@@ -15,17 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.alphabet import CANONICAL_START, RESIDUES, TOKENS, decode
-from d2plm.data.homology import (
-    MAX_E_VALUE,
-    OF_THE_QUERY,
-    MMseqs,
-    Resources,
-    SearchSettings,
-    mmseqs_in,
-    write_indexed_fasta,
-)
+from d2plm.data.homology import MAX_E_VALUE, OF_THE_QUERY, MMseqs, mmseqs_in, write_indexed_fasta
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import Resources, SearchSettings
 
 FORMAT_VERSION = 1
 IDENTITY_EDGES = (0.3, 0.5)

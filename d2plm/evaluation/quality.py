@@ -19,11 +19,12 @@ from scipy.special import rel_entr
 from d2plm.core.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
-from d2plm.data.homology import ClusterSettings, MMseqs, Resources, SearchSettings, mmseqs_in
+from d2plm.data.homology import MMseqs, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, some_of
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
 from d2plm.evaluation.terms import REFERENCE, Terms, terms_of
+from d2plm.settings.data import ClusterSettings, Resources, SearchSettings
 
 FORMAT_VERSION = 1
 GENERATED, NATURAL = "generated", "natural, held out"  # how the sets are called
@@ -51,7 +52,7 @@ class QualitySettings:
 
     max_residues: int | None = None
     nearest: SearchSettings = nearest_search()
-    diversity: ClusterSettings = ClusterSettings("cluster", 0.5, 0.8)
+    diversity: ClusterSettings = ClusterSettings(method="cluster", min_seq_id=0.5, coverage=0.8)
 
 
 @dataclass(frozen=True, slots=True)

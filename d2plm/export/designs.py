@@ -14,7 +14,6 @@ from typing import Any
 from d2plm.core.errors import DataError
 from d2plm.core.files import files_digest, read_json, write_text
 from d2plm.data.fasta import FastaRecord, read_fasta
-from d2plm.data.homology import ClusterSettings, Resources
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_composition, sample_composition
 from d2plm.evaluation.nearest import nearest_search
@@ -29,6 +28,7 @@ from d2plm.evaluation.quality import (
 )
 from d2plm.evaluation.scoring import bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel, weights_digest
+from d2plm.settings.data import ClusterSettings, Resources
 
 FASTA, TEXTS, DESIGNS = "generated.fasta", "generated.jsonl", "designs.json"
 FORMAT_VERSION = 1
@@ -93,7 +93,9 @@ def describe_designs(
         max_residues=exported.max_residues,
         nearest=nearest_search(nearest_sensitivity),
         # Cascaded clustering takes half a minute.
-        diversity=ClusterSettings("linclust" if compare else "none", 0.5, 0.8),
+        diversity=ClusterSettings(
+            method="linclust" if compare else "none", min_seq_id=0.5, coverage=0.8
+        ),
     )
     report(f"scoring {len(records)} generated proteins")
     scores = _scores(records, exported, precision, token_budget=token_budget, **draws)

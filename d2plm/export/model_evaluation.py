@@ -21,7 +21,6 @@ from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
-from d2plm.data.homology import Resources, SearchSettings
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, clusters_of
@@ -45,6 +44,7 @@ from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
+from d2plm.settings.data import Resources, SearchSettings
 
 SEQUENCE_SCORES = "sequence_scores.npz"
 

@@ -55,7 +55,7 @@ class Sampling(SamplerSettings):
         eta = REMDM_ETA[self.remdm_schedule] if self.remdm_eta is None else self.remdm_eta
         return replace(
             self,
-            sampler=sampler,
+            sampler=sampler,  # type: ignore[arg-type]  # one of the paradigm's
             steps=self._steps(sampler, paradigm),
             remdm_eta=eta if sampler == "remdm" else None,
         )

@@ -1,10 +1,11 @@
 """The interface of a paradigm: a corruption process, its loss, its bound and its sampling steps.
 
-A new paradigm is one class, which `d2plm.settings.registry.register` gives a name. Special tokens, padding and tokens that are only read are never corrupted
-and never a target; the model's distribution is a softmax over the vocabulary's K predicted tokens.
-For proteins these are the twenty canonical residues; here every predicted token is called a
-residue. Every paradigm corrupts each residue independently: with a probability that grows towards
-the prior, a token of the source takes its place.
+A new paradigm is one class, which `d2plm.settings.registry.register` gives a name. Special tokens,
+padding and tokens that are only read are never corrupted and never a target; the model's
+distribution is a softmax over the vocabulary's K predicted tokens. For proteins these are the
+twenty canonical residues; here every predicted token is called a residue. Every paradigm corrupts
+each residue independently: with a probability that grows towards the prior, a token of the source
+takes its place.
 """
 
 import json

@@ -93,8 +93,7 @@ class SamplerSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(SamplerSettings):
-    """How sequences are generated: d2plm generate, the pipeline, and what an evaluation "
-    "generates."""
+    """How sequences are generated, by d2plm generate, the pipeline and evaluations."""
 
     number: int = key(
         10, "number of sequences; with lengths or templates, the number for each", low=1

@@ -34,14 +34,14 @@ class LauncherSettings(Settings):
         low=0,
     )
     gpu_resource: str = key("nvidia.com/gpu", "resource name of a GPU")
-    cpu: str | int | float = key("2", "CPUs per node")
-    memory: str | int = key("8Gi", "memory per node")
-    shared_memory: str | int = key("1Gi", "size of /dev/shm; part of memory")
+    cpu: str = key("2", "CPUs per node")
+    memory: str = key("8Gi", "memory per node")
+    shared_memory: str = key("1Gi", "size of /dev/shm; part of memory")
     claims: dict[str, str] = key(
         {"d2plm-workspace": "/workspace"},
         "shared PersistentVolumeClaims and their mount paths",
     )
-    claim_size: str | int | None = key(
+    claim_size: str | None = key(
         None, "for d2plm job: size of the claims to create, such as 10Gi; null: the claims exist"
     )
     prepare: bool = key(

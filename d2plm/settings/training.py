@@ -197,8 +197,7 @@ class AdamWSettings(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MuonSettings(AdamWSettings):
-    """Muon for the matrices of the blocks, AdamW for the rest "
-    "(kellerjordan.github.io/posts/muon)."""
+    """Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for the rest."""
 
     type: str = key("muon", "registered name of the optimizer")
     learning_rate: float = key(
@@ -246,8 +245,7 @@ class CosineSettings(ScheduleSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WsdSettings(CosineSettings):
-    """Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): the peak rate until shortly before "
-    "the end."""
+    """Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): at the peak until near the end."""
 
     type: str = key("wsd", "registered name of the schedule")
     decay_ratio: float = key(

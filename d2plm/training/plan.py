@@ -15,7 +15,7 @@ from d2plm.core.errors import ConfigError, require, require_choice
 from d2plm.data.loader import Collection, PackedLoader
 from d2plm.model.dit_config import DiTConfig
 from d2plm.settings.data import LoaderSettings
-from d2plm.settings.training import Parallelism, TrainerSettings
+from d2plm.settings.training import Parallelism, Precision, TrainerSettings
 
 # What `accelerate launch` may ask for beside sizes, where it is not all: nothing, no and these.
 ACCEPTED_OF_ACCELERATE: dict[str, tuple[str, ...]] = {
@@ -118,8 +118,9 @@ class Plan(Parallelism):
             )
         if config.num_experts is None and config.intermediate_size % self.tensor:
             raise ConfigError(
-                "tensor does not divide the model's intermediate_size="
-                f"{config.intermediate_size}; use {_divisors(gcd(heads, config.intermediate_size))}",
+                "tensor does not divide the model's "
+                f"intermediate_size={config.intermediate_size}; use "
+                f"{_divisors(gcd(heads, config.intermediate_size))}",
                 named,
             )
 
@@ -159,8 +160,8 @@ def plan_of_accelerate() -> dict[str, object]:
         if value.upper() not in ("", "NO", "NONE", "FALSE", "0", *accepted):
             wanted = " or ".join(accepted) or "unset"
             raise ConfigError(
-                f"must be {wanted}: training shards by FSDP2, as configs/accelerate/fsdp2.yaml asks "
-                "for it, and compiles by trainer.compile",
+                f"must be {wanted}: training shards by FSDP2, as configs/accelerate/fsdp2.yaml "
+                "asks for it, and compiles by trainer.compile",
                 {f"accelerate's {variable}": value},
             )
     sizes = {
@@ -198,14 +199,14 @@ def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("y", "yes", "t", "true", "on", "1")
 
 
-def precision_of_accelerate() -> str:
+def precision_of_accelerate() -> Precision:
     """The precision given to `accelerate launch`; `auto` without it.
 
     Raises:
         ConfigError: for an unknown one.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    known = {"no": "auto", "bf16": "bf16", "fp16": "fp16"}
+    known: dict[str, Precision] = {"no": "auto", "bf16": "bf16", "fp16": "fp16"}
     require_choice("accelerate's mixed_precision", precision, tuple(known))
     return known[precision]
 

@@ -1,4 +1,4 @@
-"""Checks of a trainer's settings against its model: relatives, names to freeze, crop length; a run's identity."""
+"""Checks of a trainer's settings against its model, and the identity of a run."""
 
 import re
 from collections.abc import Sequence

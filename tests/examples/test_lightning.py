@@ -16,12 +16,12 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from benchmarks.workload import LEARNING_RATE, Workload, workload_of
-from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
 from d2plm.data.prepare import prepare
-from d2plm.data.split import SplitSettings
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.model.dit import DiT
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, SplitSettings
+from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
@@ -123,7 +123,10 @@ def fit(workload: Workload, folder: Path, *, resume: Path | None = None, **setti
 def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
     tiny_workload: Workload, tmp_path: Path
 ) -> None:
-    kept, adamw = KeepLosses(), partial(build_adamw, learning_rate=LEARNING_RATE)
+    kept, adamw = (
+        KeepLosses(),
+        partial(build_adamw, settings=AdamWSettings(learning_rate=LEARNING_RATE)),
+    )
     settings = {"device": "cpu", "precision": "fp32", "ema_decay": 0.5}
     ours = tiny_workload.trainer(callbacks=(kept,), max_steps=STEPS, **settings)
     ours.train()
@@ -139,7 +142,7 @@ def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
 def test_a_resumed_lightning_run_equals_an_unbroken_one_bit_for_bit(
     tiny_workload: Workload, tmp_path: Path
 ) -> None:
-    muon = partial(build_muon, learning_rate=1e-2)
+    muon = partial(build_muon, settings=MuonSettings(learning_rate=1e-2))
     whole = fit(tiny_workload, tmp_path / "whole", optimizer=muon)
     resumed = fit(
         *(tiny_workload, tmp_path / "resumed"),

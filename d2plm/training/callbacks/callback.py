@@ -56,7 +56,7 @@ class Callback:
         return cls(settings)
 
     def __init__(self, settings: CallbackSettings | None = None) -> None:
-        self.settings = settings or CallbackSettings()
+        """Take the settings, of which a subclass declares a class of its own."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, as JSON, identical on every rank."""

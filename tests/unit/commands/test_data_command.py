@@ -13,12 +13,11 @@ import pytest
 from d2plm.cli import main
 from d2plm.commands.table import COMMANDS
 from d2plm.core.vocabulary import PROTEIN
-from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
 from d2plm.data.ingest import ingest
 from d2plm.data.megatron import MegatronSequences
 from d2plm.data.prepare import prepare
-from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, SplitSettings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "data" / "uniprot_500.fasta.gz"
 ACTIONS = ("stats", "verify", "head", "export")

@@ -21,9 +21,10 @@ import pytest
 from d2plm.core.errors import DataError, SplitError
 from d2plm.core.vocabulary import DNA, PROTEIN, Vocabulary, vocabulary
 from d2plm.data.ingest import ingest
-from d2plm.data.sources import Reading, read_sources, resolve_inputs
-from d2plm.data.split import SplitSettings, hold_out
+from d2plm.data.sources import read_sources, resolve_inputs
+from d2plm.data.split import hold_out
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import Reading, SplitSettings
 
 BYTES = vocabulary("bytes")
 TEXT = "In the beginning\nwas the Wörd.\n\n \t\nAnd the word\r\nwas “with” God;\n\n\nand\n" * 40
@@ -151,7 +152,7 @@ def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
     path = _write(tmp_path / name, content)
     with pytest.raises(DataError, match=message):
         ingest(path, tmp_path / "out", vocabulary=BYTES)
-    ingest(path, tmp_path / "out", vocabulary=BYTES, reading=Reading("text"))
+    ingest(path, tmp_path / "out", vocabulary=BYTES, reading=Reading(format="text"))
     ingest(_write(tmp_path / "persian.fa", "سلام"), tmp_path / "persian", vocabulary=BYTES)
 
 

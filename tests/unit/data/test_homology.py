@@ -16,14 +16,8 @@ import pytest
 from d2plm.core.alphabet import CANONICAL, decode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.data.homology import (
-    EITHER,
-    ClusterSettings,
-    MMseqs,
-    SearchSettings,
-    find_mmseqs,
-    mmseqs_version,
-)
+from d2plm.data.homology import MMseqs, find_mmseqs, mmseqs_version
+from d2plm.settings.data import EITHER, ClusterSettings, SearchSettings
 
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
 
@@ -199,7 +193,9 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, method: str) -> Non
     write_fasta(folder / "bases.fasta", ((str(i), s) for i, s in enumerate(bases)))
     mmseqs = _mmseqs(folder)
 
-    clusters = mmseqs.cluster(folder / "all.fasta", 8, ClusterSettings(method, 0.5))
+    clusters = mmseqs.cluster(
+        folder / "all.fasta", 8, ClusterSettings(method=method, min_seq_id=0.5)
+    )
     assert clusters.dtype == np.int32
     assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
@@ -237,7 +233,9 @@ def test_clusters_that_lack_sequences_are_rejected(tmp_path: Path) -> None:
 def test_the_method_and_the_limits_reach_the_program(tmp_path: Path) -> None:
     program = _stand_in(tmp_path / "mmseqs", "0\\t0\\n")
     mmseqs = MMseqs(program, 3, tmp_path / "log", tmp_path, memory_limit="4G")
-    mmseqs.cluster(tmp_path / "x", 1, ClusterSettings("linclust", 0.5, 0.9))
+    mmseqs.cluster(
+        tmp_path / "x", 1, ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.9)
+    )
     call = next(c for c in (tmp_path / "calls").read_text().splitlines() if "linclust" in c)
     assert "--threads 3 --split-memory-limit 4G" in call
     assert "--min-seq-id 0.5 -c 0.9 --cov-mode 0" in call

@@ -23,8 +23,8 @@ from d2plm.core.alphabet import decode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import vocabulary
 from d2plm.data.ingest import describe, ingest
-from d2plm.data.sources import Reading
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import Reading
 
 ROOT = Path(__file__).parents[3]
 PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"

@@ -12,13 +12,17 @@ from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import Vocabulary, vocabulary
 from d2plm.data import likeness
 from d2plm.data.fasta import write_fasta
-from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
 from d2plm.data.ingest import ingest
-from d2plm.data.likeness import TextSettings
 from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import prepare
-from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import (
+    ClusterSettings,
+    Resources,
+    SearchSettings,
+    SplitSettings,
+    TextSettings,
+)
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "data" / "king_james_bible_bpe.json"
 COMPLEMENT = str.maketrans("ACGT", "TGCA")

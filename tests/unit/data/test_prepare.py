@@ -24,12 +24,13 @@ from d2plm.core.errors import ConfigError, DataError
 from d2plm.data import homology, likeness
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.data.homology import EITHER, ClusterSettings, Hits, MMseqs, Resources, SearchSettings
+from d2plm.data.homology import Hits, MMseqs
 from d2plm.data.ingest import ingest
 from d2plm.data.leaks import drop_homologs
 from d2plm.data.manifest import open_prepared
-from d2plm.data.split import SplitSettings, choose_clusters, find_ids
+from d2plm.data.split import choose_clusters, find_ids
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import EITHER, ClusterSettings, Resources, SearchSettings, SplitSettings
 from tests.conftest import write_store
 
 ROOT = Path(__file__).parents[3]
@@ -112,7 +113,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     manifest = prepare(
         _fasta(folder, records),
         folder / "out",
-        clustering=ClusterSettings("linclust", min_seq_id=0.95),
+        clustering=ClusterSettings(method="linclust", min_seq_id=0.95),
         report=lines.append,
     )
     return folder, manifest, lines

@@ -15,23 +15,22 @@ from d2plm.cli import main
 from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.family import read_families
-from d2plm.data.homology import GAP, Alignment, ClusterSettings, Hits, MMseqs
+from d2plm.data.homology import GAP, Alignment, Hits, MMseqs
 from d2plm.data.ingest import ingest
 from d2plm.data.prepare import prepare
 from d2plm.data.relatives_table import read_relatives, write_relatives
 from d2plm.data.retrieval import (
     Relative,
-    RetrievalSettings,
     diverse,
     held_out_relatives,
     open_reference,
     retrieve_relatives,
 )
-from d2plm.data.split import SplitSettings
 from d2plm.data.store import SequenceStore
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.data import ClusterSettings, RetrievalSettings, SplitSettings
 
 
 def mutated(text: str, share: float, seed: int) -> str:
@@ -208,8 +207,13 @@ def test_a_store_is_searched_as_the_fasta_is_and_of_prepared_data_the_training_s
     assert [names(one) for one in from_store] == [names(one) for one in retrieve()]
     none = Hits(*(np.empty(0, dtype=kind) for kind in (int, int, np.float32, float)))
     monkeypatch.setattr(MMseqs, "search", lambda *_: none)
-    clustering, prepared = ClusterSettings("none"), tmp_path / "prepared"
-    prepare(tmp_path / "raw", prepared, split=SplitSettings(0.2), clustering=clustering)
+    clustering, prepared = ClusterSettings(method="none"), tmp_path / "prepared"
+    prepare(
+        tmp_path / "raw",
+        prepared,
+        split=SplitSettings(validation_fraction=0.2),
+        clustering=clustering,
+    )
     trained = SequenceStore(prepared / "train_lmdb")
     assert open_reference(prepared, tmp_path).digest == trained.digest
     assert len(trained) < len(REFERENCE)

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.ingest import ingest, source_digest
-from d2plm.data.sources import Reading, read_sources, resolve_inputs
+from d2plm.data.sources import read_sources, resolve_inputs
 from d2plm.data.store import SequenceStore
+from d2plm.settings.data import Reading
 
 ROOT = Path(__file__).parents[3]
 PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"

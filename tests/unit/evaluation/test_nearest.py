@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from d2plm.core.alphabet import CANONICAL, encode
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.data.homology import Hits, MMseqs, Resources, SearchSettings, mmseqs_in
+from d2plm.data.homology import Hits, MMseqs, mmseqs_in
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation import nearest
 from d2plm.evaluation.nearest import (
@@ -22,6 +22,7 @@ from d2plm.evaluation.nearest import (
     nearest_identities,
     nearest_search,
 )
+from d2plm.settings.data import Resources, SearchSettings
 from tests.conftest import Tokens, write_store
 
 ONE_THREAD = Resources(threads=1)
@@ -147,7 +148,9 @@ def test_of_equal_hits_the_first_training_protein_is_the_nearest(
 def test_the_settings_and_resources_reach_the_search(
     tmp_path: Path, stores: Stores, calls: Calls
 ) -> None:
-    settings = SearchSettings(0.0, 0.6, 0, 5.5, 40)
+    settings = SearchSettings(
+        min_seq_id=0.0, coverage=0.6, coverage_mode=0, sensitivity=5.5, max_seqs=40
+    )
     (tmp_path / "scratch").mkdir()
     resources = Resources(threads=3, memory_limit="2G", temporary_dir=tmp_path / "scratch")
     nearest_identities(*stores, tmp_path, settings, resources=resources)

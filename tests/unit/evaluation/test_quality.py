@@ -19,7 +19,7 @@ from scipy.stats import ecdf, entropy
 
 from d2plm.core.alphabet import CANONICAL, MASK, decode, encode
 from d2plm.core.errors import DataError
-from d2plm.data.homology import ClusterSettings, Resources, mmseqs_in
+from d2plm.data.homology import mmseqs_in
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines, fit_composition, kmer_counts
 from d2plm.evaluation.baselines import sample_composition as composition_samples
@@ -42,11 +42,15 @@ from d2plm.evaluation.quality import (
     quality_table,
     training_counts,
 )
+from d2plm.settings.data import ClusterSettings, Resources
 from tests.conftest import write_store
 
 Tokens = NDArray[np.uint8]
 StoreFactory = Callable[[list[Tokens]], SequenceStore]
-FAST = QualitySettings(nearest=nearest_search(4), diversity=ClusterSettings("linclust", 0.5, 0.8))
+FAST = QualitySettings(
+    nearest=nearest_search(4),
+    diversity=ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.8),
+)
 
 texts = st.text("AAAACDWXK", min_size=1, max_size=60)
 histograms = st.lists(st.integers(0, 9), min_size=5, max_size=5).map(np.array)
@@ -361,10 +365,10 @@ def test_clusters_of_equal_and_of_short_sequences(tmp_path: Path, proteins: list
     near[60:80] = 4 + (near[60:80] - 4 + 7) % 20
     short = [encode(x) for x in ("M", "M", "W", "MKV", "MKV")]
     with mmseqs_in(tmp_path, Resources(threads=1)) as mmseqs:
-        settings = ClusterSettings("linclust", 0.5, 0.8)
+        settings = ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.8)
         assert count_clusters([base, near, base], settings, mmseqs) == 1
         assert count_clusters(short, settings, mmseqs) == 3
-        assert count_clusters([*short, base, near], ClusterSettings("none"), mmseqs) == 5
+        assert count_clusters([*short, base, near], ClusterSettings(method="none"), mmseqs) == 5
 
 
 # --- what can go wrong -----------------------------------------------------------------------

@@ -64,7 +64,7 @@ def test_every_sampler_fills_templates_of_two_bytes_a_token(paradigm: Paradigm) 
 
     templates = [parse_template(text, "t", vocabulary) for text in ("a<mask:3>ü", "<mask>")]
     for sampler in paradigm.samplers:
-        filled = sample(model, paradigm, templates, Sampling(sampler), max_length=9)
+        filled = sample(model, paradigm, templates, Sampling(sampler=sampler), max_length=9)
         assert [vocabulary.decode(one) for one in filled] == ["azzzü", "z"]
         assert all(one.dtype == np.uint16 for one in filled)
 

@@ -88,7 +88,9 @@ def values(paradigm: Paradigm) -> dict[str, Any]:
 def sampling(sampler: str) -> Sampling:
     steps = None if sampler == "first_hitting" else 6
     corrector = 2.0 if sampler == "euler" else 0.0
-    return Sampling(sampler, steps, temperature=0.9, top_p=0.95, corrector=corrector, seed=1)
+    return Sampling(
+        sampler=sampler, steps=steps, temperature=0.9, top_p=0.95, corrector=corrector, seed=1
+    )
 
 
 @pytest.mark.parametrize("name", PARADIGMS)

@@ -12,6 +12,7 @@ from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import cosine
@@ -52,8 +53,8 @@ def build(tiny_store: SequenceStore, tmp_path: Path) -> Callable[..., Trainer]:
             "callbacks": callbacks,
             "collections": [Collection(tiny_store)],
             "output_dir": tmp_path / "run",
-            "optimizer": partial(build_adamw, learning_rate=1e-3),
-            "schedule": partial(cosine, warmup_ratio=0.0),
+            "optimizer": partial(build_adamw, settings=AdamWSettings(learning_rate=1e-3)),
+            "schedule": partial(cosine, settings=CosineSettings(warmup_ratio=0.0)),
             "token_budget": 256,
             "max_length": 64,
             "device": "cpu",

@@ -19,6 +19,7 @@ from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.callbacks import CheckpointSettings, EvaluationCallbackSettings, MetricsSettings
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
@@ -50,14 +51,20 @@ def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     build: Build, tmp_path: Path
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        build(MetricLogger(every=1), SaveCheckpoint(every=2), StopAfter(5)).train()
+        build(
+            MetricLogger(settings=MetricsSettings(every=1)),
+            SaveCheckpoint(CheckpointSettings(every=2)),
+            StopAfter(5),
+        ).train()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
     with (tmp_path / "run" / METRICS_FILE).open("a") as stream:
         stream.write('{"step": 6, "lo')  # cut off by the kill
-    build(MetricLogger(every=1), SaveCheckpoint(every=2)).train()
+    build(
+        MetricLogger(settings=MetricsSettings(every=1)), SaveCheckpoint(CheckpointSettings(every=2))
+    ).train()
     resumed = rows(tmp_path)
     (tmp_path / "run").rename(tmp_path / "resumed")
-    build(MetricLogger(every=1)).train()
+    build(MetricLogger(settings=MetricsSettings(every=1))).train()
     kept = ("step", "loss", "learning_rate", "grad_norm")
     assert [[row[k] for k in kept] for row in resumed] == [
         [row[k] for k in kept] for row in rows(tmp_path)
@@ -65,7 +72,7 @@ def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(
 
 
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(build: Build, tmp_path: Path) -> None:
-    build(SaveCheckpoint(every=3), max_steps=7).train()
+    build(SaveCheckpoint(CheckpointSettings(every=3)), max_steps=7).train()
     assert checkpoint.Root(str(tmp_path / "run" / "checkpoints")).names() == [
         "step-00000003",
         "step-00000006",
@@ -82,7 +89,9 @@ def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
         def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
             seen.append(metrics["validation_perplexity"])
 
-    evaluate = Evaluate(tiny_store, max_length=64, every=3, sequences=8)
+    evaluate = Evaluate(
+        tiny_store, max_length=64, settings=EvaluationCallbackSettings(every=3, sequences=8)
+    )
     trainer = build(evaluate, Listen())
     trainer.train()
     assert len(seen) == 2
@@ -106,7 +115,11 @@ def test_an_export_is_kept_where_nothing_was_trained_since(
     folder = tmp_path / "model"
 
     def trained(max_steps: int = 6) -> Trainer:
-        trainer = build(SaveCheckpoint(every=3), Export(folder, {"name": "t"}), max_steps=max_steps)
+        trainer = build(
+            SaveCheckpoint(CheckpointSettings(every=3)),
+            Export(folder, {"name": "t"}),
+            max_steps=max_steps,
+        )
         trainer.train()
         return trainer
 
@@ -142,16 +155,16 @@ def test_step_hooks_receive_loss_and_gradient_norm_and_saves_their_location(
         def on_load(self, trainer: Trainer, location: str, /) -> None:
             seen.append(("loaded", location))
 
-    trainer = build(SaveCheckpoint(every=2), Listen(), max_steps=2)
+    trainer = build(SaveCheckpoint(CheckpointSettings(every=2)), Listen(), max_steps=2)
     trainer.train()
     location = trainer.saver.root.of("step-00000002")
     assert seen[-1] == ("saved", location)
-    build(SaveCheckpoint(every=2), Listen(), max_steps=2).load(location)
+    build(SaveCheckpoint(CheckpointSettings(every=2)), Listen(), max_steps=2).load(location)
     assert seen[-1] == ("loaded", location)
 
 
 def test_the_trainer_keeps_its_metrics(build: Callable[..., Trainer]) -> None:
-    trainer = build(MetricLogger(every=3), max_steps=6)
+    trainer = build(MetricLogger(settings=MetricsSettings(every=3)), max_steps=6)
     trainer.train()
     trainer.report_evaluation({"validation_nelbo": 2.5})
     assert [row["step"] for row in trainer.history] == [3, 6, 6]

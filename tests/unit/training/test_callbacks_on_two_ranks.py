@@ -16,6 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import Position
 from d2plm.model.dit_config import DiTConfig
+from d2plm.settings.callbacks import EarlyStoppingSettings
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.gradient_health import dump_step
 from d2plm.training.distributed import Process, setup_process
@@ -122,7 +123,7 @@ def the_rates_are_of_all_ranks(process: Process, folder: Path) -> None:
 def both_ranks_stop_together(process: Process, folder: Path) -> None:
     ended: list[str] = []
     trainer: Any = SimpleNamespace(process=process, end_training=ended.append)
-    stopping = EarlyStopping(patience=1)
+    stopping = EarlyStopping(EarlyStoppingSettings(patience=1))
     values = ([2.0, 2.0], [2.0, 1.0])[process.rank]  # by its own, rank 1 would continue
     for value in values:
         stopping.on_evaluate(trainer, {"validation_nelbo": value})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from d2plm.core.errors import ConfigError
+from d2plm.settings.callbacks import CheckpointSettings, EarlyStoppingSettings
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.early_stopping import EarlyStopping
@@ -48,34 +49,38 @@ class Evaluations(Callback):
 def test_training_ends_where_the_metric_no_longer_gets_better(
     settings: dict[str, Any], values: list[float], ends_at: int, build: Build
 ) -> None:
-    trainer = build(Evaluations(values), EarlyStopping(**settings))
+    trainer = build(Evaluations(values), EarlyStopping(EarlyStoppingSettings(**settings)))
     trainer.train()
     assert trainer.step == ends_at
 
 
 def test_any_evaluated_metric_can_be_watched(build: Build) -> None:
-    stopping = EarlyStopping(monitor="recovery", patience=1, mode="max")
+    stopping = EarlyStopping(EarlyStoppingSettings(monitor="recovery", patience=1, mode="max"))
     trainer = build(Evaluations([1, 1, 1, 1, 1, 1], "recovery"), stopping)
     trainer.train()
     assert trainer.step == 2
 
 
 def test_a_metric_that_is_not_evaluated_is_named(build: Build) -> None:
-    stopping = EarlyStopping(monitor="validation_nelb", patience=1)
+    stopping = EarlyStopping(EarlyStoppingSettings(monitor="validation_nelb", patience=1))
     with pytest.raises(ConfigError, match=r"^monitor=.*did you mean 'validation_nel"):
         build(Evaluations([1] * 6), stopping).train()
 
 
 def test_the_step_at_which_it_ends_is_saved(build: Build, tmp_path: Path) -> None:
-    build(Evaluations([1] * 6), EarlyStopping(patience=2), SaveCheckpoint(every=100)).train()
+    build(
+        Evaluations([1] * 6),
+        EarlyStopping(EarlyStoppingSettings(patience=2)),
+        SaveCheckpoint(CheckpointSettings(every=100)),
+    ).train()
     root = checkpoint.Root(str(tmp_path / "run" / "checkpoints"))
     assert root.names() == ["step-00000003"]
 
 
 def test_a_resumed_run_continues_waiting(build: Build) -> None:
-    before = EarlyStopping(patience=3)
+    before = EarlyStopping(EarlyStoppingSettings(patience=3))
     build(Evaluations([1, 2, 2]), before, max_steps=3).train()
-    after = EarlyStopping(patience=3)
+    after = EarlyStopping(EarlyStoppingSettings(patience=3))
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     trainer = build(Evaluations([2] * 6), after)
     trainer.train()
@@ -83,7 +88,7 @@ def test_a_resumed_run_continues_waiting(build: Build) -> None:
 
 
 def test_a_run_that_has_stopped_ends_at_once_when_started_again(build: Build) -> None:
-    stopping = EarlyStopping(patience=3)
+    stopping = EarlyStopping(EarlyStoppingSettings(patience=3))
     stopping.load_state_dict({"best": 1.0, "waited": 3})
     trainer = build(stopping)
     stopping.on_train_begin(trainer)
@@ -97,7 +102,7 @@ def test_every_rank_follows_rank_0(build: Build) -> None:
         def on_main(self, action: Any, group: Any = None) -> float:
             return 1.0
 
-    stopping = EarlyStopping(patience=2)
+    stopping = EarlyStopping(EarlyStoppingSettings(patience=2))
     trainer = build(Evaluations([6, 5, 4, 3, 2, 1]), stopping)
     trainer.process = Ranks(**vars(replace(trainer.process, rank=1)))
     for trainer.step in (1, 2, 3):
@@ -112,4 +117,4 @@ def test_every_rank_follows_rank_0(build: Build) -> None:
 )
 def test_impossible_settings_are_rejected_by_name(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}="):
-        EarlyStopping(**settings)
+        EarlyStopping(EarlyStoppingSettings(**settings))

@@ -18,6 +18,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.settings.training import CosineSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
@@ -112,7 +113,7 @@ def build(store: Path, output: Path, **changes: Any) -> Trainer:
         collections=[Collection(sequences, relatives=relatives)],
         output_dir=output,
         optimizer=lambda *both: optimizer(*both, learning_rate=1e-2),
-        schedule=lambda steps: cosine(steps, warmup_ratio=0.1),
+        schedule=lambda steps: cosine(steps, settings=CosineSettings(warmup_ratio=0.1)),
         token_budget=BUDGET,
         max_length=48,
         device="cpu",

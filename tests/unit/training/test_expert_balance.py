@@ -14,6 +14,8 @@ from d2plm.data.loader import Collection
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import Router
+from d2plm.settings.callbacks import MetricsSettings
+from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from d2plm.training.muon import build_muon
@@ -157,7 +159,7 @@ def test_the_bias_of_a_frozen_router_stays(build: Build, frozen: str) -> None:
 def test_the_monitor_s_figures_are_those_of_the_loads(build: Build, tmp_path: Path) -> None:
     config = DiTConfig(**TINY_SIZES, num_experts=8)
     loads = Loads()
-    build(loads, MetricLogger(every=3), model=config).train()
+    build(loads, MetricLogger(settings=MetricsSettings(every=3)), model=config).train()
     rows = [json.loads(line) for line in (tmp_path / "run" / METRICS_FILE).read_text().splitlines()]
     for row, steps in zip(rows, (loads.steps[:3], loads.steps[3:]), strict=True):
         load = torch.stack([load for _, load, _ in steps]).sum(0).double()
@@ -186,7 +188,7 @@ def routed(build: Build) -> Callable[[float], Trainer]:
                 for router in balanced(trainer):
                     router.weight.mul_(scale)
 
-        logger = MetricLogger(every=1)
+        logger = MetricLogger(settings=MetricsSettings(every=1))
         config = DiTConfig(**TINY_SIZES, num_experts=8)
         trainer = build(Scale(), logger, model=config, max_steps=1)
         trainer.train()
@@ -203,7 +205,7 @@ def test_z_of_a_router_without_weights_is_the_squared_logarithm_of_their_number(
 
 
 def test_a_dense_model_has_no_figures_of_experts(build: Build, tmp_path: Path) -> None:
-    build(MetricLogger(every=3)).train()
+    build(MetricLogger(settings=MetricsSettings(every=3))).train()
     assert "expert" not in (tmp_path / "run" / METRICS_FILE).read_text()
 
 
@@ -212,9 +214,13 @@ def test_a_dense_model_has_no_figures_of_experts(build: Build, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "optimizer", "most"),
     [
-        ({}, partial(build_adamw, learning_rate=1e-3), 1.2),
-        ({}, partial(build_muon, learning_rate=2e-3), 1.2),
-        ({"auxiliary_loss": 0.01}, partial(build_adamw, learning_rate=1e-3), 1.3),
+        ({}, partial(build_adamw, settings=AdamWSettings(learning_rate=1e-3)), 1.2),
+        ({}, partial(build_muon, settings=MuonSettings(learning_rate=2e-3)), 1.2),
+        (
+            {"auxiliary_loss": 0.01},
+            partial(build_adamw, settings=AdamWSettings(learning_rate=1e-3)),
+            1.3,
+        ),
     ],
     ids=["bias", "bias with Muon", "auxiliary loss"],
 )
@@ -229,7 +235,7 @@ def test_after_200_steps_on_proteins_no_expert_is_far_above_the_mean(
     store = write_store(tmp_path / "store", proteins[:2000])
     sizes = {**TINY_SIZES, "hidden_size": 64, "intermediate_size": 64, "time_embedding_dim": 32}
     build(
-        MetricLogger(every=20),
+        MetricLogger(settings=MetricsSettings(every=20)),
         model=DiTConfig(**sizes, num_experts=8, initial_gate=1.0, **settings),
         collections=[Collection(SequenceStore(store.path))],
         optimizer=optimizer,

@@ -25,6 +25,7 @@ from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
 from d2plm.model.esm import load_esm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.training import AdamWSettings
 from d2plm.tracking import mlflow_run, registry
 from d2plm.tracking.runs import Runs
 from d2plm.training import checkpoint
@@ -46,7 +47,7 @@ def build(build: Build) -> Build:
     return partial(
         build,
         paradigm=AbsorbingDiffusion(loss="mean"),
-        optimizer=partial(build_adamw, learning_rate=1e-2),
+        optimizer=partial(build_adamw, settings=AdamWSettings(learning_rate=1e-2)),
         token_budget=512,
         max_length=128,
         max_steps=STEPS,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from d2plm.core.errors import ConfigError
+from d2plm.settings.callbacks import GarbageCollectionSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.trainer import Trainer
@@ -47,7 +48,11 @@ def collections() -> Iterator[Collections]:
 def test_it_collects_every_so_many_steps_and_at_no_other_time(
     build: Build, collections: Collections
 ) -> None:
-    build(GarbageCollection(every=2, generation=1), collections, max_steps=5).train()
+    build(
+        GarbageCollection(GarbageCollectionSettings(every=2, generation=1)),
+        collections,
+        max_steps=5,
+    ).train()
     assert [seen for seen in collections.seen if 0 < seen[0] < 5] == [(2, 1), (4, 1)]
     assert not any(collections.enabled)
     assert min(collections.frozen) > 0
@@ -81,4 +86,4 @@ def test_a_collector_that_was_off_stays_off(build: Build) -> None:
 def test_impossible_settings_are_rejected_by_name(settings: dict[str, int]) -> None:
     name = next(iter(settings))
     with pytest.raises(ConfigError, match=rf"^{name}="):
-        GarbageCollection(**settings)
+        GarbageCollection(GarbageCollectionSettings(**settings))

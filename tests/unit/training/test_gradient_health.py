@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from d2plm.core.errors import CheckpointError, ConfigError, ModelError
+from d2plm.settings.callbacks import CheckpointSettings, GradientHealthSettings, MetricsSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.gradient_health import GradientHealth, described_gradients
 from d2plm.training.callbacks.metric_logger import MetricLogger
@@ -129,7 +130,7 @@ def test_a_skipped_step_changes_no_weight_and_is_warned_of_once(
 ) -> None:
     weights = Weights()
     with caplog.at_level(logging.WARNING):
-        build(Poison(1, 3), GradientHealth(max_skipped=1), weights).train()
+        build(Poison(1, 3), GradientHealth(GradientHealthSettings(max_skipped=1)), weights).train()
     same = [torch.equal(before, now) for before, now in pairwise(weights.seen)]
     assert same == [True, False, True, False, False]
     assert all(torch.isfinite(seen).all() for seen in weights.seen)
@@ -151,7 +152,7 @@ def test_a_skipped_step_changes_no_weight_and_is_warned_of_once(
 def test_the_bound_is_of_steps_in_a_row_or_in_total(
     poisoned: tuple[int, ...], settings: dict[str, Any], stops_at: int | None, build: Build
 ) -> None:
-    trainer = build(Poison(*poisoned), GradientHealth(**settings))
+    trainer = build(Poison(*poisoned), GradientHealth(GradientHealthSettings(**settings)))
     if stops_at is None:
         trainer.train()
         assert trainer.step == 6
@@ -161,16 +162,20 @@ def test_the_bound_is_of_steps_in_a_row_or_in_total(
 
 
 def test_a_resumed_run_continues_counting(build: Build) -> None:
-    before = GradientHealth(max_skipped=2, counted="in_total")
+    before = GradientHealth(GradientHealthSettings(max_skipped=2, counted="in_total"))
     build(Poison(1, 3), before).train()
-    after = GradientHealth(max_skipped=2, counted="in_total")
+    after = GradientHealth(GradientHealthSettings(max_skipped=2, counted="in_total"))
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     with pytest.raises(ModelError, match="step 1: "):
         build(Poison(0), after).train()
 
 
 def test_looking_now_and_then_looks_before_what_is_saved(build: Build, tmp_path: Path) -> None:
-    trainer = build(Poison(1), SaveCheckpoint(every=3), GradientHealth(every=3))
+    trainer = build(
+        Poison(1),
+        SaveCheckpoint(CheckpointSettings(every=3)),
+        GradientHealth(GradientHealthSettings(every=3)),
+    )
     with pytest.raises(ModelError, match=r"step 3: .*checked every 3 steps.*every=1"):
         trainer.train()
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -178,23 +183,23 @@ def test_looking_now_and_then_looks_before_what_is_saved(build: Build, tmp_path:
 
 def test_the_last_step_is_looked_at_in_any_case(build: Build) -> None:
     with pytest.raises(ModelError, match="step 6: "):
-        build(Poison(5), GradientHealth(every=4)).train()
+        build(Poison(5), GradientHealth(GradientHealthSettings(every=4))).train()
 
 
 @pytest.mark.parametrize(
     ("device", "settings", "callbacks", "interval"),
     [
-        ("cpu", {}, [MetricLogger(every=7)], 1),
-        ("cuda", {}, [MetricLogger(every=7)], 7),
+        ("cpu", {}, [MetricLogger(settings=MetricsSettings(every=7))], 1),
+        ("cuda", {}, [MetricLogger(settings=MetricsSettings(every=7))], 7),
         ("cuda", {}, [], 20),
-        ("cuda", {"max_skipped": 1}, [MetricLogger(every=7)], 1),
-        ("cuda", {"every": 3}, [MetricLogger(every=7)], 3),
+        ("cuda", {"max_skipped": 1}, [MetricLogger(settings=MetricsSettings(every=7))], 1),
+        ("cuda", {"every": 3}, [MetricLogger(settings=MetricsSettings(every=7))], 3),
     ],
 )
 def test_by_default_it_never_waits_for_a_cuda_device_where_no_row_does(
     device: str, settings: dict[str, Any], callbacks: list[Callback], interval: int
 ) -> None:
-    health = GradientHealth(**settings)
+    health = GradientHealth(GradientHealthSettings(**settings))
     process = SimpleNamespace(device=torch.device(device))
     stub: Any = SimpleNamespace(process=process, callbacks=[health, *callbacks])
     health.on_train_begin(stub)
@@ -212,4 +217,4 @@ def test_by_default_it_never_waits_for_a_cuda_device_where_no_row_does(
 )
 def test_impossible_settings_are_rejected_by_name(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}"):
-        GradientHealth(**settings)
+        GradientHealth(GradientHealthSettings(**settings))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from d2plm.core.errors import ConfigError
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.muon import (
     COEFFICIENTS,
     ITERATIONS,
@@ -57,7 +58,10 @@ def with_gradients(made: nn.Module, seed: int = 0) -> dict[str, Tensor]:
 
 def muon(made: DiT) -> Muon:
     return build_muon(
-        made, learning_rate=RATE, weight_decay=DECAY, momentum=MOMENTUM, base_width=None
+        made,
+        settings=MuonSettings(
+            learning_rate=RATE, weight_decay=DECAY, momentum=MOMENTUM, base_width=None
+        ),
     )
 
 
@@ -202,7 +206,7 @@ def test_everything_else_moves_as_under_adamw() -> None:
     ours, theirs = model(), model()
     with_gradients(ours), with_gradients(theirs)
     muon(ours).step()
-    build_adamw(theirs, learning_rate=RATE, weight_decay=DECAY).step()
+    build_adamw(theirs, settings=AdamWSettings(learning_rate=RATE, weight_decay=DECAY)).step()
     differing = {
         name
         for name, parameter in ours.named_parameters()
@@ -239,7 +243,7 @@ def test_frozen_matrices_stay() -> None:
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
 def test_an_impossible_momentum_is_rejected(momentum: float) -> None:
     with pytest.raises(ConfigError, match="momentum"):
-        build_muon(model(), momentum=momentum)
+        build_muon(model(), settings=MuonSettings(momentum=momentum))
 
 
 def moved(width: int, base_width: int | None) -> Tensor:
@@ -259,7 +263,7 @@ def moved(width: int, base_width: int | None) -> Tensor:
     bounds, times = torch.tensor([0, 60, 120], dtype=torch.int32), torch.tensor([0.3, 0.7])
     modulation = made.blocks[0].modulation.weight
     modulation_before = modulation.detach().clone()
-    optimizer = build_muon(made, learning_rate=3e-3, base_width=base_width)
+    optimizer = build_muon(made, settings=MuonSettings(learning_rate=3e-3, base_width=base_width))
     for _ in range(3):
         logits = made(tokens.masked_fill(tokens % 3 == 0, 32), bounds, 60, times)
         torch.nn.functional.cross_entropy(logits, tokens).backward()
@@ -283,7 +287,7 @@ def test_a_step_moves_what_the_layers_put_out_as_far_at_every_width() -> None:
 
 def test_an_impossible_base_width_is_rejected() -> None:
     with pytest.raises(ConfigError, match="base_width"):
-        build_muon(model(), base_width=0)
+        build_muon(model(), settings=MuonSettings(base_width=0))
 
 
 def test_the_work_is_shared_evenly() -> None:

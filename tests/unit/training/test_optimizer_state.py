@@ -11,6 +11,7 @@ from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
 
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.data.store import SequenceStore
+from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
@@ -24,7 +25,7 @@ Parameters = Mapping[str, Tensor]
 
 
 def adamw(model: nn.Module, parameters: Parameters) -> Optimizer:
-    return build_adamw(model, parameters, learning_rate=1e-2)
+    return build_adamw(model, parameters, settings=AdamWSettings(learning_rate=1e-2))
 
 
 def sgd(model: nn.Module, parameters: Parameters, fused: bool = True) -> Optimizer:
@@ -36,7 +37,7 @@ def sgd_not_fused(model: nn.Module, parameters: Parameters) -> Optimizer:
 
 
 def muon(model: nn.Module, parameters: Parameters) -> Optimizer:
-    return build_muon(model, parameters, learning_rate=1e-2)
+    return build_muon(model, parameters, settings=MuonSettings(learning_rate=1e-2))
 
 
 def torch_muon(model: nn.Module, parameters: Parameters) -> Optimizer:

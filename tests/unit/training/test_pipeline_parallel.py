@@ -15,6 +15,7 @@ from d2plm.export.export_callback import Export
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.settings.callbacks import EvaluationCallbackSettings, MetricsSettings
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.muon import build_muon
@@ -99,8 +100,12 @@ def test_stages_train_as_one_process_however_they_are_spread(
 
 def train_measured(store: Path, output: Path, plan: dict[str, Any]) -> None:
     callbacks = [
-        Evaluate(SequenceStore(store), every=5, sequences=12, max_length=48),
-        MetricLogger(every=5, layer_norms=True),
+        Evaluate(
+            SequenceStore(store),
+            settings=EvaluationCallbackSettings(every=5, sequences=12),
+            max_length=48,
+        ),
+        MetricLogger(settings=MetricsSettings(every=5, layer_norms=True)),
         Export(output / "model"),
     ]
     train(store, output, plan, callbacks=callbacks, **SHARED)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from d2plm.core.errors import ConfigError
+from d2plm.settings.callbacks import ProfilerSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.trainer import Trainer
@@ -26,7 +27,9 @@ def files(folder: Path) -> list[str]:
 
 
 def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) -> None:
-    build(Profiler(start=2, steps=3), gradient_accumulation_steps=2, max_steps=8).train()
+    build(
+        Profiler(ProfilerSettings(start=2, steps=3)), gradient_accumulation_steps=2, max_steps=8
+    ).train()
     assert files(tmp_path) == ["rank0.step-2.json.gz", "rank0.step-2.txt"]
     names = spans(tmp_path / "run" / "profile" / "rank0.step-2.json.gz")
     steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
@@ -45,7 +48,7 @@ def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_pat
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(Profiler(start=1, steps=100), Break()).train()
+        build(Profiler(ProfilerSettings(start=1, steps=100)), Break()).train()
     assert files(tmp_path) == ["rank0.step-1.json.gz", "rank0.step-1.txt"]
     assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 2
 
@@ -53,7 +56,7 @@ def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_pat
 def test_a_training_that_ends_before_the_first_traced_step_reports_it(
     build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build(Profiler(start=50)).train()
+    build(Profiler(ProfilerSettings(start=50))).train()
     assert "before the first traced" in caplog.text
     assert not (tmp_path / "run" / "profile").exists()
 
@@ -69,4 +72,4 @@ def test_without_a_start_nothing_is_traced(
 @pytest.mark.parametrize("settings", [{"start": 0}, {"steps": 0}])
 def test_impossible_settings_are_rejected_by_name(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}="):
-        Profiler(**settings)
+        Profiler(ProfilerSettings(**settings))

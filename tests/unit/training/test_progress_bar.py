@@ -10,6 +10,7 @@ import torch
 
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition
+from d2plm.settings.callbacks import CheckpointSettings, EvaluationCallbackSettings, MetricsSettings
 from d2plm.training import expected_time
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
@@ -64,7 +65,7 @@ def test_slow_steps_are_not_waited_for(
 def test_after_a_resume_only_what_remains_is_expected(
     build: Build, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build(SaveCheckpoint(every=5), max_steps=5).train()
+    build(SaveCheckpoint(CheckpointSettings(every=5)), max_steps=5).train()
     build(Clock(3.0, monkeypatch), ProgressBar(), max_steps=27).train()
     (line,) = said(capsys)
     assert line.startswith("expected: 1 min 0 s for the remaining 20 of 27 steps (")
@@ -80,7 +81,7 @@ def test_where_the_peak_is_known_the_share_of_it_is_said(
 
 
 def test_other_ranks_say_nothing(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = build(ProgressBar(), MetricLogger(every=1), max_steps=14)
+    trainer = build(ProgressBar(), MetricLogger(settings=MetricsSettings(every=1)), max_steps=14)
     trainer.process = replace(trainer.process, rank=1, world_size=2)
     trainer.train()
     assert capsys.readouterr().err == ""
@@ -112,7 +113,7 @@ def test_each_evaluation_is_a_row_below_one_heading(
 def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
     tiny_store: SequenceStore, build: Build, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out = Evaluate(tiny_store, max_length=64, sequences=8)
+    held_out = Evaluate(tiny_store, max_length=64, settings=EvaluationCallbackSettings(sequences=8))
     alpha = fit_composition(tiny_store, 62)
     counts = [counts_of(tokens[:62]) for tokens in held_out.sequences]
     nats = sum(composition_nats(each, alpha) for each in counts)

@@ -16,6 +16,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.replay import replay
@@ -51,8 +52,8 @@ def trainer_of(
         paradigm=paradigm or AbsorbingDiffusion(),
         collections=[Collection(SequenceStore(store))],
         output_dir=output,
-        optimizer=partial(build_adamw, learning_rate=1e-2),
-        schedule=partial(cosine, warmup_ratio=0.2),
+        optimizer=partial(build_adamw, settings=AdamWSettings(learning_rate=1e-2)),
+        schedule=partial(cosine, settings=CosineSettings(warmup_ratio=0.2)),
         token_budget=256,
         max_length=64,
         global_batch_tokens=512,

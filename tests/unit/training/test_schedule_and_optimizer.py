@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from d2plm.core.errors import ConfigError
+from d2plm.settings.training import AdamWSettings, ConstantSettings, CosineSettings, WsdSettings
 from d2plm.training.ema import EMA
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.schedule import Schedule, constant, cosine, linear, wsd
 
 
 def test_the_schedule_at_its_closed_form_points() -> None:
-    factor = cosine(110, warmup_steps=10, floor_ratio=0.2)
+    factor = cosine(110, settings=CosineSettings(warmup_steps=10, floor_ratio=0.2))
     assert [factor(step) for step in (0, 4, 9)] == pytest.approx([1 / 11, 5 / 11, 10 / 11])
     assert factor(10) == pytest.approx(1)
     assert factor(35) == pytest.approx(0.2 + 0.8 * (2 + math.sqrt(2)) / 4)
@@ -28,7 +29,7 @@ def test_the_schedule_at_its_closed_form_points() -> None:
 
 
 def test_the_line_at_its_closed_form_points() -> None:
-    factor = linear(110, warmup_steps=10, floor_ratio=0.2)
+    factor = linear(110, settings=CosineSettings(warmup_steps=10, floor_ratio=0.2))
     assert [factor(step) for step in (0, 9)] == pytest.approx([1 / 11, 10 / 11])
     assert factor(10) == 1
     assert factor(35) == pytest.approx(0.8)
@@ -37,7 +38,7 @@ def test_the_line_at_its_closed_form_points() -> None:
 
 
 def test_the_constant_stays_at_the_peak() -> None:
-    factor = constant(100, warmup_steps=4)
+    factor = constant(100, settings=ConstantSettings(warmup_steps=4))
     assert [factor(step) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert {factor(step) for step in range(4, 200)} == {1.0}
 
@@ -46,7 +47,10 @@ def test_the_constant_stays_at_the_peak() -> None:
     ("shape", "middle"), [("linear", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))], ids=["linear", "1-sqrt"]
 )
 def test_wsd_at_its_closed_form_points(shape: str, middle: float) -> None:
-    factor = wsd(200, warmup_steps=9, decay_steps=40, decay_shape=shape, floor_ratio=0.1)
+    factor = wsd(
+        200,
+        settings=WsdSettings(warmup_steps=9, decay_steps=40, decay_shape=shape, floor_ratio=0.1),
+    )
     assert factor(4) == pytest.approx(0.5)
     assert {factor(step) for step in range(9, 161)} == {1.0}
     assert factor(180) == pytest.approx(0.1 + 0.9 * middle)
@@ -54,7 +58,9 @@ def test_wsd_at_its_closed_form_points(shape: str, middle: float) -> None:
 
 
 def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
-    short, long = (wsd(steps, warmup_steps=10, decay_steps=20) for steps in (100, 300))
+    short, long = (
+        wsd(steps, settings=WsdSettings(warmup_steps=10, decay_steps=20)) for steps in (100, 300)
+    )
     assert [short(step) for step in range(80)] == [long(step) for step in range(80)]
     assert [short(step) for step in range(80, 101)] == [long(step) for step in range(280, 301)]
 
@@ -88,7 +94,10 @@ def test_the_ratio_gives_the_same_warm_up_as_its_steps(schedule: Callable[..., S
 
 
 def test_the_ratio_gives_the_same_decay_as_its_steps() -> None:
-    by_ratio, by_steps = wsd(200, decay_ratio=0.25), wsd(200, decay_ratio=0.5, decay_steps=50)
+    by_ratio, by_steps = (
+        wsd(200, settings=WsdSettings(decay_ratio=0.25)),
+        wsd(200, settings=WsdSettings(decay_ratio=0.5, decay_steps=50)),
+    )
     assert [by_ratio(s) for s in range(201)] == [by_steps(s) for s in range(201)]
 
 
@@ -152,7 +161,7 @@ def test_only_matrices_decay_and_a_tied_parameter_appears_once() -> None:
         model.output.bias,
     ]
     assert sorted(map(id, kept)) == sorted(map(id, expected))
-    groups = build_adamw(model, weight_decay=0.3).param_groups
+    groups = build_adamw(model, settings=AdamWSettings(weight_decay=0.3)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert [len(group["params"]) for group in groups] == [1, 5]
 
@@ -179,7 +188,7 @@ def test_of_the_dit_every_projection_decays_and_nothing_else(
 )
 def test_impossible_rates_are_rejected_by_name(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        build_adamw(nn.Linear(2, 2), **settings)
+        build_adamw(nn.Linear(2, 2), settings=AdamWSettings(**settings))
 
 
 @pytest.mark.parametrize("cap", [0.9999, 0.3, 0.0])

@@ -32,6 +32,7 @@ from d2plm.model.flops import training_flops
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from d2plm.settings.callbacks import MetricsSettings
 from d2plm.training import trainer as training
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
@@ -143,7 +144,7 @@ def waits_of(
                 async_prefetch=False,  # its stream needs a device
                 callbacks=[
                     *(GradientHealth(), GarbageCollection(), Profiler()),
-                    *(MetricLogger(every=every), ProgressBar(), by_step),
+                    *(MetricLogger(settings=MetricsSettings(every=every)), ProgressBar(), by_step),
                 ],
                 **{"gradient_accumulation_steps": 2, **changes},
             ).train()

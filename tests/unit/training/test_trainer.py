@@ -25,6 +25,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.optimizer import build_adamw
@@ -52,8 +53,10 @@ def make_trainer(build: TrainerFactory) -> TrainerFactory:
     def make(*, config: dict[str, Any] | None = None, **changes: Any) -> Trainer:
         settings: dict[str, Any] = {
             "model": DiTConfig(**{**SIZES, **(config or {})}),
-            "optimizer": lambda *both: build_adamw(*both, learning_rate=1e-2),
-            "schedule": lambda steps: cosine(steps, warmup_ratio=0.2),
+            "optimizer": lambda *both: build_adamw(
+                *both, settings=AdamWSettings(learning_rate=1e-2)
+            ),
+            "schedule": lambda steps: cosine(steps, settings=CosineSettings(warmup_ratio=0.2)),
             "max_length": 128,
         }
         return build(**{**settings, **changes})

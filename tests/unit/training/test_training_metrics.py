@@ -17,6 +17,7 @@ from d2plm.core.errors import ConfigError, TrackingError
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
+from d2plm.settings.callbacks import CheckpointSettings, MetricsSettings
 from d2plm.tracking.runs import Runs
 from d2plm.training import throughput
 from d2plm.training.callbacks.callback import Callback
@@ -231,7 +232,7 @@ def test_a_training_that_others_slow_down_reports_it_once(
 
 
 def test_a_row_contains_every_metric(build: Build, tmp_path: Path) -> None:
-    build(MetricLogger(every=4)).train()
+    build(MetricLogger(settings=MetricsSettings(every=4))).train()
     found = rows(tmp_path)
     assert [row["step"] for row in found] == [4, 6]
     assert all(row.keys() == ROW | {"step"} for row in found)
@@ -246,7 +247,7 @@ def test_with_a_peak_a_row_has_the_share_of_it_and_the_run_the_peak(
             self.params = params
 
     run = Params()
-    build(MetricLogger(every=6, peak_tflops=2.0, run=run)).train()
+    build(MetricLogger(settings=MetricsSettings(every=6, peak_tflops=2.0), run=run)).train()
     (row,) = rows(tmp_path)
     assert row["mfu"] == pytest.approx(row["model_tflops_per_second"] / 2.0)
     assert run.params == {"mfu_peak_tflops": 2.0}
@@ -267,7 +268,7 @@ class LongestSequence(Metric):
 
 
 def test_a_metric_of_the_user_s_is_in_the_row(build: Build, tmp_path: Path) -> None:
-    build(MetricLogger(every=6, more=[LongestSequence()])).train()
+    build(MetricLogger(settings=MetricsSettings(every=6), more=[LongestSequence()])).train()
     (row,) = rows(tmp_path)
     assert row["longest"] == 64  # trainer's max_length, which some proteins exceed
 
@@ -283,7 +284,7 @@ def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> 
         def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
             seen.append(metrics)
 
-    trainer = build(MetricLogger(every=2, run=Refuse()), Listen())
+    trainer = build(MetricLogger(settings=MetricsSettings(every=2), run=Refuse()), Listen())
     trainer.process = replace(trainer.process, rank=1, world_size=2)
     trainer.train()
     assert len(seen) == 3
@@ -293,7 +294,7 @@ def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> 
 @pytest.mark.parametrize("settings", [{"every": 0}, {"peak_tflops": 0}, {"more": ["loss"]}])
 def test_impossible_settings_are_rejected_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}="):
-        MetricLogger(**settings)
+        MetricLogger(settings=MetricsSettings(**settings))
 
 
 def test_an_outage_of_the_tracker_does_not_end_training(
@@ -307,7 +308,10 @@ def test_an_outage_of_the_tracker_does_not_end_training(
             raise TrackingError("cannot log metrics")
 
     with caplog.at_level(logging.WARNING):
-        trainer = build(MetricLogger(every=1, run=Down()), SaveCheckpoint(every=2))
+        trainer = build(
+            MetricLogger(settings=MetricsSettings(every=1), run=Down()),
+            SaveCheckpoint(CheckpointSettings(every=2)),
+        )
         trainer.train()
     assert trainer.step == 6
     assert len((tmp_path / "run" / METRICS_FILE).read_text().splitlines()) == 6
@@ -315,7 +319,7 @@ def test_an_outage_of_the_tracker_does_not_end_training(
 
 
 def train_with_layer_norms(store: Path, output: Path) -> None:
-    logger = MetricLogger(every=2, layer_norms=True)
+    logger = MetricLogger(settings=MetricsSettings(every=2, layer_norms=True))
     settings = {"precision": "fp64", "max_steps": 2, "max_grad_norm": 0.01, "log": False}
     runs.build(store, output, callbacks=[logger], **settings).train()
 
