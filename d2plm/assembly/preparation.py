@@ -15,8 +15,8 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.core.vocabulary import STOP_CODONS, Vocabulary, vocabulary
 from d2plm.data.homology import ClusterSettings, Resources, SearchSettings
-from d2plm.data.likeness import TextSettings
 from d2plm.data.prepare import prepare
+from d2plm.data.similarity import TextSettings
 from d2plm.data.sources import Reading
 from d2plm.data.split import SplitSettings
 

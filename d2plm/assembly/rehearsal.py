@@ -22,12 +22,12 @@ from d2plm.data.loader import Collection, PackedLoader
 from d2plm.model.dit import dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.training import checkpoint
-from d2plm.training.budget import flops_per_step, limit, tokens_per_step
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.parallelise import is_to_compile
 from d2plm.training.plan import Plan, batch_partition
 from d2plm.training.trainer_settings import check_settings, crop_length, names_to_freeze
+from d2plm.training.training_length import flops_per_step, number_of_steps, tokens_per_step
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def forecast(config: Config) -> dict[str, str]:
     loader = _loader(config, collections, longest, plan.replicate * int(plan.shard))
     plan.require_micro_batches(loader.micro_batches)
     limits = {key: trainer[key] for key in ("max_steps", "max_epochs", "flops_budget")}
-    steps = limit(loader, model_config, **limits)
+    steps = number_of_steps(loader, model_config, **limits)
     model = dit_without_memory(model_config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     frozen = sum(sizes[name] for name in names_to_freeze(trainer["freeze"], list(sizes)))

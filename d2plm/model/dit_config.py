@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from d2plm.core.alphabet import EOS, PAD, TOKENS
 from d2plm.core.errors import require, require_choice, require_number
+from d2plm.core.vocabulary import EOS, ESM2_TOKENS, PAD
 
 FEED_FORWARDS = ("swiglu", "gelu")
 HEADS = ("linear", "esm")
@@ -95,7 +95,7 @@ class DiTConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size: int = len(TOKENS),
+        vocab_size: int = len(ESM2_TOKENS),
         hidden_size: int = 128,
         num_hidden_layers: int = 5,
         num_attention_heads: int = 4,
@@ -135,8 +135,8 @@ class DiTConfig(PretrainedConfig):
         require(even, "time_embedding_dim", time_embedding_dim, "even")
         if relatives_dim is not None:
             require(relatives_dim % 4 == 0, "relatives_dim", relatives_dim, "a multiple of four")
-            wanted = f"{len(TOKENS)} with relatives_dim: relatives are proteins"
-            require(vocab_size == len(TOKENS), "vocab_size", vocab_size, wanted)
+            wanted = f"{len(ESM2_TOKENS)} with relatives_dim: relatives are proteins"
+            require(vocab_size == len(ESM2_TOKENS), "vocab_size", vocab_size, wanted)
         pairs = hidden_size // num_attention_heads // 2
         wanted = f"such that at least one of a head's {pairs} pairs of channels is rotated"
         require(round(rope_fraction * pairs) > 0, "rope_fraction", rope_fraction, wanted)

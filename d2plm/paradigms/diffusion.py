@@ -13,8 +13,8 @@ from torch import Tensor
 
 from d2plm.core.errors import require, require_choice, require_number
 from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.noise_schedules import Cosine, InSteps, LinearBeta, NoiseSchedule, Polynomial
 from d2plm.paradigms.paradigm import register_to_config
-from d2plm.paradigms.schedules import Cosine, InSteps, LinearBeta, Polynomial, Schedule
 
 DEFAULT_SAMPLING_STEPS = 128
 
@@ -24,7 +24,7 @@ class AbsorbingDiffusion(MaskedParadigm):
 
     Args:
         num_train_timesteps: T; None is continuous time.
-        schedule: ᾱ_t: `linear`, `cosine` or `linear_beta`, see `schedules`.
+        schedule: ᾱ_t: `linear`, `cosine` or `linear_beta`, see `noise_schedules`.
         beta_start, beta_end: first and last β of `linear_beta`.
         loss: `elbo` or `mean`, see `MaskedParadigm`.
         time_sampling: `uniform` or `low_variance`, see `Paradigm`.
@@ -63,7 +63,7 @@ class AbsorbingDiffusion(MaskedParadigm):
         require_number("beta_end", beta_end, low=beta_start, high=1, high_open=True)
         wanted = "'residue'; noise prediction has no meaning for discrete states"
         require(prediction_type == "residue", "prediction_type", prediction_type, wanted)
-        schedules: dict[str, Schedule] = {
+        schedules: dict[str, NoiseSchedule] = {
             "linear": Polynomial(1),
             "cosine": Cosine(),
             "linear_beta": LinearBeta(beta_start, beta_end),

@@ -19,8 +19,8 @@ from d2plm.core.errors import require_choice, require_number
 from d2plm.core.noise import Key, uniform
 from d2plm.core.vocabulary import FIRST
 from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.noise_schedules import Cosine, Cubic, NoiseSchedule, Polynomial
 from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, register_to_config, target_index
-from d2plm.paradigms.schedules import Cosine, Cubic, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,
     generalised_kl_nats,
@@ -49,7 +49,7 @@ class FlowMatching(Paradigm):
     """Flow matching along the mixture path from a source to the data.
 
     Args:
-        schedule: κ_t: `linear`, `polynomial`, `cosine` or `cubic`, see `schedules`.
+        schedule: κ_t: `linear`, `polynomial`, `cosine` or `cubic`, see `noise_schedules`.
         polynomial_degree: of `polynomial`.
         cubic_start_slope, cubic_end_slope: of `cubic`, in [0, 3].
         loss: one of `losses`.
@@ -78,7 +78,7 @@ class FlowMatching(Paradigm):
         require_number("cubic_start_slope", cubic_start_slope, low=0, high=MAX_MONOTONE_SLOPE)
         require_number("cubic_end_slope", cubic_end_slope, low=0, high=MAX_MONOTONE_SLOPE)
         require_number("num_flow_steps", num_flow_steps, integer=True, low=1)
-        schedules: dict[str, Schedule] = {
+        schedules: dict[str, NoiseSchedule] = {
             "linear": Polynomial(1),
             "polynomial": Polynomial(polynomial_degree),
             "cosine": Cosine(),

@@ -23,9 +23,9 @@ from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.model.dit import DiT
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.learning_rate import constant
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.schedule import constant
 from d2plm.training.trainer import Trainer
 from tests.conftest import FASTA, TINY_SIZES
 

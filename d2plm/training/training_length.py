@@ -15,7 +15,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
 
 
-def limit(
+def number_of_steps(
     loader: PackedLoader,
     config: DiTConfig,
     *,
