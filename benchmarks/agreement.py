@@ -8,9 +8,9 @@ from torch import Tensor
 
 from benchmarks.measure import Row, parser, publish
 from benchmarks.workload import Workload, model_settings, workload_of
-from d2plm.core.alphabet import MASK
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_device, resolve_precision
+from d2plm.core.vocabulary import MASK
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.parallelise import in_precision
 

@@ -24,8 +24,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from benchmarks.measure import BenchError, Measured, Row, in_new_process, parser, publish, say
-from d2plm.core.alphabet import CANONICAL, decode
-from d2plm.core.vocabulary import FIRST, PROTEIN, TOKENIZER_FILE, Subwords
+from d2plm.core.vocabulary import CANONICAL, FIRST, PROTEIN, TOKENIZER_FILE, Subwords, decode
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.data.packing import PackingSampler
@@ -203,9 +202,9 @@ def _our_loader(path: Path, budget: int) -> dict[str, Any]:
 def _tokenizer_and_collator(texts: list[str], folder: Path) -> dict[str, Any]:
     from transformers import DataCollatorForLanguageModeling
 
-    from d2plm.core.alphabet import tokenizer
+    from d2plm.core.vocabulary import esm2_tokenizer
 
-    encoder = tokenizer(folder)
+    encoder = esm2_tokenizer(folder)
     # Without masks: our loader makes none either, they are drawn on the device.
     collate = DataCollatorForLanguageModeling(encoder, mlm=False)
     began = time.process_time()

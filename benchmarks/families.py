@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import parser, say
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import write_text
+from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import write_fasta
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.family_bound import ADAPTED, BASE, FAMILY_PROFILE

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks.measure import PROTEINS, BenchError, Row, parser, publish, ratio_row, say
 from benchmarks.workload import fill_weights, model_settings
-from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.core.noise import Key, categorical, uniform
+from d2plm.core.vocabulary import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.data.fasta import read_fasta
 from d2plm.data.loader import framed
 from d2plm.export.exported_model import load_export

@@ -21,8 +21,8 @@ from benchmarks.workload import LEARNING_RATE, Workload
 from d2plm.data.loader import Sequences
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.training import AdamWSettings
+from d2plm.training.learning_rate import constant
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.schedule import constant
 
 OPTIMIZER = partial(build_adamw, settings=AdamWSettings(learning_rate=LEARNING_RATE))
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lightning.py"

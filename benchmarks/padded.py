@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.workload import Workload
-from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.batch import PackedBatch
+from d2plm.core.vocabulary import MASK, PAD
 from d2plm.model.dit import DiT
 from d2plm.model.layers import ESM_MASKED_SHARE, Attention, Block, Head, rope_tables, rotate
 from d2plm.paradigms.paradigm import Corrupted, predicted_log_softmax

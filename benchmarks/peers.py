@@ -37,8 +37,8 @@ from benchmarks.measure import (
     training_arguments,
 )
 from benchmarks.workload import TakeTurns, Workload, model_settings, workload_of
-from d2plm.core.alphabet import MASK, PAD, TOKENS
 from d2plm.core.precision import resolve_device, resolve_precision
+from d2plm.core.vocabulary import ESM2_TOKENS, MASK, PAD
 from d2plm.model.esm import UNUSED_POSITIONS, load_esm
 
 try:
@@ -189,7 +189,7 @@ def save_esm(folder: Path, sizes: dict[str, Any], max_length: int, seed: int) ->
 
     disable_progress_bar()
     config = EsmConfig(
-        vocab_size=len(TOKENS),
+        vocab_size=len(ESM2_TOKENS),
         mask_token_id=MASK,
         pad_token_id=PAD,
         max_position_embeddings=max_length + UNUSED_POSITIONS,

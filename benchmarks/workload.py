@@ -31,8 +31,8 @@ from d2plm.paradigms.paradigm import Corrupted
 from d2plm.settings.data import LoaderSettings
 from d2plm.settings.training import AdamWSettings, ConstantSettings, TrainerSettings
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.learning_rate import constant
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.schedule import constant
 from d2plm.training.trainer import Trainer
 
 LEARNING_RATE = 1e-4

@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 from d2plm import load_model
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import D2PLMError, DataError
+from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta, write_fasta
 
 # Osteocalcin of the gilthead seabream; 60 to 80 is most of its calcium-binding helices.

@@ -45,13 +45,13 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Paradigm, denoise
-from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.ema import EMA
+from d2plm.training.learning_rate import Schedule, cosine
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import in_precision, reshard
-from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, own_shard, sharded_like
+from d2plm.training.training_length import flops_per_step, number_of_steps
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": build_adamw,
@@ -268,7 +268,9 @@ def main() -> None:
     steps = options.steps
     if options.flops_budget is not None:
         budget = options.flops_budget / options.devices
-        steps = limit(data.loader, config, max_steps=None, max_epochs=None, flops_budget=budget)
+        steps = number_of_steps(
+            data.loader, config, max_steps=None, max_epochs=None, flops_budget=budget
+        )
     model = DiT(config)
     model.initialise(seed=0)
     optimizer = partial(OPTIMIZERS[options.optimizer], learning_rate=options.learning_rate)

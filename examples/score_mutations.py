@@ -15,8 +15,8 @@ from pathlib import Path
 from scipy.stats import spearmanr
 
 from d2plm import load_model
-from d2plm.core.alphabet import CANONICAL, decode
 from d2plm.core.errors import D2PLMError, DataError
+from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta
 
 WILD_TYPE = Path(__file__).parent / "data" / "osteocalcin.fasta"

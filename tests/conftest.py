@@ -16,8 +16,8 @@ from filelock import FileLock
 from hypothesis import settings
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import encode
 from d2plm.core.machine import usable_cores
+from d2plm.core.vocabulary import encode
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 

@@ -28,9 +28,9 @@ from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
+from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
-from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
 
 BUDGET, BINS = 96, 4

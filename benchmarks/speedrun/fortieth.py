@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchmarks.measure import parser, say
 from d2plm.cli import main as d2plm
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import D2PLMError
+from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import write_fasta
 from d2plm.data.store import SequenceStore
 

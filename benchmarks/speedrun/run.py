@@ -38,7 +38,7 @@ from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.machine import machine
 from d2plm.core.number_text import interval_text
-from d2plm.data.stages import digest_of
+from d2plm.data.cache import digest_of
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.comparison import seed_interval

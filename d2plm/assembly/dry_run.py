@@ -21,13 +21,13 @@ from d2plm.model.dit import dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.settings.commands import PipelineSettings
 from d2plm.training import checkpoint
-from d2plm.training.budget import flops_per_step, limit, tokens_per_step
 from d2plm.training.callbacks.callback import RunContext
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.parallelise import is_to_compile
 from d2plm.training.plan import Plan, packed_loader
 from d2plm.training.trainer_settings import crop_length, names_to_freeze
+from d2plm.training.training_length import flops_per_step, number_of_steps, tokens_per_step
 
 Kind = TypeVar("Kind", bound=PipelineSettings)
 
@@ -51,7 +51,7 @@ def forecast(config: PipelineSettings) -> dict[str, str]:
     with_rows = plan.replicate * int(plan.shard)
     loader = packed_loader(collections, trainer, data, longest, rank=0, ranks=with_rows)
     plan.require_micro_batches(loader.micro_batches)
-    steps = limit(loader, model_config, trainer)
+    steps = number_of_steps(loader, model_config, trainer)
     model = dit_without_memory(model_config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     frozen = sum(sizes[name] for name in names_to_freeze(trainer.freeze, list(sizes)))

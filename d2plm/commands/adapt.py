@@ -16,9 +16,9 @@ from d2plm.assembly import adaptation
 from d2plm.assembly.generation import generate
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.assembly.training_run import with_start_pinned
-from d2plm.core.alphabet import is_canonical
 from d2plm.core.files import write_text
 from d2plm.core.terminal import done, result
+from d2plm.core.vocabulary import is_canonical
 from d2plm.data.family import Family
 from d2plm.data.store import clusters_of
 from d2plm.evaluation import family_bound

@@ -16,9 +16,9 @@ from d2plm.assembly.training_run import open_stores
 from d2plm.core.errors import require_choice, within
 from d2plm.core.files import write_text
 from d2plm.core.terminal import done, result
+from d2plm.data.cache import ArrayCache
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import held_out_relatives
-from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import EVALUATION, best_profile
@@ -174,7 +174,7 @@ def _evaluate(
         identities=identities,
         relatives=relatives if settings.relatives_below and suite.homology else None,
         choice=choice,
-        stages=Stages(folder, log.info),
+        cache=ArrayCache(folder, log.info),
         quality=quality if settings.generated else None,
         **recorded,
     )

@@ -178,12 +178,12 @@ def _by_predictor(
     """Effects by column; `of_model` is `mutational_effects` without the argument `family`."""
     if family is None:
         return {mutations.SCORE_COLUMN: of_model()}
-    from d2plm.evaluation.site_profile import profile_effects  # imports HMMER
+    from d2plm.evaluation.site_independent import site_independent_effects  # imports HMMER
 
     return {
         mutations.SCORE_COLUMN: of_model(family=family),
         mutations.ALONE_COLUMN: of_model(),
-        mutations.PROFILE_COLUMN: profile_effects(wild_type, variants, family.members),
+        mutations.PROFILE_COLUMN: site_independent_effects(wild_type, variants, family.members),
     }
 
 

@@ -32,10 +32,10 @@ from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
 from d2plm.launch.torchrun import train_locally
 from d2plm.settings.commands import PipelineSettings, TrainSettings
-from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 from d2plm.training.trainer import Trainer
+from d2plm.training.training_length import flops_per_step
 
 CONFIG = "config.yaml"
 

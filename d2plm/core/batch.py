@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.alphabet import PAD
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import PAD
 
 PADDING_ID = -1
 

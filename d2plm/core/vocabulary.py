@@ -16,17 +16,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core import alphabet
 from d2plm.core.errors import DataError, ModelError, require, require_choice, require_number
 from d2plm.core.files import nearest_path, read_json
 
+if TYPE_CHECKING:
+    from transformers import EsmTokenizer
+
 CLS, PAD, EOS, UNK, FIRST = 0, 1, 2, 3, 4
-SPECIAL = alphabet.TOKENS[:FIRST]
+SPECIAL = ("<cls>", "<pad>", "<eos>", "<unk>")
 TOKENIZER_FILE = "tokenizer.json"  # in the folder of a Hugging Face tokenizer
 # In stores and exported models, where `tokenizer.json` is the model's own.
 FILE, SAVED_TOKENIZER = "vocabulary.json", "text_tokenizer.json"
@@ -34,6 +36,9 @@ NAMES = ("protein", "dna", "rna", "codon", "bytes", "tokenizer")
 STOP_CODONS = ("TAA", "TAG", "TGA")  # of the standard genetic code
 GAP = "_"  # for `<mask>`, in templates and in decoded text
 
+CANONICAL = "LAGVSERTIDPKQNFYMHWC"  # in ESM-2's order
+NON_CANONICAL = "XBUZO"
+RESIDUES = CANONICAL + NON_CANONICAL
 AMBIGUOUS_BASES = "NRYSWKMBDHV"  # IUPAC's codes
 _BLANKS_AND_GAPS = b" \t\r\n\v\f-."
 _SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no letter's token is one of them
@@ -277,13 +282,40 @@ class Letters(Vocabulary):
 PROTEIN = Letters(
     "protein",
     Nouns("protein", "residue"),
-    alphabet.CANONICAL,
-    alphabet.NON_CANONICAL,
+    CANONICAL,
+    NON_CANONICAL,
     more=(".", "-", "<null_1>"),
     final_stop=True,
 )
 DNA = Letters("dna", Nouns("sequence", "base"), "ACGT", AMBIGUOUS_BASES, synonyms={"U": "T"})
 RNA = Letters("rna", Nouns("sequence", "base"), "ACGU", AMBIGUOUS_BASES, synonyms={"T": "U"})
+
+# Of `PROTEIN` alone, which is ESM-2's alphabet.
+ESM2_TOKENS, MASK = PROTEIN.tokens, PROTEIN.mask
+CANONICAL_START, CANONICAL_STOP = FIRST, PROTEIN.stop
+decode, is_canonical = PROTEIN.decode, PROTEIN.is_predicted
+
+_ENCODE = np.full(256, UNK, dtype=np.uint8)
+for _token, _letter in enumerate(RESIDUES, start=FIRST):
+    _ENCODE[[ord(_letter), ord(_letter.lower())]] = _token
+
+
+def encode(sequence: str | bytes) -> NDArray[np.uint8]:
+    """Residue letters (either case) → uint8 tokens [L]; other letters become `<unk>`.
+
+    `<cls>` and `<eos>` are not added: they belong to the batch, not to the stored sequence.
+    """
+    raw = sequence.encode("latin-1", "replace") if isinstance(sequence, str) else sequence
+    return _ENCODE[np.frombuffer(raw, dtype=np.uint8)]
+
+
+def esm2_tokenizer(folder: Path) -> "EsmTokenizer":
+    """The Hugging Face tokenizer of proteins; writes its `vocab.txt` into `folder`."""
+    from transformers import EsmTokenizer
+
+    path = folder / "vocab.txt"
+    path.write_text("\n".join(ESM2_TOKENS) + "\n")
+    return EsmTokenizer(str(path), model_max_length=int(1e9))
 
 
 class Codons(Vocabulary):

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import is_canonical
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import shipped
+from d2plm.core.vocabulary import is_canonical
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import read_fasta
 from d2plm.data.relatives import LONGEST_RELATIVE

@@ -20,7 +20,7 @@ from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import files_digest
 from d2plm.core.number_text import counted
 from d2plm.core.vocabulary import PROTEIN, Codons, Letters, Tokenised, Vocabulary
-from d2plm.data.distinct import DistinctSorter
+from d2plm.data.deduplication import Deduplicator
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
 from d2plm.data.sources import input_files, read_sources, resolve_inputs
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
@@ -75,7 +75,7 @@ def ingest(
     began = time.perf_counter()
     report(f"reading {', '.join(map(str, paths[:3]))}{' …' if len(paths) > 3 else ''}")
     with SequenceStoreWriter(output, "raw", provenance, vocabulary) as writer:
-        sorter = DistinctSorter(writer.scratch)
+        sorter = Deduplicator(writer.scratch)
         last_piece = 0
         for records in read_sources(paths, reading, vocabulary, in_parts):
             if not records.names:

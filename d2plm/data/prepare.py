@@ -2,7 +2,7 @@
 
 The steps: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
 whole clusters, drop the training sequences that a search finds similar to held-out ones, verify,
-write. What is alike, `likeness` says: homologs that MMseqs2 finds, or documents that overlap. The
+write. What is similar, `data.similarity` defines: homologs of MMseqs2, or overlapping texts. The
 result depends on the sequences, the settings and the seed, never on the order or form of the input.
 The results of clustering and of each search are kept: a preparation that was killed resumes after
 the last of them, and another seed needs no new clustering.
@@ -27,16 +27,16 @@ from d2plm.core.errors import DataError, SplitError, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
+from d2plm.data.cache import ArrayCache, digest_of
 from d2plm.data.homology import mmseqs_in, writing
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
 from d2plm.data.joined_clusters import merged, pairs_of_pieces, window_of
-from d2plm.data.leaks import find_leaking
-from d2plm.data.likeness import Finder, likeness_of
+from d2plm.data.leakage import find_leaking
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared, read_manifest
 from d2plm.data.retrieval import find_relatives
+from d2plm.data.similarity import Finder, similarity_search
 from d2plm.data.split import Mask, cluster_count, hold_out
 from d2plm.data.split import describe as describe_split
-from d2plm.data.stages import Stages, digest_of
 from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, clusters_of
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.settings.data import (
@@ -77,7 +77,7 @@ def prepare(
     """Split sequences into stores between which a search finds nothing alike.
 
     Writes `train_lmdb`, `validation_lmdb`, `test_lmdb` (if one is wanted), `mmseqs.log` (if it is
-    used), `stages/` (the clusters), unless the input is a raw store also `raw_lmdb`, and last
+    used), `cache/` (the clusters), unless the input is a raw store also `raw_lmdb`, and last
     `manifest.json` into `output_dir`. Data already prepared there from the same sequences, with the
     same settings and the same MMseqs2, are kept and nothing is done.
 
@@ -111,7 +111,9 @@ def prepare(
     require_number("relatives_sensitivity", relatives_sensitivity, optional=True, low=1, high=7.5)
     no_relatives = relatives_sensitivity is None or vocabulary == PROTEIN
     require(no_relatives, "relatives_sensitivity", relatives_sensitivity, "null but for proteins")
-    likeness = likeness_of(vocabulary, clustering, search, split.search_directions, resources, text)
+    similarity = similarity_search(
+        vocabulary, clustering, search, split.search_directions, resources, text
+    )
     # Omitted for whole proteins, so that the keys of earlier preparations remain valid.
     others = {} if vocabulary == PROTEIN else {"alphabet": vocabulary.describe()}
     seconds: dict[str, float] = {}
@@ -128,8 +130,8 @@ def prepare(
             "min_residues": min_residues,
             "max_residues": max_residues,
             "split": describe_split(split),
-            "clustering": likeness.clustering,
-            "search": likeness.search,
+            "clustering": similarity.clustering,
+            "search": similarity.search,
         }
         if relatives_sensitivity is not None:
             of_relatives = {"sensitivity": relatives_sensitivity, "most": MOST_RELATIVES}
@@ -139,31 +141,29 @@ def prepare(
             "raw_digests": raw.manifest["digests"],
             "settings": settings,
             **others,
-            f"{likeness.program}_version": likeness.version,
+            f"{similarity.program}_version": similarity.version,
         }
         key = digest_of(origin)
         prepared = _prepared(output_dir, key, report)
         if prepared is not None:
             return prepared
-        with likeness.open(output_dir, key, report) as finder:
+        with similarity.open(output_dir, key, report) as finder:
             selected = _within_bounds(raw, min_residues, max_residues)
-            stages = Stages(output_dir / "stages", report)
+            cache = ArrayCache(output_dir / "cache", report)
             with _timed(seconds, "cluster"):
                 made_of = [FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues]
-                made_of += [likeness.version, likeness.clustering, *others.values()]
-                clusters = stages.array(
-                    "clusters", made_of, lambda: _cluster(finder, raw, selected)
-                )
-            held_out = hold_out(raw, selected, clusters, split, likeness.thresholds[0])
+                made_of += [similarity.version, similarity.clustering, *others.values()]
+                clusters = cache.array("clusters", made_of, lambda: _cluster(finder, raw, selected))
+            held_out = hold_out(raw, selected, clusters, split, similarity.thresholds[0])
             with _timed(seconds, "search"):
                 leaking, searches = find_leaking(
                     raw,
                     selected,
                     held_out,
                     split.exclude_homologs_of,
-                    likeness=likeness,
+                    similarity=similarity,
                     finder=finder,
-                    stages=stages,
+                    cache=cache,
                     key=key,
                 )
             masks = {"train": selected & ~np.logical_or.reduce([leaking, *held_out.values()])}
@@ -193,7 +193,7 @@ def prepare(
             "seconds": seconds,
         }
         write_text(output_dir / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-        stages.keep_only("clusters")
+        cache.keep_only("clusters")
     return manifest
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core import vocabulary
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
+from d2plm.core.vocabulary import decode
 from d2plm.data.compressed import open_input
 from d2plm.data.retrieval import Relative
 

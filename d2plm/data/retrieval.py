@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.locks import locked
+from d2plm.core.vocabulary import decode
+from d2plm.data.cache import ArrayCache
 from d2plm.data.fasta import write_fasta
 from d2plm.data.homology import (
     GAP,
@@ -34,7 +35,6 @@ from d2plm.data.homology import (
 from d2plm.data.ingest import describe, ingest, source_digest
 from d2plm.data.manifest import MANIFEST, is_prepared, open_prepared
 from d2plm.data.relatives import RelativesIndex
-from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, add_to_digest
 from d2plm.settings.data import Reading, Resources, RetrievalSettings, SearchSettings
 
@@ -114,7 +114,7 @@ def held_out_relatives(
 
     Args:
         chosen: the sequences whose relatives are searched, in rising order; None for all.
-        folder: where the result is kept (see `Stages`), and MMseqs2's log.
+        folder: where the result is kept (see `ArrayCache`), and MMseqs2's log.
 
     Raises:
         DataError: MMseqs2 is missing or fails, or `folder` cannot be written.
@@ -130,7 +130,7 @@ def held_out_relatives(
         queries = np.repeat(np.arange(len(index)), np.diff(index.bounds))
         return np.column_stack([queries, index.targets, index.identities])
 
-    queries, targets, identities = Stages(folder, report).array("relatives", origin, search).T
+    queries, targets, identities = ArrayCache(folder, report).array("relatives", origin, search).T
     columns = (queries.astype(np.int64), targets.astype(np.int64), identities)
     return RelativesIndex.of_hits(len(held_out), *columns, most)
 
@@ -152,7 +152,7 @@ def retrieve_relatives(
     Args:
         proteins: uint8 residue tokens, each with at least one residue.
         reference: a file or folder as of `open_reference`.
-        folder: where the result is kept (see `Stages`), the reference's store, and MMseqs2's log.
+        folder: of the result (see `ArrayCache`), the reference's store and MMseqs2's log.
         report: called with a line per stage.
         progress: called with the share of the reference that has been read, and a note.
 
@@ -178,7 +178,7 @@ def retrieve_relatives(
 
     found: list[list[Relative]] = [[] for _ in proteins]
     themselves = set()
-    for *pair, identity, coverage in Stages(folder, report).array("retrieval", origin, search):
+    for *pair, identity, coverage in ArrayCache(folder, report).array("retrieval", origin, search):
         query, target = map(int, pair)
         tokens = store[target]
         if np.array_equal(tokens, proteins[query]):

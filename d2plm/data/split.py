@@ -1,7 +1,7 @@
 """Which sequences are held out: listed ones, or whole clusters.
 
 Clusters are taken in the order of a seeded hash of their content, so the choice depends only on the
-sequences and the seed. `leaks` finds the other sequences that are too similar to be trained on.
+sequences and the seed. `leakage` finds the other sequences that are too similar to be trained on.
 """
 
 import hashlib

@@ -136,7 +136,11 @@ def _profile_nats(
     targets: Sequence[Tokens], collection: Sequence[Tokens], chosen: Sequence[Indices]
 ) -> NDArray[np.float64]:
     """float64 [identities, BASELINES, N]: −log p of the targets given their relatives."""
-    from d2plm.evaluation.profile import alignment_nats, log_ratios, mixture_nats  # imports HMMER
+    from d2plm.evaluation.profile_hmm import (  # imports HMMER
+        alignment_nats,
+        log_ratios,
+        mixture_nats,
+    )
 
     collection = [one[:LONGEST_RELATIVE] for one in collection]
     pairs = {(n, i) for which in chosen for n, own in enumerate(which) for i in own}

@@ -17,8 +17,8 @@ from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError, require_number
 from d2plm.core.noise import Key
 from d2plm.core.vocabulary import Tokens
+from d2plm.data.cache import digest_of
 from d2plm.data.loader import pack_all
-from d2plm.data.stages import digest_of
 from d2plm.paradigms.masked import MaskedParadigm, cross_entropy, random_subsets
 from d2plm.paradigms.paradigm import BoundDraw, Denoiser, Paradigm
 

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM
 
-from d2plm.core.alphabet import CANONICAL, decode, encode, is_canonical
-from d2plm.core.vocabulary import Tokens
+from d2plm.core.vocabulary import CANONICAL, Tokens, decode, encode, is_canonical
 from d2plm.data.family import Family
-from d2plm.evaluation.profile import aligned_columns, domain_hits, family_hmm
+from d2plm.evaluation.profile_hmm import aligned_columns, domain_hits, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
 from d2plm.evaluation.terms import REFERENCE
 

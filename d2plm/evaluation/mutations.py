@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import DataError, did_you_mean, nearest
+from d2plm.core.vocabulary import CANONICAL, decode, encode
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import FastaRecord
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import CANONICAL_START, RESIDUES, TOKENS, decode
+from d2plm.core.vocabulary import CANONICAL_START, ESM2_TOKENS, RESIDUES, decode
+from d2plm.data.cache import ArrayCache
 from d2plm.data.homology import MAX_E_VALUE, OF_THE_QUERY, MMseqs, mmseqs_in, write_indexed_fasta
-from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Resources, SearchSettings
 
@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 IDENTITY_EDGES = (0.3, 0.5)
 IDENTITY_BINS = ("< 30 %", "30–50 %", "> 50 %")
 
-_UNKNOWN = TOKENS.index("X")
+_UNKNOWN = ESM2_TOKENS.index("X")
 _DECIMALS = 3  # of the identities that MMseqs2 writes
 
 Report = Callable[[str], None]
@@ -69,7 +69,7 @@ def nearest_identities(
     Args:
         held_out: N proteins.
         train: what the model was trained on.
-        folder: where the result is kept (see `Stages`), and MMseqs2's log.
+        folder: where the result is kept (see `ArrayCache`), and MMseqs2's log.
         resources: what MMseqs2 may use; temporary files go to `folder` if it names no other.
         report: called with one line per stage.
 
@@ -85,7 +85,7 @@ def nearest_identities(
         with mmseqs_in(folder, resources) as mmseqs:
             return find_nearest(held_out, train, settings, mmseqs, report=report).identities
 
-    return Stages(folder, report).array("nearest", origin, search)
+    return ArrayCache(folder, report).array("nearest", origin, search)
 
 
 def identity_bins(identities: NDArray[np.float64]) -> NDArray[np.int64]:

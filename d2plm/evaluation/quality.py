@@ -16,9 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import rel_entr
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, CANONICAL_STOP, is_canonical
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
+from d2plm.core.vocabulary import (
+    CANONICAL,
+    CANONICAL_START,
+    CANONICAL_STOP,
+    PROTEIN,
+    Tokens,
+    Vocabulary,
+    is_canonical,
+)
 from d2plm.data.homology import MMseqs, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, some_of

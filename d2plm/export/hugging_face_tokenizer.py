@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from d2plm.core import alphabet
 from d2plm.core.vocabulary import (
     DNA,
     FIRST,
@@ -24,6 +23,7 @@ from d2plm.core.vocabulary import (
     Letters,
     Subwords,
     Vocabulary,
+    esm2_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def hugging_face_tokenizer(
     None, with a warning, if that of a `Subwords` cannot be renumbered.
     """
     if vocabulary == PROTEIN:
-        return alphabet.tokenizer(folder)
+        return esm2_tokenizer(folder)
     from transformers import PreTrainedTokenizerFast
 
     names = dict(zip((*range(FIRST), vocabulary.mask), (*SPECIAL, MASK), strict=True))

@@ -21,8 +21,8 @@ from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import write_text, written_beside
 from d2plm.core.progress import Progress
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
+from d2plm.data.cache import ArrayCache
 from d2plm.data.relatives import RelativesIndex
-from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines, sample_reference
 from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
@@ -63,7 +63,7 @@ def evaluate(
     identities: NDArray[np.float64] | None = None,
     relatives: Callable[[], RelativesIndex] | None = None,
     choice: RelativesChoice = RelativesChoice(),
-    stages: Stages | None = None,
+    cache: ArrayCache | None = None,
     quality: Callable[[], dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
     digests: dict[str, str] | None = None,
@@ -88,7 +88,7 @@ def evaluate(
         relatives: returns the relatives of each held-out protein among the others; called only for
             models that take relatives.
         choice: which relatives a protein is given.
-        stages: cache of the profile HMMs' figures, which are the same for every model.
+        cache: cache of the profile HMMs' figures, which are the same for every model.
         quality: returns the result of `compare_quality`; called last, because it takes longest.
         settings, digests: recorded unchanged; None records those of this call.
 
@@ -159,7 +159,7 @@ def evaluate(
             ),
             *(list(held_out), proteins.clusters, index, choice, max_residues),
             keep=lambda compute: (
-                compute() if stages is None else stages.array("profiles", made_of, compute)
+                compute() if cache is None else cache.array("profiles", made_of, compute)
             ),
         )
     evaluation = summarise(

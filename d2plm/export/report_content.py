@@ -15,13 +15,12 @@ from typing import Any
 
 import yaml
 
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import DataError
 from d2plm.core.files import files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
 from d2plm.core.palette import CLASS_OF, CLASSES
 from d2plm.core.redaction import redacted_settings
-from d2plm.core.vocabulary import open_vocabulary
+from d2plm.core.vocabulary import decode, open_vocabulary
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
 from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, next_steps, read_evaluation

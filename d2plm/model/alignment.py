@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, TOKENS
 from d2plm.core.batch import Relatives
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, ESM2_TOKENS
 
 TASKS_OF_A_THREAD = 8  # balances the threads: pairs differ in length
 LETTERS = len(CANONICAL) + 1  # the twenty residues, and one class for all other tokens
@@ -125,7 +125,7 @@ def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment
 @cache
 def _letters() -> NDArray[np.uint8]:
     """uint8 [33]: the letter of each token."""
-    letters = np.full(len(TOKENS), UNKNOWN, dtype=np.uint8)
+    letters = np.full(len(ESM2_TOKENS), UNKNOWN, dtype=np.uint8)
     letters[CANONICAL_START : CANONICAL_START + UNKNOWN] = np.arange(UNKNOWN)
     return letters
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from d2plm.core.alphabet import PAD
 from d2plm.core.batch import Relatives, positions, segment_ids
 from d2plm.core.errors import ModelError
+from d2plm.core.vocabulary import PAD
 from d2plm.model.alignment import align
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import Router

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from d2plm.core.alphabet import EOS, PAD
+from d2plm.core.vocabulary import EOS, PAD
 from d2plm.settings.model import ModelSettings
 
 SETTINGS = tuple(field.name for field in fields(ModelSettings))

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import EsmConfig
 
-from d2plm.core.alphabet import MASK, PAD, TOKENS
 from d2plm.core.errors import ModelError
+from d2plm.core.vocabulary import ESM2_TOKENS, MASK, PAD
 from d2plm.model.dit import DiT, dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 
@@ -164,7 +164,7 @@ def _read_config(folder: Path) -> EsmConfig:
         reason = str(error).strip().split("\n")[-1]
         raise ModelError(f"{file}: not an ESM configuration: {reason}; download it again") from None
     for key, wanted in (
-        ("vocab_size", len(TOKENS)),
+        ("vocab_size", len(ESM2_TOKENS)),
         ("mask_token_id", MASK),
         ("pad_token_id", PAD),
         ("position_embedding_type", "rotary"),
@@ -176,7 +176,10 @@ def _read_config(folder: Path) -> EsmConfig:
         if value != wanted and (value or wanted):  # null is false
             raise ModelError(f"{file}: {key} is {value!r}, not {wanted!r} as in every ESM-2")
     vocabulary = folder / "vocab.txt"
-    if vocabulary.is_file() and tuple(vocabulary.read_text(errors="replace").split()) != TOKENS:
+    if (
+        vocabulary.is_file()
+        and tuple(vocabulary.read_text(errors="replace").split()) != ESM2_TOKENS
+    ):
         raise ModelError(f"{vocabulary}: not the 33 tokens of ESM-2 in their order")
     return config
 

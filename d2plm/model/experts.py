@@ -45,7 +45,7 @@ class Router(nn.Module):
     equations 12 to 16). The loads are kept equal in one or both of two ways:
 
     - The bias, which enters the choice alone, is moved by the load after every optimizer step
-      (Wang et al., arXiv:2408.15664); see `d2plm.training.expert_balance`.
+      (Wang et al., arXiv:2408.15664); see `d2plm.training.load_balancing`.
     - The auxiliary loss of a token is E·Σᵢ fᵢ·pᵢ, with p = s / Σ s, and f the experts' shares of
       the load (Fedus et al., arXiv:2101.03961, equation 4). f is of the whole global batch of the
       step before: the loss is then a sum over tokens, however these are spread over

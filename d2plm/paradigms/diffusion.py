@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.schedules import Cosine, InSteps, LinearBeta, Polynomial, Schedule
+from d2plm.paradigms.noise_schedules import Cosine, InSteps, LinearBeta, NoiseSchedule, Polynomial
 from d2plm.settings.paradigm import DiffusionSettings
 
 DEFAULT_SAMPLING_STEPS = 128
@@ -38,7 +38,7 @@ class AbsorbingDiffusion(MaskedParadigm):
 
     def build(self) -> None:
         settings = self.settings
-        schedules: dict[str, Schedule] = {
+        schedules: dict[str, NoiseSchedule] = {
             "linear": Polynomial(1),
             "cosine": Cosine(),
             "linear_beta": LinearBeta(settings.beta_start, settings.beta_end),

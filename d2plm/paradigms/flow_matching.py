@@ -19,8 +19,8 @@ from d2plm.core.errors import require
 from d2plm.core.noise import Key, uniform
 from d2plm.core.vocabulary import FIRST
 from d2plm.paradigms.masked import MaskedParadigm
+from d2plm.paradigms.noise_schedules import Cosine, Cubic, NoiseSchedule, Polynomial
 from d2plm.paradigms.paradigm import Corrupted, Paradigm, Step, target_index
-from d2plm.paradigms.schedules import Cosine, Cubic, Polynomial, Schedule
 from d2plm.paradigms.uniform_noise import (
     KAPPA_MARGIN,
     generalised_kl_nats,
@@ -60,7 +60,7 @@ class FlowMatching(Paradigm):
     def build(self) -> None:
         settings = self.settings
         require(settings.source == self.source, "source", settings.source, repr(self.source))
-        schedules: dict[str, Schedule] = {
+        schedules: dict[str, NoiseSchedule] = {
             "linear": Polynomial(1),
             "polynomial": Polynomial(settings.polynomial_degree),
             "cosine": Cosine(),

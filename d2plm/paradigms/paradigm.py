@@ -24,7 +24,7 @@ from d2plm.core.batch import PackedBatch, Relatives, segment_sum
 from d2plm.core.errors import require, require_choice
 from d2plm.core.noise import Key, stratified, uniform
 from d2plm.core.vocabulary import FIRST, PROTEIN, Vocabulary
-from d2plm.paradigms.schedules import Schedule
+from d2plm.paradigms.noise_schedules import NoiseSchedule
 from d2plm.settings.paradigm import ParadigmSettings
 
 # Vocabularies above this size never have the logits of a whole batch in memory (measured, see
@@ -153,7 +153,7 @@ class Paradigm(ABC):
     estimator: str
     prior_time: float
     data_time: float
-    schedule: Schedule
+    schedule: NoiseSchedule
     samplers: tuple[str, ...]
     refused_samplers: Mapping[str, str] = MappingProxyType({})
     default_steps: int

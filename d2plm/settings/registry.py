@@ -59,10 +59,10 @@ _ENTRIES: dict[str, dict[str, Entry]] = {
         "muon": Entry(training.MuonSettings, "d2plm.training.muon:build_muon"),
     },
     "schedule": {
-        "cosine": Entry(training.CosineSettings, "d2plm.training.schedule:cosine"),
-        "linear": Entry(training.CosineSettings, "d2plm.training.schedule:linear"),
-        "constant": Entry(training.ConstantSettings, "d2plm.training.schedule:constant"),
-        "wsd": Entry(training.WsdSettings, "d2plm.training.schedule:wsd"),
+        "cosine": Entry(training.CosineSettings, "d2plm.training.learning_rate:cosine"),
+        "linear": Entry(training.CosineSettings, "d2plm.training.learning_rate:linear"),
+        "constant": Entry(training.ConstantSettings, "d2plm.training.learning_rate:constant"),
+        "wsd": Entry(training.WsdSettings, "d2plm.training.learning_rate:wsd"),
     },
     "callback": {
         "gradient_health": Entry(

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from d2plm.core.errors import CheckpointError, first_line
-from d2plm.data.stages import digest_of
+from d2plm.data.cache import digest_of
 from d2plm.training.checkpoint_metadata import require_plain
 from d2plm.training.distributed import Process
 from d2plm.training.shards import local, sharded_like

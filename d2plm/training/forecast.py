@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from d2plm.model.dit import DiT, dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.paradigm import CHUNK_LOGITS, LARGE_VOCABULARY
-from d2plm.training.expert_sharing import share_experts
+from d2plm.training.context_parallel import apply_context_parallel
+from d2plm.training.expert_parallel import apply_expert_parallel
 from d2plm.training.parallelise import checkpoint_activations
 from d2plm.training.plan import Plan
-from d2plm.training.row_sharing import share_rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def memory_per_rank(
     model = dit_without_memory(config)
     with _row_mesh(plan) as mesh:
         if mesh is not None:
-            share_rows(model, mesh)
+            apply_context_parallel(model, mesh)
         activations = _activations(
             model, plan, tokens=tokens, segments=segments, dtype=dtype, compile=compile
         )
@@ -101,7 +101,7 @@ def memory_per_rank(
     shards, master = int(plan.shard) * plan.context, 8 if dtype == torch.float64 else 4
     own, low, several = -(-kept_here()[0] // shards), dtype.itemsize, micro_batches > 1
     if plan.expert > 1:  # each rank gathers only those that it computes
-        share_experts(model, cast(DeviceMesh, _GroupSizes({"expert": plan.expert})))
+        apply_expert_parallel(model, cast(DeviceMesh, _GroupSizes({"expert": plan.expert})))
     parameters, outside = kept_here()
     largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     if shards * plan.replicate * plan.tensor * plan.pipeline == 1:
@@ -158,7 +158,7 @@ class _GroupSizes:
 
 @contextmanager
 def _row_mesh(plan: Plan) -> Iterator[DeviceMesh | None]:
-    """A mesh for `share_rows` on the meta device; None where rows are not shared."""
+    """A mesh for `apply_context_parallel` on the meta device; None where rows are not shared."""
     if plan.row_ranks == 1:
         yield None
         return

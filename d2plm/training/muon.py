@@ -27,7 +27,7 @@ from d2plm.core.precision import resolve_precision
 from d2plm.model.dit import DiT
 from d2plm.settings.training import MuonSettings
 from d2plm.training.optimizer import adamw_keywords, decayed_and_kept
-from d2plm.training.tensor_split import Split, splits_of
+from d2plm.training.tensor_parallel import Split, splits_of
 
 # Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.21.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from d2plm.training.distributed import Process
-from d2plm.training.tensor_split import Split, SplitShard, splits_of
+from d2plm.training.tensor_parallel import Split, SplitShard, splits_of
 
 Shard = Tensor | SplitShard  # a tensor of a checkpoint
 

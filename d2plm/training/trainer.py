@@ -36,12 +36,13 @@ from d2plm.paradigms.paradigm import Corrupted, Denoiser, Paradigm
 from d2plm.settings.data import LoaderSettings
 from d2plm.settings.training import TrainerSettings
 from d2plm.training import checkpoint, optimizer_state
-from d2plm.training.budget import flops_per_step, limit
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.context_parallel import apply_context_parallel
 from d2plm.training.distributed import Agreement, end_together, setup_process, silent_ranks_named
 from d2plm.training.ema import EMA
-from d2plm.training.expert_balance import ExpertBalance
-from d2plm.training.expert_sharing import share_experts
+from d2plm.training.expert_parallel import apply_expert_parallel
+from d2plm.training.learning_rate import Schedule, cosine
+from d2plm.training.load_balancing import LoadBalancer
 from d2plm.training.loss_scale import LossScale
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import (
@@ -52,18 +53,17 @@ from d2plm.training.parallelise import (
     shard_model,
     synchronise_gradients,
 )
-from d2plm.training.pipelining import Pipeline
+from d2plm.training.pipeline_parallel import Pipeline
 from d2plm.training.plan import Plan, packed_loader
-from d2plm.training.row_sharing import share_rows
-from d2plm.training.schedule import Schedule, cosine
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
-from d2plm.training.tensor_split import splits_of
+from d2plm.training.tensor_parallel import splits_of
 from d2plm.training.trainer_settings import (
     crop_length,
     difference,
     names_to_freeze,
     require_relatives,
 )
+from d2plm.training.training_length import flops_per_step, number_of_steps
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # What a rank reports to the others after a step, the most urgent last.
@@ -152,7 +152,7 @@ class Trainer:
         self.build_optimizer(optimizer)
         self.build_schedule(schedule)
         self.build_ema()
-        self.build_expert_balance()
+        self.build_load_balancing()
         self.build_checkpoints()
         self.build_callbacks(callbacks)
 
@@ -219,8 +219,8 @@ class Trainer:
         self.identity = {**self.identity, "global_batch_tokens": self.global_batch_tokens}
 
     def build_limit(self) -> None:
-        """The number of optimizer steps; see `budget.limit`."""
-        self.max_steps = limit(self.loader, self.model.config, self.settings)
+        """The number of optimizer steps; see `training_length.number_of_steps`."""
+        self.max_steps = number_of_steps(self.loader, self.model.config, self.settings)
 
     def build_precision(self) -> None:
         """The dtype of the matrix work, and for fp16 the loss scale."""
@@ -234,9 +234,9 @@ class Trainer:
             self.model.double()
         self.num_parameters = self.model.num_parameters()
         by_row = self.process.row_mesh
-        rows = None if by_row is None else share_rows(self.model, by_row)
+        rows = None if by_row is None else apply_context_parallel(self.model, by_row)
         if self.process.expert_ranks is not None:
-            share_experts(self.model, self.process.expert_ranks)
+            apply_expert_parallel(self.model, self.process.expert_ranks)
             if compile is True:
                 log.warning("compile: running uncompiled, as experts are on several processes")
             compile = False  # their shards are gathered inside of a block
@@ -287,9 +287,9 @@ class Trainer:
         """The moving average of the weights."""
         self.ema = EMA(self.parameters, self.settings.ema_decay)
 
-    def build_expert_balance(self) -> None:
+    def build_load_balancing(self) -> None:
         """What keeps the loads of experts equal, where the model has any."""
-        self.experts = ExpertBalance(self.model, self.parameters, self.process)
+        self.experts = LoadBalancer(self.model, self.parameters, self.process)
 
     def build_checkpoints(self) -> None:
         """Where checkpoints are kept, and how many."""

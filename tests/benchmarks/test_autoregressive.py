@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.speedrun.autoregressive import Autoregressive
-from d2plm.core.alphabet import CANONICAL_START
+from d2plm.core.vocabulary import CANONICAL_START
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.data.loader import framed

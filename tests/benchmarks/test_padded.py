@@ -12,9 +12,9 @@ from benchmarks.measure import BenchError, require_same_losses, take_turns
 from benchmarks.padded import CorruptedSequences, PaddedDiT, PaddingCollator, padded_loss
 from benchmarks.peers import dit_arms
 from benchmarks.workload import Workload, workload_of
-from d2plm.core.alphabet import CLS, EOS, MASK
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import CLS, EOS, MASK
 from d2plm.model.dit import DiT
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import FASTA, TINY_SIZES, DiTFactory

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.generate import plain_loop
-from d2plm.core.alphabet import MASK
+from d2plm.core.vocabulary import MASK
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.model.dit import DiT

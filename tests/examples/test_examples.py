@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from d2plm import load_model
-from d2plm.core.alphabet import decode
+from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.manifest import open_prepared
 from d2plm.evaluation.findings import judge

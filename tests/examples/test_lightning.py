@@ -23,9 +23,9 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, SplitSettings
 from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.learning_rate import constant
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.schedule import constant
 from d2plm.training.trainer import Trainer
 from tests.conftest import FASTA, TINY_SIZES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.core.alphabet import decode
+from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.evaluation.family_bound import ADAPTED, FAMILY_PROFILE
 from d2plm.evaluation.quality import GENERATED, NATURAL

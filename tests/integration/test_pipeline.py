@@ -98,7 +98,7 @@ def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finis
     table = registered.predict(
         pandas.DataFrame({"sequence": proteins}), params={"masks_per_sequence": 3}
     )
-    from d2plm.core.alphabet import encode
+    from d2plm.core.vocabulary import encode
 
     scores = score_sequences(
         exported.denoiser(),

@@ -15,8 +15,8 @@ from d2plm.api import SequenceModel
 from d2plm.commands.generate import run as run_generate
 from d2plm.commands.score import run as run_score
 from d2plm.config import compose
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError
+from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta
 from d2plm.evaluation.scoring import ProteinScore
 from d2plm.tracking import mlflow_run, registry

@@ -11,9 +11,9 @@ import pytest
 from d2plm import load_model
 from d2plm.api import SequenceModel
 from d2plm.cli import main
-from d2plm.core.alphabet import decode, encode
 from d2plm.core.batch import Relatives
 from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.core.vocabulary import decode, encode
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_fasta
 from d2plm.evaluation.new_members import read_members

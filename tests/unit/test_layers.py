@@ -1,9 +1,8 @@
-"""Imports go down only, no command imports another, and no two files share a name."""
+"""Imports go down only, and no command imports another."""
 
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,14 +43,3 @@ def test_an_import_that_goes_up_or_across_is_found(
     assert found.returncode == 1, found.stderr
     path = module.removesuffix(".py").replace("/", ".")
     assert f"{path} -> {imported}" in found.stdout
-
-
-def test_no_two_files_share_a_name() -> None:
-    """But for commands, which are called as what they are about."""
-    names = Counter(
-        file.name
-        for package in PACKAGES
-        for file in (REPOSITORY / package).rglob("*.py")
-        if file.name not in ("__init__.py", "__main__.py") and file.parent.name != "commands"
-    )
-    assert [name for name, count in names.items() if count > 1] == []

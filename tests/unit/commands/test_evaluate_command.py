@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from d2plm.commands import evaluate
 from d2plm.config import compose
-from d2plm.core.alphabet import encode
 from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.vocabulary import encode
 from d2plm.data.store import SequenceStore
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram

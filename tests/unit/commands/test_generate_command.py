@@ -9,8 +9,8 @@ import pytest
 
 from d2plm.commands.generate import run
 from d2plm.config import compose
-from d2plm.core.alphabet import CANONICAL, decode
 from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError
+from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram

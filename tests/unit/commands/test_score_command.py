@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 
 from d2plm.cli import main
 from d2plm.commands import score
-from d2plm.core.alphabet import encode
+from d2plm.core.vocabulary import encode
 from d2plm.evaluation.mutations import parse_variant, place
 from d2plm.evaluation.scoring import (
     bound_draws,

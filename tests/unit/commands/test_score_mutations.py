@@ -11,9 +11,9 @@ import pytest
 
 from d2plm import load_model
 from d2plm.cli import main
-from d2plm.core.alphabet import decode
+from d2plm.core.vocabulary import decode
 from d2plm.evaluation.rank_correlation import rank_correlation
-from d2plm.evaluation.site_profile import profile_effects
+from d2plm.evaluation.site_independent import site_independent_effects
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.flow_matching import MaskFlowMatching
@@ -75,7 +75,7 @@ def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_sc
     alone = model.score_mutations(wild_type, mutants)
     np.testing.assert_allclose(scores["d2plm_score_alone"], alone, atol=1e-5)
     assert not np.allclose(given, alone, atol=1e-3)
-    profile = profile_effects(likeliest(), singles(), members(60))
+    profile = site_independent_effects(likeliest(), singles(), members(60))
     np.testing.assert_allclose(scores["d2plm_profile_score"], profile, atol=1e-5)
 
     measured = np.array([float(row["DMS_score"]) for row in rows])

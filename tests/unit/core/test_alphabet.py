@@ -8,8 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2plm.core import alphabet
-from d2plm.core.alphabet import decode, encode, is_canonical, tokenizer
+from d2plm.core.vocabulary import (
+    CANONICAL,
+    CLS,
+    EOS,
+    ESM2_TOKENS,
+    MASK,
+    PAD,
+    UNK,
+    decode,
+    encode,
+    esm2_tokenizer,
+    is_canonical,
+)
 
 # facebook/esm2_* vocab.txt
 ESM2 = [
@@ -51,8 +62,8 @@ AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 
 
 def test_the_tokens_are_esm2s_in_its_order() -> None:
-    assert list(alphabet.TOKENS) == ESM2
-    named = (alphabet.CLS, alphabet.PAD, alphabet.EOS, alphabet.UNK, alphabet.MASK)
+    assert list(ESM2_TOKENS) == ESM2
+    named = (CLS, PAD, EOS, UNK, MASK)
     assert named == (0, 1, 2, 3, 32)
 
 
@@ -60,7 +71,7 @@ def test_the_canonical_range_contains_the_twenty_amino_acids_and_nothing_else() 
     tokens = np.arange(33, dtype=np.uint8)
     inside = {ESM2[t] for t in tokens[is_canonical(tokens)]}
     assert inside == set(AMINO_ACIDS)
-    assert sorted(alphabet.CANONICAL) == sorted(AMINO_ACIDS)
+    assert sorted(CANONICAL) == sorted(AMINO_ACIDS)
 
 
 @given(st.text(alphabet=AMINO_ACIDS + "XBUZO", max_size=60))
@@ -76,25 +87,25 @@ def test_letters_survive_the_round_trip_in_either_case_and_type(letters: str) ->
 @given(st.text(max_size=30))
 def test_anything_else_is_unknown_and_keeps_its_place(text: str) -> None:
     legal = set((AMINO_ACIDS + "XBUZO") + (AMINO_ACIDS + "XBUZO").lower())
-    assert [t != alphabet.UNK for t in encode(text)] == [letter in legal for letter in text]
+    assert [t != UNK for t in encode(text)] == [letter in legal for letter in text]
 
 
 def test_decoding_leaves_special_tokens_out_and_shows_masks() -> None:
-    row = [alphabet.CLS, *encode("MK"), alphabet.MASK, ESM2.index("<null_1>"), alphabet.EOS]
-    assert decode(np.array([*row, alphabet.PAD, alphabet.UNK], dtype=np.uint8)) == "MK_"
+    row = [CLS, *encode("MK"), MASK, ESM2.index("<null_1>"), EOS]
+    assert decode(np.array([*row, PAD, UNK], dtype=np.uint8)) == "MK_"
 
 
 def test_encoding_gives_a_fresh_writable_array() -> None:
     tokens = encode("MKV")
-    tokens[0] = alphabet.MASK
+    tokens[0] = MASK
     assert decode(encode("MKV")) == "MKV"
 
 
 @pytest.mark.parametrize("letters", ["MKVLAAGXX", AMINO_ACIDS, "XBUZO"])
 def test_the_hugging_face_tokenizer_agrees(letters: str, tmp_path: Path) -> None:
-    hugging_face = tokenizer(tmp_path)
+    hugging_face = esm2_tokenizer(tmp_path)
     ids = hugging_face(letters)["input_ids"]
-    assert ids == [alphabet.CLS, *encode(letters).tolist(), alphabet.EOS]
+    assert ids == [CLS, *encode(letters).tolist(), EOS]
     special = (hugging_face.mask_token_id, hugging_face.pad_token_id, hugging_face.unk_token_id)
-    assert special == (alphabet.MASK, alphabet.PAD, alphabet.UNK)
+    assert special == (MASK, PAD, UNK)
     assert re.fullmatch(r"(\S+\n){33}", (tmp_path / "vocab.txt").read_text())

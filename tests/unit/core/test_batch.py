@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2plm.core.alphabet import PAD, encode
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import PAD, encode
 
 ROWS = st.lists(
     st.lists(st.integers(0, 32), min_size=1, max_size=12).map(

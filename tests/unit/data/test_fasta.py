@@ -16,8 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.core.alphabet import RESIDUES, decode
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import RESIDUES, decode
 from d2plm.data.fasta import (
     fasta_text,
     read_fasta,

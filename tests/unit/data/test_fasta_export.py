@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.core.alphabet import encode
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import encode
 from d2plm.data import fasta_export as module
 from d2plm.data.fasta import read_fasta
 from d2plm.data.fasta_export import export_sequences, first_records

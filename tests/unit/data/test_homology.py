@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from d2plm.core.alphabet import CANONICAL, decode
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs, mmseqs_version
 from d2plm.settings.data import EITHER, ClusterSettings, SearchSettings

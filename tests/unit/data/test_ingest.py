@@ -19,9 +19,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.core.alphabet import decode
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.vocabulary import vocabulary
+from d2plm.core.vocabulary import decode, vocabulary
 from d2plm.data.ingest import describe, ingest
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading
@@ -122,7 +121,7 @@ def test_the_store_does_not_depend_on_the_order_or_the_division_of_the_input(
     records += [(f"again_{name}", sequence) for name, sequence in records[::3]]
     one = ingest(_fasta(tmp_path / "a.fasta", *records), tmp_path / "a")
     random.Random(0).shuffle(records)
-    monkeypatch.setattr("d2plm.data.distinct._BUFFER_BYTES", 100_000)
+    monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", 100_000)
     _fasta(tmp_path / "b1.fasta", *records[:700])
     _fasta(tmp_path / "b2.fasta", *records[700:])
     two = ingest(str(tmp_path / "b*.fasta"), tmp_path / "b")
@@ -292,7 +291,7 @@ def test_no_valid_record_is_lost_among_corrupt_ones(
     (folder / "in.fasta").write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("d2plm.data.fasta._BLOCK_BYTES", block)
-        patch.setattr("d2plm.data.distinct._BUFFER_BYTES", 600)
+        patch.setattr("d2plm.data.deduplication._BUFFER_BYTES", 600)
         _check_against_lines(folder / "in.fasta", content, folder / "out")
 
 
@@ -407,7 +406,7 @@ def _until_written(process: "subprocess.Popen[bytes]", partial: Path) -> None:
 def test_kills_at_moments_of_every_part_of_an_ingest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
-    monkeypatch.setattr("d2plm.data.distinct._BUFFER_BYTES", 300_000)
+    monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", 300_000)
     expected = ingest(PROTEINS, tmp_path / "expected")["digests"]
     older = ingest(_fasta(tmp_path / "older.fasta", ("a", "MK")), tmp_path / "older")["digests"]
 

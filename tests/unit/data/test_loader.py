@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from d2plm.core.alphabet import CLS, EOS, PAD
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import CLS, EOS, PAD
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, framed, pack_all
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences

@@ -19,14 +19,14 @@ import pytest
 
 from d2plm.assembly.preparation import prepare_data
 from d2plm.config import compose
-from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.data import homology, likeness
+from d2plm.core.vocabulary import CANONICAL, decode, encode
+from d2plm.data import homology, similarity
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import Hits, MMseqs
 from d2plm.data.ingest import ingest
-from d2plm.data.leaks import drop_homologs
+from d2plm.data.leakage import drop_homologs
 from d2plm.data.manifest import open_prepared
 from d2plm.data.split import choose_clusters, find_ids
 from d2plm.data.store import SequenceStore
@@ -158,10 +158,10 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any, Any]) 
 def test_only_results_and_the_log_are_left(planted: tuple[Path, Any, Any]) -> None:
     folder = planted[0]
     assert sorted(p.name for p in (folder / "out").iterdir()) == [
-        *("manifest.json", "mmseqs.log", "raw_lmdb", "stages"),
+        *("manifest.json", "mmseqs.log", "raw_lmdb", "cache"),
         *("train_lmdb", "validation_lmdb"),
     ]
-    assert [p.name[:9] for p in (folder / "out" / "stages").iterdir()] == ["clusters-"]
+    assert [p.name[:9] for p in (folder / "out" / "cache").iterdir()] == ["clusters-"]
 
 
 @pytest.mark.parametrize("directions", ["both", "from_held_out", "from_training"])
@@ -228,7 +228,7 @@ def fake_mmseqs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(MMseqs, "cluster", cluster)
     monkeypatch.setattr(MMseqs, "search", search)
-    monkeypatch.setattr(likeness, "mmseqs_version", lambda binary: "fake")
+    monkeypatch.setattr(similarity, "mmseqs_version", lambda binary: "fake")
     return calls
 
 
@@ -346,7 +346,7 @@ def test_a_run_that_was_killed_is_done_again(
     assert not (out / "manifest.json").exists()
     prepare(fasta, out)
     assert {p.name for p in out.iterdir()} - {"mmseqs.log"} == {
-        *("manifest.json", "raw_lmdb", "stages", "train_lmdb", "validation_lmdb")
+        *("manifest.json", "raw_lmdb", "cache", "train_lmdb", "validation_lmdb")
     }
 
 
@@ -663,7 +663,7 @@ def test_a_search_by_another_rule_of_coverage_is_not_resumed(
 def test_a_damaged_stage_is_made_again(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta, out, lines = _fasta(tmp_path, _proteins()), tmp_path / "out", list[str]()
     first = prepare(fasta, out)
-    (stage,) = (out / "stages").iterdir()
+    (stage,) = (out / "cache").iterdir()
     stage.write_bytes(stage.read_bytes()[:-7])
     (out / "manifest.json").unlink()
     assert prepare(fasta, out, report=lines.append)["digests"] == first["digests"]
@@ -720,7 +720,7 @@ def test_searches_of_other_sequences_are_not_taken_for_these(
         patch.setattr(module, "_write_split", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(fasta, out)
-    for stage in (out / "stages").glob("clusters-*"):
+    for stage in (out / "cache").glob("clusters-*"):
         stage.unlink()
     monkeypatch.setattr(MMseqs, "cluster", lambda *of: np.arange(of[2], dtype=np.int32))
     fake_mmseqs.clear()

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.core.alphabet import TOKENS, decode
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import PROTEIN
+from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN, decode
 from d2plm.data.records import RawRecords, refuse
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY" + "UOBZX"
@@ -39,7 +38,7 @@ def _clean_slowly(text: bytes) -> list[int] | None:
     for letter in letters:
         if letter.upper() not in LETTERS or not letter.isascii():
             return None
-        tokens.append(TOKENS.index(letter.upper()))
+        tokens.append(ESM2_TOKENS.index(letter.upper()))
     return tokens
 
 

@@ -12,8 +12,8 @@ import pytest
 import d2plm
 from d2plm.api import SequenceModel
 from d2plm.cli import main
-from d2plm.core.alphabet import CANONICAL, decode, encode
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import CANONICAL, decode, encode
 from d2plm.data.family import read_families
 from d2plm.data.homology import GAP, Alignment, Hits, MMseqs
 from d2plm.data.ingest import ingest

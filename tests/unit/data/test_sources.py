@@ -267,7 +267,7 @@ def test_the_whole_example_gives_the_same_store_by_every_route(
         of_sequences.update(b"".join(block))
         of_names.update(b"".join(b"\x01".join(sorted(names[t])) + b"\n" for t in block))
 
-    monkeypatch.setattr("d2plm.data.distinct._BUFFER_BYTES", 2 << 20)
+    monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", 2 << 20)
     path = PROTEINS if form == "fasta.gz" else FORMS[form](tmp_path, records)
     manifest = ingest(path, tmp_path / "store")
     assert manifest["digests"] == {

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from d2plm.core.alphabet import CANONICAL, RESIDUES, decode, encode
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import CANONICAL, RESIDUES, decode, encode
 from d2plm.data.statistics import (
     StoreStatistics,
     plot,

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.core.alphabet import TOKENS, encode
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import ESM2_TOKENS, encode
 from d2plm.data.store import MAX_RESIDUES, SequenceStore, Windows
 from d2plm.data.store_writer import SequenceStoreWriter
 from tests.conftest import write_store
@@ -99,7 +99,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert store.clusters is None
     assert store.residues == 6028
     assert store.manifest["kind"] == "raw"
-    assert store.manifest["alphabet"] == list(TOKENS)
+    assert store.manifest["alphabet"] == list(ESM2_TOKENS)
     assert store.manifest["provenance"] == {"source": "here"}
     store.verify()
 

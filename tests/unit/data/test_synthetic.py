@@ -5,7 +5,7 @@ from itertools import islice
 import numpy as np
 from scipy.stats import chisquare
 
-from d2plm.core.alphabet import CANONICAL, CLS, EOS, decode
+from d2plm.core.vocabulary import CANONICAL, CLS, EOS, decode
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore, Windows
 from d2plm.data.synthetic import SyntheticSequences

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.alphabet import CANONICAL_START
+from d2plm.core.vocabulary import CANONICAL_START
 from d2plm.evaluation.mutations import Variant
 from d2plm.model import alignment
 from tests.conftest import Tokens

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d2plm.core.alphabet import encode
-from d2plm.core.vocabulary import DNA, PROTEIN, Bytes, Codons, Tokens, Vocabulary
+from d2plm.core.vocabulary import DNA, PROTEIN, Bytes, Codons, Tokens, Vocabulary, encode
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation.baselines import NGram, fit_baselines, sampled, sparse_counts, token_ranks

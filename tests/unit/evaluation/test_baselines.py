@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from d2plm.core.alphabet import CANONICAL, encode
+from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import (
     NGram,

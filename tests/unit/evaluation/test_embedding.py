@@ -16,8 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 from d2plm.api import load_model
 from d2plm.commands import embed
 from d2plm.config import compose
-from d2plm.core.alphabet import MASK, PAD, encode
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import MASK, PAD, encode
 from d2plm.data.fasta import write_fasta
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation.embedding import embeddings

@@ -8,8 +8,8 @@ import pytest
 from pyhmmer.easel import Alphabet
 from pyhmmer.plan7 import Background
 
-from d2plm.core.alphabet import CANONICAL, encode
 from d2plm.core.errors import ConfigError
+from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.relatives import RelativesIndex
 from d2plm.evaluation.findings import ALIGNED, PROFILE
 from d2plm.evaluation.given_relatives import (
@@ -19,7 +19,7 @@ from d2plm.evaluation.given_relatives import (
     unrelated_of_same_length,
 )
 from d2plm.evaluation.likelihood import CrossEntropy, SequenceScores
-from d2plm.evaluation.profile import log_ratios, mixture_nats
+from d2plm.evaluation.profile_hmm import log_ratios, mixture_nats
 from tests.conftest import Tokens
 
 

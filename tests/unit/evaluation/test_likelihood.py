@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.alphabet import encode
 from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.vocabulary import encode
 from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer, EsmConfig, EsmForMaskedLM
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK, encode, tokenizer
 from d2plm.core.errors import ModelError
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, MASK, encode, esm2_tokenizer
 from d2plm.data.loader import pack_all
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
@@ -34,7 +34,7 @@ def esm(tmp_path: Path) -> Path:
         )
     )
     model.save_pretrained(tmp_path)
-    tokenizer(tmp_path).save_pretrained(tmp_path)
+    esm2_tokenizer(tmp_path).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d2plm.core.alphabet import decode
+from d2plm.core.vocabulary import decode
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.evaluation.membership import (
@@ -23,7 +23,7 @@ from d2plm.evaluation.new_members import (
     write_members,
 )
 from d2plm.evaluation.plots import plot_new_members
-from d2plm.evaluation.profile import aligned_columns, family_hmm
+from d2plm.evaluation.profile_hmm import aligned_columns, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
 from d2plm.evaluation.terms import REFERENCE
 from tests.conftest import Tokens

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2plm.core.alphabet import CANONICAL, encode
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.homology import Hits, MMseqs, mmseqs_in
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation import nearest

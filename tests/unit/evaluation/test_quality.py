@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import ecdf, entropy
 
-from d2plm.core.alphabet import CANONICAL, MASK, decode, encode
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import CANONICAL, MASK, decode, encode
 from d2plm.data.homology import mmseqs_in
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines, fit_composition, kmer_counts

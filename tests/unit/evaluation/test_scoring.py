@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL, CLS, EOS, MASK, encode
 from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.core.vocabulary import CANONICAL, CLS, EOS, MASK, encode
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.mutations import (
     Substitution,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from d2plm.cli import main
-from d2plm.core.alphabet import decode, encode
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import decode, encode
 from d2plm.data.family import Family
 from d2plm.data.fasta import write_fasta
 from d2plm.evaluation.likelihood import score_sequences

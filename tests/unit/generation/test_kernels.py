@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from d2plm.core.alphabet import MASK
 from d2plm.core.noise import Key, categorical, uniform
-from d2plm.core.vocabulary import PROTEIN, Vocabulary
+from d2plm.core.vocabulary import MASK, PROTEIN, Vocabulary
 from d2plm.generation.kernels import step_between
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

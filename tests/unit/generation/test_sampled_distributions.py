@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, MASK
-from d2plm.core.vocabulary import PROTEIN, Vocabulary
+from d2plm.core.vocabulary import CANONICAL_START, MASK, PROTEIN, Vocabulary
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion

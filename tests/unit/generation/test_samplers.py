@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from d2plm.core.alphabet import MASK, encode
 from d2plm.core.batch import positions, segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.core.vocabulary import MASK, encode
 from d2plm.generation.kernels import tempered
 from d2plm.generation.sampler_settings import SAMPLERS, Sampling
 from d2plm.generation.samplers import sample

@@ -16,9 +16,9 @@ from transformers import EsmConfig, EsmForMaskedLM
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm.config import compose
-from d2plm.core.alphabet import CLS, EOS, MASK, PAD, TOKENS
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.vocabulary import CLS, EOS, ESM2_TOKENS, MASK, PAD
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
@@ -361,9 +361,9 @@ def test_a_value_that_transformers_rejects_is_one_line(folder: Path) -> None:
 
 
 def test_another_vocabulary_is_rejected(folder: Path) -> None:
-    (folder / "vocab.txt").write_text("\n".join(TOKENS))
+    (folder / "vocab.txt").write_text("\n".join(ESM2_TOKENS))
     load_esm(folder)
-    (folder / "vocab.txt").write_text("\n".join(reversed(TOKENS)))
+    (folder / "vocab.txt").write_text("\n".join(reversed(ESM2_TOKENS)))
     with pytest.raises(ModelError, match=r"vocab\.txt"):
         load_esm(folder)
 

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.core.batch import PackedBatch, Relatives
 from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.vocabulary import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.model import alignment
 from d2plm.model.alignment import UNKNOWN, Alignment, align
 from d2plm.model.dit import DiT

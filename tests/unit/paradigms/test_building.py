@@ -18,8 +18,8 @@ from d2plm.core.files import config_dir
 from d2plm.paradigms import PARADIGMS, load_paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching, flow_matching
+from d2plm.paradigms.noise_schedules import Cubic, Polynomial
 from d2plm.paradigms.paradigm import Paradigm
-from d2plm.paradigms.schedules import Cubic, Polynomial
 
 CHOICES: dict[str, type[Paradigm]] = {
     "diffusion": AbsorbingDiffusion,
@@ -127,10 +127,10 @@ def test_settings_that_diffusers_has_written_are_read_and_it_reads_ours(tmp_path
 MODULE = """
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.paradigm import register_to_config
-from d2plm.paradigms.schedules import Schedule
+from d2plm.paradigms.noise_schedules import NoiseSchedule
 
 
-class Halfway(Schedule):
+class Halfway(NoiseSchedule):
     def __init__(self, power): self.power = power
     def kept(self, times): return times**self.power
     def rate(self, times): return self.power * times ** (self.power - 1)

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, CLS, MASK
 from d2plm.core.batch import PackedBatch, Relatives
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import CANONICAL_START, CLS, MASK
 from d2plm.data.family import Family
 from d2plm.data.loader import framed
 from d2plm.evaluation.likelihood import score_sequences

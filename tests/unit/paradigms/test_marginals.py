@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, MASK, encode
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, MASK, encode
 from d2plm.data.loader import framed
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching

@@ -16,12 +16,11 @@ from scipy.integrate import quad
 from scipy.special import log_softmax
 from torch import Tensor
 
-from d2plm.core.alphabet import MASK, RESIDUES, encode
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import MASK, RESIDUES, Vocabulary, encode
 from d2plm.core.vocabulary import PROTEIN as PROTEINS
-from d2plm.core.vocabulary import Vocabulary
 from d2plm.data.loader import framed
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms import masked as masked_paradigm

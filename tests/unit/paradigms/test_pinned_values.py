@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2plm.core.alphabet import decode, encode
 from d2plm.core.batch import PackedBatch, positions, segment_ids
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import decode, encode
 from d2plm.data.loader import framed
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.generation.sampler_settings import Sampling

@@ -18,9 +18,9 @@ from scipy.integrate import quad
 from scipy.special import expit, log_softmax
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START, encode
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import CANONICAL_START, encode
 from d2plm.data.loader import framed
 from d2plm.paradigms import flow_matching
 from d2plm.paradigms.flow_matching import UniformFlowMatching

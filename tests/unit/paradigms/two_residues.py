@@ -15,8 +15,8 @@ from scipy.linalg import expm
 from scipy.special import expit, log_softmax, xlogy
 from torch import Tensor
 
-from d2plm.core.alphabet import CANONICAL_START
 from d2plm.core.batch import PackedBatch
+from d2plm.core.vocabulary import CANONICAL_START
 from d2plm.data.loader import framed
 from d2plm.paradigms import flow_matching
 from d2plm.paradigms import paradigm as base

@@ -15,8 +15,8 @@ from mlflow import MlflowClient
 from transformers import EsmConfig, EsmForMaskedLM
 
 from d2plm.assembly.training_run import refuse_adapter
-from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.errors import ConfigError, ModelError, TrackingError
+from d2plm.core.vocabulary import MASK, PAD
 from d2plm.export.exported_model import save_export, weights_digest
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT

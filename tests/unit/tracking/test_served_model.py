@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import scoring_server
 
-from d2plm.core.alphabet import CANONICAL, RESIDUES, decode, encode
 from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.core.vocabulary import CANONICAL, RESIDUES, decode, encode
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.generation.lengths import LengthHistogram

@@ -14,8 +14,8 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 

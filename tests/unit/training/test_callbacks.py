@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2plm.core.alphabet import encode
 from d2plm.core.batch import PackedBatch
+from d2plm.core.vocabulary import encode
 from d2plm.data.loader import Collection, PackedDataset
 from d2plm.data.packing import Bin
 from d2plm.data.store import SequenceStore

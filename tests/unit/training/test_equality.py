@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2plm.core.alphabet import TOKENS
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import ESM2_TOKENS
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
@@ -20,16 +20,16 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.settings.training import CosineSettings
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.learning_rate import cosine
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
-from d2plm.training.schedule import cosine
 from d2plm.training.shards import (
     full_weights,
     local,
     sharded_like,
 )
-from d2plm.training.tensor_split import splits_of
+from d2plm.training.tensor_parallel import splits_of
 from d2plm.training.trainer import Trainer
 from tests.conftest import randomise
 from tests.ranks import run
@@ -240,7 +240,7 @@ def test_changes_of_low_rank_train_the_same_on_many_ranks(
 
 def train_in_chunks(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
     """As `train_each`, as if the vocabulary was a large one: logits of five residues at a time."""
-    base.LARGE_VOCABULARY, base.CHUNK_LOGITS = 0, 5 * len(TOKENS)
+    base.LARGE_VOCABULARY, base.CHUNK_LOGITS = 0, 5 * len(ESM2_TOKENS)
     train_each(store, output, runs)
 
 

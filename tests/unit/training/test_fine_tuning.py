@@ -17,8 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 from d2plm.assembly import training_run
 from d2plm.commands import train
 from d2plm.config import Config, compose
-from d2plm.core.alphabet import MASK, PAD
 from d2plm.core.errors import CheckpointError, ConfigError, D2PLMError, ModelError
+from d2plm.core.vocabulary import MASK, PAD
 from d2plm.data.store import SequenceStore
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram

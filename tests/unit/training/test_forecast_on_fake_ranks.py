@@ -23,6 +23,7 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Corrupted
+from d2plm.training.context_parallel import apply_context_parallel
 from d2plm.training.distributed import setup_process
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.optimizer import build_adamw
@@ -33,7 +34,6 @@ from d2plm.training.parallelise import (
     synchronise_gradients,
 )
 from d2plm.training.plan import Plan
-from d2plm.training.row_sharing import share_rows
 from d2plm.training.shards import LocalParameters
 from tests.conftest import LLAMA
 from tests.unit.paradigms.numbered_tokens import NumberedTokens
@@ -90,7 +90,7 @@ def peak_of_a_step(
         with torch.device("meta" if ranks > 1 else "cpu"):
             model = DiT(config).train()
         if process.row_mesh is not None:
-            share_rows(model, process.row_mesh)
+            apply_context_parallel(model, process.row_mesh)
         checkpoint_activations(model.blocks, plan.activation_checkpointing)
         if ranks > 1:
             shard_model(model, model.blocks, process, plan, torch.bfloat16)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from d2plm.core.alphabet import MASK
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import MASK
 from d2plm.data.loader import Collection
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore

@@ -18,9 +18,9 @@ from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
 from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.replay import replay
-from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 from tests.ranks import run

@@ -28,9 +28,9 @@ from d2plm.paradigms.paradigm import Paradigm
 from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import WORTH_COMPILING, compile_blocks
-from d2plm.training.schedule import cosine
 from d2plm.training.trainer import Trainer
 from tests.unit.training.conftest import Recorder
 
@@ -476,7 +476,7 @@ ENDLESS = """
     from d2plm.paradigms.diffusion import AbsorbingDiffusion
     from d2plm.training.callbacks.callback import Callback
     from d2plm.training.optimizer import build_adamw
-    from d2plm.training.schedule import cosine
+    from d2plm.training.learning_rate import cosine
     from d2plm.training.trainer import Trainer
 
     class Started(Callback):

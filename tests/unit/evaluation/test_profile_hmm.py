@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from d2plm.core.alphabet import encode
-from d2plm.evaluation.profile import family_hmm, family_log_ratios, log_ratios
+from d2plm.core.vocabulary import encode
+from d2plm.evaluation.profile_hmm import family_hmm, family_log_ratios, log_ratios
 from tests.conftest import Tokens
 
 RESIDUES = [*"ACDEFGHIKLMNPQRSTVWY"]

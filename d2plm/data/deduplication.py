@@ -1,4 +1,4 @@
-"""DistinctSorter: deduplicates any number of sequences and sorts them by digest.
+"""Deduplicates any number of sequences and sorts them by digest.
 
 The order, and everything built on it, depends on the set of sequences and not on the input's order.
 The sort is external: when a buffer is full, its records are distributed over files by the first
@@ -45,7 +45,7 @@ class Records(NamedTuple):
         return sum(self.copies) - len(self.copies)
 
 
-class DistinctSorter:
+class Deduplicator:
     """Takes sequences by `add` and returns them, sorted and distinct, by `sorted`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Results of long stages on disk, after which a killed process resumes."""
+"""A cache on disk of the arrays that take long to compute, so that a killed process resumes."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from d2plm.core.locks import locked
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class ArrayCache:
     """Arrays in a folder, each under its name and the digest of its origin.
 
     The folder is created when the first array is written. The archives have checksums: a damaged

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError
 from d2plm.core.number_text import counted
-from d2plm.data.likeness import Finder, Likeness
+from d2plm.data.cache import ArrayCache
+from d2plm.data.similarity import Finder, SimilaritySearch
 from d2plm.data.split import Mask
-from d2plm.data.stages import Stages
 from d2plm.data.store import SequenceStore
 
 SEARCH_ROUNDS = 20
@@ -30,9 +30,9 @@ def find_leaking(
     held_out: Mapping[str, Mask],
     exclude: Sequence[str | Path],
     *,
-    likeness: Likeness,
+    similarity: SimilaritySearch,
     finder: Finder,
-    stages: Stages,
+    cache: ArrayCache,
     key: str,
 ) -> tuple[Mask, list[dict[str, Any]]]:
     """The sequences of a store to drop, bool [N], and what each search found.
@@ -42,7 +42,7 @@ def find_leaking(
 
     Args:
         selected, held_out: bool [N].
-        stages: keeps the pairs of each search, under `key` and the sequences searched; its report
+        cache: keeps the pairs of each search, under `key` and the sequences searched; its report
             gets one line before and after each search.
     """
     leaking = np.zeros_like(selected)
@@ -51,16 +51,16 @@ def find_leaking(
     def drop(what: str, queries: Mask, pool: Mask, more: Sequence[str | Path]) -> None:
         def search(direction: str, left: Mask) -> NDArray[np.int64]:
             where = direction.replace("_", " ")
-            stages.report(f"searching {what} for {likeness.hits} held-out ones, {where}")
-            found = stages.array(
+            cache.report(f"searching {what} for {similarity.hits} held-out ones, {where}")
+            found = cache.array(
                 f"search_{what}",
                 [key, direction, _digest(queries), _digest(left)],
                 lambda: finder.pairs(store, direction, queries, left, more),
             )
-            stages.report(f"{counted(len(found), 'pair')} found")
+            cache.report(f"{counted(len(found), 'pair')} found")
             return found
 
-        found, made = drop_homologs(pool, search, likeness.directions, likeness.thresholds[1])
+        found, made = drop_homologs(pool, search, similarity.directions, similarity.thresholds[1])
         np.logical_or(leaking, found, out=leaking)
         searches.extend({"dropped_from": what, **one} for one in made)
 
@@ -71,7 +71,7 @@ def find_leaking(
     partial = sum(one["partial"] for one in searches)
     fragments = f" ({partial:,} contain the other sequence or lie in it)" if partial else ""
     dropped = counted(int(leaking.sum()), "leaking sequence")
-    stages.report(f"{dropped} dropped{fragments}, no more found")
+    cache.report(f"{dropped} dropped{fragments}, no more found")
     return leaking, searches
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from d2plm.core.alphabet import CANONICAL, encode
+from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.evaluation.mutations import Variant
 from d2plm.evaluation.rank_correlation import rank_correlation
-from d2plm.evaluation.site_profile import profile_effects, site_log_probabilities
+from d2plm.evaluation.site_independent import site_independent_effects, site_log_probabilities
 from tests.unit.evaluation.known_sites import (
     likeliest,
     measured_effects,
@@ -20,7 +20,7 @@ def test_it_finds_the_effects_of_a_family_of_independent_sites() -> None:
     """As a mutational scan measures them, with noise; random scores find nothing."""
     variants, measured = singles(), measured_effects()
     nothing, few, many = (
-        rank_correlation(profile_effects(likeliest(), variants, own), measured, variants)
+        rank_correlation(site_independent_effects(likeliest(), variants, own), measured, variants)
         for own in ([], members(10), members(200))
     )
     assert nothing.rho < few.rho < many.rho
@@ -56,10 +56,12 @@ def test_a_variant_s_changes_add_up_and_the_wild_type_among_the_relatives_counts
     wild_type, family = likeliest(), members(20)
     first, second = Variant((3,), (5,)), Variant((30,), (7,))
     both = Variant((3, 30), (5, 7))
-    found = profile_effects(wild_type, [first, second, both, Variant()], family)
+    found = site_independent_effects(wild_type, [first, second, both, Variant()], family)
     assert found[2] == pytest.approx(found[0] + found[1])
     assert found[3] == 0
-    again = profile_effects(wild_type, [first, second, both, Variant()], [wild_type, *family])
+    again = site_independent_effects(
+        wild_type, [first, second, both, Variant()], [wild_type, *family]
+    )
     assert again == pytest.approx(found)
 
 

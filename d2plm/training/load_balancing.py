@@ -1,4 +1,4 @@
-"""The balance of a model's experts: their loads in each step, and what moves by them.
+"""Load balancing of experts: their loads in each step, and the routers' states moved by them.
 
 Loads are integers, summed over the micro-batches and ranks of the global batch, so the biases are
 the same to the bit however the batch is spread. Only what is seen here counts: what an evaluation
@@ -16,7 +16,7 @@ from d2plm.training.distributed import Process
 from d2plm.training.shards import own_shard
 
 
-class ExpertBalance:
+class LoadBalancer:
     """Sums the loads of a step and moves the routers' states by them; idle for a dense model.
 
     The states of a router whose weights are not trained stay as they are.

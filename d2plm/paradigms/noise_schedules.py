@@ -15,7 +15,7 @@ from torch import Tensor
 CLASSIC_STEPS = 1000  # in how many steps β_start and β_end of `LinearBeta` are meant
 
 
-class Schedule(ABC):
+class NoiseSchedule(ABC):
     """An increasing function κ_t with κ_0 = 0 and κ_1 = 1."""
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Schedule(ABC):
         return kept
 
 
-class Cosine(Schedule):
+class Cosine(NoiseSchedule):
     """κ_t = 1 − cos(πt/2) (Shi et al., arXiv:2406.04329)."""
 
     def kept(self, times: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True)
-class Polynomial(Schedule):
+class Polynomial(NoiseSchedule):
     """κ_t = t^n with n = `degree` > 0; the schedule `linear` is n = 1."""
 
     degree: float
@@ -70,7 +70,7 @@ class Polynomial(Schedule):
 
 
 @dataclass(frozen=True)
-class Cubic(Schedule):
+class Cubic(NoiseSchedule):
     """κ_t = −2t³ + 3t² + a(t³ − 2t² + t) + b(t³ − t²), whose end slopes are a and b in [0, 3]."""
 
     start_slope: float
@@ -93,7 +93,7 @@ class Cubic(Schedule):
         return (low + high) / 2
 
 
-class LinearBeta(Schedule):
+class LinearBeta(NoiseSchedule):
     """The schedule of continuous diffusion, whose noise rate β is linear in s = 1 − t.
 
     In T steps ᾱ = Π(1 − β_i), with T values from `beta_start` to `beta_end`, which are meant for
@@ -129,13 +129,13 @@ class LinearBeta(Schedule):
         return torch.exp(-(self.first * s + self.slope * s**2 / 2))
 
 
-class InSteps(Schedule):
+class InSteps(NoiseSchedule):
     """A schedule in T steps: κ of the nearest step; the rate is T·(ᾱ_{i−1} − ᾱ_i).
 
     `time_at` interpolates linearly between the steps.
     """
 
-    def __init__(self, continuous: Schedule, steps: int) -> None:
+    def __init__(self, continuous: NoiseSchedule, steps: int) -> None:
         self.steps = steps
         self._tables = {torch.device("cpu"): continuous.table(steps)}
 

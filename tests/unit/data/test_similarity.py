@@ -10,7 +10,7 @@ import pytest
 
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import Vocabulary, vocabulary
-from d2plm.data import likeness
+from d2plm.data import similarity
 from d2plm.data.fasta import write_fasta
 from d2plm.data.ingest import ingest
 from d2plm.data.manifest import open_prepared
@@ -155,7 +155,7 @@ def text_vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
 def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
     tmp_path: Path, text_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likeness, "find_mmseqs", Mock(side_effect=DataError("not installed")))
+    monkeypatch.setattr(similarity, "find_mmseqs", Mock(side_effect=DataError("not installed")))
     texts = _texts(30)
     corpus = _jsonl(tmp_path / "in.jsonl", _with_overlaps(texts))
     (tmp_path / "ids").write_text("t0\nt1\nt2\n")

@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from d2plm.core.alphabet import PAD
+from d2plm.core.vocabulary import PAD
 from d2plm.model.attention import packed_attention
 from d2plm.model.dit import DiT
 from d2plm.model.layers import Attention, Layout
-from d2plm.training.row_collectives import exchange, gather_tokens, group_name
-from d2plm.training.tensor_split import split_block
+from d2plm.training.collectives import exchange, gather_tokens, group_name
+from d2plm.training.tensor_parallel import split_block
 
 
-def share_rows(model: DiT, mesh: DeviceMesh) -> "SharedRows":
+def apply_context_parallel(model: DiT, mesh: DeviceMesh) -> "ContextParallel":
     """Have the processes of `mesh`, context × tensor, share each row that `model` computes."""
-    rows = SharedRows(mesh)
+    rows = ContextParallel(mesh)
     model.register_forward_pre_hook(rows.pad)
     model.register_forward_hook(rows.cut)
     for number, block in enumerate(model.blocks):
@@ -42,7 +42,7 @@ def share_rows(model: DiT, mesh: DeviceMesh) -> "SharedRows":
     return rows
 
 
-class SharedRows:
+class ContextParallel:
     """Hooks that give this process its part of a row and gather the logits of all parts."""
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -20,9 +20,9 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError
 from d2plm.model.dit import DiT
 from d2plm.paradigms.paradigm import Corrupted, Paradigm
+from d2plm.training.context_parallel import ContextParallel
 from d2plm.training.distributed import Process
 from d2plm.training.plan import Plan
-from d2plm.training.row_sharing import SharedRows
 
 
 class Stage(nn.Module):
@@ -84,7 +84,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: DiT, process: Process, plan: Plan, rows: SharedRows | None, dtype: torch.dtype
+        self,
+        model: DiT,
+        process: Process,
+        plan: Plan,
+        rows: ContextParallel | None,
+        dtype: torch.dtype,
     ) -> None:
         assert process.pipeline_group is not None
         self.group, self.device = process.pipeline_group, process.device

@@ -12,16 +12,15 @@ from numpy.typing import NDArray
 from pyhmmer.easel import Alphabet, TextMSA, TextSequence
 from pyhmmer.plan7 import Background
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START
-from d2plm.core.vocabulary import Tokens
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens
 from d2plm.evaluation.mutations import Variant
-from d2plm.evaluation.profile import aligned_columns, family_hmm, hmm_builder, hmmer_letters
+from d2plm.evaluation.profile_hmm import aligned_columns, family_hmm, hmm_builder, hmmer_letters
 
 # Sequences above this identity count as one observation (Hopf et al., doi:10.1038/nbt.3769).
 SAME_OBSERVATION = 0.8
 
 
-def profile_effects(
+def site_independent_effects(
     wild_type: Tokens, variants: Sequence[Variant], relatives: Sequence[Tokens]
 ) -> NDArray[np.float64]:
     """float64 [N]: Σ_i log p_i(mutant_i) − log p_i(wild type_i), p_i the profile's at position i.

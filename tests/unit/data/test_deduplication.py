@@ -9,14 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.core.alphabet import encode
-from d2plm.core.vocabulary import PROTEIN, Tokenised
-from d2plm.data.distinct import DistinctSorter
+from d2plm.core.vocabulary import PROTEIN, Tokenised, encode
+from d2plm.data.deduplication import Deduplicator
 
 Record = tuple[bytes, str]
 
 
-def _add(sorter: DistinctSorter, names: list[bytes], found: Tokenised, kept: list[int]) -> None:
+def _add(sorter: Deduplicator, names: list[bytes], found: Tokenised, kept: list[int]) -> None:
     sorter.add(names, found.tokens, found.starts[kept], found.lengths[kept])
 
 
@@ -26,8 +25,8 @@ def _sort(
     """(name, tokens) of the distinct sequences in order, and how many were left out."""
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("d2plm.data.distinct._BUFFER_BYTES", buffer_bytes)
-        sorter = DistinctSorter(folder)
+        patch.setattr("d2plm.data.deduplication._BUFFER_BYTES", buffer_bytes)
+        sorter = Deduplicator(folder)
         for first in range(0, len(records), batch):
             some = records[first : first + batch]
             cleaned = PROTEIN.tokenise([sequence.encode() for _, sequence in some])
@@ -102,7 +101,7 @@ def test_the_order_of_the_input_is_of_no_influence(
 
 
 def test_only_the_records_that_are_kept_are_taken(tmp_path: Path) -> None:
-    sorter = DistinctSorter(tmp_path)
+    sorter = Deduplicator(tmp_path)
     cleaned = PROTEIN.tokenise([b"MK*", b"JJ", b"", b"A-C", b"WY"])
     _add(sorter, [b"a", b"d"], cleaned, [0, 3])
     _add(sorter, [], PROTEIN.tokenise([b"1"]), [])
@@ -114,11 +113,11 @@ def test_only_the_records_that_are_kept_are_taken(tmp_path: Path) -> None:
 
 
 def test_nothing_gives_nothing(tmp_path: Path) -> None:
-    assert list(DistinctSorter(tmp_path).sorted()) == []
+    assert list(Deduplicator(tmp_path).sorted()) == []
 
 
 def test_duplicates_are_merged_before_they_are_written(tmp_path: Path) -> None:
-    sorter = DistinctSorter(tmp_path)
+    sorter = Deduplicator(tmp_path)
     cleaned = PROTEIN.tokenise([b"MKV" * 1000] * 1000)
     for part in range(10):
         names = [b"p%d" % (1000 * part + i) for i in range(1000)]

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d2plm.model.dit import DiT
 from d2plm.model.experts import Experts
-from d2plm.training.tensor_split import Split
+from d2plm.training.tensor_parallel import Split
 
 
-def share_experts(model: DiT, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: DiT, mesh: DeviceMesh) -> None:
     """Leave every layer of experts those of this rank of `mesh`, the ranks of an expert group."""
     for module in list(model.modules()):
         if isinstance(module, Experts):

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import flow_matching
-from d2plm.paradigms.schedules import (
+from d2plm.paradigms.noise_schedules import (
     Cosine,
     Cubic,
     InSteps,
     LinearBeta,
+    NoiseSchedule,
     Polynomial,
-    Schedule,
 )
 from tests.unit.paradigms.closed_forms import (
     ALPHA_BARS,
@@ -23,7 +23,7 @@ from tests.unit.paradigms.closed_forms import (
     hermite,
 )
 
-CONTINUOUS: dict[str, tuple[Schedule, Curve]] = {
+CONTINUOUS: dict[str, tuple[NoiseSchedule, Curve]] = {
     "linear": (Polynomial(1), lambda t: t),
     "cosine": (Cosine(), lambda t: CONTINUOUS_ALPHA_BARS["cosine"](1 - t)),
     "polynomial 2": (Polynomial(2.0), lambda t: t * t),
@@ -32,7 +32,7 @@ CONTINUOUS: dict[str, tuple[Schedule, Curve]] = {
     "cubic 3 0.5": (Cubic(3.0, 0.5), hermite(3, 0.5)),
     "linear_beta": (LinearBeta(1e-4, 0.02), lambda t: CONTINUOUS_ALPHA_BARS["linear_beta"](1 - t)),
 }
-IN_STEPS: dict[str, Schedule] = {
+IN_STEPS: dict[str, NoiseSchedule] = {
     "linear": Polynomial(1),
     "cosine": Cosine(),
     "linear_beta": LinearBeta(1e-4, 0.02),
@@ -53,7 +53,7 @@ def alpha_bars(name: str, steps: int) -> list[float]:
 
 
 @EVERY
-def test_kept_rises_from_zero_to_one_by_its_formula(schedule: Schedule, curve: Curve) -> None:
+def test_kept_rises_from_zero_to_one_by_its_formula(schedule: NoiseSchedule, curve: Curve) -> None:
     times = grid(0, 1, 1001)
     kept = schedule.kept(times)
     assert float(kept[0]) == pytest.approx(0, abs=1e-15)
@@ -63,7 +63,7 @@ def test_kept_rises_from_zero_to_one_by_its_formula(schedule: Schedule, curve: C
 
 
 @EVERY
-def test_the_rate_is_the_derivative(schedule: Schedule, curve: Curve) -> None:
+def test_the_rate_is_the_derivative(schedule: NoiseSchedule, curve: Curve) -> None:
     times, h = grid(0.01, 0.99, 99), 1e-6
     differences = [(curve(t + h) - curve(t - h)) / (2 * h) for t in times.tolist()]
     np.testing.assert_allclose(schedule.rate(times), differences, rtol=1e-6, atol=1e-9)
@@ -71,7 +71,7 @@ def test_the_rate_is_the_derivative(schedule: Schedule, curve: Curve) -> None:
 
 @EVERY
 def test_the_time_at_a_corrupted_fraction_inverts_the_schedule(
-    schedule: Schedule, curve: Curve
+    schedule: NoiseSchedule, curve: Curve
 ) -> None:
     fractions = torch.cat([torch.logspace(-9, -2, 50).double(), grid(0, 1, 101)])
     times = schedule.time_at(fractions)
@@ -80,7 +80,7 @@ def test_the_time_at_a_corrupted_fraction_inverts_the_schedule(
 
 
 @EVERY
-def test_inverting_what_is_kept_returns_the_time(schedule: Schedule, curve: Curve) -> None:
+def test_inverting_what_is_kept_returns_the_time(schedule: NoiseSchedule, curve: Curve) -> None:
     times = grid(0.02, 0.98, 97)
     np.testing.assert_allclose(schedule.time_at(1 - schedule.kept(times)), times, atol=1e-9)
 

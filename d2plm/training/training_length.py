@@ -14,7 +14,7 @@ from d2plm.model.flops import training_flops
 from d2plm.settings.training import TrainerSettings
 
 
-def limit(loader: PackedLoader, config: DiTConfig, settings: TrainerSettings) -> int:
+def number_of_steps(loader: PackedLoader, config: DiTConfig, settings: TrainerSettings) -> int:
     """The number of optimizer steps; exactly one of the three limits must be given.
 
     Raises:

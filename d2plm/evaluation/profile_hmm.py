@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from pyhmmer.easel import AA, Alphabet, DigitalSequenceBlock, TextMSA, TextSequence
 from pyhmmer.plan7 import HMM, Background, Builder, Hit, Pipeline, TraceAligner
 
-from d2plm.core.alphabet import CANONICAL, CANONICAL_START, decode, is_canonical
 from d2plm.core.machine import usable_cores
-from d2plm.core.vocabulary import Tokens
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens, decode, is_canonical
 
 BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
 

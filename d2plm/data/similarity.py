@@ -1,7 +1,7 @@
-"""How sequences that are alike are found: by MMseqs2, or in text by their n-grams.
+"""The similarity search used for a vocabulary: MMseqs2, or for texts shared n-grams.
 
 `prepare` clusters sequences that are alike, so that whole clusters are held out, and then searches
-what remains for sequences that are like held-out ones. Both are one `Likeness`.
+what remains for sequences that are like held-out ones. Both are one `SimilaritySearch`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,8 +68,8 @@ class Finder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
-    """How sequences that are alike are found.
+class SimilaritySearch:
+    """How similar sequences are clustered and found.
 
     Attributes:
         program, version: what finds them; manifests have the version as `<program>_version`.
@@ -91,15 +91,15 @@ class Likeness:
     open: Callable[[Path, str, Report], AbstractContextManager[Finder]]
 
 
-def likeness_of(
+def similarity_search(
     vocabulary: Vocabulary,
     clustering: ClusterSettings,
     search: SearchSettings,
     directions: str,
     resources: Resources,
     text: TextSettings,
-) -> Likeness:
-    """How sequences of a vocabulary that are alike are found.
+) -> SimilaritySearch:
+    """The similarity search used for a vocabulary.
 
     Raises:
         DataError: MMseqs2 is needed and is missing.
@@ -108,8 +108,8 @@ def likeness_of(
         of_duplicates, of_overlaps = _NGRAMS[vocabulary.name]
         duplicates = {"ngram": of_duplicates, "similarity": text.near_duplicate_similarity}
         overlaps = {"ngram": text.overlap_ngram or of_overlaps, "share": text.overlap_share}
-        return Likeness(
-            *("text_likeness", "1", duplicates, overlaps),
+        return SimilaritySearch(
+            *("text_similarity", "1", duplicates, overlaps),
             directions="from_training",  # the other way would find the same pairs
             hits="overlaps with",
             thresholds=("near_duplicate_similarity", "overlap_share"),
@@ -125,7 +125,7 @@ def likeness_of(
                 log.write(f"# preparation {key}\n")
             yield _HomologFinder(mmseqs, clustering, search, report)
 
-    return Likeness(
+    return SimilaritySearch(
         *("mmseqs", mmseqs_version(find_mmseqs()), asdict(clustering), asdict(search)),
         directions=directions,
         hits="homologs of",

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 
 from d2plm.model.layers import Attention
-from d2plm.training.row_collectives import gather_tokens, group_name, scatter_sums
+from d2plm.training.collectives import gather_tokens, group_name, scatter_sums
 
 # Layers of a block: the dimension that is split, and the number of matrices side by side along it.
 LAYERS = {

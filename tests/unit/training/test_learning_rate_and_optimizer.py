@@ -12,8 +12,8 @@ from torch import nn
 from d2plm.core.errors import ConfigError
 from d2plm.settings.training import AdamWSettings, ConstantSettings, CosineSettings, WsdSettings
 from d2plm.training.ema import EMA
+from d2plm.training.learning_rate import Schedule, constant, cosine, linear, wsd
 from d2plm.training.optimizer import build_adamw
-from d2plm.training.schedule import Schedule, constant, cosine, linear, wsd
 
 
 def test_the_schedule_at_its_closed_form_points() -> None:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pyhmmer.easel import Alphabet, TextSequence
 from pyhmmer.plan7 import Background, Builder
 
-from d2plm.core.alphabet import encode
-from d2plm.evaluation.profile import NO_DOMAIN, log_ratios, mixture_nats
+from d2plm.core.vocabulary import encode
+from d2plm.evaluation.profile_hmm import NO_DOMAIN, log_ratios, mixture_nats
 
 Array = NDArray[np.float64]
 
