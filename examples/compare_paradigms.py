@@ -23,7 +23,8 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
-from d2plm.settings.data import SplitSettings
+from d2plm.settings.data import LoaderSettings, SplitSettings
+from d2plm.settings.training import TrainerSettings
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.trainer import Trainer
 
@@ -71,13 +72,12 @@ def train_and_score(
 ) -> Run:
     """One run: its bound on each held-out protein, on masks that are the same in every run."""
     Trainer(
-        model=DiTConfig(max_position_embeddings=options.max_length, initial_gate=1.0),
-        paradigm=paradigm,
-        collections=[Collection(train)],
-        output_dir=folder,
-        token_budget=options.token_budget,
-        max_steps=options.steps,
-        seed=seed,
+        TrainerSettings(max_steps=options.steps, seed=seed),
+        DiTConfig(max_position_embeddings=options.max_length, initial_gate=1.0),
+        paradigm,
+        [Collection(train)],
+        folder,
+        loading=LoaderSettings(token_budget=options.token_budget),
         callbacks=[ProgressBar(), Export(folder / "model")],
     ).train()
     evaluation = evaluate(load_export(folder / "model"), train, held_out, masks_per_sequence=4)

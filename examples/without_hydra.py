@@ -21,7 +21,8 @@ from d2plm.export.model_evaluation import evaluate
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.callbacks import CheckpointSettings
-from d2plm.settings.data import SplitSettings
+from d2plm.settings.data import LoaderSettings, SplitSettings
+from d2plm.settings.training import TrainerSettings
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
@@ -47,12 +48,12 @@ def main() -> None:
 
     # Stores → the moving average of the weights, in one folder with all that they need.
     trainer = Trainer(
-        model=DiTConfig(max_position_embeddings=options.max_length, initial_gate=1.0),
-        paradigm=AbsorbingDiffusion(),
-        collections=[Collection(train)],
-        output_dir=options.output,
-        token_budget=options.token_budget,
-        max_steps=options.steps,
+        TrainerSettings(max_steps=options.steps),
+        DiTConfig(max_position_embeddings=options.max_length, initial_gate=1.0),
+        AbsorbingDiffusion(),
+        [Collection(train)],
+        options.output,
+        loading=LoaderSettings(token_budget=options.token_budget),
         callbacks=[
             MetricLogger(),
             ProgressBar(),

@@ -32,6 +32,7 @@ from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
+from tests.trainers import make_trainer
 
 BUDGET, BINS = 96, 4
 # Odd sizes: no shard of 2 or 4 is even.
@@ -132,7 +133,8 @@ def build(
     }
     settings |= changes
     saves = [SaveCheckpoint(CheckpointSettings(every=every))] if every else []
-    return Started(
+    return make_trainer(
+        Started,
         model=DiTConfig(**{**SIZES, **(sizes or {})}),
         collections=[Collection(SequenceStore(store))],
         output_dir=output,

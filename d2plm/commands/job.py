@@ -26,7 +26,7 @@ def run_show(config: PipelineSettings, words: list[str]) -> list[Manifest]:
     shared = job.nodes > 1 and not job.same_node
     claims = job.claims if size is not None else ()
     with within("launcher"):
-        documents = [persistent_volume_claim(job, name, size, shared) for name in claims]
+        documents = [persistent_volume_claim(job, name, str(size), shared) for name in claims]
     documents += [make(job) for _, make in OBJECTS[JOB_KINDS[_job_kind(config)]]]
     text = yaml.safe_dump_all(documents, sort_keys=False).rstrip("\n")
     result(f"# {shlex.join(['d2plm', 'job', 'show', *words])}\n{text}")

@@ -201,6 +201,6 @@ class _OverlapFinder:
         return find_overlaps(store, pool, index, self.search["share"])
 
 
-def _sequences(paths: Sequence[Path], vocabulary: Vocabulary) -> Iterator[Tokens]:
+def _sequences(paths: Sequence[str | Path], vocabulary: Vocabulary) -> Iterator[Tokens]:
     """The sequences of stores and files, see `read_sequences`."""
     return (record.tokens for path in paths for record in read_sequences(path, vocabulary))

@@ -18,6 +18,7 @@ from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
+from tests.trainers import make_trainer
 
 
 class Recorder(Callback):
@@ -60,6 +61,6 @@ def build(tiny_store: SequenceStore, tmp_path: Path) -> Callable[..., Trainer]:
             "device": "cpu",
             "precision": "fp32",
         }
-        return Trainer(**{**settings, **changes})
+        return make_trainer(**{**settings, **changes})
 
     return make

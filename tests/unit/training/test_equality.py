@@ -18,7 +18,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.settings.training import CosineSettings
+from d2plm.settings.training import AdamWSettings, CosineSettings, MuonSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.learning_rate import cosine
 from d2plm.training.muon import build_muon
@@ -34,6 +34,7 @@ from d2plm.training.trainer import Trainer
 from tests.conftest import randomise
 from tests.ranks import run
 from tests.runs import newest, tensors
+from tests.trainers import make_trainer
 
 BUDGET = 96
 BINS = 16
@@ -94,6 +95,12 @@ def following(count: int) -> RelativesIndex:
     return RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
 
 
+RATES: dict[Any, Any] = {
+    build_adamw: AdamWSettings(learning_rate=1e-2),
+    build_muon: MuonSettings(learning_rate=1e-2),
+}
+
+
 def build(store: Path, output: Path, **changes: Any) -> Trainer:
     settings: dict[str, Any] = {
         "max_steps": STEPS,
@@ -108,11 +115,11 @@ def build(store: Path, output: Path, **changes: Any) -> Trainer:
     optimizer = settings.pop("optimizer", build_adamw)
     sequences = SequenceStore(store)
     relatives = following(len(sequences)) if settings.get("max_relatives") else None
-    return Trainer(
+    return make_trainer(
         model=model() if callable(model) else model,
         collections=[Collection(sequences, relatives=relatives)],
         output_dir=output,
-        optimizer=lambda *both: optimizer(*both, learning_rate=1e-2),
+        optimizer=lambda *both: optimizer(*both, settings=RATES[optimizer]),
         schedule=lambda steps: cosine(steps, settings=CosineSettings(warmup_ratio=0.1)),
         token_budget=BUDGET,
         max_length=48,

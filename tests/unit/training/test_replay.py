@@ -24,6 +24,7 @@ from d2plm.training.replay import replay
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 from tests.ranks import run
+from tests.trainers import make_trainer
 
 Build = Callable[..., Trainer]
 
@@ -47,7 +48,7 @@ class Keep(Callback):
 def trainer_of(
     store: Path, output: Path, *callbacks: Callback, paradigm: Paradigm | None = None, **more: Any
 ) -> Trainer:
-    return Trainer(
+    return make_trainer(
         model=DiTConfig(**TINY_SIZES),
         paradigm=paradigm or AbsorbingDiffusion(),
         collections=[Collection(SequenceStore(store))],

@@ -477,14 +477,14 @@ ENDLESS = """
     from d2plm.training.callbacks.callback import Callback
     from d2plm.training.optimizer import build_adamw
     from d2plm.training.learning_rate import cosine
-    from d2plm.training.trainer import Trainer
+    from tests.trainers import make_trainer
 
     class Started(Callback):
         def on_step_end(self, trainer, *_):
             if trainer.step == 2:
                 print("started", flush=True)
 
-    Trainer(
+    make_trainer(
         model=DiTConfig(**{sizes}),
         paradigm=AbsorbingDiffusion(),
         collections=[Collection(SequenceStore(Path({store!r})))],
