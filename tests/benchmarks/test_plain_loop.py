@@ -22,7 +22,10 @@ from d2plm.paradigms.paradigm import Paradigm
     [
         (AbsorbingDiffusion(), {"sampler": "ancestral", "steps": 30}),
         (AbsorbingDiffusion(shift=True), {"sampler": "ancestral", "steps": 5, "top_p": 0.8}),
-        (MaskFlowMatching("cubic"), {"sampler": "ancestral", "steps": 5, "temperature": 0.7}),
+        (
+            MaskFlowMatching(schedule="cubic"),
+            {"sampler": "ancestral", "steps": 5, "temperature": 0.7},
+        ),
         (AbsorbingDiffusion(), {"sampler": "first_hitting"}),
         (MaskFlowMatching(), {"sampler": "first_hitting", "top_k": 5}),
     ],

@@ -21,19 +21,25 @@ from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
     (AbsorbingDiffusion(), {"sampler": "ancestral"}),
-    (AbsorbingDiffusion(None, "linear_beta"), {"sampler": "ancestral"}),
-    (AbsorbingDiffusion(None, "cosine"), {"sampler": "remdm"}),
+    (
+        AbsorbingDiffusion(num_train_timesteps=None, schedule="linear_beta"),
+        {"sampler": "ancestral"},
+    ),
+    (AbsorbingDiffusion(num_train_timesteps=None, schedule="cosine"), {"sampler": "remdm"}),
     (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_eta": 1.0}),
     (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_schedule": "rescale", "remdm_eta": 0.4}),
     (MaskFlowMatching(), {"sampler": "ancestral"}),
-    (MaskFlowMatching("linear"), {}),
-    (MaskFlowMatching("cubic"), {"corrector": 2.0}),
-    (MaskFlowMatching("polynomial"), {"corrector": 1000.0}),
-    (MaskFlowMatching("polynomial", 40.0), {"sampler": "remdm", "remdm_schedule": "rescale"}),
+    (MaskFlowMatching(schedule="linear"), {}),
+    (MaskFlowMatching(schedule="cubic"), {"corrector": 2.0}),
+    (MaskFlowMatching(schedule="polynomial"), {"corrector": 1000.0}),
+    (
+        MaskFlowMatching(schedule="polynomial", polynomial_degree=40.0),
+        {"sampler": "remdm", "remdm_schedule": "rescale"},
+    ),
     (UniformFlowMatching(), {}),
-    (UniformFlowMatching("linear"), {"corrector": 2.0}),
-    (UniformFlowMatching("polynomial"), {"corrector": 1000.0}),
-    (UniformFlowMatching("cubic"), {"sampler": "ancestral"}),
+    (UniformFlowMatching(schedule="linear"), {"corrector": 2.0}),
+    (UniformFlowMatching(schedule="polynomial"), {"corrector": 1000.0}),
+    (UniformFlowMatching(schedule="cubic"), {"sampler": "ancestral"}),
 ]
 UNEVEN = np.array([0.0, 0.1, 0.15, 0.5, 0.502, 0.9, 0.999, 1.0])
 
@@ -83,7 +89,7 @@ def test_each_step_leaves_a_residues_marginal_that_of_the_forward_process(
         (MaskFlowMatching(), {}),
         (MaskFlowMatching(), {"corrector": 2.0}),
         (UniformFlowMatching(), {}),
-        (UniformFlowMatching("linear"), {"corrector": 2.0}),
+        (UniformFlowMatching(schedule="linear"), {"corrector": 2.0}),
         (UniformFlowMatching(), {"sampler": "ancestral"}),
     ],
 )

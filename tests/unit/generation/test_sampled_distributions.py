@@ -67,7 +67,9 @@ def test_a_thousand_steps_draw_from_the_joint_distribution(
     assert stats.chisquare(joint.counts(pairs), joint.p * len(pairs)).pvalue > P_VALUE
 
 
-@pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching("polynomial")])
+@pytest.mark.parametrize(
+    "paradigm", [AbsorbingDiffusion(), MaskFlowMatching(schedule="polynomial")]
+)
 @pytest.mark.parametrize(
     "vocabulary", [PROTEIN, pytest.param(NumberedTokens(300), marks=THOROUGH)], ids=["20", "300"]
 )
@@ -184,7 +186,7 @@ def test_confidence_keeps_the_likeliest_draws_and_as_many_as_it_says(
     law = confidence_law(random_conditionals, masks_after, remask)
     model = first_sites(random_conditionals, 3)
     sampling = Sampling(sampler="confidence", steps=steps, remask=remask, seed=5)
-    counts = drawn_law(model, MaskFlowMatching("linear"), 3, copies, sampling)
+    counts = drawn_law(model, MaskFlowMatching(schedule="linear"), 3, copies, sampling)
     assert (counts[law == 0] == 0).all()
     seen = law > 0
     assert stats.chisquare(counts[seen], law[seen] * copies).pvalue > P_VALUE
@@ -267,10 +269,10 @@ def test_at_every_step_residues_show_what_the_forward_process_shows(
 @pytest.mark.parametrize(
     ("paradigm", "sampler"),
     [
-        (AbsorbingDiffusion(None, "cosine"), "ancestral"),
-        (AbsorbingDiffusion(None), "remdm"),
-        (MaskFlowMatching("polynomial"), "euler"),
-        (UniformFlowMatching("linear"), "ancestral"),
+        (AbsorbingDiffusion(num_train_timesteps=None, schedule="cosine"), "ancestral"),
+        (AbsorbingDiffusion(num_train_timesteps=None), "remdm"),
+        (MaskFlowMatching(schedule="polynomial"), "euler"),
+        (UniformFlowMatching(schedule="linear"), "ancestral"),
     ],
 )
 @pytest.mark.parametrize("wanted", [14, 3])
@@ -299,7 +301,9 @@ def test_first_hitting_fills_one_residue_at_each_of_its_own_times() -> None:
     template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
     template[[1, 5, 6, 9]] = MASK
     model = Recorder()
-    model.run(AbsorbingDiffusion(None), template, copies, sampler="first_hitting")
+    model.run(
+        AbsorbingDiffusion(num_train_timesteps=None), template, copies, sampler="first_hitting"
+    )
     left = torch.stack([(tokens == MASK).sum(-1) for tokens in model.tokens])
     assert (left == torch.tensor([4, 3, 2, 1])[:, None]).all()
     fractions = torch.stack(model.times)[:, :copies].numpy() / (wanted / LENGTH)
@@ -316,11 +320,13 @@ def test_confidence_tells_the_time_of_the_masks_that_there_are() -> None:
     template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
     template[:7] = MASK
     model = Recorder()
-    model.run(MaskFlowMatching("cosine"), template, 1, sampler="confidence", steps=4)
+    model.run(MaskFlowMatching(schedule="cosine"), template, 1, sampler="confidence", steps=4)
     left = [int((tokens == MASK).sum()) for tokens in model.tokens]
     assert left[0] == 7
     assert left == sorted(set(left), reverse=True)
-    fraction = MaskFlowMatching("cosine").corrupted_fraction(torch.stack(model.times)[:, 0])
+    fraction = MaskFlowMatching(schedule="cosine").corrupted_fraction(
+        torch.stack(model.times)[:, 0]
+    )
     np.testing.assert_allclose(fraction, np.array(left) / LENGTH, atol=1e-6)
 
 

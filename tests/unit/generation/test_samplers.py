@@ -30,18 +30,18 @@ P_VALUE = 0.01
 
 CASES: list[tuple[Paradigm, dict[str, Any]]] = [
     (AbsorbingDiffusion(), {}),
-    (AbsorbingDiffusion(50, "cosine"), {}),
+    (AbsorbingDiffusion(num_train_timesteps=50, schedule="cosine"), {}),
     (AbsorbingDiffusion(), {"sampler": "first_hitting"}),
     (AbsorbingDiffusion(), {"sampler": "confidence", "remask": True}),
     (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_eta": 0.3}),
     (MaskFlowMatching(), {}),
-    (MaskFlowMatching("linear"), {"corrector": 2.0}),
-    (MaskFlowMatching("cubic"), {"sampler": "ancestral"}),
+    (MaskFlowMatching(schedule="linear"), {"corrector": 2.0}),
+    (MaskFlowMatching(schedule="cubic"), {"sampler": "ancestral"}),
     (MaskFlowMatching(), {"sampler": "first_hitting"}),
     (MaskFlowMatching(), {"sampler": "confidence"}),
     (MaskFlowMatching(), {"sampler": "remdm", "remdm_schedule": "rescale", "remdm_eta": 0.3}),
     (UniformFlowMatching(), {"corrector": 0.5}),
-    (UniformFlowMatching("linear"), {"sampler": "ancestral"}),
+    (UniformFlowMatching(schedule="linear"), {"sampler": "ancestral"}),
 ]
 EVERY = pytest.mark.parametrize(("paradigm", "options"), CASES)
 # Confidence sharpens what it samples: see test_sampled_distributions.
@@ -332,7 +332,7 @@ def test_settings_that_are_impossible_or_would_be_ignored_are_rejected_by_name(
 
 
 def test_defaults_are_the_paradigms_own() -> None:
-    resolved = Sampling().resolved(AbsorbingDiffusion(64))
+    resolved = Sampling().resolved(AbsorbingDiffusion(num_train_timesteps=64))
     assert (resolved.sampler, resolved.steps) == ("ancestral", 64)
     flow = Sampling().resolved(MaskFlowMatching(num_flow_steps=9))
     assert (flow.sampler, flow.steps) == ("euler", 9)

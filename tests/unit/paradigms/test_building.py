@@ -84,15 +84,25 @@ def test_the_source_chooses_the_class() -> None:
 @pytest.mark.parametrize(
     "paradigm",
     [
-        AbsorbingDiffusion(None),
-        AbsorbingDiffusion(17, "linear_beta", beta_end=0.3, loss="mean", shift=True),
-        AbsorbingDiffusion(None, "cosine", time_sampling="low_variance"),
-        AbsorbingDiffusion(None, "linear_beta", beta_start=1e-3, beta_end=0.1, loss="mean"),
-        MaskFlowMatching("cubic", cubic_end_slope=1.5, num_flow_steps=9),
+        AbsorbingDiffusion(num_train_timesteps=None),
+        AbsorbingDiffusion(
+            num_train_timesteps=17, schedule="linear_beta", beta_end=0.3, loss="mean", shift=True
+        ),
+        AbsorbingDiffusion(
+            num_train_timesteps=None, schedule="cosine", time_sampling="low_variance"
+        ),
+        AbsorbingDiffusion(
+            num_train_timesteps=None,
+            schedule="linear_beta",
+            beta_start=1e-3,
+            beta_end=0.1,
+            loss="mean",
+        ),
+        MaskFlowMatching(schedule="cubic", cubic_end_slope=1.5, num_flow_steps=9),
         UniformFlowMatching(),
-        UniformFlowMatching("polynomial", polynomial_degree=1.5, loss="generalised_kl"),
-        UniformFlowMatching("cubic", cubic_start_slope=2.0, time_sampling="low_variance"),
-        UniformFlowMatching("linear", loss="mean", num_flow_steps=9),
+        UniformFlowMatching(schedule="polynomial", polynomial_degree=1.5, loss="generalised_kl"),
+        UniformFlowMatching(schedule="cubic", cubic_start_slope=2.0, time_sampling="low_variance"),
+        UniformFlowMatching(schedule="linear", loss="mean", num_flow_steps=9),
     ],
 )
 def test_settings_survive_saving(paradigm: Any, tmp_path: Path) -> None:

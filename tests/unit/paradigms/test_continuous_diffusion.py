@@ -91,7 +91,10 @@ def test_the_expected_loss_is_the_bounds_integral(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """∫ −ᾱ′/(1 − ᾱ)·E Σ_masked CE dt of a model that receives the time, through the code's loss."""
-    paradigm, toy = AbsorbingDiffusion(None, schedule), Toy(2, time_slope=0.5)
+    paradigm, toy = (
+        AbsorbingDiffusion(num_train_timesteps=None, schedule=schedule),
+        Toy(2, time_slope=0.5),
+    )
     alpha_bar, h = CONTINUOUS_ALPHA_BARS[schedule], 1e-7
     found = expected = 0.0
     for t, width in zip(*logistic_nodes(step=1.0, reach=12.0), strict=True):
@@ -111,7 +114,9 @@ def test_the_expected_loss_is_the_bounds_integral(
 @pytest.mark.parametrize("time_sampling", ["uniform", "low_variance"])
 def test_random_corruption_estimates_the_exact_k_bound(schedule: str, time_sampling: str) -> None:
     toy, batch, losses = Toy(3), toy_batch(1000), []
-    paradigm = AbsorbingDiffusion(None, schedule, time_sampling=time_sampling)
+    paradigm = AbsorbingDiffusion(
+        num_train_timesteps=None, schedule=schedule, time_sampling=time_sampling
+    )
     for step in range(16):
         corrupted = paradigm.corrupt(batch, Key(2, step))
         logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
@@ -125,7 +130,7 @@ def test_with_exact_posteriors_the_continuous_bound_is_minus_log_p() -> None:
     joint = random_joint(1)
     sizes = nats_by_size(conditional_model(joint))
     for schedule in CONTINUOUS_ALPHA_BARS:
-        paradigm = AbsorbingDiffusion(None, schedule)
+        paradigm = AbsorbingDiffusion(num_train_timesteps=None, schedule=schedule)
         nodes, widths = logistic_nodes()
         times = torch.from_numpy(nodes)
         rates, fractions = paradigm.corruption_rate(times), paradigm.corrupted_fraction(times)
@@ -177,7 +182,10 @@ def test_in_t_steps_the_bound_of_exact_posteriors_is_looser_by_one_over_t(schedu
     sizes, entropy = exact_over_the_data()
     curve = SAME_CURVE[schedule]
     gaps = [
-        bound_in_steps(AbsorbingDiffusion(steps, schedule, **curve(steps)), sizes) - entropy
+        bound_in_steps(
+            AbsorbingDiffusion(num_train_timesteps=steps, schedule=schedule, **curve(steps)), sizes
+        )
+        - entropy
         for steps in STEPS.tolist()
     ]
     assert min(gaps) > 0
@@ -191,7 +199,10 @@ def test_in_few_steps_the_bound_of_exact_posteriors_is_above_the_entropy(
     schedule: str, steps: int
 ) -> None:
     sizes, entropy = exact_over_the_data()
-    assert bound_in_steps(AbsorbingDiffusion(steps, schedule), sizes) > entropy + 1e-3
+    assert (
+        bound_in_steps(AbsorbingDiffusion(num_train_timesteps=steps, schedule=schedule), sizes)
+        > entropy + 1e-3
+    )
 
 
 def test_a_model_that_context_misleads_is_bounded_more_tightly_in_fewer_steps() -> None:
@@ -201,7 +212,10 @@ def test_a_model_that_context_misleads_is_bounded_more_tightly_in_fewer_steps() 
     """
     sizes = np.array([math.comb(LENGTH, k) * k * (1 + 2.0 * (LENGTH - k)) for k in range(5)])
     exact = sum(n / k / math.comb(LENGTH, k) for k, n in enumerate(sizes) if k)
-    found = [bound_in_steps(AbsorbingDiffusion(steps), sizes) for steps in (1, 10, 100, 1000)]
+    found = [
+        bound_in_steps(AbsorbingDiffusion(num_train_timesteps=steps), sizes)
+        for steps in (1, 10, 100, 1000)
+    ]
     assert found == sorted(found)
     assert found[-1] < exact == pytest.approx(found[-1], rel=1e-2)
 

@@ -60,7 +60,9 @@ PROTEINS: list[Member] = [(0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 2, 0)]
 CASES = [(protein, relatives) for relatives in FAMILIES for protein in PROTEINS]
 PARADIGMS: dict[str, Callable[[], MaskedParadigm]] = {
     "diffusion in steps": AbsorbingDiffusion,
-    "diffusion in continuous time": lambda: AbsorbingDiffusion(None, schedule="cosine"),
+    "diffusion in continuous time": lambda: AbsorbingDiffusion(
+        num_train_timesteps=None, schedule="cosine"
+    ),
     "flow matching": MaskFlowMatching,
 }
 both = pytest.mark.parametrize("paradigm", [make() for make in PARADIGMS.values()], ids=PARADIGMS)
@@ -286,7 +288,11 @@ def test_a_denoiser_of_no_joint_distribution_is_no_better_than_an_exact_one(
 
 @pytest.mark.parametrize(
     "paradigm",
-    [AbsorbingDiffusion(None), AbsorbingDiffusion(None, schedule="cosine"), MaskFlowMatching()],
+    [
+        AbsorbingDiffusion(num_train_timesteps=None),
+        AbsorbingDiffusion(num_train_timesteps=None, schedule="cosine"),
+        MaskFlowMatching(),
+    ],
     ids=["diffusion", "diffusion, cosine", "flow matching"],
 )
 def test_the_training_loss_of_an_exact_denoiser_is_the_conditional_likelihood(

@@ -133,8 +133,8 @@ def test_a_flow_from_random_residues_keeps_with_kappa_and_errs_uniformly(
 def test_corruption_is_independent_from_residue_to_residue() -> None:
     """The number corrupted in a sequence has the variance of a binomial, not more, not less."""
     for paradigm, corrupted_share in (
-        (AbsorbingDiffusion(None), lambda t: t),
-        (UniformFlowMatching("linear"), lambda t: 19 / 20 * (1 - t)),
+        (AbsorbingDiffusion(num_train_timesteps=None), lambda t: t),
+        (UniformFlowMatching(schedule="linear"), lambda t: 19 / 20 * (1 - t)),
     ):
         times, clean, shown = corrupted_composition(paradigm, 4)
         changed, chances = (shown != clean).sum(1).numpy(), corrupted_share(times.numpy())

@@ -155,7 +155,7 @@ def test_a_flow_counts_time_from_the_source_whichever_it_is(
 @DISCRETE
 @pytest.mark.parametrize("steps", [None, 1000])
 def test_diffusion_counts_time_from_the_data(name: str, steps: int | None) -> None:
-    diffusion = AbsorbingDiffusion(steps, name)
+    diffusion = AbsorbingDiffusion(num_train_timesteps=steps, schedule=name)
     times = torch.arange(1001, dtype=torch.float64) / 1000
     curve = CONTINUOUS_ALPHA_BARS[name]
     expected = (

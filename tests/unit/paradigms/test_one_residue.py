@@ -107,7 +107,7 @@ def test_the_loss_of_every_state_is_that_of_the_chains(
     loss: str, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     residues = vocabulary.predicted
-    paradigm, log_p = UniformFlowMatching("linear", loss=loss), wrong_model(residues)
+    paradigm, log_p = UniformFlowMatching(schedule="linear", loss=loss), wrong_model(residues)
     paradigm.vocabulary, clean = vocabulary, residues - 2
     model = denoiser(log_p, vocabulary)
     for kappa in (0.03, 0.4, 0.93):
@@ -141,7 +141,7 @@ def test_the_bound_of_the_exact_model_is_minus_log_p(
     residues = vocabulary.predicted
     random = np.random.default_rng(3)
     prior, unigram = random.dirichlet(np.ones(residues)), random.dirichlet(np.ones(residues))
-    paradigm = UniformFlowMatching("linear")
+    paradigm = UniformFlowMatching(schedule="linear")
     paradigm.vocabulary, clean = vocabulary, residues - 1
     nodes, widths = logistic_nodes(step=0.7, reach=13.0)
     level = torch.from_numpy(nodes.repeat(residues))

@@ -67,7 +67,7 @@ def of(paradigm: Paradigm, vocabulary: Vocabulary) -> Paradigm:
 def test_diffusion_times_are_the_steps_one_to_last_equally_often(schedule: str) -> None:
     steps, sequences = 10, 40
     draws = (torch.arange(sequences, dtype=torch.float64) + 0.3) / sequences
-    times, _ = AbsorbingDiffusion(steps, schedule).times_of(draws)
+    times, _ = AbsorbingDiffusion(num_train_timesteps=steps, schedule=schedule).times_of(draws)
     counts = np.bincount((times * steps).round().long(), minlength=steps + 1)
     assert counts[0] == 0
     assert (counts[1:] == sequences // steps).all()
@@ -105,7 +105,7 @@ def test_the_variance_that_stratified_times_leave_is_what_docs_science_says(
 ) -> None:
     # Of 300 residues of equal cross-entropy a binomial number is masked.
     draws = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
-    paradigm = AbsorbingDiffusion(steps, time_sampling=time_sampling)
+    paradigm = AbsorbingDiffusion(num_train_timesteps=steps, time_sampling=time_sampling)
     times, rates = paradigm.times_of(draws)
     fraction = paradigm.corrupted_fraction(times)
     weights = paradigm.time_weights(rates, fraction)
@@ -118,7 +118,7 @@ def test_the_variance_that_stratified_times_leave_is_what_docs_science_says(
 @pytest.mark.parametrize(
     "paradigm",
     [
-        AbsorbingDiffusion(None, time_sampling="low_variance"),
+        AbsorbingDiffusion(num_train_timesteps=None, time_sampling="low_variance"),
         MaskFlowMatching(time_sampling="low_variance"),
     ],
     ids=["diffusion", "flow matching"],
@@ -218,7 +218,7 @@ def test_the_expected_diffusion_loss_is_the_discrete_elbo(
     schedule: str, steps: int, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy = Toy(1, time_slope=0.7, vocabulary=vocabulary)
-    paradigm = of(AbsorbingDiffusion(steps, schedule), vocabulary)
+    paradigm = of(AbsorbingDiffusion(num_train_timesteps=steps, schedule=schedule), vocabulary)
     a = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
     expected = found = 0.0
     for t in range(1, steps + 1):
@@ -255,7 +255,9 @@ def test_the_expected_flow_loss_is_the_bounds_integral(
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(8), MaskFlowMatching()])
+@pytest.mark.parametrize(
+    "paradigm", [AbsorbingDiffusion(num_train_timesteps=8), MaskFlowMatching()]
+)
 def test_the_loss_of_random_corruption_estimates_the_same_elbo(paradigm: Paradigm) -> None:
     toy = Toy(3)
     copies = 10_000
@@ -302,7 +304,7 @@ def test_the_mean_loss_counts_each_masked_residue_once(
 
 def test_shift_predicts_from_the_previous_position(monkeypatch: pytest.MonkeyPatch) -> None:
     toy, batch = Toy(5), toy_batch(1)
-    paradigm = AbsorbingDiffusion(4, shift=True, loss="mean")
+    paradigm = AbsorbingDiffusion(num_train_timesteps=4, shift=True, loss="mean")
     for masked in SUBSETS:
         with monkeypatch.context() as patch:
             force(patch, paradigm, torch.tensor([0.5], dtype=torch.float64), [masked])
@@ -316,7 +318,9 @@ def test_shift_predicts_from_the_previous_position(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("loss", ["elbo", "mean"])
 def test_shift_never_masks_counts_or_scores_a_first_token(loss: str) -> None:
-    paradigm = AbsorbingDiffusion(1, shift=True, loss=loss)  # T = 1 masks everything
+    paradigm = AbsorbingDiffusion(
+        num_train_timesteps=1, shift=True, loss=loss
+    )  # T = 1 masks everything
     crop = encode("ACDEFG")  # a window of a longer protein: no <cls>, a residue comes first
     batch = PackedBatch.pack([crop, framed(encode("HIK")), crop])
     corrupted = paradigm.corrupt(batch, Key(0))
@@ -451,7 +455,7 @@ def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> N
     # A right Riemann sum of f exceeds the integral by (f(1) − f(0))/2T, and f(u) = E Σ CE / u.
     leading = (at_rate(LENGTH) - at_rate(1)) / 2
     for steps, tolerance in ((100, 0.1), (1000, 0.01)):
-        diffusion = AbsorbingDiffusion(steps, "linear")
+        diffusion = AbsorbingDiffusion(num_train_timesteps=steps, schedule="linear")
         discrete = sum(expectation(diffusion, t / steps) for t in range(1, steps + 1)) / steps
         assert steps * (discrete - exact) == pytest.approx(leading, rel=tolerance)
 

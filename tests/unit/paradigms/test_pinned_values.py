@@ -32,7 +32,9 @@ PARADIGMS: dict[str, Paradigm] = {
     "diffusion": AbsorbingDiffusion(),
     "diffusion mean": AbsorbingDiffusion(loss="mean"),
     "diffusion shift": AbsorbingDiffusion(shift=True),
-    "diffusion continuous": AbsorbingDiffusion(None, "cosine", time_sampling="low_variance"),
+    "diffusion continuous": AbsorbingDiffusion(
+        num_train_timesteps=None, schedule="cosine", time_sampling="low_variance"
+    ),
     "flow": flow_matching("mask"),
     "uniform": flow_matching("uniform"),
     "uniform kl": flow_matching("uniform", loss="generalised_kl"),

@@ -156,7 +156,7 @@ def test_random_corruption_estimates_the_same_losses(loss: str, sampling: str) -
     """No scripted draws: times, noise and weights as in training."""
     protein, copies = PROTEINS[2], 1000
     batch, model = protein_batch(protein, copies), told_the_time(WRONG, KAPPAS[3][1])
-    paradigm, steps = UniformFlowMatching("cosine", loss=loss, time_sampling=sampling), []
+    paradigm, steps = UniformFlowMatching(schedule="cosine", loss=loss, time_sampling=sampling), []
     for step in range(16):
         corrupted = paradigm.corrupt(batch, Key(1, step))
         logits = model(corrupted.tokens, batch.cu_seqlens, 4, corrupted.times)
@@ -255,7 +255,9 @@ def test_with_exact_posteriors_the_time_reversal_bound_is_minus_log_p(
 ) -> None:
     exact = exact_denoiser(JOINT)
     for protein in PROTEINS:
-        found = code_integral(monkeypatch, UniformFlowMatching("linear"), exact, LINEAR, protein)
+        found = code_integral(
+            monkeypatch, UniformFlowMatching(schedule="linear"), exact, LINEAR, protein
+        )
         assert found == pytest.approx(-math.log(JOINT[protein]), rel=1e-6)
 
 
@@ -280,7 +282,9 @@ def test_with_exact_posteriors_the_generalised_kl_lies_above_the_entropy(
     found = {
         loss: sum(
             joint[x]
-            * code_integral(monkeypatch, UniformFlowMatching("linear", loss=loss), exact, LINEAR, x)
+            * code_integral(
+                monkeypatch, UniformFlowMatching(schedule="linear", loss=loss), exact, LINEAR, x
+            )
             for x in np.ndindex(2, 2)
         )
         for loss in RATES
@@ -321,7 +325,7 @@ def test_over_the_data_the_bound_of_a_wrong_model_is_above_the_entropy(
         k = np.asarray(kappa)[..., None, None]
         return log_softmax((1 - 0.3 * k) * exact(z1, z2, kappa), axis=-1)
 
-    paradigm = UniformFlowMatching("linear", loss=loss)
+    paradigm = UniformFlowMatching(schedule="linear", loss=loss)
     found = sum(
         joint[x] * code_integral(monkeypatch, paradigm, forgetful, LINEAR, x)
         for x in ((0, 1), (1, 0), (2, 2), (0, 2))
@@ -372,7 +376,7 @@ def test_the_posterior_is_bayes_rule(kappa: float) -> None:
 @pytest.mark.parametrize("kappa", [0.0, 1e-12, 1e-6, 0.5, 1 - 1e-6, 1 - 1e-12, 1.0])
 def test_losses_and_gradients_are_finite_at_the_ends_of_time(loss: str, kappa: float) -> None:
     """For a model that is very sure, of the right residue or of a wrong one, in fp32."""
-    paradigm = UniformFlowMatching("linear", loss=loss)
+    paradigm = UniformFlowMatching(schedule="linear", loss=loss)
     batch = PackedBatch.pack([framed(encode("ACDEFXGHIKLMNPQRSTVWY"))])
     generator = torch.Generator().manual_seed(0)
     clean = paradigm.corrupt(batch, Key(0))
@@ -392,7 +396,7 @@ def test_losses_and_gradients_are_finite_at_the_ends_of_time(loss: str, kappa: f
 @pytest.mark.parametrize("loss", UniformFlowMatching.losses)
 @pytest.mark.parametrize("kappa", [0.1, 0.6, 0.95])
 def test_gradients_are_the_finite_differences(loss: str, kappa: float) -> None:
-    paradigm = UniformFlowMatching("linear", loss=loss)
+    paradigm = UniformFlowMatching(schedule="linear", loss=loss)
     batch = PackedBatch.pack([framed(encode("ACD"))])
     corrupted = paradigm.corrupt(batch, Key(3))
     corrupted = replace(corrupted, times=torch.tensor([kappa], dtype=torch.float64))
@@ -447,7 +451,7 @@ def test_the_bound_estimates_the_time_reversal_bound(
 def draws_of_the_bound(
     copies: int, draws: int, *, control: Tensor | None = None, seed: int = 0
 ) -> list[BoundDraw]:
-    paradigm, batch = UniformFlowMatching("cosine"), protein_batch(PROTEINS[0], copies)
+    paradigm, batch = UniformFlowMatching(schedule="cosine"), protein_batch(PROTEINS[0], copies)
     model = told_the_time(WRONG, KAPPAS[3][1])
     return [
         paradigm.bound(model, batch, Key(seed), draw=draw, draws=draws, control=control)
@@ -534,7 +538,7 @@ def test_what_a_draw_reports_beside_the_bound() -> None:
     recording: Denoiser = model
     changed = variance = 0.0
     for draw in range(8):
-        drawn = UniformFlowMatching("polynomial").bound(
+        drawn = UniformFlowMatching(schedule="polynomial").bound(
             recording, batch, Key(1), draw=draw, draws=8
         )
         tokens, times = seen[-1]
