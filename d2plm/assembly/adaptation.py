@@ -20,6 +20,7 @@ from d2plm.assembly.training_run import build_paradigm, load_start, refuse_adapt
 from d2plm.config import Config
 from d2plm.core.errors import DataError, ModelError, SplitError, require_number
 from d2plm.core.files import nearest_path, shipped, written_beside
+from d2plm.core.processes import train_locally
 from d2plm.core.progress import Progress
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import MANIFEST, PreparedData, is_prepared, open_prepared
@@ -29,7 +30,6 @@ from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.export_callback import ADAPTER
 from d2plm.export.exported_model import ExportedModel, load_export, read_provenance, save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.launch.torchrun import train_locally
 from d2plm.model.lora import scale_adapter
 from d2plm.paradigms.paradigm import Denoiser
 from d2plm.tracking.locations import model_folder, open_export

@@ -20,8 +20,8 @@ from d2plm.config import Config
 from d2plm.core.errors import ConfigError, D2PLMError, as_keys, require, require_number
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
+from d2plm.core.processes import Job, run_jobs
 from d2plm.core.terminal import aligned, result
-from d2plm.launch.parallel_jobs import Job, run_jobs
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from d2plm.assembly.training_run import (
 from d2plm.config import Config
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.locks import locked
+from d2plm.core.processes import train_locally
 from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
-from d2plm.launch.torchrun import train_locally
 from d2plm.training.budget import flops_per_step
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
