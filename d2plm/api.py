@@ -34,7 +34,6 @@ from d2plm.evaluation.scoring import (
     pseudo_log_likelihoods,
     require_masked,
 )
-from d2plm.export import hugging_face  # noqa: F401  # registers the classes of AutoModel
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling

@@ -15,10 +15,9 @@ from typing import Any
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
 from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
-from d2plm.core.lifetime import end_with_parent
 from d2plm.core.machine import configure_threads
+from d2plm.core.processes import end_with_parent, unwound_by_sigterm
 from d2plm.core.redaction import redacted
-from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import GLOBAL_OPTIONS, HELP
 
 USAGE = """usage: d2plm <command> [key=value ...]

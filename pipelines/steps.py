@@ -16,8 +16,7 @@ from pathlib import Path
 
 from d2plm.config import Config, compose, quoted, read
 from d2plm.core.errors import D2PLMError
-from d2plm.core.lifetime import end_with_parent
-from d2plm.core.signals import unwound_by_sigterm
+from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
 
 # Pipeline parameter → configuration key; keys without a dot are groups.
@@ -126,7 +125,6 @@ def prepare(config: str) -> str:
 def train(config: str) -> str:
     """Train as the launcher section says; returns the folder of the exported model."""
     from d2plm.assembly.training_job import launch_step, where_to_train
-    from d2plm.launch.torchrun import train_locally
 
     file = Path(config)
     settings = read(file, [], own=True)

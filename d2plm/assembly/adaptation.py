@@ -20,6 +20,7 @@ from d2plm.assembly.training_run import build_paradigm, load_start, refuse_adapt
 from d2plm.config import save
 from d2plm.core.errors import DataError, ModelError, SplitError
 from d2plm.core.files import nearest_path, shipped, written_beside
+from d2plm.core.processes import train_locally
 from d2plm.core.progress import Progress
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import MANIFEST, PreparedData, is_prepared, open_prepared
@@ -29,11 +30,11 @@ from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.export_callback import ADAPTER
 from d2plm.export.exported_model import ExportedModel, load_export, read_provenance, save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.launch.torchrun import train_locally
 from d2plm.model.lora import scale_adapter
 from d2plm.paradigms.paradigm import Denoiser
 from d2plm.settings.commands import AdaptSettings
 from d2plm.settings.data import RetrievalSettings
+from d2plm.settings.registry import module_words
 from d2plm.tracking.locations import model_folder, open_export
 
 IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
@@ -162,7 +163,7 @@ def train(config: AdaptSettings) -> None:
     """Train in separate processes; an interrupted training run continues."""
     file = Path(config.output_dir) / "config.requested.yaml"
     save(config, file)
-    train_locally(file, config.distributed.processes)
+    train_locally(file, config.distributed.processes, module_words())
 
 
 def general_proteins(config: AdaptSettings, longest: int) -> list[Tokens]:

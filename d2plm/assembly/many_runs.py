@@ -19,8 +19,8 @@ from d2plm.config import save
 from d2plm.core.errors import ConfigError, D2PLMError, within
 from d2plm.core.files import write_text
 from d2plm.core.precision import resolve_device
+from d2plm.core.processes import Job, run_jobs
 from d2plm.core.terminal import aligned, result
-from d2plm.launch.parallel_jobs import Job, run_jobs
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.registry import module_words
 

@@ -28,10 +28,11 @@ from d2plm.assembly.training_run import (
 from d2plm.config import save
 from d2plm.core.errors import DataError
 from d2plm.core.locks import locked
+from d2plm.core.processes import train_locally
 from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
-from d2plm.launch.torchrun import train_locally
 from d2plm.settings.commands import PipelineSettings, TrainSettings
+from d2plm.settings.registry import module_words
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 from d2plm.training.trainer import Trainer
@@ -63,7 +64,7 @@ def run(config: TrainSettings) -> dict[str, Any] | None:
             fitting_plan(config, model_config(config), processes)
         requested = Path(config.output_dir) / "config.requested.yaml"
         save(with_start_pinned(config), requested)  # all ranks load the same version
-        train_locally(requested, processes)
+        train_locally(requested, processes, module_words())
         return None  # printed by rank 0
     return _train(config)
 

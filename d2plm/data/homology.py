@@ -12,11 +12,10 @@ import logging
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,10 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError
-from d2plm.core.lifetime import for_children, watched
 from d2plm.core.locks import locked
 from d2plm.core.machine import usable_cores
-from d2plm.core.signals import deferred
+from d2plm.core.processes import described, last_lines, run_program
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import EITHER, ClusterSettings, Resources, SearchSettings
@@ -266,19 +264,14 @@ class MMseqs:
     def _run(self, folder: Path, *arguments: object) -> None:
         # MMseqs2's workflow scripts break on a path with a space: work inside the folder.
         command = [str(self.binary), *map(str, arguments)]
-        with open(self.log, "ab") as log:
-            start = log.tell()
-            log.write(f"$ {shlex.join(command)}\n".encode())
-            log.flush()
-            status = _wait(command, folder, log.fileno())
-        if status:
-            output = self.log.read_bytes()[start:].decode(errors="replace").splitlines()[1:]
-            lines = [line.strip() for line in output if line.strip()] or ["no output"]
-            killed = f"killed by {signal.Signals(-status).name}" if status < 0 else ""
+        with self.log.open("a") as log:
+            log.write(f"$ {shlex.join(command)}\n")
+        start = self.log.stat().st_size
+        if code := run_program(command, folder, self.log):
             raise DataError(
-                f"MMseqs2 failed ({killed or f'exit code {status}'}): {shlex.join(command)}: "
-                f"{' | '.join(lines[-_LOG_LINES_SHOWN:])}; check memory and disk space; the whole "
-                f"log is {self.log}"
+                f"MMseqs2 failed ({described(code)}): {shlex.join(command)}: "
+                f"{last_lines(self.log, _LOG_LINES_SHOWN, start)}; check memory and disk space; "
+                f"the whole log is {self.log}"
             )
 
 
@@ -411,29 +404,3 @@ def _table(path: Path, columns: int) -> Iterator[NDArray[np.float64]]:
         # An index below 2^53 is exact as a float64.
         while lines := file.readlines(_TABLE_BYTES):
             yield np.array(b"".join(lines).split(), dtype=np.float64).reshape(-1, columns)
-
-
-def _wait(command: list[str], folder: Path, output: int) -> int:
-    """Run a command; an exception during the wait kills its whole process group."""
-    process: subprocess.Popen[bytes] | None = None
-    # Popen's own `with` block would wait for a command that an exception is to stop.
-    try:
-        with deferred():
-            process = subprocess.Popen(
-                watched(command),
-                env={**os.environ, **for_children()},
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return process.wait()
-    except BaseException:
-        if process is not None:
-            # MMseqs2's workflows are shell scripts: killing the first process would leave the
-            # others. Where it has ended already there may be no group left (EPERM on macOS).
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        raise

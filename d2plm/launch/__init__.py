@@ -1,1 +1,1 @@
-"""Launching training processes: with torchrun on this machine, or as a job in a cluster."""
+"""Training as a job in a cluster, and torchrun's entry point."""

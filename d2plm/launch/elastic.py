@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import first_line
-from d2plm.core.lifetime import end_with_parent, for_children
-from d2plm.core.signals import LOST
+from d2plm.core.processes import GRACE_SECONDS, LOST, end_with_parent, for_children
 
 # Makes workers leave their error in a file, for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
-GRACE_SECONDS = 120  # for the last step and its checkpoint, before workers are killed
 # Messages of gloo and NCCL when the other end of a connection is gone.
 _OTHERS_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"

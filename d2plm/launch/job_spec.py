@@ -13,8 +13,8 @@ from typing import Any
 
 from d2plm import __version__
 from d2plm.core.errors import ClusterError, ConfigError, from_extra, require, require_number
+from d2plm.core.processes import ALLOCATOR
 from d2plm.launch.elastic import GRACE_SECONDS
-from d2plm.launch.torchrun import ALLOCATOR
 
 Manifest = dict[str, Any]
 

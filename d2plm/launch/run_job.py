@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from d2plm.core.errors import ClusterError, LaunchError
-from d2plm.core.signals import unwound_by_sigterm
+from d2plm.core.processes import unwound_by_sigterm
 from d2plm.core.terminal import done
 from d2plm.data.cache import digest_of
 from d2plm.launch.client import (

@@ -1,7 +1,7 @@
 """DiT: the bidirectional transformer that predicts clean tokens from corrupted ones and a time.
 
 Its forward takes packed input; `forward_padded` takes the usual (batch, length) tensors, and
-`d2plm.export.hugging_face` has the classes of `AutoModel`. Parallelism, compilation and precision
+`d2plm.hugging_face` has the classes of `AutoModel`. Parallelism, compilation and precision
 are applied from outside: nothing here knows of them.
 """
 

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from d2plm.core.errors import ConfigError, LaunchError
 from d2plm.core.precision import resolve_device
-from d2plm.core.signals import LOST
+from d2plm.core.processes import LOST
 from d2plm.training.plan import Plan
 
 GLOO_TIMEOUT = "Timed out waiting"  # in gloo's errors; NCCL ends the process itself

@@ -6,11 +6,9 @@ step, so a resumed run equals an uninterrupted one, and the global batch is fixe
 a run is the same on any number of processes.
 """
 
-import atexit
 import logging
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +24,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, require
 from d2plm.core.noise import Key
 from d2plm.core.precision import resolve_precision
+from d2plm.core.processes import handled
 from d2plm.core.spans import span
 from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, Position
 from d2plm.data.prefetch import prefetch
@@ -335,7 +334,7 @@ class Trainer:
         On SIGTERM or SIGUSR1, to one rank or to all, the step is finished and saved, and every
         process exits with 143. Otherwise all ranks return together.
         """
-        with self._hearing_signals():
+        with handled(self._request_stop, *STOP_SIGNALS, kept_on_exit=True):
             with silent_ranks_named(self.process):
                 self._resume()
             self.first_step = self.step
@@ -627,22 +626,5 @@ class Trainer:
         end_together(self.process)
         raise SystemExit(128 + signal.SIGTERM)
 
-    @contextmanager
-    def _hearing_signals(self) -> Iterator[None]:
-        def request(_signal: int, _frame: object) -> None:
-            self.stop_requested = True
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {number: signal.signal(number, request) for number in STOP_SIGNALS}
-        try:
-            yield
-        except SystemExit:  # a second signal while the process ends must not change its exit code
-            for number in STOP_SIGNALS:
-                atexit.register(signal.signal, number, signal.SIG_IGN)
-            previous.clear()
-            raise
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _request_stop(self, _signal: int, _frame: object) -> None:
+        self.stop_requested = True

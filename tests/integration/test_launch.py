@@ -37,6 +37,7 @@ def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=stream,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
@@ -73,6 +74,7 @@ def workers(parent: int) -> list[int]:
         "SIGTERM",
         pytest.param("SIGUSR1", marks=pytest.mark.thorough),
         pytest.param("SIGTERM to one rank", marks=pytest.mark.thorough),
+        pytest.param("SIGTERM to the group of d2plm train", marks=pytest.mark.thorough),
     ],
 )
 def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
@@ -82,11 +84,15 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
     endless = ["trainer.max_steps=100000", "callbacks.evaluation.every=100000"]
     if how == "SIGTERM":
         endless.append("data.num_workers=1")  # torchrun tells the whole process group
-    process = start([*ENTRY, "-m", "d2plm", *training(prepared, output, *endless)], log)
+    to_group = how.endswith("train")  # as service managers do; it passes the signal on as well
+    entry = [sys.executable] if to_group else ENTRY
+    endless += ["distributed.processes=2"] * to_group
+    process = start([*entry, "-m", "d2plm", *training(prepared, output, *endless)], log)
     try:
         until(lambda: steps(output) > 2)
-        to_one = how.endswith("rank")
-        target = workers(process.pid)[1] if to_one else process.pid
+        target = -process.pid if to_group else process.pid
+        if how.endswith("rank"):
+            target = workers(process.pid)[1]
         os.kill(target, signal.SIGUSR1 if how == "SIGUSR1" else signal.SIGTERM)
         assert process.wait(180) == 143, log.read_text()
     finally:

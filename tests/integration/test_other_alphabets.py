@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
+import d2plm.hugging_face  # noqa: F401  # registers the classes of transformers
 from d2plm import load_model
 from d2plm.cli import main
 from d2plm.core.errors import ModelError

@@ -137,6 +137,7 @@ def test_the_export_alone_generates_and_scores(finished: Finished, tmp_path: Pat
 def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) -> None:
     from transformers import AutoModel, AutoTokenizer
 
+    import d2plm.hugging_face  # noqa: F401  # registers the classes of transformers
     from d2plm.assembly.training_run import build_trainer, open_stores
     from d2plm.config import read
     from d2plm.tracking.runs import Runs

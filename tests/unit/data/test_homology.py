@@ -102,7 +102,7 @@ def test_a_failure_names_the_command_and_the_last_lines_and_leaves_only_the_log(
 
 def test_a_killed_program_is_named_by_its_signal(tmp_path: Path) -> None:
     mmseqs = _mmseqs(tmp_path, _program(tmp_path / "mmseqs", "kill -KILL $$"))
-    with pytest.raises(DataError, match=r"killed by SIGKILL.*no output"):
+    with pytest.raises(DataError, match=r"exit code 137, SIGKILL.*no output"):
         mmseqs.search(tmp_path / "x", tmp_path / "y", SearchSettings())
 
 
@@ -124,7 +124,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_gone_when_it_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere: No such file or directory"):
+    with pytest.raises(DataError, match="nowhere: not found"):
         _mmseqs(tmp_path, tmp_path / "nowhere").cluster(tmp_path / "x", 1, ClusterSettings())
 
 
@@ -141,7 +141,7 @@ def test_sigterm_ends_every_process_of_the_program_and_leaves_only_the_log(
     script = (
         "import os, signal, subprocess\n"
         "from pathlib import Path\n"
-        "from d2plm.core.signals import unwound_by_sigterm\n"
+        "from d2plm.core.processes import unwound_by_sigterm\n"
         "from d2plm.data.homology import ClusterSettings, MMseqs\n"
         "start = subprocess.Popen\n"
         "def stopped(*words, **options):\n"

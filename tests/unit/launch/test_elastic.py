@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from d2plm.core.signals import LOST
+from d2plm.core.processes import LOST
 from d2plm.launch.elastic import first_failure, leave_error, main
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
 
+import d2plm.hugging_face  # noqa: F401  # registers the classes of transformers
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.model.dit import DiT, load_dit

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
 from transformers.utils.logging import disable_progress_bar
 
+import d2plm.hugging_face  # noqa: F401  # registers the classes of transformers
 from d2plm.api import load_model
 from d2plm.core.errors import ModelError
 from d2plm.export.exported_model import load_export, save_export
@@ -44,42 +45,44 @@ def inputs(exports: Path) -> dict[str, torch.Tensor]:
     return {**tokenizer(PROTEINS, return_tensors="pt", padding=True)}
 
 
+def printed(program: str) -> list[str]:
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return ended.stdout.split()
+
+
 @pytest.mark.parametrize(
-    "first",
+    "imports",
     [
-        "import d2plm",
-        "from transformers import AutoModel",
-        "import d2plm.model.dit",  # which imports transformers
-        "import d2plm.evaluation.embedding",  # which imports the model
+        "import d2plm.hugging_face\nfrom transformers import AutoModelForMaskedLM",
+        "from transformers import AutoModelForMaskedLM\nimport d2plm.hugging_face",
     ],
 )
-def test_importing_d2plm_is_enough_in_any_order(first: str, exports: Path) -> None:
+def test_one_import_before_or_after_transformers_registers_the_classes(
+    imports: str, exports: Path
+) -> None:
+    load = f"AutoModelForMaskedLM.from_pretrained({str(exports / 'diffusion')!r})"
+    assert printed(f"{imports}\nprint(type({load}).__name__)")[-1] == "DiTForMaskedLM"
+
+
+def test_nothing_else_of_d2plm_changes_what_transformers_loads() -> None:
     program = (
-        f"{first}\nfrom transformers import AutoModelForMaskedLM\nimport d2plm\n"
-        f"model = AutoModelForMaskedLM.from_pretrained({str(exports / 'diffusion')!r})\n"
-        "print(type(model).__name__)"
+        "import sys; before = list(sys.meta_path)\n"
+        "import d2plm; print(sys.meta_path == before, 'torch' in sys.modules)\n"
+        "import d2plm.api, d2plm.model.dit; from transformers import AutoConfig\n"
+        "try: AutoConfig.for_model(d2plm.model.dit.DiTConfig.model_type)\n"
+        "except ValueError: print('unknown')"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.split()[-1] == "DiTForMaskedLM"
-
-
-def test_importing_d2plm_alone_imports_no_torch() -> None:
-    program = "import d2plm, sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.split() == ["False", "False"]
+    assert printed(program) == ["True", "False", "unknown"]
 
 
 def test_the_classes_need_no_package_of_commands_or_evaluations() -> None:
     blocked = ("hydra", "jinja2", "mlflow", "pandas", "scipy")
-    program = (
+    printed(
         f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-        "from transformers import AutoModelForMaskedLM\nimport d2plm.export.hugging_face"
+        "from transformers import AutoModelForMaskedLM\nimport d2plm.hugging_face"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])

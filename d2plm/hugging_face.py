@@ -1,12 +1,11 @@
 """Hugging Face classes that `AutoModel` and `AutoModelForMaskedLM` load from an exported folder.
 
-    import d2plm
-    from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+    import d2plm.hugging_face
+    from transformers import pipeline
     pipeline("fill-mask", model="runs/demo/model")
 
 They accept the usual padded `input_ids` and `attention_mask`, or packed input. Importing this
-module registers them; `import d2plm` does so as soon as transformers is imported. That can be while
-other modules of d2plm are imported, so only the model's module is imported here at once.
+module registers them with transformers; nothing else does.
 """
 
 from pathlib import Path
@@ -20,8 +19,11 @@ from transformers.utils import cached_file
 
 from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import FILE, FIRST, PAD, SAVED_TOKENIZER
+from d2plm.evaluation.embedding import watched
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms import load_paradigm
+from d2plm.paradigms.paradigm import Paradigm
 
 
 class DiTForMaskedLM(DiT):
@@ -34,7 +36,7 @@ class DiTForMaskedLM(DiT):
     """
 
     main_input_name = "input_ids"
-    paradigm: Any = None  # not annotated as Paradigm, because transformers evaluates annotations
+    paradigm: Paradigm | None = None
     card: str | None = None
 
     @classmethod
@@ -44,9 +46,6 @@ class DiTForMaskedLM(DiT):
         Raises:
             ModelError: if the paradigm's settings are missing or damaged.
         """
-        from d2plm.paradigms import load_paradigm
-        from d2plm.paradigms.paradigm import Paradigm
-
         loaded = super().from_pretrained(name, *arguments, **settings)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         folder = Path(name)
@@ -93,8 +92,6 @@ class DiTForMaskedLM(DiT):
         """
         if len(inputs) > 2 or "tokens" in more:
             return super().forward(*inputs, **more)
-        from d2plm.evaluation.embedding import watched
-
         if inputs:
             input_ids, attention_mask = inputs[0], inputs[1] if inputs[1:] else attention_mask
         if input_ids is None:
@@ -117,8 +114,6 @@ class DiTForMaskedLM(DiT):
         A sequence without masks is treated as if it had one.
         """
         if self.paradigm is None:
-            from d2plm.paradigms.paradigm import Paradigm
-
             raise ModelError(f"{self.name_or_path}: has no {Paradigm.config_name}; pass times")
         vocabulary = self.paradigm.vocabulary
         is_mask = (input_ids == vocabulary.mask) & keep

@@ -1,0 +1,275 @@
+"""Child processes: how they start, end with this process, and pass on their exit codes.
+
+A child never outlives the process that started it, even if that one is killed with SIGKILL. Our own
+programs receive their parent's process id in the environment and watch it from a thread; unlike
+PR_SET_PDEATHSIG, this works at any depth and for any starting thread. Other programs run in a
+process group of their own, which a shell kills when the pipe to this process closes.
+"""
+
+import atexit
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d2plm.core.errors import LaunchError
+from d2plm.core.machine import usable_cores
+
+PARENT = "D2PLM_PARENT"  # id of the process to end with
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 120  # for the last step and its checkpoint, before a process is killed
+SIGNAL_BASE = 128  # a shell reports death by signal n as 128 + n
+# Exit code of a process that ended because it lost another one. The training operator restarts pods
+# with exit codes above 127; this code has no other meaning.
+LOST = SIGNAL_BASE + signal.SIGUSR1
+# Makes glibc keep large blocks. Otherwise it returns them to the kernel at once, and a training
+# step on CPU spends its time on page faults.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
+# The background process kills the group at the end of the pipe; the program replaces the shell.
+_UNTIL_THE_PIPE_CLOSES = 'exec 3<&0; (read -r _ <&3; kill -KILL 0) & exec "$@" </dev/null 3<&-'
+
+
+@contextmanager
+def handled(
+    handler: Callable[[int, Any], None], *numbers: int, kept_on_exit: bool = False
+) -> Iterator[None]:
+    """Handle signals over the block, in the main thread only.
+
+    Args:
+        kept_on_exit: whether a SystemExit from the block keeps the handler, and ignores the signals
+            while the interpreter exits: a second signal then cannot change the exit code.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if in_main}
+    try:
+        yield
+    except SystemExit:
+        while kept_on_exit and before:
+            atexit.register(signal.signal, before.popitem()[0], signal.SIG_IGN)
+        raise
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM until the end of the block.
+
+    A process that is started inside the block is recorded before a handler can raise, so it can be
+    ended. Python runs handlers in the main thread only; in other threads this does nothing.
+    """
+    held: list[int] = []
+    with handled(lambda number, _: held.append(number), signal.SIGINT, signal.SIGTERM):
+        yield
+    for received in held:
+        signal.raise_signal(received)
+
+
+@contextmanager
+def unwound_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that child processes end and temporary files are removed.
+
+    Raises:
+        SystemExit: with 143, on the signal; in the main thread only.
+    """
+
+    def unwind(_signal: int, _frame: object) -> None:
+        raise SystemExit(SIGNAL_BASE + signal.SIGTERM)
+
+    with handled(unwind, signal.SIGTERM):
+        yield
+
+
+def for_children() -> dict[str, str]:
+    """Environment variables for our own programs, which must end with this process."""
+    return {PARENT: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """Kill this process as soon as the one named in `PARENT` has ended, at once on Linux.
+
+    Without the variable, nothing happens. Children of this process do not inherit the variable.
+    """
+    parent = os.environ.pop(PARENT, "")
+    if parent.isdecimal():
+        threading.Thread(target=_killed_after, args=[int(parent)], daemon=True).start()
+
+
+def _killed_after(parent: int) -> None:
+    try:
+        poll = select.poll()
+        poll.register(os.pidfd_open(parent), select.POLLIN)
+        poll.poll()
+    except (AttributeError, OSError):  # it has ended; or not Linux, or an old kernel
+        with suppress(ProcessLookupError, PermissionError):  # the latter: another user's by now
+            while True:
+                os.kill(parent, 0)
+                time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def child(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a program that calls `end_with_parent`; the end of the block ends it, too.
+
+    An exception in the block sends SIGTERM, and SIGKILL after `GRACE_SECONDS` or at a second
+    exception.
+
+    Args:
+        environment: variables in addition to this process's.
+        **options: of `subprocess.Popen`.
+    """
+    variables = {**os.environ, **for_children(), **(environment or {})}
+    with ExitStack() as stack:
+        with deferred():
+            process = subprocess.Popen(command, env=variables, **options)
+            stack.callback(_end, process)
+        yield process
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.stdin is None:
+        process.terminate()
+    else:
+        process.stdin.close()  # kills the process group of `run_program`
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
+) -> int:
+    """Run a program as `child` does; returns its exit code, as a shell would."""
+    with child(command, environment, **options) as process:
+        return _exit_code(process.wait())
+
+
+def run_program(command: Sequence[str], folder: Path, log: Path) -> int:
+    """Run a program that does not watch its parent; returns its exit code, as a shell would.
+
+    Its process group is killed when it has ended, on an exception, and when this process ends.
+
+    Args:
+        folder: its working directory.
+        log: file to which its output is appended.
+    """
+    words = ["sh", "-c", _UNTIL_THE_PIPE_CLOSES, "sh", *command]
+    pipe, output = subprocess.PIPE, subprocess.STDOUT
+    with log.open("ab") as file:
+        return run(
+            words, cwd=folder, stdin=pipe, stdout=file, stderr=output, start_new_session=True
+        )
+
+
+def _exit_code(code: int) -> int:
+    return SIGNAL_BASE - code if code < 0 else code
+
+
+def described(code: int) -> str:
+    """`exit code 3`, or `exit code 137, SIGKILL`."""
+    names = {SIGNAL_BASE + number: f", {number.name}" for number in signal.Signals}
+    return f"exit code {code}{names.get(code, '')}"
+
+
+def last_lines(log: Path, number: int = 1, start: int = 0) -> str:
+    """The last lines of a program's output, from byte `start` of its log, for an error message."""
+    text = log.read_bytes()[start:].decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-number:]) or "no output"
+
+
+def train_locally(config_file: Path, processes: int, options: Sequence[str]) -> None:
+    """Run `d2plm train` under torchrun with the composed configuration in `config_file`.
+
+    Args:
+        options: further words of the command line, such as `--module mine.py`.
+
+    Raises:
+        LaunchError: if training fails; its own message has been printed.
+    """
+    command = [
+        *(sys.executable, "-m", "d2plm.launch.elastic"),
+        *("--standalone", f"--nproc-per-node={processes}"),
+        *("-m", "d2plm", "train", f"--config-file={config_file}", *options),
+    ]
+    if code := run(command, _for_training(processes)):
+        more = "its own message is above"
+        if code > SIGNAL_BASE:
+            more = "the same command resumes it; SIGKILL usually means that memory ran out"
+        raise LaunchError(f"training ended with {described(code)}; {more}", code)
+
+
+def _for_training(shares: int) -> dict[str, str]:
+    """Variables of one of `shares` training programs that run at the same time."""
+    allocator = {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
+    cores = int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
+    return {**allocator, "OMP_NUM_THREADS": str(max(cores // shares, 1))}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Commands to run one after another.
+
+    Attributes:
+        name: name in messages.
+        commands: each starts after the previous one has succeeded; see `child`.
+        log: file for their output, replaced if it exists.
+    """
+
+    name: str
+    commands: Sequence[Sequence[str]]
+    log: Path
+
+
+def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
+    """Run jobs, `parallel` at a time with an equal share of the cores; yields finished jobs.
+
+    Jobs that are still running when the iteration ends, for any reason, are terminated.
+
+    Raises:
+        LaunchError: if a command fails; its output is in the job's log.
+    """
+    environment, waiting = _for_training(parallel), deque(jobs)
+    running: list[tuple[Job, Generator[None, None, None]]] = []
+    with ExitStack() as stack:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                job = waiting.popleft()
+                running.append((job, stack.enter_context(closing(_steps(job, environment)))))
+            time.sleep(POLL_SECONDS)
+            for job, steps in list(running):
+                if next(steps, True):
+                    running.remove((job, steps))
+                    yield job
+
+
+def _steps(job: Job, environment: Mapping[str, str]) -> Generator[None, None, None]:
+    """Run a job's commands; yields while one is running. Closing it ends that one."""
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with job.log.open("wb") as log:
+        for command in job.commands:
+            with child(command, environment, stdout=log, stderr=subprocess.STDOUT) as process:
+                while process.poll() is None:
+                    yield
+            if process.returncode:
+                raise LaunchError(
+                    f"{job.name}: {' '.join(command)} ended with "
+                    f"{described(_exit_code(process.returncode))} ({last_lines(job.log)}); see its "
+                    f"output in {job.log}; the same command continues where it stopped"
+                )

@@ -1,0 +1,357 @@
+"""Children end with the process that started them, however it ends; their exit codes are passed on.
+
+Most tests run a script as the parent and look at the processes that it leaves.
+"""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from d2plm.core import processes
+from d2plm.core.errors import LaunchError
+from d2plm.core.processes import (
+    Job,
+    deferred,
+    end_with_parent,
+    for_children,
+    handled,
+    last_lines,
+    run,
+    run_jobs,
+    run_program,
+    train_locally,
+)
+
+# A program of ours, and one that has a child of its own and ends orderly on SIGTERM.
+CHILD = """
+import time
+from d2plm.core.processes import end_with_parent
+end_with_parent()
+time.sleep(100)
+"""
+ORDERLY = """
+import sys, time
+from pathlib import Path
+from d2plm.core.processes import end_with_parent, run, unwound_by_sigterm
+end_with_parent()
+with unwound_by_sigterm():
+    try:
+        run([sys.executable, "-c", sys.argv[2]])
+    finally:
+        time.sleep(0.2)
+        Path(sys.argv[1]).write_text("saved")
+"""
+# Runs `statement`, after it was told the number of processes; writes their ids once all are there.
+PARENT = """
+import os, subprocess, sys, threading, time, psutil
+from pathlib import Path
+from d2plm.core.processes import *
+def tell(number):
+    while len(children := psutil.Process().children(recursive=True)) < number:
+        time.sleep(0.01)
+    print(*(child.pid for child in children), flush=True)
+python, folder, number, child = sys.executable, Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+threading.Thread(target=tell, args=[number], daemon=True).start()
+with unwound_by_sigterm():
+    {statement}
+"""
+STATEMENTS = {
+    "python": ("run([python, '-c', child])", 1),
+    # Between them is a shell, as there is in the pipeline's steps.
+    "behind a shell": ("run(['sh', '-c', '\"$0\" -c \"$1\"; true', python, child])", 2),
+    "from a thread": (
+        "thread = threading.Thread(target=subprocess.Popen, args=[[python, '-c', child]],"
+        " kwargs={'env': {**os.environ, **for_children()}})\n"
+        "    thread.start(); thread.join(); time.sleep(100)",  # the thread has ended
+        1,
+    ),
+    "jobs": (
+        "list(run_jobs([Job(n, [[python, '-c', child]], folder / n) for n in 'ab'], parallel=2))",
+        2,
+    ),
+    # The shell that watches it, the program, and two of its own.
+    "another program": (
+        "run_program(['sh', '-c', 'sleep 100 & sleep 100; true'], folder, folder / 'log')",
+        4,
+    ),
+}
+
+
+def running(pids: list[int]) -> list[int]:
+    return [
+        process.pid
+        for process in psutil.process_iter(["status"])  # leaves out those that end meanwhile
+        if process.pid in pids and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def left_after(
+    statement: str, number: int, child: str, folder: Path, end: Callable[[int], None]
+) -> tuple[int, int, list[int]]:
+    """The parent's exit code, how many children it had, and which outlive `end(its id)`."""
+    words = [sys.executable, "-c", PARENT.format(statement=statement), str(folder), str(number)]
+    with subprocess.Popen(
+        [*words, child], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        time.sleep(1)  # a child that ends by itself would have done so
+        alive = running(pids)
+        end(parent.pid)
+        code = parent.wait(60)
+    limit = time.monotonic() + 30
+    while running(pids) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return code, len(alive), running(pids)
+
+
+@pytest.mark.parametrize("kind", STATEMENTS)
+def test_children_end_with_a_parent_that_is_killed(kind: str, tmp_path: Path) -> None:
+    statement, number = STATEMENTS[kind]
+    left = left_after(statement, number, CHILD, tmp_path, lambda pid: os.kill(pid, signal.SIGKILL))
+    assert left == (-signal.SIGKILL, number, [])
+
+
+@pytest.mark.parametrize("kind", ["python", "jobs", "another program"])
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [(signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg), (signal.SIGINT, os.killpg)],
+    ids=["SIGTERM", "SIGTERM to the group", "Ctrl-C"],
+)
+def test_a_signal_ends_the_children_too(
+    kind: str, number: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    statement, children = STATEMENTS[kind]
+    left = left_after(statement, children, CHILD, tmp_path, lambda pid: send(pid, number))
+    code = 128 + number if number == signal.SIGTERM else -number  # Python's own end by SIGINT
+    assert left == (code, children, [])
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["the parent", "the group"])
+def test_sigterm_lets_a_child_and_its_child_end_orderly(
+    send: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    statement = f"run([python, '-c', {ORDERLY!r}, {str(saved)!r}, child])"
+    left = left_after(statement, 2, CHILD, tmp_path, lambda pid: send(pid, signal.SIGTERM))
+    assert left == (128 + signal.SIGTERM, 2, [])
+    assert saved.read_text() == "saved"
+
+
+def test_a_child_that_ignores_sigterm_is_killed_by_a_second_signal(tmp_path: Path) -> None:
+    def twice(pid: int) -> None:
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(1)
+        os.kill(pid, signal.SIGTERM)
+
+    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{CHILD}"
+    began = time.monotonic()
+    left = left_after("run([python, '-c', child])", 1, stubborn, tmp_path, twice)
+    assert left == (128 + signal.SIGTERM, 1, [])
+    assert time.monotonic() - began < processes.GRACE_SECONDS / 2
+
+
+def test_a_child_that_does_not_end_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    stubborn = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
+    with (
+        pytest.raises(ZeroDivisionError),
+        processes.child(["sh", "-c", stubborn], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        _ = 1 / 0
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_child_of_a_parent_that_is_gone_already_ends_at_once() -> None:
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True
+    )
+    environment = {"D2PLM_PARENT": gone.stdout.decode().strip()}
+    assert run([sys.executable, "-c", CHILD], environment) == 128 + signal.SIGKILL
+
+
+def test_only_a_child_is_told_whom_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*next(iter(for_children().items())))
+    end_with_parent()  # this very process, which goes on
+    assert processes.PARENT not in os.environ
+    before = threading.active_count()
+    end_with_parent()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("exit 0", 0), ("exit 3", 3), ("kill -TERM $$", 143), ("kill -KILL $$", 137)],
+)
+def test_exit_codes_are_passed_on(script: str, code: int, tmp_path: Path) -> None:
+    assert run(["sh", "-c", script]) == code
+    assert run_program(["sh", "-c", script], tmp_path, tmp_path / "log") == code
+
+
+def test_what_a_program_leaves_running_is_killed_and_its_output_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    script = "sleep 100 & echo $!; pwd; cat; echo ' the end ' >&2; echo"
+    assert run_program(["sh", "-c", script], tmp_path, log) == 0
+    first, pid, *rest = log.read_text().splitlines()
+    assert (first, rest) == ("before", [str(tmp_path), " the end ", ""])
+    limit = time.monotonic() + 30
+    while running([int(pid)]) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not running([int(pid)])
+    assert last_lines(log) == "the end"
+    assert last_lines(log, 2) == f"{tmp_path} | the end"
+    assert last_lines(log, 5, start=len("before\n")) == f"{pid} | {tmp_path} | the end"
+    assert last_lines(log, start=log.stat().st_size) == "no output"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (137, "exit code 137, SIGKILL; the same command resumes it; SIGKILL usually means"),
+        (255, "exit code 255; the same command resumes it"),
+        (2, "exit code 2; its own message is above"),
+    ],
+)
+def test_training_that_ends_early_passes_on_its_exit_code(
+    code: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran = []
+    monkeypatch.setattr(processes, "run", lambda *words: ran.append(words) or code)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    with pytest.raises(LaunchError, match=said) as caught:
+        train_locally(tmp_path / "config.yaml", processes=2)
+    assert caught.value.exit_code == code
+    ((command, environment),) = ran
+    assert "--nproc-per-node=2" in command
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == "1"  # the user's own
+
+
+# --- signals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_end_of_the_block(number: int) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise StoppedError
+
+    before = signal.signal(number, stop)
+    finished = False
+    try:
+        with pytest.raises(StoppedError), deferred():
+            signal.raise_signal(number)
+            finished = True
+        assert finished
+        assert signal.getsignal(number) is stop
+        with pytest.raises(ValueError, match="its own"), deferred():
+            raise ValueError("its own")
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+
+
+def test_another_thread_has_nothing_to_hold_back() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def block() -> None:
+        with deferred():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    thread.join()
+    assert seen == [handler]
+
+
+@pytest.mark.parametrize("error", [SystemExit, ValueError])
+def test_a_handler_may_be_kept_for_the_way_out(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", lambda *words: at_exit.append(words))
+    before, heard = signal.getsignal(signal.SIGUSR1), list[int]()
+
+    def handler(number: int, _frame: object) -> None:
+        heard.append(number)
+
+    try:
+        with pytest.raises(error), handled(handler, signal.SIGUSR1, kept_on_exit=True):
+            raise error
+        kept = signal.getsignal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    if error is SystemExit:
+        assert kept is handler
+        assert at_exit == [(signal.signal, signal.SIGUSR1, signal.SIG_IGN)]
+    else:
+        assert (kept, at_exit) == (before, [])
+
+
+# --- several jobs ------------------------------------------------------------------------------
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_each_job_runs_its_commands_in_order_and_is_given_when_done(tmp_path: Path) -> None:
+    jobs = [
+        Job(
+            f"job {i}",
+            [python(f"print('first {i}')"), python("print('second')")],
+            tmp_path / f"{i}",
+        )
+        for i in range(3)
+    ]
+    done = {job.name for job in run_jobs(jobs, parallel=2)}
+    assert done == {"job 0", "job 1", "job 2"}
+    assert (tmp_path / "1").read_text() == "first 1\nsecond\n"
+
+
+def test_no_more_than_asked_run_at_once_each_with_its_share_of_the_cores(tmp_path: Path) -> None:
+    code = (
+        "import os, time, pathlib; print(os.environ['OMP_NUM_THREADS']); "
+        f"folder = pathlib.Path({str(tmp_path)!r}); mine = folder / f'running-{{os.getpid()}}'; "
+        "mine.touch(); time.sleep(0.5); "
+        "print(len(list(folder.glob('running-*')))); mine.unlink()"
+    )
+    jobs = [Job(str(i), [python(code)], tmp_path / f"{i}.log") for i in range(4)]
+    assert len(list(run_jobs(jobs, parallel=2))) == 4
+    for i in range(4):
+        threads, running = (tmp_path / f"{i}.log").read_text().split()
+        assert int(threads) == max((os.cpu_count() or 1) // 2, 1)
+        assert int(running) <= 2
+
+
+def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> None:
+    marker = tmp_path / "alive"
+    endless = python(
+        f"import time, pathlib\nwhile True: pathlib.Path({str(marker)!r}).touch(); time.sleep(0.05)"
+    )
+    jobs = [
+        Job("endless", [endless], tmp_path / "endless.log"),
+        Job("broken", [python("import time; time.sleep(1); raise SystemExit('no luck')")],
+            tmp_path / "broken.log"),
+    ]  # fmt: skip
+    with pytest.raises(LaunchError, match=r"broken: .*exit code 1 \(no luck\).*broken\.log"):
+        list(run_jobs(jobs, parallel=2))
+    last = marker.stat().st_mtime_ns
+    time.sleep(0.5)
+    assert marker.stat().st_mtime_ns == last, "the other job was ended"
