@@ -16,7 +16,7 @@ from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
 from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
 from d2plm.core.lifetime import end_with_parent
-from d2plm.core.machine import configure_threads, use_utf8
+from d2plm.core.machine import configure_home, configure_threads, use_utf8
 from d2plm.core.redaction import redacted
 from d2plm.core.signals import unwound_by_sigterm
 from d2plm.core.terminal import GLOBAL_OPTIONS, HELP
@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         use_utf8()
     words = sys.argv[1:] if arguments is None else arguments
     modes = {terminal.OPTIONS[word][0] for word in words if word in terminal.OPTIONS}
+    configure_home()
     configure_threads()
     end_with_parent()
     with terminal.output_in(terminal.output_modes() | modes):

@@ -44,6 +44,14 @@ def use_utf8() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])  # noqa: S606
 
 
+def configure_home() -> None:
+    """Set HOME for a user who has none, as for a user id without a name: MLflow's import fails."""
+    if os.path.expanduser("~") == "~":
+        from tempfile import gettempdir  # not in the 0.2 s of --help
+
+        os.environ["HOME"] = gettempdir()
+
+
 def configure_threads() -> None:
     """Limit torch's threads to the quota of cores, and the time that they wait without sleeping.
 

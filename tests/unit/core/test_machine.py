@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -87,6 +88,17 @@ def test_threads_soon_sleep_while_they_wait_unless_the_user_says_otherwise(
             os.environ.pop(name, None)
         machine.configure_threads()
         assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    machine.configure_home()
+    assert Path.home() != Path(tempfile.gettempdir())
+    monkeypatch.delenv("HOME")
+    with pytest.raises(RuntimeError, match="home"):
+        Path.home()
+    machine.configure_home()
+    assert Path.home() == Path(tempfile.gettempdir())
 
 
 @pytest.mark.slow
