@@ -11,6 +11,7 @@ from typing import Any
 from d2plm import __version__
 from d2plm.config import Config
 from d2plm.core.errors import as_keys, require, require_number
+from d2plm.core.files import write_text
 from d2plm.core.machine import user_name
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
@@ -140,7 +141,7 @@ def log_settings(tracked: Run, config: Config, **more: Any) -> None:
     tracked.log_params({**settings, **more})
     with tempfile.TemporaryDirectory(prefix="d2plm-") as folder:
         file = Path(folder) / "config.yaml"
-        shown.save(file)
+        write_text(file, shown.as_yaml())  # without secrets: for whoever reads the run
         tracked.log_file(file, "config")
 
 

@@ -302,15 +302,6 @@ def test_other_settings_or_another_input_are_not_reused(
     assert fake_mmseqs.count("cluster") == 2
 
 
-def test_the_key_of_proteins_is_that_of_earlier_versions(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
-    manifest = prepare(_fasta(tmp_path, _proteins(20)), tmp_path / "out")
-    assert manifest["key"] == ("3bddc3dd6a8a9f9a367699d065424ba48ee453c57c8f8d83763a1f7be594557f")
-    settings = {"min_residues", "max_residues", "split", "clustering", "search"}
-    assert {*manifest["settings"]} == settings
-
-
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
 def test_damaged_prepared_data_are_prepared_again(
     tmp_path: Path, fake_mmseqs: list[str], damage: str
