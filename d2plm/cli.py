@@ -15,7 +15,7 @@ from typing import Any
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
 from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
-from d2plm.core.machine import configure_threads
+from d2plm.core.machine import configure_home, configure_threads, use_utf8
 from d2plm.core.processes import end_with_parent, unwound_by_sigterm
 from d2plm.core.redaction import redacted
 from d2plm.core.terminal import GLOBAL_OPTIONS, HELP
@@ -47,8 +47,11 @@ ALL = "--all"  # with --help: show every key
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; user errors are reported in one line."""
+    if arguments is None:
+        use_utf8()
     words = sys.argv[1:] if arguments is None else arguments
     modes = {terminal.OPTIONS[word][0] for word in words if word in terminal.OPTIONS}
+    configure_home()
     configure_threads()
     end_with_parent()
     with terminal.output_in(terminal.output_modes() | modes):

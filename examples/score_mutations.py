@@ -57,7 +57,7 @@ def main() -> None:
 def read(table: Path) -> list[dict[str, str]]:
     """The rows of a CSV file of variants."""
     try:
-        with table.open(newline="") as file:
+        with table.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except OSError as error:
         raise DataError(f"{table}: cannot be read ({error.strerror})") from None

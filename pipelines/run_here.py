@@ -278,7 +278,7 @@ cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradig
 def first_records(file: Path) -> str:
     """The first records of a FASTA file or of JSON lines, and the number of the others."""
     between = "\n>" if file.suffix == ".fasta" else "\n"
-    first, *others = file.read_text().rstrip().split(between)
+    first, *others = file.read_text(encoding="utf-8").rstrip().split(between)
     text = between.join([first, *others[: SHOWN - 1]])
     more = len(others) + 1 - SHOWN
     return f"{text}\n… and {more:,} more in {file}" if more > 0 else text

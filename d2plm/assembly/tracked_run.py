@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from d2plm import __version__
-from d2plm.config import flat, save
+from d2plm.config import as_yaml, flat
+from d2plm.core.files import write_text
 from d2plm.core.machine import user_name
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
@@ -139,7 +140,7 @@ def log_settings(tracked: Run, config: PipelineSettings, **more: Any) -> None:
     tracked.log_params({**settings, **more})
     with tempfile.TemporaryDirectory(prefix="d2plm-") as folder:
         file = Path(folder) / "config.yaml"
-        save(shown, file)
+        write_text(file, as_yaml(shown))  # without secrets: for whoever reads the run
         tracked.log_file(file, "config")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from d2plm.core.batch import of_size
 from d2plm.core.errors import ConfigError, DataError
@@ -102,7 +102,8 @@ def _embed(config: EmbedSettings, exported: ExportedModel, source: str, output: 
                     else:
                         names = json.dumps([record.name for record in chunk])
                         tensors = {str(number + i): one for i, one in enumerate(vectors)}
-                        save_file(tensors, unfinished, {"names": names, "first": str(number)})
+                        content = save(tensors, {"names": names, "first": str(number)})
+                        unfinished.write_bytes(content)  # save_file makes files of mode 0600
             else:
                 progress.advance(sum(len(record.tokens) + 2 for record in chunk))
             number += len(chunk)

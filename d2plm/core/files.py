@@ -22,10 +22,11 @@ def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
     """Yield a path next to `path`, in the same (possibly new) folder, and rename it to `path`.
 
     The block writes a file or a folder there; the name keeps the suffix of `path`. On success it is
-    flushed to disk and replaces what is at `path`, except that a file never replaces a folder. On
-    an exception it is removed and `path` stays as it was. Two processes that write the same path
-    take turns, or the second gets the error `busy`. A kill while one folder replaces another leaves
-    the old one as `previous.NAME`.
+    flushed to disk and replaces what is at `path`, except that a file never replaces a folder; the
+    files of a folder get its permissions to read and write. On an exception it is removed and
+    `path` stays as it was. Two processes that write the same path take turns, or the second gets
+    the error `busy`. A kill while one folder replaces another leaves the old one as
+    `previous.NAME`.
 
         with written_beside(output) as partial:
             partial.write_text(text)
@@ -47,8 +48,11 @@ def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
             _remove(partial)  # left by a process that was killed
             try:
                 yield partial
+                shared = partial.stat().st_mode & 0o066
                 for file in partial.rglob("*") if partial.is_dir() else [partial]:
                     if file.is_file():
+                        if shared & ~file.stat().st_mode:  # save_file of safetensors: 0600
+                            file.chmod(file.stat().st_mode | shared)
                         with file.open("rb") as stream:
                             os.fsync(stream.fileno())
                 _replace(partial, path)
@@ -109,7 +113,7 @@ def nearest_path(path: str | Path) -> str:
 
     Each missing part is replaced by the most similar entry of the folder before it.
     """
-    wrong = Path(path).expanduser()
+    wrong = Path(os.path.expanduser(path))  # as it is for an unknown user
     found = Path(wrong.anchor)
     for part in wrong.parts[1:] if wrong.anchor else wrong.parts:
         if not os.path.lexists(found / part):

@@ -8,6 +8,7 @@ import getpass
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,25 @@ def user_name() -> str | None:
         return getpass.getuser()
     except (OSError, KeyError):
         return None
+
+
+def use_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode if the locale has another encoding.
+
+    Names of files, output and the files of libraries are else in ASCII or Latin-1: those that other
+    processes or machines write are misread or refused. The mode is the default of Python 3.15.
+    """
+    if sys.getfilesystemencoding() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"  # of the processes that this one starts
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])  # noqa: S606
+
+
+def configure_home() -> None:
+    """Set HOME for a user who has none, as for a user id without a name: MLflow's import fails."""
+    if os.path.expanduser("~") == "~":
+        from tempfile import gettempdir  # not in the 0.2 s of --help
+
+        os.environ["HOME"] = gettempdir()
 
 
 def configure_threads() -> None:

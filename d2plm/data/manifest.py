@@ -8,7 +8,6 @@ from typing import Any
 
 from d2plm.core.errors import DataError
 from d2plm.core.files import nearest_path, read_json
-from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 
@@ -105,7 +104,7 @@ def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
     with _manifest_of(prepared_dir) as manifest:
         own = [digest for name, digest in manifest["digests"].items() if name != "train"]
         excluded = manifest["settings"]["split"]["exclude_homologs_of"]
-        alphabet = manifest.get("alphabet", PROTEIN.describe())
+        alphabet = manifest["alphabet"]
     comparable = alphabet == held_out.vocabulary.describe()  # others have no homologs there
     if comparable and held_out.digest not in (*own, *excluded):
         raise DataError(
@@ -133,7 +132,7 @@ def _manifest_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _provenance(manifest: dict[str, Any]) -> dict[str, Any]:
     counts, units = manifest["counts"], ("sequences", "residues", "clusters")
-    partial = counts.get("leaking_dropped_partial", 0)  # of format version 3
+    partial = counts["leaking_dropped_partial"]
     like = "overlaps_with" if "ngram" in manifest["settings"]["search"] else "homologs_of"
     leaking = {
         f"{like}_held_out": counts["leaking_dropped"] - partial,

@@ -114,8 +114,6 @@ def prepare(
     similarity = similarity_search(
         vocabulary, clustering, search, split.search_directions, resources, text
     )
-    # Omitted for whole proteins, so that the keys of earlier preparations remain valid.
-    others = {} if vocabulary == PROTEIN else {"alphabet": vocabulary.describe()}
     seconds: dict[str, float] = {}
     busy = f"another preparation is writing to {output_dir}"
     with writing(output_dir), locked(output_dir / ".lock", busy, waiting=report if keep else None):
@@ -124,8 +122,6 @@ def prepare(
             return open_prepared(output_dir).manifest
         with _timed(seconds, "ingest"):
             raw = _raw_store(inputs, output_dir, vocabulary, window, reading, report, progress)
-        if window_of(raw) is not None:
-            others["window"] = window_of(raw)
         settings = {
             "min_residues": min_residues,
             "max_residues": max_residues,
@@ -140,7 +136,8 @@ def prepare(
             "format_version": FORMAT_VERSION,
             "raw_digests": raw.manifest["digests"],
             "settings": settings,
-            **others,
+            "alphabet": vocabulary.describe(),
+            "window": window_of(raw),
             f"{similarity.program}_version": similarity.version,
         }
         key = digest_of(origin)
@@ -152,7 +149,8 @@ def prepare(
             cache = ArrayCache(output_dir / "cache", report)
             with _timed(seconds, "cluster"):
                 made_of = [FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues]
-                made_of += [similarity.version, similarity.clustering, *others.values()]
+                made_of += [similarity.version, similarity.clustering]
+                made_of += [origin["alphabet"], origin["window"]]
                 clusters = cache.array("clusters", made_of, lambda: _cluster(finder, raw, selected))
             held_out = hold_out(raw, selected, clusters, split, similarity.thresholds[0])
             with _timed(seconds, "search"):
@@ -226,10 +224,7 @@ def _raw_store(
     source: dict[str, Any] | None = None
     if digest is not None:
         source = {"source": digest, "reading": asdict(reading)}
-        if reading.end_of_document is None:  # stores that were made before it existed lack it
-            del source["reading"]["end_of_document"]
-        if vocabulary != PROTEIN or window is not None:
-            source |= {"alphabet": vocabulary.describe(), "window": window}
+        source |= {"alphabet": vocabulary.describe(), "window": window}
     path = output_dir / RAW
     if source is not None:
         with suppress(DataError):  # there is none that is whole

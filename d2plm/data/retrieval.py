@@ -7,6 +7,7 @@ in their alignments to the protein, which needs no further search.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -209,7 +210,7 @@ def open_reference(
     Raises:
         DataError: the reference cannot be read, or `folder` cannot be written.
     """
-    path = Path(reference).expanduser()
+    path = Path(os.path.expanduser(reference))
     if is_prepared(path):
         return open_prepared(path).splits["train"]
     if (path / MANIFEST).is_file():

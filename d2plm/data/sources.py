@@ -419,10 +419,10 @@ def _huggingface_files(path: Path) -> list[Path]:
         return [path]
     try:
         if (path / "dataset_dict.json").is_file():
-            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
             return [file for split in splits for file in _huggingface_files(path / split)]
         if (path / "state.json").is_file():
-            state = json.loads((path / "state.json").read_text())
+            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             if state.get("_indices_data_files") or state.get("_indices_files"):
                 raise DataError(
                     f"{path}: rows were selected without being written; call flatten_indices() "

@@ -61,7 +61,7 @@ def judge(evaluation: dict[str, Any]) -> Finding:
     difference, interval, outcome = against(evaluation, best)
     ours, theirs = evaluation["model"]["perplexity"], baselines[best]["perplexity"]
     standing = {"better": "Better", "worse": "Worse", "undecided": "Not shown to be better"}
-    if evaluation.get("given_relatives") is not None:
+    if evaluation["given_relatives"] is not None:
         standing = {name: f"Alone: {text.lower()}" for name, text in standing.items()}
     gain, _, over_reference = against(evaluation, terms.reference)
     of_each = f" in a {terms.sequence}" if terms.reference == REFERENCE else ""
@@ -137,7 +137,7 @@ def next_steps(evaluation: dict[str, Any], model_dir: object) -> dict[str, str]:
 
 def given_relatives_sentence(evaluation: dict[str, Any]) -> str:
     """The perplexities given relatives and of the better HMM, with a blank at the end, or ""."""
-    given = evaluation.get("given_relatives")  # missing in those of earlier versions
+    given = evaluation["given_relatives"]
     if given is None:
         return ""
     pairs = [
@@ -145,15 +145,14 @@ def given_relatives_sentence(evaluation: dict[str, Any]) -> str:
         f"profile HMM: {row[best_profile(row)]['perplexity']:.2f})"
         for row in given["below"]
     ]
-    number = given["choice"].get("proteins")
-    of = "held-out proteins" if number is None else f"{number:,} held-out proteins"
-    return f"Given up to {given['choice']['most']} relatives of each of {of}: {', '.join(pairs)}. "
+    most, proteins = given["choice"]["most"], given["choice"]["proteins"]
+    of_each = f"relatives of each of {proteins:,} held-out proteins"
+    return f"Given up to {most} {of_each}: {', '.join(pairs)}. "
 
 
 def best_profile(row: dict[str, Any]) -> str:
     """The baseline with the lower perplexity, of a row of `given_relatives`."""
-    names = [name for name in (PROFILE, ALIGNED) if name in row]  # earlier rows lack one
-    return min(names, key=lambda name: float(row[name]["perplexity"]))
+    return min(PROFILE, ALIGNED, key=lambda name: float(row[name]["perplexity"]))
 
 
 def against(evaluation: dict[str, Any], name: str) -> tuple[float, list[float] | None, Outcome]:

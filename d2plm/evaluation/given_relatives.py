@@ -215,11 +215,10 @@ def _order_matters_by(
 
 def relatives_table(given: Mapping[str, Any]) -> list[str]:
     """The figures as lines of text."""
-    number = given["choice"].get("proteins")  # missing in those of earlier versions
+    number = given["choice"]["proteins"]
     head = f"{'given relatives':26}{'proteins':>9}{'perplexity':>12}  {'95 % interval':^17}"
-    lines = [f"{head}{'best HMM':>10}   difference"]
-    if number is not None:
-        lines.insert(0, f"the bound of {number:,} of the proteins given their relatives")
+    lines = [f"the bound of {number:,} of the proteins given their relatives"]
+    lines.append(f"{head}{'best HMM':>10}   difference")
     for row in given["below"]:
         best = best_profile(row)
         interval = interval_text(row["model"]["perplexity_interval"], "7.3f")

@@ -71,7 +71,7 @@ def plot(
     plot_curve(curve, evaluation, metrics)
     plot_likelihoods(bars, evaluation)
     by_identity = measured_bins(evaluation["by_identity"])
-    given = evaluation.get("given_relatives")  # missing in those of earlier versions
+    given = evaluation["given_relatives"]
     columns = 1 + bool(by_identity) + (given is not None)
     calibration, *more = parts[1].subplots(1, columns, squeeze=False)[0]
     plot_calibration(calibration, evaluation)

@@ -215,7 +215,7 @@ def table(evaluation: dict[str, Any]) -> str:
     )
     if evaluation["by_identity"] is not None:
         lines += ["", *_identity_table(evaluation["by_identity"])]
-    if evaluation.get("given_relatives") is not None:  # missing in those of earlier versions
+    if evaluation["given_relatives"] is not None:
         lines += ["", *relatives_table(evaluation["given_relatives"])]
     if evaluation["quality"] is not None:
         lines += ["", quality_table(evaluation["quality"])]

@@ -276,9 +276,9 @@ def reusable_evaluation(
     except ModelError:
         return None
     same = (
-        evaluation.get("masking_version") == MASKING_VERSION
-        and evaluation.get("settings") == settings
-        and (evaluation.get("digests") or {}).items() >= digests.items()
+        evaluation["masking_version"] == MASKING_VERSION
+        and evaluation["settings"] == settings
+        and evaluation["digests"].items() >= digests.items()
     )
     return evaluation if same else None
 

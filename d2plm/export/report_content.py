@@ -242,7 +242,7 @@ def _settings(
     file = output_dir / CONFIG
     if file.is_file():
         try:
-            composed = redacted_settings(yaml.safe_load(file.read_text()))
+            composed = redacted_settings(yaml.safe_load(file.read_text(encoding="utf-8")))
         except (OSError, AttributeError, yaml.YAMLError) as error:
             raise DataError(f"{file}: is not a configuration ({error}); train again") from error
         found[f"the run's composed configuration ({CONFIG})"] = yaml.safe_dump(

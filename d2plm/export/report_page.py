@@ -77,6 +77,6 @@ def render(content: dict[str, Any]) -> str:
         few=FEW,
         reference=REFERENCE,
         shown=SHOWN,
-        style=(_FOLDER / "page.css").read_text(),
-        script=(_FOLDER / "page.js").read_text(),
+        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
     )

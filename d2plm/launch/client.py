@@ -368,7 +368,7 @@ def is_suspended(kind: JobKind, job: Manifest) -> bool:
 
 def is_configured() -> bool:
     """Whether a kubectl configuration or a pod's service account exists."""
-    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    files = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
     places = [*map(Path, files.split(os.pathsep)), _ACCOUNT / "token"]
     return any(place.is_file() for place in places)
 

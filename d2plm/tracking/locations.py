@@ -1,6 +1,7 @@
 """Locations of models: a folder, the MLflow registry, or the Hugging Face Hub."""
 
 import logging
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ def model_folder(location: object, tracking_uri: str | None = None, *, key: str)
         from d2plm.tracking.registry import download
 
         return download(open_client(tracking_uri), *text.removeprefix(REGISTRY).split("/"))
-    return _from_hub(text) if is_hub_name(text) else Path(text).expanduser()
+    return _from_hub(text) if is_hub_name(text) else Path(os.path.expanduser(text))
 
 
 def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> str:

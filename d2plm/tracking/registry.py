@@ -270,7 +270,8 @@ def _version_description(evaluation: dict[str, Any], export: Path) -> str:
     file = export / CARD
     if not file.is_file():
         return text
-    card = re.sub(r"\A---\n.*?\n---\n", "", file.read_text(), flags=re.DOTALL).strip()
+    card = file.read_text(encoding="utf-8")
+    card = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL).strip()
     return shortened(f"{text}\n\n{card}", MAX_DESCRIPTION, f"the rest is in {CARD} of the model")
 
 

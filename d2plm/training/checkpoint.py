@@ -26,11 +26,11 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.dirfs import DirFileSystem  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from d2plm.core.errors import CheckpointError, first_line
 from d2plm.data.cache import digest_of
-from d2plm.training.checkpoint_metadata import require_plain
+from d2plm.training.checkpoint_metadata import read_metadata
 from d2plm.training.distributed import Process
 from d2plm.training.shards import local, sharded_like
 
@@ -304,7 +304,7 @@ def fitting(location: str) -> Iterator[None]:
 
 def layout(root: Root, name: str) -> Layout:
     """The path, size and dtype of each tensor in a checkpoint."""
-    metadata = _reader(root, name).read_metadata()
+    metadata = _Reader(root, name).read_metadata()
     entries = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
     return [(metadata.planner_data[key], entry) for key, entry in entries.items()]
 
@@ -314,7 +314,7 @@ def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
 
     Each rank reads its own shards, whatever the number of ranks that wrote them.
     """
-    dcp.load(tensors, storage_reader=_reader(root, name), no_dist=True)
+    dcp.load(tensors, storage_reader=_Reader(root, name), no_dist=True)
 
 
 def verify(root: Root, name: str) -> dict[str, Any]:
@@ -402,13 +402,19 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def _reader(root: Root, name: str) -> dcp.FileSystemReader:
-    try:
-        with root.files.open(f"{name}/{METADATA}", "rb") as stream:
-            require_plain(stream)
-    except Exception as error:  # a damaged pickle raises anything
-        raise _not_whole(root, name, error) from error
-    return dcp.FileSystemReader(root.of(name)) if root.is_local else FsspecReader(root.of(name))
+class _Reader(FsspecReader):
+    """Reads a checkpoint whose metadata were checked as they were read."""
+
+    def __init__(self, root: Root, name: str) -> None:
+        super().__init__(root.of(name))
+        try:
+            with root.files.open(f"{name}/{METADATA}", "rb") as stream:
+                self._metadata = read_metadata(stream)
+        except Exception as error:  # a damaged pickle raises anything
+            raise _not_whole(root, name, error) from error
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
 
 
 def _not_whole(root: Root, name: str, error: Exception) -> CheckpointError:

@@ -1,15 +1,18 @@
-"""Checking a checkpoint's metadata before PyTorch unpickles them.
+"""Reading a checkpoint's metadata without running code that a pickle names.
 
 `torch.distributed.checkpoint` stores the locations of tensors in a pickle, which may name any
 function of any package, so anyone who can write a checkpoint could run code where it is resumed.
 Only the types that describe tensors are accepted. Entries that are not tensors are rejected,
-because PyTorch would unpickle their content without a check.
+because PyTorch would unpickle their content without a check. Python 3.11.0 to 3.11.3 pickle an
+Enum's member as `getattr(its class, its name)`, the later ones as `its class(its value)`: both are
+read, the former by `_member`, so that no pickle reaches `getattr` itself.
 """
 
 import pickle
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 TYPES = {
     "torch.distributed.checkpoint.metadata": {
@@ -24,14 +27,30 @@ TYPES = {
 }
 
 
-def require_plain(stream: BinaryIO) -> None:
-    """Raise `pickle.UnpicklingError` if metadata contain more than the locations of tensors."""
-    _Unpickler(stream).load()
+def read_metadata(stream: BinaryIO) -> Metadata:
+    """The metadata in a stream.
+
+    Raises:
+        pickle.UnpicklingError: if they contain more than the locations of tensors.
+    """
+    metadata = _Unpickler(stream).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"its metadata are of the type {type(metadata).__name__}")
+    return metadata
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name in TYPES.get(module, ()) or is_dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"its metadata name {module}.{name}, which is refused")
+
+
+def _member(owner: object, name: str) -> _MEM_FORMAT_ENCODING:
+    """Raises: KeyError, if it has no such member."""
+    if owner is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"its metadata name {name} of {owner!r}, which is refused")
+    return _MEM_FORMAT_ENCODING[name]

@@ -1,12 +1,21 @@
 """Files are written whole or not at all."""
 
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from d2plm.core.errors import DataError
-from d2plm.core.files import written_beside
+from d2plm.core.files import write_text, written_beside
+
+
+@pytest.fixture
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
 
 
 def test_a_file_appears_when_the_block_succeeds(tmp_path: Path) -> None:
@@ -40,6 +49,20 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, leftover: bool) -> None
         raise ValueError("no")
     assert file.read_text() == "before"
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077], indirect=True)
+def test_the_umask_says_who_may_read_what_a_library_made_private(
+    umask: int, tmp_path: Path
+) -> None:
+    with written_beside(tmp_path / "model") as partial:
+        (partial / "inside").mkdir(parents=True)
+        for file in (partial / "weights", partial / "inside" / "weights"):
+            file.touch(0o600)
+    write_text(tmp_path / "secret", "", mode=0o600)
+    modes = [file.stat().st_mode & 0o777 for file in sorted(tmp_path.rglob("*"))]
+    folder, plain = 0o777 & ~umask, 0o666 & ~umask
+    assert modes == [folder, folder, plain, plain, 0o600]
 
 
 def test_a_file_never_replaces_a_folder(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """The cores that a process may use: affinity and the quotas of control groups."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -85,3 +88,31 @@ def test_threads_soon_sleep_while_they_wait_unless_the_user_says_otherwise(
             os.environ.pop(name, None)
         machine.configure_threads()
         assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    machine.configure_home()
+    assert Path.home() != Path(tempfile.gettempdir())
+    monkeypatch.delenv("HOME")
+    with pytest.raises(RuntimeError, match="home"):
+        Path.home()
+    machine.configure_home()
+    assert Path.home() == Path(tempfile.gettempdir())
+
+
+@pytest.mark.slow
+def test_commands_read_and_write_utf_8_in_a_locale_of_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "prötéins.fasta").write_text(">ä\nMKTAYIAKQR\n", encoding="utf-8")
+    off = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    def d2plm(*words: str) -> str:
+        call = [sys.executable, "-m", "d2plm", *words]
+        done = subprocess.run(call, cwd=tmp_path, env=os.environ | off, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode("utf-8")
+
+    d2plm("ingest", "input='prötéins.fasta'", "output='störe'")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["prötéins.fasta", "störe"]
+    assert "ä" in d2plm("data", "head", "store='störe'")
+    assert "…" in d2plm("ingest", "--help")

@@ -280,8 +280,6 @@ def test_prepared_data_are_reused_and_said_to_be(tmp_path: Path, fake_mmseqs: li
     again = prepare(moved, tmp_path / "out", report=lines.append)
     assert again == first
     assert fake_mmseqs == []
-    origin = SequenceStore(tmp_path / "out" / "raw_lmdb").manifest["provenance"]["from"]
-    assert [*origin["reading"]] == ["format", "sequence_field", "name_field", "on_illegal"]
     assert [line.split(" ")[:2] for line in lines] == [
         ["reusing", f"{tmp_path / 'out' / 'raw_lmdb'}:"],
         ["reusing", "prepared"],
@@ -301,15 +299,6 @@ def test_other_settings_or_another_input_are_not_reused(
     assert len(set(keys)) == 5
     # The first four cluster the same proteins in the same way.
     assert fake_mmseqs.count("cluster") == 2
-
-
-def test_the_key_of_proteins_is_that_of_earlier_versions(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
-    manifest = prepare(_fasta(tmp_path, _proteins(20)), tmp_path / "out")
-    assert manifest["key"] == ("3bddc3dd6a8a9f9a367699d065424ba48ee453c57c8f8d83763a1f7be594557f")
-    settings = {"min_residues", "max_residues", "split", "clustering", "search"}
-    assert {*manifest["settings"]} == settings
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])

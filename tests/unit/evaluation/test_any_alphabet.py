@@ -242,6 +242,7 @@ def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_texts(
             "distinct": 24,
             "clusters": 24,
             "leaking_dropped": 0,
+            "leaking_dropped_partial": 0,
             "train_residues": 500,
             "train_sequences": 18,
         },

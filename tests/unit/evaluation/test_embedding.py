@@ -136,6 +136,8 @@ def test_files_contain_what_the_model_gives_in_the_order_of_the_input(
     assert (result["proteins"], result["complete"], result["layer"]) == (5, True, 1)
     files = sorted((tmp_path / "out").glob(f"part-*.{form}"))
     assert len(files) > 1
+    readable = (tmp_path / "out" / "manifest.json").stat().st_mode
+    assert {file.stat().st_mode for file in files} == {readable}
     found: list[Any] = []
     for file in files:
         if form == "parquet":

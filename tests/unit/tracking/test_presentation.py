@@ -41,6 +41,7 @@ def evaluation() -> dict[str, Any]:
             }
         },
         "residues": 778370,
+        "given_relatives": None,
     }
 
 

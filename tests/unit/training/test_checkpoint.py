@@ -1,7 +1,9 @@
 """Checkpoints on disk: complete or rejected, never half loaded, never lost to a failing save."""
 
+import copyreg
 import logging
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 
 from d2plm.core.errors import CheckpointError
 from d2plm.training import checkpoint
@@ -265,23 +267,72 @@ class Evil:
         return Path.touch, (self.file,)
 
 
-def hidden(metadata: Any, file: Path) -> None:
-    metadata.planner_data["extra"] = Evil(file)
+class Attribute:
+    """An attribute of an object when it is unpickled."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.of = owner, name
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
+        return getattr, self.of
 
 
-def unchecked(metadata: Any, _: Path) -> None:
-    """PyTorch would unpickle such an entry's content."""
-    metadata.state_dict_metadata["model.b"] = BytesStorageMetadata()
+def metadata_of(folder: Path) -> Any:
+    return pickle.loads((folder / ".metadata").read_bytes())
 
 
-@pytest.mark.parametrize("change", [hidden, unchecked])
-def test_metadata_that_would_run_code_are_rejected(
-    change: Callable[[Any, Path], None], tmp_path: Path
+@pytest.mark.parametrize(
+    "reduced",
+    [lambda member: (getattr, (type(member), member.name)), lambda m: (type(m), (m.value,))],
+    ids=["as Python 3.11.0 to 3.11.3", "as later ones"],
+)
+def test_metadata_are_read_whichever_python_pickled_them(
+    reduced: Callable[[Any], Any], tmp_path: Path
 ) -> None:
+    folder = save(tmp_path, 3, tensors(1.5), {})
+    with (folder / ".metadata").open("rb+") as file:
+        content = pickle.load(file)
+        file.seek(0)
+        pickler = pickle.Pickler(file)
+        pickler.dispatch_table = {**copyreg.dispatch_table, _MEM_FORMAT_ENCODING: reduced}
+        pickler.dump(content)
+        file.truncate()
+    found = tensors(0.0)
+    load(folder, found)
+    assert torch.equal(found["model"]["b"], torch.full((2,), 3.0))
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "a function": Evil,
+    "another class's attribute": lambda _: Attribute(Path, "touch"),
+    "an Enum's attribute that is no member": lambda _: Attribute(_MEM_FORMAT_ENCODING, "mro"),
+    "another Enum's member": lambda _: Attribute(signal.Signals, "SIGKILL"),
+    "a module's attribute": lambda _: Attribute(Attribute(torch.Size, "__init__"), "__globals__"),
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_metadata_that_would_run_code_are_rejected(hostile: str, tmp_path: Path) -> None:
     folder, made = save(tmp_path / "root", 3, tensors(1.0), {}), tmp_path / "made"
-    content = pickle.loads((folder / ".metadata").read_bytes())
-    change(content, made)
+    content = metadata_of(folder)
+    content.planner_data["extra"] = HOSTILE[hostile](made)
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match=r"not a whole checkpoint"):
+        load(folder, tensors(0.0))
+    assert not made.exists()
+
+
+def test_entries_that_pytorch_would_unpickle_are_rejected(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3, tensors(1.0), {})
+    content = metadata_of(folder)
+    content.state_dict_metadata["model.b"] = BytesStorageMetadata()
     (folder / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(CheckpointError, match="which is refused"):
         load(folder, tensors(0.0))
-    assert not made.exists()
+
+
+def test_a_pickle_of_something_else_is_no_metadata(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3, tensors(1.0), {})
+    (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+    with pytest.raises(CheckpointError, match="of the type dict"):
+        load(folder, tensors(0.0))
