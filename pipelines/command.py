@@ -8,13 +8,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
-from d2plm.keys import check_paths
 
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
-from d2plm.config import Config, compose_arguments
+from d2plm.config import as_yaml, check_paths, compose_arguments, flat, plain
 from d2plm.core.errors import ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
+from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.registry import module_words
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
@@ -95,14 +96,15 @@ def main(words: list[str]) -> int:
         config, arguments = compose_arguments("pipeline", request.overrides)
         request = replace(request, overrides=arguments.overrides)
         if action == "run" and not arguments.show_only:
-            check_paths("pipeline", config.flat(), ("data.input", "data.tokenizer", "init_from"))
+            check_paths("pipeline", config, ("data.input", "data.tokenizer", "init_from"))
         trackers = config.tracking.trackers
         require("mlflow" in trackers, "tracking.trackers", trackers, "a list that includes mlflow")
         if arguments.show_only:
-            result(config.as_yaml().rstrip())
-            document = config.values
+            result(as_yaml(config).rstrip())
+            document = plain(config)
         else:
-            _require_installed()
+            if action != "run":
+                _require_installed()
             act = {"run": _run, "compile": _compile, "submit": _submit}[action]
             document = act(config, request)
     if JSON in output_modes():
@@ -119,12 +121,13 @@ def parse(action: str, words: list[str]) -> Request:
     request = Request([], {}, {})
     for word in words:
         key, equals, value = word.partition("=")
-        of_cfg = word == "job" and request.overrides[-1:] == ["--cfg"]
+        before = request.overrides[-1:]
+        of_option = before == ["--module"] or (word == "job" and before == ["--cfg"])
         if equals and key in OPTIONS[action]:
             request.options[key] = value
         elif equals and key in CLUSTER:
             request.cluster[key] = value
-        elif key == "--cfg" or (equals and not word.startswith("-")) or of_cfg:
+        elif key in ("--cfg", "--module") or (equals and not word.startswith("-")) or of_option:
             request.overrides.append(word)
         else:
             near = did_you_mean(key.lstrip("-"), [*OPTIONS[action], *CLUSTER])
@@ -135,7 +138,7 @@ def parse(action: str, words: list[str]) -> Request:
     return request
 
 
-def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
+def cluster_arguments(config: PipelineSettings, request: Request) -> dict[str, Any]:
     """Build the pipeline's arguments for a run in a cluster; other parameters keep their defaults.
 
     Raises:
@@ -157,26 +160,26 @@ def cluster_arguments(config: Config, request: Request) -> dict[str, Any]:
 
 
 def _require_installed() -> None:
-    """Raise `ConfigError` if a package of the extra `demo` is missing."""
+    """Raise `ConfigError` if a package of the extra `pipelines` is missing."""
     try:
-        for name in ("kfp.dsl", "kfp.kubernetes", "psutil"):
+        for name in ("kfp.dsl", "kfp.kubernetes"):
             import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"d2plm pipeline: {error.name or error} is not installed: pip install 'd2plm[demo]'"
+            f"d2plm pipeline: {error.name or error} is not installed: "
+            "pip install 'd2plm[pipelines]'"
         ) from None
 
 
-def _run(config: Config, request: Request) -> dict[str, Any]:
+def _run(config: PipelineSettings, _: Request) -> dict[str, Any]:
     data_input = config.data.input
     require(bool(data_input), "data.input", data_input, "a FASTA file or a raw store")
-    from pipelines.run_here import run_locally
+    from pipelines.local import run_locally
 
-    places = {"work_dir": config.work_dir, "input": data_input}
-    return run_locally(config, _parameters(config, request) | places)
+    return run_locally(config)
 
 
-def _compile(config: Config, request: Request) -> dict[str, Any]:
+def _compile(config: PipelineSettings, request: Request) -> dict[str, Any]:
     from pipelines.submit import compile_pipeline
 
     output = Path(request.options.get("output", "pipeline.yaml"))
@@ -185,7 +188,7 @@ def _compile(config: Config, request: Request) -> dict[str, Any]:
     return {"output": output}
 
 
-def _submit(config: Config, request: Request) -> dict[str, Any]:
+def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
     wait, cron = request.options.get("wait", "false"), request.options.get("cron")
     require(wait in ("true", "false"), "wait", wait, "true or false")
     require(wait == "false" or cron is None, "wait", wait, "false with cron, which never ends")
@@ -222,7 +225,7 @@ def _cancel(words: list[str]) -> dict[str, Any]:
     return {"run": run_id, "url": server.run_url(run_id)}
 
 
-def _parameters(config: Config, request: Request) -> dict[str, Any]:
+def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
     """The pipeline's parameters that the command line sets; other settings go into `overrides`.
 
     A number that is malformed or 0 also goes into `overrides`, where the configuration rejects it:
@@ -246,13 +249,13 @@ def _parameters(config: Config, request: Request) -> dict[str, Any]:
         if name in NUMBERS:
             arguments[name] = int(value)
         elif name is not None and "." in key:
-            section, _, setting = key.partition(".")
-            arguments[name] = str(config[section][setting])
+            arguments[name] = str(flat(config)[key])
         elif name is not None:
             arguments[name] = value
         elif key != "work_dir":
             rest.append(word)
-    return {**arguments, "overrides": shlex.join(rest)}
+    modules = [word for word in module_words() if word != "--module"]
+    return {**arguments, "overrides": shlex.join(rest), "modules": shlex.join(modules)}
 
 
 def _read(key: str, value: str) -> Any:

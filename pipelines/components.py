@@ -25,6 +25,7 @@ def configure(
     work_dir: str,
     claim: str,
     overrides: str,
+    modules: str,
     paradigm: str,
     experiment: str,
     model: str,

@@ -1,6 +1,6 @@
 """The definition of the pipeline: prepare → train → evaluate → register → generate.
 
-`run_here.py` executes it on this machine, `submit.py` compiles it for a cluster. The settings of
+`local.py` runs the same steps on this machine, `submit.py` compiles it for a cluster. The settings of
 its pods are in `pod_settings.py`.
 """
 
@@ -30,6 +30,7 @@ def pipeline(
     work_dir: str = f"{WORKSPACE}/demo",
     registered_model: str = "",
     overrides: str = "",
+    modules: str = "",
     launcher: str = "auto",
     nodes: int = 0,
     gpus: int = 0,
@@ -62,6 +63,8 @@ def pipeline(
         registered_model: Name in the MLflow registry. Empty: d2plm- and the paradigm's name.
         overrides: Further settings as key=value, separated by spaces, such as
             optimizer.learning_rate=1e-3 data.max_length=512.
+        modules: Modules of your own in the images that register paradigms, callbacks, …, separated
+            by spaces.
         launcher: Where training runs: pytorchjob, trainjob, local (in the step's own small pod) or
             auto, which uses the kind of job that the cluster supports.
         nodes: Number of pods that train together. 0: the launcher's default, 1.
@@ -87,7 +90,12 @@ def pipeline(
     finished = components.finish(run_id=run_id, work_dir=work_dir)
     with dsl.ExitHandler(finished, name="steps"):
         configured = components.configure(
-            run_id=run_id, work_dir=work_dir, claim=claim, overrides=overrides, **settings
+            run_id=run_id,
+            work_dir=work_dir,
+            claim=claim,
+            overrides=overrides,
+            modules=modules,
+            **settings,
         )
         config = configured.output
         prepared = components.prepare(config=config)

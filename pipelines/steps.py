@@ -6,18 +6,20 @@ image that prepares the data has no torch.
 """
 
 import logging
-import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from d2plm.config import Config, compose, quoted, read
+from d2plm.config import compose, quoted, read, save
 from d2plm.core.errors import D2PLMError
 from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
+from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.registry import load_modules, module_words
 
 # Pipeline parameter → configuration key; keys without a dot are groups.
 PARAMETERS = {
@@ -38,8 +40,6 @@ PARAMETERS = {
 }
 IMAGE = Path("/opt/d2plm")  # folder of the examples in the images
 WORKSPACE = "/workspace"  # mount path of the shared volume in the steps and the training pods
-# Names the pipe whose content `d2plm pipeline run` writes to its terminal.
-OUTPUT_VARIABLE = "D2PLM_STEP_OUTPUT"
 CANCELLED = ("CANCELED", "CANCELLED")  # KFP's states of a cancelled run
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def step(name: str) -> Iterator[None]:
     # KFP's own handler would repeat each message.
     handlers[:] = [known for known in handlers if type(known) is not logging.StreamHandler]
     # On SIGTERM, training processes are ended in order, so that they save a checkpoint.
-    with _terminal(), unwound_by_sigterm():
+    with unwound_by_sigterm():
         configure_logging()
         done(f"\n── {name} ──")
         try:
@@ -66,7 +66,12 @@ def step(name: str) -> Iterator[None]:
 
 @step("configure")
 def configure(
-    run_id: str, work_dir: str, claim: str, overrides: str, **parameters: str | float
+    run_id: str,
+    work_dir: str,
+    claim: str,
+    overrides: str,
+    modules: str = "",
+    **parameters: str | float,
 ) -> str:
     """Compose the run's configuration and write it to the work folder; returns the file's path.
 
@@ -75,15 +80,9 @@ def configure(
         work_dir: folder of the run's outputs.
         claim: PersistentVolumeClaim that the training pods mount at `WORKSPACE`.
         overrides: further settings as key=value, separated by spaces.
+        modules: modules to import first, separated by spaces; see `--module`.
         parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
-    from d2plm.assembly.preparation import (
-        build_vocabulary,
-        require_fitting_relatives,
-        require_fitting_window,
-    )
-    from d2plm.assembly.tracked_run import PIPELINE_RUN, with_tags
-
     words = []
     for name, value in parameters.items():
         key = PARAMETERS[name]
@@ -93,20 +92,34 @@ def configure(
             value = quoted(value)
         if value:
             words.append(f"{key}={value}")
-    # Reset to null first, because Hydra would add the claim to the default one.
-    words += [f"work_dir={quoted(work_dir)}", "launcher.claims=null"]
-    words += [f"launcher.claims={{{claim}: {WORKSPACE}}}", *shlex.split(overrides)]
-    file, config = config_file(run_id, work_dir), compose("pipeline", words)
+    words += [f"work_dir={quoted(work_dir)}", f"launcher.claims={{{claim}: {WORKSPACE}}}"]
+    words += shlex.split(overrides)
+    load_modules(shlex.split(modules))
+    return str(save_configuration(compose("pipeline", words), run_id))
+
+
+def save_configuration(config: PipelineSettings, run_id: str) -> Path:
+    """Check the configuration of a run and write it to the work folder; returns the file."""
+    from d2plm.assembly.preparation import (
+        build_vocabulary,
+        require_fitting_relatives,
+        require_fitting_window,
+    )
+    from d2plm.assembly.tracked_run import PIPELINE_RUN, with_tags
+
     require_fitting_relatives(config)
     require_fitting_window(config)
     if config.data.tokenizer is None:  # a tokenizer's file may exist only on the pods' volume
-        build_vocabulary(config.data, "data")
+        build_vocabulary(config.data)
     relatives = config.generation.relatives
     if relatives is not None and not Path(relatives).exists() and (IMAGE / relatives).exists():
-        config.generation.relatives = str(IMAGE / relatives)  # pods run in another folder
-    with_tags(config, **{PIPELINE_RUN: run_id}).save(file)
+        # Pods run in another folder.
+        generation = replace(config.generation, relatives=str(IMAGE / relatives))
+        config = replace(config, generation=generation)
+    file = config_file(run_id, config.work_dir)
+    save(with_tags(config, **{PIPELINE_RUN: run_id}), file)
     done(f"wrote {file}")
-    return str(file)
+    return file
 
 
 def config_file(run_id: str, work_dir: str) -> Path:
@@ -118,7 +131,7 @@ def config_file(run_id: str, work_dir: str) -> Path:
 def prepare(config: str) -> str:
     from d2plm.commands.prepare import run
 
-    return str(run(read(Path(config), [], own=True))["digests"]["train"])
+    return str(run(read("pipeline", Path(config)))["digests"]["train"])
 
 
 @step("train")
@@ -127,13 +140,13 @@ def train(config: str) -> str:
     from d2plm.assembly.training_job import launch_step, where_to_train
 
     file = Path(config)
-    settings = read(file, [], own=True)
+    settings: PipelineSettings = read("pipeline", file)
     kind = where_to_train(settings)
     if kind == "local":
-        train_locally(file, settings.distributed.processes)
+        train_locally(file, settings.distributed.processes, module_words())
     else:
         launch_step(settings, kind, file)
-    return str(settings["model_dir"])
+    return str(settings.model_dir)
 
 
 @step("evaluate")
@@ -147,7 +160,7 @@ def evaluate(config: str) -> float:
 def register(config: str) -> str:
     from d2plm.commands.register import run
 
-    return run(read(Path(config), [], own=True)).version
+    return run(read("pipeline", Path(config))).version
 
 
 @step("generate")
@@ -162,10 +175,10 @@ def generate(config: str) -> str:
     from d2plm.tracking.locations import open_export
 
     settings = _read_for_this_pod(config)
-    trainer = settings["trainer"]
-    exported = open_export(settings["model_dir"], trainer["device"])
-    output = Path(settings["output_dir"]) / output_name(exported.vocabulary)
-    generate(exported, settings["generation"], output, trainer["precision"])
+    trainer = settings.trainer
+    exported = open_export(settings.model_dir, trainer.device)
+    output = Path(settings.output_dir) / output_name(exported.vocabulary)
+    generate(exported, settings.generation, output, trainer.precision)
     try:
         report_on_proteins(settings, exported)
     except D2PLMError as error:
@@ -191,7 +204,7 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
     with step("finish"):
         from d2plm.assembly.training_job import end_step
 
-        config = read(file, [], own=True)
+        config = read("pipeline", file)
         for end in (
             partial(end_step, config, file),
             partial(_end_tracking, config, state, message),
@@ -202,7 +215,7 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
                 log.warning("cannot end what the steps have left running: %s", error)
 
 
-def _end_tracking(config: Config, state: str, message: str) -> None:
+def _end_tracking(config: PipelineSettings, state: str, message: str) -> None:
     from d2plm.tracking.mlflow_run import end_left_running
 
     if "mlflow" not in config.tracking.trackers:
@@ -214,33 +227,38 @@ def _end_tracking(config: Config, state: str, message: str) -> None:
         done(f"the tracking run {tracked} is marked {status}")
 
 
-def _read_for_this_pod(config: str) -> Config:
+def _read_for_this_pod(config: str) -> PipelineSettings:
     """Read the configuration; sets trainer.device=cpu if this pod, unlike training, has no GPU."""
     import torch
 
-    settings = read(Path(config), [], own=True)
+    settings: PipelineSettings = read("pipeline", Path(config))
     if settings.trainer.device != "cuda" or torch.cuda.is_available():
         return settings
     log.warning("trainer.device=cuda: this step has no GPU (evaluate_gpus) and runs on the CPU")
-    return read(Path(config), ["trainer.device=cpu", "trainer.precision=auto"], own=True)
+    trainer = replace(settings.trainer, device="cpu", precision="auto")
+    return replace(settings, trainer=trainer)
 
 
-@contextmanager
-def _terminal() -> Iterator[None]:
-    """Write to the terminal of `d2plm pipeline run` if it has started the step.
+# The steps after `configure`, in order; each takes the path of the configuration.
+STEPS: dict[str, Callable[[str], object]] = {
+    "prepare": prepare,
+    "train": train,
+    "evaluate": evaluate,
+    "register": register,
+    "generate": generate,
+}
 
-    Otherwise KFP's runner would mix the standard output of a step with its own messages.
-    """
-    if OUTPUT_VARIABLE not in os.environ:
-        yield
-        return
-    streams = {stream: os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)}
-    output = os.open(os.environ[OUTPUT_VARIABLE], os.O_WRONLY)
-    for stream in streams:
-        os.dup2(output, stream.fileno())
+
+def main(words: list[str]) -> int:
+    """Run one step in this process: `python -m pipelines.steps NAME CONFIGURATION`."""
+    name, config, *options = words
+    load_modules([word for word in options if word != "--module"])
     try:
-        yield
-    finally:
-        for stream, before in streams.items():
-            stream.flush()
-            os.dup2(before, stream.fileno())
+        STEPS[name](config)
+    except D2PLMError as error:  # the step has printed it
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -157,7 +157,7 @@ def run(
 ) -> int:
     """Run a program as `child` does; returns its exit code, as a shell would."""
     with child(command, environment, **options) as process:
-        return _exit_code(process.wait())
+        return exit_code(process.wait())
 
 
 def run_program(command: Sequence[str], folder: Path, log: Path) -> int:
@@ -177,7 +177,8 @@ def run_program(command: Sequence[str], folder: Path, log: Path) -> int:
         )
 
 
-def _exit_code(code: int) -> int:
+def exit_code(code: int) -> int:
+    """The exit code of a process as a shell reports it: 128 + n for death by signal n."""
     return SIGNAL_BASE - code if code < 0 else code
 
 
@@ -270,6 +271,6 @@ def _steps(job: Job, environment: Mapping[str, str]) -> Generator[None, None, No
             if process.returncode:
                 raise LaunchError(
                     f"{job.name}: {' '.join(command)} ended with "
-                    f"{described(_exit_code(process.returncode))} ({last_lines(job.log)}); see its "
+                    f"{described(exit_code(process.returncode))} ({last_lines(job.log)}); see its "
                     f"output in {job.log}; the same command continues where it stopped"
                 )

@@ -1,0 +1,147 @@
+"""Running the pipeline on this machine: its steps in order, each in a process of its own.
+
+What the steps write is shown on the terminal and kept in `pipeline.log` in the work folder.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from d2plm.core.errors import LaunchError
+from d2plm.core.locks import locked
+from d2plm.core.processes import child, described, exit_code
+from d2plm.core.terminal import JSON, output_in, output_modes, result
+from d2plm.evaluation.findings import next_steps, read_evaluation
+from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.registry import module_words
+from pipelines import steps
+
+LOG = "pipeline.log"
+GENERATED = ("generated.fasta", "generated.jsonl")  # of sequences or of texts
+LATEST = ("config.yaml", "manifest.json", "evaluation.json", "model", "report.html", *GENERATED)
+SHOWN = 2  # number of proteins or texts in the summary
+
+logger = logging.getLogger(__name__)
+
+
+def run_locally(config: PipelineSettings) -> dict[str, Any]:
+    """Run every step; returns the run's folders, its evaluation and its duration in seconds.
+
+    There are no retries: they are for temporary failures in a cluster, whereas here a step fails
+    because of a problem that the user has to fix.
+
+    Raises:
+        LaunchError: if a step fails; its message has been printed.
+    """
+    work_dir, began = Path(config.work_dir), time.monotonic()
+    busy = f"another pipeline is running in {work_dir}"
+    run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    try:
+        with (
+            locked(work_dir / ".pipeline.lock", busy, waiting=logger.warning),
+            (work_dir / LOG).open("w", buffering=1, encoding="utf-8") as log,
+            output_in(output_modes() - {JSON}),  # the steps print text; only our result is JSON
+        ):
+            file = steps.save_configuration(config, run_id)
+            for name in steps.STEPS:
+                _run_step(name, file, log, run_id, work_dir)
+            link_latest(config)
+    except OSError as error:
+        raise LaunchError(
+            f"{work_dir}: cannot be written ({error.strerror or error}); free space or choose "
+            "another work_dir; the same command then continues"
+        ) from error
+    evaluation = read_evaluation(Path(config.output_dir))
+    assert evaluation is not None, "the evaluate step writes it"
+    seconds = time.monotonic() - began
+    result(summary(config, evaluation, seconds))
+    folders = {key: getattr(config, key) for key in ("work_dir", "output_dir", "model_dir")}
+    return {**folders, "evaluation": evaluation, "seconds": round(seconds, 1)}
+
+
+def step_command(name: str, file: Path) -> list[str]:
+    """The command of one step, for `steps.main`."""
+    return [sys.executable, "-m", "pipelines.steps", name, str(file), *module_words()]
+
+
+def _run_step(name: str, file: Path, log: TextIO, run_id: str, work_dir: Path) -> None:
+    pipe, merged = subprocess.PIPE, subprocess.STDOUT
+    with child(step_command(name, file), stdout=pipe, stderr=merged) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            _show(line.decode(errors="replace"), log)
+        code = exit_code(process.wait())
+    if code:
+        reason = f"the step {name} ended with {described(code)}"
+        steps.finish(run_id, str(work_dir), "FAILED", reason)
+        raise LaunchError(
+            f"the pipeline failed: {reason} (its message is above; everything is in "
+            f"{work_dir / LOG})"
+        )
+
+
+def _show(line: str, log: TextIO) -> None:
+    """Write a line to the log and the terminal; a full disk or a lost terminal stops no step."""
+    for stream in (log, sys.stdout):
+        with suppress(OSError, ValueError):
+            stream.write(line)
+            stream.flush()
+
+
+def link_latest(config: PipelineSettings) -> None:
+    """Link this run's outputs into the work folder; each paradigm has its own output folder."""
+    work_dir, output_dir = Path(config.work_dir), Path(config.output_dir)
+    targets = {name: output_dir / name for name in LATEST}
+    targets["manifest.json"] = Path(config.data.prepared_dir) / "manifest.json"
+    for name, target in targets.items():
+        link = work_dir / name
+        if link.is_symlink():
+            link.unlink()
+        if target.exists() and not link.exists():
+            link.symlink_to(os.path.relpath(target, work_dir))
+
+
+def summary(config: PipelineSettings, evaluation: dict[str, Any], seconds: float) -> str:
+    """Summary of the run's results, and where to find more."""
+    from d2plm.evaluation.summary import table
+    from d2plm.export.designs import DESIGNS
+
+    output_dir, work_dir = Path(config.output_dir), Path(config.work_dir)
+    bounds, *_ = table(evaluation).split("\n\n")  # the evaluation step has printed the rest
+    generated = next(file for name in GENERATED if (file := output_dir / name).is_file())
+    described = " ".join(
+        name for name in (generated.name, DESIGNS) if (output_dir / name).is_file()
+    )
+    paradigm = config.paradigm.name
+    ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
+    steps = next_steps(evaluation, f"{work_dir}/model").items()
+    following = "\n           ".join(f"{what}: {how}" for what, how in steps)
+    return f"""
+── result: {paradigm.replace("_", " ")} ──
+{bounds}
+
+{first_records(generated)}
+
+finished in {seconds / 60:.1f} minutes
+report     {output_dir / "report.html"}: open it in a browser
+files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
+           {described} model/ (the export) checkpoints/; linked from {work_dir}
+MLflow UI  {ui} --backend-store-uri '{config.tracking.uri}'
+registry   models:/{config.tracking.registered_model}@champion
+next       {following}
+cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""
+
+
+def first_records(file: Path) -> str:
+    """The first records of a FASTA file or of JSON lines, and the number of the others."""
+    between = "\n>" if file.suffix == ".fasta" else "\n"
+    first, *others = file.read_text(encoding="utf-8").rstrip().split(between)
+    text = between.join([first, *others[: SHOWN - 1]])
+    more = len(others) + 1 - SHOWN
+    return f"{text}\n… and {more:,} more in {file}" if more > 0 else text
