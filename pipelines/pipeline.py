@@ -1,7 +1,7 @@
 """The definition of the pipeline: prepare → train → evaluate → register → generate.
 
-`local.py` runs the same steps on this machine, `submit.py` compiles it for a cluster. The settings of
-its pods are in `pod_settings.py`.
+`local.py` runs the same steps on this machine, `submit.py` compiles it for a cluster. The settings
+of its pods are in `pod_settings.py`.
 """
 
 from kfp import dsl

@@ -1,1 +1,0 @@
-from d2plm.core.processes import handled as handled  # of pipelines.run_here alone
