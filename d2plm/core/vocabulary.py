@@ -228,7 +228,7 @@ class Letters(Vocabulary):
         shown = "".join(token if len(token) == 1 else "?" for token in self.tokens)
         self._shown = np.frombuffer(shown.encode(), dtype=np.uint8).copy()
         self._shown[self.mask] = ord(GAP)
-        self._hidden = [i for i, t in enumerate(self.tokens) if len(t) > 1 and i != self.mask]
+        self._is_shown = np.array([len(t) == 1 or t == "<mask>" for t in self.tokens])
 
     @property
     def read_stop(self) -> int:
@@ -264,10 +264,7 @@ class Letters(Vocabulary):
         )
 
     def decode(self, tokens: Tokens) -> str:
-        kept = tokens[tokens >= FIRST]
-        if self._hidden[FIRST:]:
-            kept = kept[~np.isin(kept, self._hidden[FIRST:])]
-        return self._shown[kept].tobytes().decode()
+        return self._shown[tokens[self._is_shown[tokens]]].tobytes().decode()
 
     def raw(self, text: str) -> bytes:
         return text.encode("latin-1", "replace")  # one byte a letter, also of illegal ones

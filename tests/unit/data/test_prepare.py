@@ -158,7 +158,7 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any, Any]) 
 def test_only_results_and_the_log_are_left(planted: tuple[Path, Any, Any]) -> None:
     folder = planted[0]
     assert sorted(p.name for p in (folder / "out").iterdir()) == [
-        *("manifest.json", "mmseqs.log", "raw_lmdb", "cache"),
+        *("cache", "manifest.json", "mmseqs.log", "raw_lmdb"),
         *("train_lmdb", "validation_lmdb"),
     ]
     assert [p.name[:9] for p in (folder / "out" / "cache").iterdir()] == ["clusters-"]
@@ -335,7 +335,7 @@ def test_a_run_that_was_killed_is_done_again(
     assert not (out / "manifest.json").exists()
     prepare(fasta, out)
     assert {p.name for p in out.iterdir()} - {"mmseqs.log"} == {
-        *("manifest.json", "raw_lmdb", "cache", "train_lmdb", "validation_lmdb")
+        *("cache", "manifest.json", "raw_lmdb", "train_lmdb", "validation_lmdb")
     }
 
 
