@@ -103,8 +103,7 @@ mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/demo/mlflow.db --host 127.0.0.1
 
 serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=; docs/serving.md)
-	PATH="$(abspath $(BIN)):$$PATH" MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db \
-		mlflow models serve -m models:/d2plm-$(PARADIGM)@champion --env-manager local --port 8080
+	MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db $(BIN)/d2plm serve models:/d2plm-$(PARADIGM)@champion
 
 results: $(STAMP) ## Run both demos and update the figures and pictures of README.md and docs/demo.md (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright

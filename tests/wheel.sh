@@ -6,7 +6,7 @@ programs=$(cd "$1" && pwd)
 work=$(mktemp -d)
 server=
 end() {
-    test -z "$server" || kill -- "-$server" 2>/dev/null || true
+    test -z "$server" || kill "$server" 2>/dev/null || true
     rm -rf "$work"
 }
 trap end EXIT
@@ -36,10 +36,8 @@ d2plm embed model_dir=$model input=new.fasta output=embeddings
 test -f embeddings/part-00000.parquet
 
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-set -m # a process group of its own
-mlflow models serve -m models:/d2plm-diffusion@champion --env-manager local --port "$port" > server.log 2>&1 &
+d2plm serve models:/d2plm-diffusion@champion port="$port" > server.log 2>&1 &
 server=$!
-set +m
 for _ in $(seq 180); do
     curl --silent --fail --output /dev/null "http://127.0.0.1:$port/ping" && break
     kill -0 "$server" 2>/dev/null || break

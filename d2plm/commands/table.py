@@ -150,6 +150,12 @@ COMMANDS = {
         first_key="input",
         reads=("model_dir", "input"),
     ),
+    "serve": Command(
+        "serve a model over HTTP: score, generate and fill in proteins on request",
+        "d2plm serve model_dir=models:/d2plm-diffusion@champion port=8080",
+        first_key="model_dir",
+        reads=("model_dir",),
+    ),
     "relatives": Command(
         "find relatives of proteins in a reference collection, for d2plm score relatives=FILE",
         "d2plm relatives input=proteins.fasta reference=reference.fasta.gz output=relatives.tsv",

@@ -329,6 +329,21 @@ class RelativesSettings(RetrievalSettings, Resources):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeSettings(Settings):
+    """d2plm serve."""
+
+    model_dir: str = key(help=f"{MODEL}, which is resolved once", path="model")
+    host: str = key("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
+    port: int = key(8080, "port; 0: any free port", low=0, high=65535)
+    timeout: float = key(60, "seconds for one request, including the wait for others", above=0)
+    max_residues: int = key(
+        65536, "residues contained in or requested by one request, and of its relatives", low=1
+    )
+    device: Device = key("auto", "device; auto: CUDA if there is a GPU")
+    tracking_uri: str | None = key(None, REGISTRY)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplaySettings(Settings):
     """d2plm replay."""
 
@@ -442,6 +457,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "report": ReportSettings,
     "scaling": ScalingSettings,
     "score": ScoreSettings,
+    "serve": ServeSettings,
     "train": TrainSettings,
 }
 

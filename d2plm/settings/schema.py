@@ -75,7 +75,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            _require_fits(one, getattr(self, one.name))
+            if "help" in one.metadata:  # made by `key`; a subclass may have others
+                _require_fits(one, getattr(self, one.name))
 
 
 def _require_fits(one: Field[Any], value: object) -> None:

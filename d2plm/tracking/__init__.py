@@ -1,1 +1,1 @@
-"""Experiment tracking, the MLflow model registry and model serving."""
+"""Experiment tracking and the MLflow model registry."""

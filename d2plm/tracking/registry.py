@@ -17,14 +17,15 @@ from d2plm.core.errors import ModelError, TrackingError
 from d2plm.core.files import files_digest, nearest_path
 from d2plm.core.number_text import difference_text
 from d2plm.evaluation.findings import EVALUATION, judge
+from d2plm.evaluation.scoring import BITS_PER_BYTE
 from d2plm.evaluation.summary import paired_difference
 from d2plm.evaluation.terms import terms_of
 from d2plm.export.exported_model import read_provenance
 from d2plm.export.model_evaluation import load_scores
 from d2plm.model import lora
+from d2plm.serving import service
 from d2plm.tracking.description import shortened
 from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
-from d2plm.tracking.serving import DESIGNS, INPUTS, SCORES, SETTINGS, Value
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,12 +39,20 @@ NO_SUCH_ALIAS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 DESCRIPTION = (
     "A protein language model of D2PLM that scores, generates and fills in proteins. The alias "
     "`champion` is the version with the best bound on held-out proteins, `candidate` the latest. "
-    "`mlflow models serve --env-manager local -m models:/{name}@champion` serves it."
+    "`d2plm serve model_dir=models:/{name}@champion` serves it."
 )
 DIGEST_TAG = "export_digest"
 MAX_DESCRIPTION = 5000  # characters of a version's description in MLflow's databases
 EVALUATED = ("evaluation/", "given_relatives/", "versus/")  # metrics that belong to the model
-MODEL_CODE = Path(__file__).with_name("served_model.py")
+MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
+# Columns of the registered model, all optional, with MLflow's names of their types. A length is a
+# double because a column of integers cannot have gaps.
+INPUTS = {"sequence": "string", "length": "double"}
+SCORES = {
+    **dict.fromkeys(("residues", "bases", "codons", "bytes", "tokens"), "long"),
+    **dict.fromkeys(("nats", "nats_low", "nats_high", "perplexity", BITS_PER_BYTE), "double"),
+}
+DESIGNS = {"row": "long", "sequence": "string", "length": "long", "settings": "string"}
 
 
 @dataclass(frozen=True)
@@ -243,24 +252,27 @@ def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
 
 
 def _signature() -> "ModelSignature":
-    """Columns and parameters of the served model; see `serving`."""
+    """Columns and parameters of the registered model; see `serving.service`."""
     from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+    from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+    from pydantic import TypeAdapter
 
-    of = {bool: DataType.boolean, int: DataType.long, float: DataType.double, str: DataType.string}
+    def columns(types: dict[str, str]) -> Schema:
+        return Schema([ColSpec(kind, name, required=False) for name, kind in types.items()])
 
-    def columns(kinds: dict[str, type]) -> Schema:
-        return Schema([ColSpec(of[kind], name, required=False) for name, kind in kinds.items()])
+    def parameter(name: str, schema: dict[str, Any]) -> ParamSpec:
+        kind = schema.get("anyOf", [schema])[0]["type"]  # the other one of two is null
+        kind, shape = ("string", (-1,)) if kind == "array" else (kind, None)
+        kind = {"integer": "long", "number": "double"}.get(kind, kind)
+        return ParamSpec(name, kind, service.DEFAULTS[name], shape)
 
-    def parameter(name: str, kind: type, default: Value) -> ParamSpec:
-        if kind is list:
-            return ParamSpec(name, DataType.string, default, shape=(-1,))
-        return ParamSpec(name, of[kind], default)
-
+    schemas: dict[str, dict[str, Any]] = {}
+    for task in (service.Infilling, service.Generating, service.Scoring):
+        schemas |= TypeAdapter(task).json_schema()["properties"]
     return ModelSignature(
         inputs=columns(INPUTS),
         outputs=columns(SCORES | DESIGNS),
-        params=ParamSchema([parameter(name, s.kind, s.default) for name, s in SETTINGS.items()]),
+        params=ParamSchema([parameter(*one) for one in schemas.items()]),
     )
 
 

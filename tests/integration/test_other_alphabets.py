@@ -20,7 +20,7 @@ from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import PROTEIN, open_vocabulary
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import open_rival
-from d2plm.tracking.serving import Service
+from d2plm.serving.service import Service, parse_request
 from tests.commands import python_m
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
@@ -143,11 +143,11 @@ def uses_the_export(folder: Path, tmp_path: Path) -> None:
     logits = masked(input_ids=ids).logits
     assert logits.shape == (1, len(tokens) + 2, vocabulary.size)
     assert torch.isfinite(logits).all()
-    served = Service(load_export(folder)).answer(pd.DataFrame({"sequence": [text]}), {"seed": 0})
-    assert served[f"{vocabulary.nouns.token}s"].tolist() == [len(tokens)]
+    request = parse_request(json.dumps({"inputs": {"sequence": [text]}}).encode())
+    (served,) = Service(load_export(folder)).answer(request)
+    assert served[f"{vocabulary.nouns.token}s"] == len(tokens)
     if vocabulary.is_text:
-        bits = served["nats"][0] / (math.log(2) * len(text))
-        assert served["bits_per_byte"].tolist() == [pytest.approx(bits)]
+        assert served["bits_per_byte"] == pytest.approx(served["nats"] / (math.log(2) * len(text)))
     source, scores = tmp_path / "given", tmp_path / "scores.csv"
     source.write_text(text if vocabulary.is_text else f">a\n{text}\n")
     templates = tmp_path / "templates"

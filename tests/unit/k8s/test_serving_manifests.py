@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mlflow.models.cli import serve
 
 from d2plm import __version__
-from d2plm.tracking.served_model import LIMIT
+from d2plm.config import compose
 from tests.manifests import (
     K8S,
     Manifest,
@@ -103,17 +102,15 @@ def test_both_ways_run_the_same_server(pods: list[Manifest]) -> None:
     assert container["image"] == f"d2plm-trainer:{__version__}"
 
 
-def test_the_command_is_one_that_mlflow_takes(pods: list[Manifest]) -> None:
+def test_the_command_is_one_that_d2plm_takes(pods: list[Manifest]) -> None:
     spec = pods[0]["spec"]
     (container,) = spec["containers"]
-    assert container["command"][:3] == ["mlflow", "models", "serve"]
-    options = serve.make_context("serve", container["command"][3:]).params
-    assert options["model_uri"] == "models:/d2plm-diffusion@champion"
-    assert options["env_manager"] == "local"
-    assert options["host"] == "0.0.0.0"  # noqa: S104  # the pod's own
-    assert options["port"] == container["ports"][0]["containerPort"]
-    assert options["timeout"] < spec["terminationGracePeriodSeconds"]
-    assert LIMIT in {variable["name"] for variable in container["env"]}
+    assert container["command"][:2] == ["d2plm", "serve"]
+    config = compose("serve", container["command"][2:])
+    assert config["model_dir"] == "models:/d2plm-diffusion@champion"
+    assert config["host"] == "0.0.0.0"  # noqa: S104  # the pod's own
+    assert config["port"] == container["ports"][0]["containerPort"]
+    assert config["timeout"] < spec["terminationGracePeriodSeconds"]
     (tmp,) = container["volumeMounts"]
     assert tmp["mountPath"] == "/tmp"  # noqa: S108  # the pod's own
 

@@ -1,6 +1,6 @@
 """Fixtures: a local MLflow store, made once, and a folder for a run's outputs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,18 +27,6 @@ def client(store: str, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
     monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
     mlflow.set_tracking_uri(store)
     return MlflowClient(tracking_uri=store)
-
-
-@pytest.fixture(scope="module")
-def mlflow_s_own_server_afterwards() -> Iterator[None]:
-    """What the request guard changes in MLflow's server is changed back after a module."""
-    from mlflow.pyfunc import scoring_server
-
-    from d2plm.tracking import request_guard
-
-    before = {name: getattr(scoring_server, name) for name in request_guard.HOOKS}
-    yield
-    vars(scoring_server).update(before)
 
 
 @pytest.fixture

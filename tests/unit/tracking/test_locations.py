@@ -23,9 +23,9 @@ from d2plm.model.dit import DiT
 from d2plm.model.lora import add_lora
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.tracking.locations import model_folder, open_model, pinned
+from d2plm.tracking.pyfunc_model import PyfuncModel
 from d2plm.tracking.registry import download, export_digest, register
 from d2plm.tracking.runs import tracking_run
-from d2plm.tracking.served_model import ServedModel
 from tests.unit.tracking.test_registry import whole
 
 CONTENT = AbsorbingDiffusion(), LengthHistogram.of(np.array([5, 9]), 126)
@@ -79,7 +79,7 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
     shutil.rmtree(tmp_path / "adapter")
 
     found = open_model("models:/adapter@champion", key="model_dir")
-    served = ServedModel()
+    served = PyfuncModel()
     served.load_context(SimpleNamespace(artifacts={"export": str(found.folder)}))
     of_base = DiT(base.config)
     of_base.load_state_dict(base.state_dict())

@@ -139,7 +139,10 @@ def test_a_store_that_fails_makes_no_champion(
         assert registered.is_champion
         version = client.get_model_version("m", registered.version)
         assert version.description.startswith("Better than the best baseline, 5-gram: ")
-        assert "mlflow models serve" in client.get_registered_model("m").description
+        assert (
+            "d2plm serve model_dir=models:/m@champion"
+            in client.get_registered_model("m").description
+        )
         again = register(client, run_id, first, "m", export_digest(first))
         assert again.version == registered.version
         assert "already the champion" in again.reason

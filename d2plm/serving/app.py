@@ -1,0 +1,103 @@
+"""The HTTP service: MLflow's protocol (`/invocations`, `/ping`, `/health`, `/version`) in FastAPI.
+
+One request is computed at a time, in a thread; the others wait, as bytes, without blocking pings.
+Bodies are read by hand instead of as parameters of the endpoint, because FastAPI reads bodies of
+any size and parses them in the event loop.
+"""
+
+import time
+from typing import Any
+
+from anyio import CapacityLimiter, fail_after, to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from d2plm import __version__
+from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.serving.service import Service, parse_request
+
+JSON = "application/json"
+CONTENT_TYPES = (JSON, f"{JSON};charset=utf-8")
+BYTES_PER_RESIDUE, MIN_BYTES = 16, 2**20  # limits on a request's body
+# MLflow's codes; every other status has that of a bad request.
+CODES = {400: "INVALID_PARAMETER_VALUE", 500: "INTERNAL_ERROR", 504: "DEADLINE_EXCEEDED"}
+MAX_MESSAGE = 500  # characters, since a message may quote the request
+
+
+def application(service: Service, timeout: float) -> FastAPI:
+    """Make the application that answers requests with `service`.
+
+    Args:
+        service: its limit on residues also limits the bytes of a request.
+        timeout: seconds for a request, including the wait for others.
+    """
+    app = FastAPI(title="D2PLM", version=__version__, openapi_url=None)
+    max_bytes = max(BYTES_PER_RESIDUE * service.max_residues, MIN_BYTES)
+    turn = CapacityLimiter(1)
+
+    @app.get("/ping")
+    @app.get("/health")
+    async def ping() -> None:
+        """Answer as soon as the model is loaded."""
+
+    @app.get("/version")
+    async def version() -> str:
+        return __version__
+
+    @app.post("/invocations")
+    async def invocations(request: Request) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+
+        def require_time_left() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+        def answer() -> list[dict[str, Any]]:
+            return service.answer(parse_request(body), require_time_left)
+
+        with fail_after(timeout):
+            body = await _read(request, max_bytes)
+            return {"predictions": await to_thread.run_sync(answer, limiter=turn)}
+
+    late = (
+        f"not finished within {timeout:g} seconds, including the wait for other requests; "
+        "request fewer residues or steps at a time"
+    )
+    bug = "this is a bug in D2PLM; the server's log has the details"
+
+    @app.exception_handler(HTTPException)
+    async def refuse(_: Request, error: HTTPException) -> JSONResponse:
+        return _refusal(error.status_code, error.detail)
+
+    for kind, status, message in (
+        (ConfigError, 400, None),
+        (DataError, 400, None),
+        (ModelError, 500, None),
+        (ClientDisconnect, 400, "the request ended early"),
+        (TimeoutError, 504, late),
+        (Exception, 500, bug),
+    ):
+        app.add_exception_handler(
+            kind, lambda _, error, s=status, m=message: _refusal(s, m or str(error))
+        )
+    return app
+
+
+async def _read(request: Request, max_bytes: int) -> bytearray:
+    """Read the body of a request, of which at most `max_bytes` + 1 are kept."""
+    if request.headers.get("content-type", "").replace(" ", "").lower() not in CONTENT_TYPES:
+        raise HTTPException(415, f"Content-Type: must be {JSON}, in UTF-8")
+    body = bytearray()
+    async for chunk in request.stream():  # to the end, because clients send all before reading
+        body += chunk[: max_bytes + 1 - len(body)]
+    if len(body) > max_bytes:
+        message = f"the request is longer than {max_bytes:,} bytes; send fewer rows"
+        raise HTTPException(413, message)
+    return body
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    shown = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …"
+    return JSONResponse({"error_code": CODES.get(status, "BAD_REQUEST"), "message": shown}, status)

@@ -1,0 +1,133 @@
+"""Requests with relatives: the same results as in Python, within the service's limits."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from d2plm import load_model
+from d2plm.api import SequenceModel
+from d2plm.export.exported_model import load_export, save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.serving.service import Service
+from tests.unit.serving import conftest
+
+FAMILY = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
+PROTEINS = ["MKTAYIAKQRLI", "GSHMLVAGG"]
+Ask = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
+    """An export that takes relatives, and 126 residues; training proteins have 40 or 50."""
+    path, lengths = tmp_path_factory.mktemp("served"), LengthHistogram.of(np.array([40, 50]), 126)
+    return save_export(path / "model", tiny_dit(relatives_dim=8), MaskFlowMatching(), lengths, {})
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> SequenceModel:
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def ask(folder: Path) -> Iterator[Ask]:
+    """(columns, **params) → (status, document)."""
+    with conftest.asking(Service(load_export(folder), 65536)) as ask:
+        yield lambda columns, **params: ask({"inputs": columns, "params": params})
+
+
+def rows_of(answer: tuple[int, dict[str, Any]], column: str) -> list[Any]:
+    status, document = answer
+    assert status == 200, document
+    return [row[column] for row in document["predictions"]]
+
+
+def test_scores_given_relatives_are_those_of_the_library(ask: Ask, library: SequenceModel) -> None:
+    given = rows_of(ask({"sequence": PROTEINS}, relatives=FAMILY, max_relatives=2), "nats")
+    expected = library.score(PROTEINS, relatives=FAMILY, max_relatives=2)
+    assert given == pytest.approx([one.nats for one in expected], rel=1e-6)
+    alone = rows_of(ask({"sequence": PROTEINS}), "nats")
+    assert alone == pytest.approx([one.nats for one in library.score(PROTEINS)], rel=1e-6)
+    assert all(one != pytest.approx(other) for one, other in zip(given, alone, strict=True))
+    assert rows_of(ask({"sequence": PROTEINS}, relatives=[]), "nats") == alone
+
+
+def test_new_members_are_those_of_the_library_and_of_the_relatives_lengths(
+    ask: Ask, library: SequenceModel
+) -> None:
+    settings = {"steps": 4, "seed": 3, "relatives": FAMILY, "max_relatives": 3}
+    answer = ask({"length": [None]}, task="generate", number=6, **settings)
+    found = rows_of(answer, "sequence")
+    assert found == library.generate(6, **settings)
+    assert {len(text) for text in found} <= {len(text) for text in FAMILY}
+    assert all(text.endswith("relatives=5 max_relatives=3") for text in rows_of(answer, "settings"))
+
+
+def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: SequenceModel) -> None:
+    template, settings = "MKT____KQR__", {"steps": 4, "seed": 1, "relatives": FAMILY}
+    answer = ask({"sequence": [template]}, task="infill", number=3, **settings)
+    assert rows_of(answer, "sequence") == library.infill(template, 3, **settings)
+    assert rows_of(answer, "sequence") != library.infill(template, 3, steps=4, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"relatives": "MKT"}, "params.relatives='MKT': Input should be a valid"),
+        ({"relatives": None}, "params.relatives=None: Input should be a valid"),
+        ({"relatives": {"0": "MKT"}}, "params.relatives={'0': 'MKT'}: Input should be a valid"),
+        ({"relatives": ["MKT", None]}, "params.relatives.1=None: Input should be a valid string"),
+        ({"relatives": [["MKT"]]}, "params.relatives.0=['MKT']: Input should be a valid string"),
+        ({"relatives": ["MKT", 7]}, "params.relatives.1=7: Input should be a valid string"),
+        ({"relatives": ["MKT", "MJT"]}, "relative 1: the sequence holds 'J'"),
+        ({"relatives": ["MKT", "MK\0"]}, r"relative 1: the sequence holds '\x00'"),
+        ({"relatives": ["MKT", ""]}, "relative 1: the sequence is empty"),
+        ({"relatives": ["XX"]}, "there are no relatives: give at least one protein"),
+        ({"relatives": ["MKT"] * 257}, "params.relatives=['MKT', 'MKT', "),
+        ({"relatives": [""] * 250_000}, "params.relatives=['', '', "),
+        ({"relatives": ["M" * 65_537]}, "at least 65,537 residues; this server accepts 65,536"),
+        (
+            {"relatives": ["M" * 40_000] * 2},
+            "relatives: the request has or generates at least 80,0",
+        ),
+        ({"relatives": FAMILY, "max_relatives": 0}, "params.max_relatives=0: "),
+        ({"relatives": FAMILY, "max_relatives": 17}, "params.max_relatives=17: "),
+        ({"relatives": FAMILY, "max_relatives": "8"}, "params.max_relatives='8': "),
+        ({"max_relatives": 3}, "max_relatives=3: must be omitted without relatives"),
+        ({"relative": FAMILY}, "params.relative: has no place in this request (did you mean 'rel"),
+    ],
+)
+def test_relatives_that_cannot_be_taken_are_rejected_in_a_short_answer(
+    ask: Ask, params: dict[str, Any], reason: str
+) -> None:
+    status, document = ask({"sequence": ["MKT"]}, **params)
+    assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+    assert reason in document["message"]
+    assert len(document["message"]) < 600
+
+
+def test_long_relatives_are_cut_as_by_the_library(ask: Ask, library: SequenceModel) -> None:
+    long = (FAMILY[0] * 200)[:3000]
+    found = rows_of(ask({"sequence": PROTEINS}, relatives=[long]), "nats")
+    expected = library.score(PROTEINS, relatives=[long[:2048]])
+    assert found == pytest.approx([one.nats for one in expected], rel=1e-6)
+
+
+def test_a_model_that_takes_none_rejects_them_without_a_word_of_the_server(
+    service: Service, tmp_path: Path
+) -> None:
+    with conftest.asking(service) as ask:
+        status, document = ask({"inputs": {"sequence": ["MKT"]}, "params": {"relatives": FAMILY}})
+    assert status == 400
+    assert document["message"] == "relatives: not supported by this model; omit them"
+
+
+def test_the_limit_on_residues_is_that_of_the_server(folder: Path) -> None:
+    with conftest.asking(Service(load_export(folder), 30)) as ask:
+        status, document = ask({"inputs": {"sequence": ["MKT"]}, "params": {"relatives": FAMILY}})
+    assert status == 400
+    assert "relatives: the request has" in document["message"]
+    assert "this server accepts 30 per request" in document["message"]
