@@ -29,7 +29,7 @@ from d2plm.core.locks import locked
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.data.homology import ClusterSettings, Resources, SearchSettings, mmseqs_in, writing
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
-from d2plm.data.joined_clusters import merged, pairs_of_pieces, window_of
+from d2plm.data.joined_clusters import records_of, window_of, with_equal
 from d2plm.data.leaks import find_leaking
 from d2plm.data.likeness import Finder, TextSettings, likeness_of
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared, read_manifest
@@ -37,7 +37,13 @@ from d2plm.data.retrieval import find_relatives
 from d2plm.data.sources import Reading
 from d2plm.data.split import Mask, SplitSettings, cluster_count, hold_out
 from d2plm.data.stages import Stages, digest_of
-from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, clusters_of
+from d2plm.data.store import (
+    BLOCK_SEQUENCES,
+    MAX_RESIDUES,
+    SequenceStore,
+    array_digest,
+    clusters_of,
+)
 from d2plm.data.store_writer import SequenceStoreWriter
 
 FORMAT_VERSION = 3
@@ -114,8 +120,11 @@ def prepare(
             return open_prepared(output_dir).manifest
         with _timed(seconds, "ingest"):
             raw = _raw_store(inputs, output_dir, vocabulary, window, reading, report, progress)
-        if window_of(raw) is not None:
+        raw_digests, records = dict(raw.manifest["digests"]), records_of(raw)
+        if records is not None:
             others["window"] = window_of(raw)
+            # Numbers of records depend on the order of the input, unlike which pieces they have.
+            raw_digests["pieces"] = array_digest(records)
         settings = {
             "min_residues": min_residues,
             "max_residues": max_residues,
@@ -128,7 +137,7 @@ def prepare(
             settings["relatives"] = of_relatives
         origin = {
             "format_version": FORMAT_VERSION,
-            "raw_digests": raw.manifest["digests"],
+            "raw_digests": raw_digests,
             "settings": settings,
             **others,
             f"{likeness.program}_version": likeness.version,
@@ -144,9 +153,9 @@ def prepare(
                 made_of = [FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues]
                 made_of += [likeness.version, likeness.clustering, *others.values()]
                 clusters = stages.array(
-                    "clusters", made_of, lambda: _cluster(finder, raw, selected)
+                    "clusters", made_of, lambda: _cluster(finder, raw, selected, records)
                 )
-            held_out = hold_out(raw, selected, clusters, split, likeness.thresholds[0])
+            held_out = hold_out(raw, selected, clusters, split, likeness.thresholds[0], records)
             with _timed(seconds, "search"):
                 leaking, searches = find_leaking(
                     raw,
@@ -258,12 +267,14 @@ def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | No
     return selected
 
 
-def _cluster(finder: Finder, raw: SequenceStore, selected: Mask) -> NDArray[np.int32]:
+def _cluster(
+    finder: Finder, raw: SequenceStore, selected: Mask, records: NDArray[np.int32] | None
+) -> NDArray[np.int32]:
     """int32 [N]: the first member of each sequence's cluster; -1 for those left out."""
     indices = np.flatnonzero(selected).astype(np.int32)
     clusters = np.full(len(selected), -1, dtype=np.int32)
     clusters[indices] = indices[finder.clusters(raw, selected)]
-    return merged(clusters, pairs_of_pieces(raw))
+    return clusters if records is None else with_equal(clusters, records)
 
 
 def _write_splits(

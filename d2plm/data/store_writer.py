@@ -20,7 +20,11 @@ from d2plm.data import store
 
 _COMMIT_BYTES = 1 << 20
 _FIRST_MAP_BYTES = 64 << 20
-_ARRAYS = {store.LENGTHS: np.dtype("<i4"), store.OFFSETS: np.dtype("<u4")}
+_ARRAYS = {
+    store.LENGTHS: np.dtype("<i4"),
+    store.OFFSETS: np.dtype("<u4"),
+    store.PIECES: store.PIECE,
+}
 
 
 class SequenceStoreWriter:
@@ -56,6 +60,7 @@ class SequenceStoreWriter:
         self.provenance = dict(provenance or {})
         self.vocabulary = vocabulary
         self._clusters: NDArray[np.int32] | None = None
+        self._has_pieces = False
         self._digest, self._names_digest = hashlib.sha256(), hashlib.sha256()
         self._names: list[bytes] = []
         self._values: list[Any] = []
@@ -90,14 +95,29 @@ class SequenceStoreWriter:
             except lmdb.Error as error:
                 raise OSError(str(error)) from error
 
-    def extend(self, names: Sequence[bytes], sequences: Sequence[Any]) -> None:
+    def extend(
+        self,
+        names: Sequence[bytes],
+        sequences: Sequence[Any],
+        records: Sequence[bytes] | None = None,
+    ) -> None:
         """Add sequences.
 
         Args:
             names: of each.
             sequences: the tokens of each as a buffer of bytes: little-endian integers of the
                 vocabulary's dtype.
+            records: int64 as bytes, the records of which each is a piece; None if none was cut.
         """
+        if records is not None:
+            first = self._count + len(self._names)
+            numbers = np.frombuffer(b"".join(records), np.int64)
+            pieces = np.empty(len(numbers), store.PIECE)
+            counts = [len(own) // numbers.itemsize for own in records]
+            pieces["sequence"] = np.repeat(np.arange(first, first + len(names)), counts)
+            pieces["record"] = numbers
+            self._arrays[store.PIECES].write(pieces.tobytes())
+            self._has_pieces = True
         taken = 0
         while taken < len(names):
             until = taken + store.BLOCK_SEQUENCES - len(self._names)
@@ -180,7 +200,14 @@ class SequenceStoreWriter:
         digests = {"sequences": self._digest.hexdigest(), "names": self._names_digest.hexdigest()}
         for name, file in self._arrays.items():
             file.close()
-            np.save(self._partial / name, np.memmap(self.scratch / name, _ARRAYS[name], "r"))
+            if name == store.PIECES and not self._has_pieces:
+                continue
+            dtype, is_empty = _ARRAYS[name], not (self.scratch / name).stat().st_size
+            # An empty file cannot be mapped.
+            values = np.empty(0, dtype) if is_empty else np.memmap(self.scratch / name, dtype, "r")
+            np.save(self._partial / name, values)
+            if name == store.PIECES:
+                digests["pieces"] = store.array_digest(values)
         if self._clusters is not None:
             np.save(self._partial / store.CLUSTERS, self._clusters)
             digests["clusters"] = store.array_digest(self._clusters)
