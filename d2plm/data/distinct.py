@@ -69,12 +69,12 @@ class DistinctSorter:
         tokens: Tokens,
         starts: NDArray[np.int64],
         lengths: NDArray[np.int64],
-        records: list[bytes] | None = None,
+        records: list[bytes],
     ) -> None:
         """Add n sequences, parts of `tokens` [M] from `starts` [n] on of `lengths` [n].
 
         Args:
-            records: of `Records`; None if all are whole.
+            records: as of `Records`.
 
         Raises:
             OSError: a temporary file cannot be written.
@@ -90,7 +90,7 @@ class DistinctSorter:
         self._digests += [sha256(sequence).digest() for sequence in sequences]
         self._sequences += sequences
         self._names += names
-        self._records += [b""] * len(names) if records is None else records
+        self._records += records
         self._bytes += int(lengths.sum()) + sum(map(len, names)) + _RECORD_BYTES * len(names)
         if self._bytes >= _BUFFER_BYTES:
             self._spill()

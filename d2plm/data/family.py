@@ -126,8 +126,8 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
     """
     start, path = b"", shipped(path)
     if path.is_file():  # an input that can be read only once is FASTA
-        with open_input(path) as source:
-            start = source.content.peek(64)[:64].removeprefix(BOM_UTF8).lstrip()
+        with open_input(path) as file:
+            start = file.content.peek(64)[:64].removeprefix(BOM_UTF8).lstrip()
     if not start or start.startswith(b">"):
         family = read_family(path, most)
         return [family] * len(names)

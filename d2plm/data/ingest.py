@@ -86,7 +86,7 @@ def ingest(
             names, starts, lengths = records.names, found.starts[kept], found.lengths[kept]
             if len(kept) < len(names):
                 names = [names[i] for i in kept.tolist()]
-            owners = None
+            owners = [b""] * len(names)
             if window is not None:
                 first = None if records.part is None else last_piece * (records.part > 0) + 1
                 numbers = records_read - bool(records.part) + kept
@@ -102,8 +102,7 @@ def ingest(
         written = 0
         for distinct in sorter.sorted():
             duplicates += distinct.duplicates
-            owners = None if window is None else distinct.records
-            writer.extend(distinct.names, distinct.sequences, owners)
+            writer.extend(distinct.names, distinct.sequences, distinct.records)
             written += len(distinct.names) + distinct.duplicates
             share = written / max(pieces, 1)
             progress(0.7 + 0.3 * share, f"{records_read:,} sequences, sorting")

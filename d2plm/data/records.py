@@ -47,7 +47,7 @@ def readable(name: bytes) -> bytes:
 
 
 def places_by_name(names: Iterable[str], source: str | Path) -> dict[str, int]:
-    """Each name → its place among the records of `source`, for a table that refers to them.
+    """Each name → its place among the records of `source`, for what refers to them by name.
 
     Raises:
         DataError: two records have the same name.
@@ -58,7 +58,7 @@ def places_by_name(names: Iterable[str], source: str | Path) -> dict[str, int]:
         if first != place:
             raise DataError(
                 f"{source}: records {first + 1:,} and {place + 1:,} are both named {name!r}, "
-                "and a table refers to records by name; rename one"
+                "so the name does not say which is meant; rename one"
             )
     return places
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError, require_choice, require_number
 from d2plm.data.ingest import source_digest
-from d2plm.data.records import ALIAS_SEPARATOR, PIECE_SEPARATOR
+from d2plm.data.records import ALIAS_SEPARATOR, PIECE_SEPARATOR, readable
 from d2plm.data.store import SequenceStore
 
 SEARCH_DIRECTIONS = ("both", "from_held_out", "from_training")
@@ -253,4 +253,5 @@ def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[l
 
 def _identifiers(name: bytes) -> list[bytes]:
     aliases = [alias.partition(PIECE_SEPARATOR)[0] for alias in name.split(ALIAS_SEPARATOR)]
+    aliases += readable(name).split(ALIAS_SEPARATOR)  # pieces by the names that people see
     return aliases + [alias.split(b"|")[1] for alias in aliases if alias.count(b"|") == 2]

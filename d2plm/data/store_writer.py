@@ -60,7 +60,6 @@ class SequenceStoreWriter:
         self.provenance = dict(provenance or {})
         self.vocabulary = vocabulary
         self._clusters: NDArray[np.int32] | None = None
-        self._has_pieces = False
         self._digest, self._names_digest = hashlib.sha256(), hashlib.sha256()
         self._names: list[bytes] = []
         self._values: list[Any] = []
@@ -99,7 +98,7 @@ class SequenceStoreWriter:
         self,
         names: Sequence[bytes],
         sequences: Sequence[Any],
-        records: Sequence[bytes] | None = None,
+        records: Sequence[bytes] = (),
     ) -> None:
         """Add sequences.
 
@@ -107,17 +106,16 @@ class SequenceStoreWriter:
             names: of each.
             sequences: the tokens of each as a buffer of bytes: little-endian integers of the
                 vocabulary's dtype.
-            records: int64 as bytes, the records of which each is a piece; None if none was cut.
+            records: int64 as bytes, the records of which each is a piece; none if none was cut.
         """
-        if records is not None:
-            first = self._count + len(self._names)
+        if any(records):
             numbers = np.frombuffer(b"".join(records), np.int64)
-            pieces = np.empty(len(numbers), store.PIECE)
             counts = [len(own) // numbers.itemsize for own in records]
-            pieces["sequence"] = np.repeat(np.arange(first, first + len(names)), counts)
+            pieces = np.empty(len(numbers), store.PIECE)
             pieces["record"] = numbers
+            pieces["sequence"] = np.repeat(np.arange(len(records)), counts)
+            pieces["sequence"] += self._count + len(self._names)
             self._arrays[store.PIECES].write(pieces.tobytes())
-            self._has_pieces = True
         taken = 0
         while taken < len(names):
             until = taken + store.BLOCK_SEQUENCES - len(self._names)
@@ -200,14 +198,13 @@ class SequenceStoreWriter:
         digests = {"sequences": self._digest.hexdigest(), "names": self._names_digest.hexdigest()}
         for name, file in self._arrays.items():
             file.close()
-            if name == store.PIECES and not self._has_pieces:
-                continue
-            dtype, is_empty = _ARRAYS[name], not (self.scratch / name).stat().st_size
-            # An empty file cannot be mapped.
-            values = np.empty(0, dtype) if is_empty else np.memmap(self.scratch / name, dtype, "r")
-            np.save(self._partial / name, values)
-            if name == store.PIECES:
-                digests["pieces"] = store.array_digest(values)
+            raw, dtype = self.scratch / name, _ARRAYS[name]
+            if name != store.PIECES or "window" in self.provenance:  # an empty file is not mapped
+                values = np.memmap(raw, dtype, "r") if raw.stat().st_size else np.empty(0, dtype)
+                np.save(self._partial / name, values)
+        if "window" in self.provenance:
+            pieces = store.mapped_array(self._partial / store.PIECES, store.PIECE)
+            digests["pieces"] = store.array_digest(pieces)
         if self._clusters is not None:
             np.save(self._partial / store.CLUSTERS, self._clusters)
             digests["clusters"] = store.array_digest(self._clusters)

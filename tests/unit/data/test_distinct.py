@@ -17,7 +17,8 @@ Record = tuple[bytes, str]
 
 
 def _add(sorter: DistinctSorter, names: list[bytes], found: Tokenised, kept: list[int]) -> None:
-    sorter.add(names, found.tokens, found.starts[kept], found.lengths[kept])
+    whole = [b""] * len(names)
+    sorter.add(names, found.tokens, found.starts[kept], found.lengths[kept], whole)
 
 
 def _sort(

@@ -48,8 +48,8 @@ def _store(path: Path, records: list[list[int]], **provenance: int) -> SequenceS
     """A store of sequences that are pieces of these records; one of none is a whole record."""
     with SequenceStoreWriter(path, "raw", provenance) as writer:
         for number, own in enumerate(records):
-            owners = np.array(own, np.int64).tobytes() if provenance else b""
-            writer.extend([b"a/1"], [bytes([4 + number]) * 3], [owners] if provenance else None)
+            owners = np.array(own, np.int64).tobytes()
+            writer.extend([b"a/1"], [bytes([4 + number]) * 3], [owners])
     return SequenceStore(path)
 
 
