@@ -139,8 +139,11 @@ def _read(file: Path) -> Records:
     with open(file, "rb") as content:
         while content.peek(1):
             part = Records(*pickle.load(content))  # noqa: S301  # written above
-            for column, more in zip(columns, part, strict=True):
-                column.extend(more)
+            columns.digests.extend(part.digests)
+            columns.sequences.extend(part.sequences)
+            columns.names.extend(part.names)
+            columns.copies.extend(part.copies)
+            columns.records.extend(part.records)
             unmerged += sum(map(len, part.sequences))
             if unmerged >= _BUFFER_BYTES:
                 columns, unmerged = _merged(columns), 0
