@@ -16,6 +16,7 @@ from d2plm.data.compressed import open_input
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.data.fasta_export import require_form
+from d2plm.data.records import places_by_name
 from d2plm.evaluation.new_members import header, headline, members_table, write_members
 from d2plm.export.designs import FASTA, TEXTS
 from d2plm.export.exported_model import ExportedModel
@@ -156,7 +157,9 @@ def _designs(
             value = getattr(settings, key)
             require(value == unset, f"generation.{key}", value, wanted)
         path, designs = Path(settings.templates), []
-        for name, text in _read_templates(path, vocabulary):
+        templates = [*_read_templates(path, vocabulary)]
+        places_by_name((name for name, _ in templates), path)  # designs are named after them
+        for name, text in templates:
             template = parse_template(text, name, vocabulary)
             what, remedy = f"{path}: template {name}", "shorten it around the gaps"
             exported.require_short_enough(what, template, remedy)

@@ -4,7 +4,6 @@ Results are cached in `cache_dir` by proteins, reference and settings.
 """
 
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from d2plm.core.files import require_other_output
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, first_few
 from d2plm.data.fasta import read_fasta
+from d2plm.data.records import places_by_name
 from d2plm.data.relatives_table import write_relatives
 from d2plm.data.retrieval import retrieve_relatives
 from d2plm.settings.commands import RelativesSettings
@@ -33,8 +33,7 @@ def run(config: RelativesSettings) -> dict[str, Any]:
     retrieval = part(RetrievalSettings, config)
     proteins = [*read_fasta(Path(str(source)))]
     names = [record.name for record in proteins]
-    if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{source}: two records have the name {repeated[0]!r}; rename one")
+    places_by_name(names, source)  # so that the table can be read
     with Progress("reading the reference", 100, unit="%") as progress:
         found = retrieve_relatives(
             [record.tokens for record in proteins],

@@ -6,7 +6,7 @@ in chunks, so that memory does not grow with the file. A table of variants is ke
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -68,14 +68,14 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     evaluation, path = config.evaluation, Path(str(config.input))
     records = partial(read_sequences, path, vocabulary, config.window)
     once = list(records()) if is_stream(path) else None  # a pipe can be read only once
-    families, tokens = _families(config, exported), 0
-    number, alone = 0, []  # number of proteins; names of those without relatives
+    families = _families(config, exported, (record.name for record in once or records()))
+    tokens, number, alone = 0, 0, []  # number of proteins; names of those without relatives
     remedy = CUT_IT if config.relatives is None else "remove or shorten it"
     for record in once or records():
         exported.require_short_enough(f"record {record.name!r}", record.tokens, remedy, DataError)
         residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation.masks_per_sequence + residues)
-        family = None if families is None else families(record.name)
+        family = None if families is None else families[number]
         if family is not None and not family.has_others(record.tokens):
             alone.append(record.name)
         if family is not None and family.gives_away(record.tokens):
@@ -88,7 +88,7 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         settings = _settings(config, exported, progress)
         for chunk in of_size(once or records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
-            own = None if families is None else [families(name) for name in names]
+            own = None if families is None else families[written : written + len(chunk)]
             draws = scoring.bound_draws(
                 model,
                 paradigm,
@@ -134,11 +134,12 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     measured, proteins = table.measured(), list(read_fasta(Path(source)))
     rows_of = table.rows_by_protein(proteins, source)
     variants = table.place(proteins, rows_of, config.mutation_offset)
-    tokens, families, alone = 0, _families(config, exported), list[str]()
+    families = _families(config, exported, (protein.name for protein in proteins))
+    tokens, alone = 0, list[str]()
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
-        family = None if families is None else families(name)
+        family = None if families is None else families[protein]
         passes = 1 if family is None else 1 + scoring.effect_draws(family, wild_type)
         tokens += passes * (len(wild_type) + 2) * len(scoring.variants_by_positions(changes))
         if family is not None and not family.has_others(wild_type):
@@ -152,7 +153,7 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         of_any = partial(scoring.mutational_effects, model, paradigm, **settings)
         for protein, rows in rows_of.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
-            changes, family = variants[protein], None if families is None else families(name)
+            changes, family = variants[protein], None if families is None else families[protein]
             of_model = partial(of_any, wild_type, changes, name=name)
             for column, effects in _by_predictor(of_model, wild_type, changes, family).items():
                 scores.setdefault(column, np.zeros(len(table.cells)))[rows] = effects
@@ -187,11 +188,14 @@ def _by_predictor(
     }
 
 
-def _families(config: ScoreSettings, exported: ExportedModel) -> Callable[[str], Family] | None:
+def _families(
+    config: ScoreSettings, exported: ExportedModel, names: Iterable[str]
+) -> list[Family] | None:
     if config.relatives is None:
         return None
     exported.require_taking_relatives("relatives")
-    return read_families(Path(str(config.relatives)), config.max_relatives)
+    path, most = Path(str(config.relatives)), config.max_relatives
+    return read_families(path, most, list(names), str(config.input))
 
 
 def _report_alone(config: ScoreSettings, alone: list[str], number: int) -> None:

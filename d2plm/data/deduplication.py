@@ -32,12 +32,14 @@ class Records(NamedTuple):
         sequences: the tokens of each, as little-endian bytes.
         names: n names; the names of equal sequences are sorted and joined by \\x01.
         copies: number of input sequences equal to each.
+        records: int64 as bytes, the records of which each is a piece; empty for whole records.
     """
 
     digests: list[bytes]
     sequences: list[bytes]
     names: list[bytes]
     copies: list[int]
+    records: list[bytes]
 
     @property
     def duplicates(self) -> int:
@@ -57,6 +59,7 @@ class Deduplicator:
         self._digests: list[bytes] = []
         self._sequences: list[bytes] = []
         self._names: list[bytes] = []
+        self._records: list[bytes] = []
         self._bytes = 0
         self._spilled = False
 
@@ -66,8 +69,12 @@ class Deduplicator:
         tokens: Tokens,
         starts: NDArray[np.int64],
         lengths: NDArray[np.int64],
+        records: list[bytes],
     ) -> None:
         """Add n sequences, parts of `tokens` [M] from `starts` [n] on of `lengths` [n].
+
+        Args:
+            records: as of `Records`.
 
         Raises:
             OSError: a temporary file cannot be written.
@@ -83,6 +90,7 @@ class Deduplicator:
         self._digests += [sha256(sequence).digest() for sequence in sequences]
         self._sequences += sequences
         self._names += names
+        self._records += records
         self._bytes += int(lengths.sum()) + sum(map(len, names)) + _RECORD_BYTES * len(names)
         if self._bytes >= _BUFFER_BYTES:
             self._spill()
@@ -105,7 +113,7 @@ class Deduplicator:
 
     def _buffered(self) -> Records:
         once = [1] * len(self._names)
-        return _merged(Records(self._digests, self._sequences, self._names, once))
+        return _merged(Records(self._digests, self._sequences, self._names, once, self._records))
 
     def _spill(self) -> None:
         """Append the buffered records to the files that their digests belong to."""
@@ -117,7 +125,7 @@ class Deduplicator:
             if merged.digests[chosen]:
                 with open(self._file(number), "ab") as file:
                     pickle.dump([column[chosen] for column in merged], file)
-        for column in (self._digests, self._sequences, self._names):
+        for column in (self._digests, self._sequences, self._names, self._records):
             column.clear()
         self._bytes, self._spilled = 0, True
 
@@ -127,7 +135,7 @@ class Deduplicator:
 
 def _read(file: Path) -> Records:
     """The distinct records in a temporary file, merged whenever a buffer's worth is read."""
-    columns, unmerged = Records([], [], [], []), 0
+    columns, unmerged = Records([], [], [], [], []), 0
     with open(file, "rb") as content:
         while content.peek(1):
             part = Records(*pickle.load(content))  # noqa: S301  # written above
@@ -135,6 +143,7 @@ def _read(file: Path) -> Records:
             columns.sequences.extend(part.sequences)
             columns.names.extend(part.names)
             columns.copies.extend(part.copies)
+            columns.records.extend(part.records)
             unmerged += sum(map(len, part.sequences))
             if unmerged >= _BUFFER_BYTES:
                 columns, unmerged = _merged(columns), 0
@@ -143,7 +152,7 @@ def _read(file: Path) -> Records:
 
 def _merged(columns: Records) -> Records:
     """One of each set of equal sequences, in the order of the digests."""
-    digests, sequences, names, copies = columns
+    digests, sequences, names, copies, records = columns
     keys = np.frombuffer(b"".join(digests), dtype=">u8").reshape(-1, 4)[:, :2].astype(np.uint64)
     order = np.lexsort((keys[:, 1], keys[:, 0]))
     keys = keys[order]
@@ -151,15 +160,19 @@ def _merged(columns: Records) -> Records:
     firsts = np.flatnonzero(is_new)
     places, chosen = order.tolist(), order[firsts].tolist()
     all_names, all_copies = [names[place] for place in chosen], [copies[place] for place in chosen]
+    all_records = [records[place] for place in chosen]
     sizes = np.diff(np.append(firsts, len(order)))
     for group in np.flatnonzero(sizes > 1).tolist():
         members = places[firsts[group] : firsts[group] + sizes[group]]
         equal = {alias for place in members for alias in names[place].split(ALIAS_SEPARATOR)}
         all_names[group] = ALIAS_SEPARATOR.join(sorted(equal))
         all_copies[group] = sum(copies[place] for place in members)
+        owners = np.frombuffer(b"".join(records[place] for place in members), np.int64)
+        all_records[group] = np.unique(owners).tobytes()
     return Records(
         [digests[place] for place in chosen],
         [sequences[place] for place in chosen],
         all_names,
         all_copies,
+        all_records,
     )

@@ -1,7 +1,7 @@
 """A family of proteins, given as relatives to a model that takes them."""
 
 from codecs import BOM_UTF8
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from d2plm.core.files import shipped
 from d2plm.core.vocabulary import is_canonical
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import read_fasta
+from d2plm.data.records import places_by_name
 from d2plm.data.relatives import LONGEST_RELATIVE
 from d2plm.data.relatives_table import read_relatives
 
@@ -110,26 +111,32 @@ class Family:
         return Family([self.members[i] for i in which], self.most, names)
 
 
-def read_families(path: Path, most: int) -> Callable[[str], Family]:
-    """The family of each protein by its name: the same for all from FASTA, its own from a table.
+def read_families(path: Path, most: int, names: Sequence[str], source: str | Path) -> list[Family]:
+    """The family of each protein of `source`: the same for all from FASTA, its own from a table.
 
-    A protein that is not in a table of relatives has a family without members. Arguments are those
-    of `Family.of`.
+    A protein that is not in a table of relatives has a family without members.
+
+    Args:
+        most: as of `Family`.
+        names: of the proteins, by which a table refers to them.
 
     Raises:
-        DataError: the file cannot be read, is neither, or holds no protein.
+        DataError: the file cannot be read, is neither, or holds no protein; or it is a table, and
+            two of the proteins have the same name.
     """
     start, path = b"", shipped(path)
     if path.is_file():  # an input that can be read only once is FASTA
-        with open_input(path) as source:
-            start = source.content.peek(64)[:64].removeprefix(BOM_UTF8).lstrip()
+        with open_input(path) as file:
+            start = file.content.peek(64)[:64].removeprefix(BOM_UTF8).lstrip()
     if not start or start.startswith(b">"):
         family = read_family(path, most)
-        return lambda name: family
-    table, nobody = read_relatives(path).items(), Family([], most)
-    usable = ((name, [one for one in own if is_canonical(one).any()]) for name, own in table)
-    families = {name: Family.of(own, most) for name, own in usable if own}
-    return lambda name: families.get(name, nobody)
+        return [family] * len(names)
+    table, families = read_relatives(path), [Family([], most)] * len(names)
+    for name, place in places_by_name(names, source).items():
+        usable = [one for one in table.get(name, ()) if is_canonical(one).any()]
+        if usable:
+            families[place] = Family.of(usable, most)
+    return families
 
 
 def read_family(path: Path, most: int, longest: int = LONGEST_RELATIVE) -> Family:

@@ -21,7 +21,7 @@ from d2plm.core.errors import DataError, require
 from d2plm.core.files import written_beside
 from d2plm.core.vocabulary import FIRST, Vocabulary
 from d2plm.data.fasta import fasta_text
-from d2plm.data.records import ALIAS_SEPARATOR
+from d2plm.data.records import ALIAS_SEPARATOR, readable
 from d2plm.data.store import Block, SequenceStore
 
 STDOUT = Path("-")
@@ -93,7 +93,7 @@ def _records(store: SequenceStore, block: Block, names: list[bytes]) -> Iterator
         )
     if vocabulary.is_text:
         for name, tokens in zip(names, block, strict=True):
-            aliases = name.decode("utf-8", "replace").split(ALIAS_SEPARATOR.decode())
+            aliases = readable(name).decode("utf-8", "replace").split(ALIAS_SEPARATOR.decode())
             fields = {
                 "name": aliases if len(aliases) > 1 else aliases[0],
                 "text": vocabulary.restore(tokens),
@@ -103,7 +103,7 @@ def _records(store: SequenceStore, block: Block, names: list[bytes]) -> Iterator
         letters, before = vocabulary.decode(block.tokens).encode(), vocabulary.restore(_NONE)
         bounds = block.bounds * (len(letters) // len(block.tokens))
         for name, (start, stop) in zip(names, pairwise(bounds.tolist()), strict=True):
-            yield fasta_text(_one_word(name), before.encode() + letters[start:stop])
+            yield fasta_text(_one_word(readable(name)), before.encode() + letters[start:stop])
 
 
 def _one_word(name: bytes) -> bytes:

@@ -21,7 +21,7 @@ from d2plm.core.files import files_digest
 from d2plm.core.number_text import counted
 from d2plm.core.vocabulary import PROTEIN, Codons, Letters, Tokenised, Vocabulary
 from d2plm.data.deduplication import Deduplicator
-from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, refuse
+from d2plm.data.records import ALIAS_SEPARATOR, PIECE_SEPARATOR, RawRecords, refuse
 from d2plm.data.sources import input_files, read_sources, resolve_inputs
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
@@ -87,11 +87,15 @@ def ingest(
             names, starts, lengths = records.names, found.starts[kept], found.lengths[kept]
             if len(kept) < len(names):
                 names = [names[i] for i in kept.tolist()]
+            owners = [b""] * len(names)
             if window is not None:
                 first = None if records.part is None else last_piece * (records.part > 0) + 1
-                names, starts, lengths = _cut(names, starts, lengths, window, first)
+                numbers = records_read - bool(records.part) + kept
+                names, starts, lengths, owners = _cut(
+                    names, starts, lengths, numbers, window, first
+                )
                 last_piece = (first or 1) + len(names) - 1
-            sorter.add(names, found.tokens, starts, lengths)
+            sorter.add(names, found.tokens, starts, lengths, owners)
             records_read += 0 if records.part else len(records.names)
             pieces += len(names)
             rate = records_read / (time.perf_counter() - began)
@@ -99,7 +103,7 @@ def ingest(
         written = 0
         for distinct in sorter.sorted():
             duplicates += distinct.duplicates
-            writer.extend(distinct.names, distinct.sequences)
+            writer.extend(distinct.names, distinct.sequences, distinct.records)
             written += len(distinct.names) + distinct.duplicates
             share = written / max(pieces, 1)
             progress(0.7 + 0.3 * share, f"{records_read:,} sequences, sorting")
@@ -196,30 +200,33 @@ def _cut(
     names: list[bytes],
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
+    numbers: NDArray[np.int64],
     window: int,
     first: int | None,
-) -> tuple[list[bytes], NDArray[np.int64], NDArray[np.int64]]:
-    """Names, starts and lengths of the pieces of at most `window` tokens, record after record.
+) -> tuple[list[bytes], NDArray[np.int64], NDArray[np.int64], list[bytes]]:
+    """Names, starts, lengths and records of the pieces of at most `window` tokens, in order.
 
     Args:
+        numbers: of the records; as bytes those of pieces, none for a record that is not cut.
         first: number of the first piece of a record in parts; None for whole records, which keep
             their names if they are not cut.
     """
     counts = -(-lengths // window)
     if first is None and counts.max(initial=0) <= 1:
-        return names, starts, lengths
+        return names, starts, lengths, [b""] * len(names)
     owner = np.repeat(np.arange(len(names)), counts)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    cut = [
-        names[own] if first is None and counts[own] == 1 else _piece_name(names[own], piece)
-        for own, piece in zip(owner.tolist(), (number + (first or 1)).tolist(), strict=True)
-    ]
+    cut, records = [], []
+    for own, piece in zip(owner.tolist(), (number + (first or 1)).tolist(), strict=True):
+        whole = first is None and counts[own] == 1
+        cut.append(names[own] if whole else _piece_name(names[own], piece))
+        records.append(b"" if whole else numbers[own].tobytes())
     offsets = number * window
-    return cut, starts[owner] + offsets, np.minimum(lengths[owner] - offsets, window)
+    return cut, starts[owner] + offsets, np.minimum(lengths[owner] - offsets, window), records
 
 
 def _piece_name(name: bytes, number: int) -> bytes:
-    suffix = b"/%d" % number
+    suffix = b"%b%d" % (PIECE_SEPARATOR, number)
     return ALIAS_SEPARATOR.join(alias + suffix for alias in name.split(ALIAS_SEPARATOR))
 
 

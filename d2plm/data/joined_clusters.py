@@ -1,20 +1,13 @@
 """Clusters as connected components: pairs join them, and so do the pieces of one record."""
 
-import hashlib
-import re
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError
-from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.store import SequenceStore
-
-_PIECE = re.compile(rb"(.*)/[1-9][0-9]*", re.DOTALL)
 
 
 def merged(clusters: NDArray[np.int32], pairs: NDArray[np.integer]) -> NDArray[np.int32]:
@@ -50,42 +43,32 @@ def merged(clusters: NDArray[np.int32], pairs: NDArray[np.integer]) -> NDArray[n
     return found
 
 
-def pairs_of_pieces(store: SequenceStore) -> NDArray[np.int64]:
-    """Pairs [P, 2] that join the pieces into which an ingest cut long records.
+def with_equal(clusters: NDArray[np.int32], labels: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The clusters, as of `merged`, after sequences of the same label, int32 [N], were joined."""
+    kept = np.flatnonzero(clusters >= 0)
+    return merged(clusters, _pairs(labels[kept], kept))
 
-    A piece that equals one of another record has the names of both, and joins both.
+
+def records_of(store: SequenceStore) -> NDArray[np.int32] | None:
+    """The records of which sequences are pieces, int32 [N]; None if the store was not cut.
+
+    A record is numbered by its first piece, and a sequence that is no piece by itself. A piece that
+    equals one of another record is of both, and the two count as one record.
+
+    Raises:
+        DataError: the store is damaged, or SciPy is needed and not installed.
     """
-    indices, records = array("q"), array("q")
-    if window_of(store) is not None:
-        for index, name in enumerate(chain.from_iterable(store.name_blocks())):
-            for record in map(record_of, name.split(ALIAS_SEPARATOR)):
-                if record is not None:
-                    indices.append(index)
-                    records.append(_number(record))
-    of, pieces = np.asarray(records, dtype=np.int64), np.asarray(indices, dtype=np.int64)
-    order = np.argsort(of, kind="stable")
-    same = np.flatnonzero(of[order][1:] == of[order][:-1])
-    return np.column_stack([pieces[order[same]], pieces[order[same + 1]]])
-
-
-def with_other_pieces(store: SequenceStore, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The chosen sequences, bool [N], and all other pieces of their records."""
-    pairs = pairs_of_pieces(store)
-    if not len(pairs):
-        return chosen
-    records = merged(np.arange(len(store), dtype=np.int32), pairs)
-    return np.isin(records, records[chosen])
+    if window_of(store) is None:
+        return None
+    pieces = store.pieces
+    return merged(
+        np.arange(len(store), dtype=np.int32), _pairs(pieces["record"], pieces["sequence"])
+    )
 
 
 def window_of(store: SequenceStore) -> int | None:
     """The tokens of the pieces into which an ingest cut longer records; None if it cut none."""
     return store.manifest["provenance"].get("window")
-
-
-def record_of(name: bytes) -> bytes | None:
-    """The name of the record of which `name` is a piece; None if it has not a piece's name."""
-    piece = _PIECE.fullmatch(name)
-    return piece[1] if piece else None
 
 
 @contextmanager
@@ -100,6 +83,9 @@ def installed(package: str) -> Iterator[None]:
         ) from error
 
 
-def _number(record: bytes) -> int:
-    """64 bits of a digest, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "big", signed=True)
+def _pairs(labels: NDArray[np.integer], members: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Pairs [P, 2] of consecutive members with the same label."""
+    order = np.argsort(labels, kind="stable")
+    labels, members = labels[order], members[order]
+    same = np.flatnonzero(labels[1:] == labels[:-1])
+    return np.column_stack([members[same], members[same + 1]])

@@ -30,14 +30,20 @@ from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.data.cache import ArrayCache, digest_of
 from d2plm.data.homology import mmseqs_in, writing
 from d2plm.data.ingest import check_bounds, describe, ingest, source_digest
-from d2plm.data.joined_clusters import merged, pairs_of_pieces, window_of
+from d2plm.data.joined_clusters import records_of, window_of, with_equal
 from d2plm.data.leakage import find_leaking
 from d2plm.data.manifest import MANIFEST, RAW, TRAIN_RELATIVES, open_prepared, read_manifest
 from d2plm.data.retrieval import find_relatives
 from d2plm.data.similarity import Finder, similarity_search
 from d2plm.data.split import Mask, cluster_count, hold_out
 from d2plm.data.split import describe as describe_split
-from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, clusters_of
+from d2plm.data.store import (
+    BLOCK_SEQUENCES,
+    MAX_RESIDUES,
+    SequenceStore,
+    array_digest,
+    clusters_of,
+)
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.settings.data import (
     ClusterSettings,
@@ -122,6 +128,10 @@ def prepare(
             return open_prepared(output_dir).manifest
         with _timed(seconds, "ingest"):
             raw = _raw_store(inputs, output_dir, vocabulary, window, reading, report, progress)
+        raw_digests, records = dict(raw.manifest["digests"]), records_of(raw)
+        if records is not None:
+            # Numbers of records depend on the order of the input, unlike which pieces they have.
+            raw_digests["pieces"] = array_digest(records)
         settings = {
             "min_residues": min_residues,
             "max_residues": max_residues,
@@ -134,7 +144,7 @@ def prepare(
             settings["relatives"] = of_relatives
         origin = {
             "format_version": FORMAT_VERSION,
-            "raw_digests": raw.manifest["digests"],
+            "raw_digests": raw_digests,
             "settings": settings,
             "alphabet": vocabulary.describe(),
             "window": window_of(raw),
@@ -151,8 +161,10 @@ def prepare(
                 made_of = [FORMAT_VERSION, origin["raw_digests"], min_residues, max_residues]
                 made_of += [similarity.version, similarity.clustering]
                 made_of += [origin["alphabet"], origin["window"]]
-                clusters = cache.array("clusters", made_of, lambda: _cluster(finder, raw, selected))
-            held_out = hold_out(raw, selected, clusters, split, similarity.thresholds[0])
+                clusters = cache.array(
+                    "clusters", made_of, lambda: _cluster(finder, raw, selected, records)
+                )
+            held_out = hold_out(raw, selected, clusters, split, similarity.thresholds[0], records)
             with _timed(seconds, "search"):
                 leaking, searches = find_leaking(
                     raw,
@@ -261,12 +273,14 @@ def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | No
     return selected
 
 
-def _cluster(finder: Finder, raw: SequenceStore, selected: Mask) -> NDArray[np.int32]:
+def _cluster(
+    finder: Finder, raw: SequenceStore, selected: Mask, records: NDArray[np.int32] | None
+) -> NDArray[np.int32]:
     """int32 [N]: the first member of each sequence's cluster; -1 for those left out."""
     indices = np.flatnonzero(selected).astype(np.int32)
     clusters = np.full(len(selected), -1, dtype=np.int32)
     clusters[indices] = indices[finder.clusters(raw, selected)]
-    return merged(clusters, pairs_of_pieces(raw))
+    return clusters if records is None else with_equal(clusters, records)
 
 
 def _write_splits(

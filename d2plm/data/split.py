@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError
 from d2plm.data.ingest import source_digest
-from d2plm.data.joined_clusters import record_of, window_of, with_other_pieces
-from d2plm.data.records import ALIAS_SEPARATOR
+from d2plm.data.records import ALIAS_SEPARATOR, PIECE_SEPARATOR, readable
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import SplitSettings
 
@@ -44,17 +43,24 @@ def hold_out(
     clusters: NDArray[np.int32],
     split: SplitSettings,
     threshold: str,
+    records: NDArray[np.int32] | None = None,
 ) -> dict[str, Mask]:
     """The held-out sets that are wanted, by name: bool [N] each, true for its sequences.
+
+    Args:
+        records: int32 [N], from `records_of`; None if no record was cut.
 
     Raises:
         SplitError: there are too few clusters; `threshold` is the setting to raise for more.
     """
     listed = {
-        name: with_other_pieces(raw, find_ids(raw, Path(ids), selected)) & selected
+        name: find_ids(raw, Path(ids), selected)
         for name, ids in (("validation", split.validation_ids), ("test", split.test_ids))
         if ids is not None
     }
+    if records is not None:  # what shares a piece with a listed record is held out, too
+        for name, own in listed.items():
+            listed[name] = np.isin(records, records[own]) & selected
     if len(listed) == 2 and (both := np.logical_and(*listed.values())).any():
         name = raw.name(int(both.argmax()))
         raise DataError(f"{name} is on both lists of identifiers; take it off one")
@@ -137,8 +143,8 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
     """The sequences that a list of identifiers names, one a line: bool [N].
 
     An identifier is the first word of a FASTA header, or the accession in one of UniProt's form
-    (`P12345` names `sp|P12345|NAME_SPECIES`). A duplicate's names the sequence that it equals; that
-    of a record that was cut names its pieces.
+    (`P12345` names `sp|P12345|NAME_SPECIES`). A duplicate's names the sequence that it equals, that
+    of a record that was cut names its pieces, and that of several records names all of them.
 
     Raises:
         DataError: the list cannot be read or is empty, or names a sequence that is not `among` the
@@ -152,9 +158,8 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
         raise DataError(f"{file}: is empty; give one identifier a line")
     found: set[bytes] = set()
     chosen = np.zeros(len(store), dtype=np.bool_)
-    cut = window_of(store) is not None
     for index, name in enumerate(chain.from_iterable(store.name_blocks())):
-        hit = wanted.intersection(_identifiers(name, cut))
+        hit = wanted.intersection(_identifiers(name))
         if hit and among[index]:
             chosen[index] = True
             found |= hit
@@ -212,8 +217,7 @@ def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[l
     return sets
 
 
-def _identifiers(name: bytes, cut: bool) -> list[bytes]:
-    aliases = name.split(ALIAS_SEPARATOR)
-    if cut:
-        aliases += [record for alias in aliases if (record := record_of(alias)) is not None]
+def _identifiers(name: bytes) -> list[bytes]:
+    aliases = [alias.partition(PIECE_SEPARATOR)[0] for alias in name.split(ALIAS_SEPARATOR)]
+    aliases += readable(name).split(ALIAS_SEPARATOR)  # pieces by the names that people see
     return aliases + [alias.split(b"|")[1] for alias in aliases if alias.count(b"|") == 2]

@@ -1,11 +1,11 @@
 """`SequenceStore`: tokenised sequences on disk, with random access by index.
 
-A store is a folder: `data.mdb` (LMDB), `lengths.npy`, `offsets.npy`, optionally `clusters.npy`, and
-`manifest.json`. LMDB maps the file: all processes of a machine share one copy in memory, and a read
-needs no system call. A value contains the tokens of 1,024 sequences, which wastes less than one per
-cent of the disk, where one value per sequence would waste a fifth; the price is an array of
-offsets, and that nothing can be added to a finished store. The folder is renamed last, so a
-half-written store is never opened.
+A store is a folder: `data.mdb` (LMDB), `lengths.npy`, `offsets.npy`, optionally `clusters.npy` and
+`pieces.npy`, and `manifest.json`. LMDB maps the file: all processes of a machine share one copy in
+memory, and a read needs no system call. A value contains the tokens of 1,024 sequences, which
+wastes less than one per cent of the disk, where one value per sequence would waste a fifth; the
+price is an array of offsets, and that nothing can be added to a finished store. The folder is
+renamed last, so a half-written store is never opened.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from d2plm.core.errors import DataError, ModelError
 from d2plm.core.files import nearest_path, read_json
 from d2plm.core.vocabulary import Tokens, Vocabulary, vocabulary_of
-from d2plm.data.records import ALIAS_SEPARATOR
+from d2plm.data.records import ALIAS_SEPARATOR, readable
 
 FORMAT, FORMAT_VERSION = "d2plm.SequenceStore", 2
 BLOCK_SEQUENCES = 1024
@@ -37,6 +37,8 @@ MAX_RESIDUES = 1_000_000  # of a sequence: 1,024 of them must not exceed a 32-bi
 # The files and databases of a store, for this module and the writer alone.
 DATA, MANIFEST = "data.mdb", "manifest.json"
 LENGTHS, OFFSETS, CLUSTERS = "lengths.npy", "offsets.npy", "clusters.npy"
+PIECES = "pieces.npy"
+PIECE = np.dtype([("sequence", "<i8"), ("record", "<i8")])
 SEQUENCES, NAMES = b"sequences", b"names"
 KEY = struct.Struct(">Q")
 
@@ -210,15 +212,30 @@ class SequenceStore:
         environment = self._open()
         with self._reading(), environment.lock:
             names = self._names_in(block, environment.value(NAMES, block))
-        return [alias.decode("utf-8", "replace") for alias in names[place].split(ALIAS_SEPARATOR)]
+        aliases = readable(names[place]).split(ALIAS_SEPARATOR)
+        return [alias.decode("utf-8", "replace") for alias in aliases]
 
     def name(self, index: int) -> str:
         """The first of `names`."""
         return self.names(index)[0]
 
     def name_blocks(self) -> Iterator[list[bytes]]:
-        """The names of the sequences of each of `blocks`, those of duplicates joined by \\x01."""
+        """The names of the sequences of each of `blocks`, as they are stored.
+
+        Those of duplicates are joined by \\x01; that of a piece ends in \\x02 and its number.
+        """
         return self._pass(NAMES, self._names_in)
+
+    @property
+    def pieces(self) -> NDArray[np.void]:
+        """PIECE [P], a row for each sequence that is a piece and each record that it is cut from.
+
+        Records are numbered from 0 in the order of the input. Memory mapped.
+
+        Raises:
+            DataError: the store was not written with a window, or the file is damaged.
+        """
+        return mapped_array(self.path / PIECES, PIECE)
 
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
         """Read everything and compare counts, lengths and digests with the manifest.
@@ -246,6 +263,8 @@ class SequenceStore:
         found = {"sequences": digest.hexdigest(), "names": names_digest.hexdigest()}
         if self.clusters is not None:
             found["clusters"] = array_digest(self.clusters)
+        if "pieces" in self.manifest["digests"]:
+            found["pieces"] = array_digest(self.pieces)
         residues = int(self.lengths.sum(dtype=np.int64))
         blocks = -(-len(self) // BLOCK_SEQUENCES)
         expected = self.manifest["digests"]
@@ -494,8 +513,9 @@ def add_to_digest(digest: Any, lengths: NDArray[Any], tokens: Any) -> None:
     digest.update(tokens)
 
 
-def array_digest(values: NDArray[np.int32]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(values, dtype="<i4").data).hexdigest()
+def array_digest(values: NDArray[Any]) -> str:
+    values = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+    return hashlib.sha256(values.view(np.uint8).data).hexdigest()
 
 
 def joined(names: Sequence[bytes]) -> bytes:

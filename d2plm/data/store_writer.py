@@ -20,7 +20,11 @@ from d2plm.data import store
 
 _COMMIT_BYTES = 1 << 20
 _FIRST_MAP_BYTES = 64 << 20
-_ARRAYS = {store.LENGTHS: np.dtype("<i4"), store.OFFSETS: np.dtype("<u4")}
+_ARRAYS = {
+    store.LENGTHS: np.dtype("<i4"),
+    store.OFFSETS: np.dtype("<u4"),
+    store.PIECES: store.PIECE,
+}
 
 
 class SequenceStoreWriter:
@@ -90,14 +94,28 @@ class SequenceStoreWriter:
             except lmdb.Error as error:
                 raise OSError(str(error)) from error
 
-    def extend(self, names: Sequence[bytes], sequences: Sequence[Any]) -> None:
+    def extend(
+        self,
+        names: Sequence[bytes],
+        sequences: Sequence[Any],
+        records: Sequence[bytes] = (),
+    ) -> None:
         """Add sequences.
 
         Args:
             names: of each.
             sequences: the tokens of each as a buffer of bytes: little-endian integers of the
                 vocabulary's dtype.
+            records: int64 as bytes, the records of which each is a piece; none if none was cut.
         """
+        if any(records):
+            numbers = np.frombuffer(b"".join(records), np.int64)
+            counts = [len(own) // numbers.itemsize for own in records]
+            pieces = np.empty(len(numbers), store.PIECE)
+            pieces["record"] = numbers
+            pieces["sequence"] = np.repeat(np.arange(len(records)), counts)
+            pieces["sequence"] += self._count + len(self._names)
+            self._arrays[store.PIECES].write(pieces.tobytes())
         taken = 0
         while taken < len(names):
             until = taken + store.BLOCK_SEQUENCES - len(self._names)
@@ -180,7 +198,13 @@ class SequenceStoreWriter:
         digests = {"sequences": self._digest.hexdigest(), "names": self._names_digest.hexdigest()}
         for name, file in self._arrays.items():
             file.close()
-            np.save(self._partial / name, np.memmap(self.scratch / name, _ARRAYS[name], "r"))
+            raw, dtype = self.scratch / name, _ARRAYS[name]
+            if name != store.PIECES or "window" in self.provenance:  # an empty file is not mapped
+                values = np.memmap(raw, dtype, "r") if raw.stat().st_size else np.empty(0, dtype)
+                np.save(self._partial / name, values)
+        if "window" in self.provenance:
+            pieces = store.mapped_array(self._partial / store.PIECES, store.PIECE)
+            digests["pieces"] = store.array_digest(pieces)
         if self._clusters is not None:
             np.save(self._partial / store.CLUSTERS, self._clusters)
             digests["clusters"] = store.array_digest(self._clusters)

@@ -19,6 +19,7 @@ from d2plm.core.errors import DataError, did_you_mean, nearest
 from d2plm.core.vocabulary import CANONICAL, decode, encode
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import FastaRecord
+from d2plm.data.records import places_by_name
 
 VARIANT_COLUMNS = ("mutant", "mutation", "variant")  # in this order of preference
 NAME_COLUMN, MEASURED_COLUMN = "name", "DMS_score"
@@ -122,17 +123,15 @@ class VariantTable:
                 f"{self.path}: {source} has {len(proteins)} proteins; add a column {NAME_COLUMN} "
                 "with the record that each variant changes"
             )
-        for name in names:
-            if names.count(name) > 1:
-                raise DataError(f"{source}: two records are named {name!r}; rename one")
+        places = places_by_name(names, source)
         groups = cells.str.strip().groupby(cells.str.strip(), sort=False).indices
         for name, rows in groups.items():
-            if name not in names:
+            if name not in places:
                 raise DataError(
                     f"{self._row(rows[0])}: {source} has no record {name!r}"
                     f"{did_you_mean(name, names)}; use one of its names"
                 )
-        return {names.index(name): rows for name, rows in groups.items()}
+        return {places[name]: rows for name, rows in groups.items()}
 
     def place(
         self, proteins: Sequence[FastaRecord], rows_of: dict[int, NDArray[np.int64]], offset: int

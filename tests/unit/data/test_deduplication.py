@@ -5,6 +5,7 @@ import random
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,28 @@ Record = tuple[bytes, str]
 
 
 def _add(sorter: Deduplicator, names: list[bytes], found: Tokenised, kept: list[int]) -> None:
-    sorter.add(names, found.tokens, found.starts[kept], found.lengths[kept])
+    whole = [b""] * len(names)
+    sorter.add(names, found.tokens, found.starts[kept], found.lengths[kept], whole)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
+def test_equal_pieces_have_the_numbers_of_all_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+) -> None:
+    monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", buffer_bytes)
+    sorter, draw = Deduplicator(tmp_path), random.Random(0)
+    expected = defaultdict[bytes, set[int]](set)
+    for _ in range(200):
+        text, record = draw.choice([b"M", b"MK", b"V", b"AV"]), draw.randrange(-1, 300)
+        found = PROTEIN.tokenise([text])
+        own = [] if record < 0 else [record]
+        expected[found[0].tobytes()].update(own)
+        owners = np.array(own, np.int64).tobytes()
+        sorter.add([b"same"], found.tokens, found.starts, found.lengths, [owners])
+    for part in sorter.sorted():
+        for sequence, owners in zip(part.sequences, part.records, strict=True):
+            assert np.frombuffer(owners, np.int64).tolist() == sorted(expected.pop(sequence))
+    assert not expected
 
 
 def _sort(

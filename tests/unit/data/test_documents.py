@@ -254,6 +254,12 @@ def test_a_long_record_of_fasta_may_come_in_parts(
     manifest = ingest(path, tmp_path / "out", vocabulary=DNA, window=10)
     assert {name: "".join(one) for name, one in _pieces(tmp_path / "out").items()} == records
     assert manifest["provenance"]["records"] == 4
+    store, named = SequenceStore(tmp_path / "out"), [*records]
+    assert {(index, named[record]) for index, record in store.pieces.tolist()} == {
+        (index, name.rpartition("/")[0])
+        for index in range(len(store))
+        for name in store.names(index)
+    }
     with pytest.raises(DataError, match=r"'long words' has more than 1,000 bytes.* window"):
         ingest(path, tmp_path / "out", vocabulary=DNA)
 

@@ -181,6 +181,14 @@ def test_long_records_are_cut_into_consecutive_pieces(
         assert all(len(piece) == window for piece in pieces[:-1])
         numbers = range(1, 1 + -(-len(record) // window)) if len(record) > window else [0]
         assert sorted(texts[name]) == [*numbers]
+    index_of = {store.vocabulary.decode(tokens): index for index, tokens in enumerate(store)}
+    assert {*map(tuple, store.pieces.tolist())} == {
+        (index_of[record[start : start + window]], number)
+        for number, (_, record) in enumerate(rows)
+        if len(record) > window
+        for start in range(0, len(record), window)
+    }
+    store.verify()
     account = manifest["provenance"]
     assert (account["records"], account["window"], account["dropped"]) == (6, window, {})
     assert account["pieces"] == sum(map(len, texts.values()))

@@ -1,5 +1,6 @@
 """Clusters joined by pairs, and the pieces of cut records."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from d2plm.core.errors import DataError
-from d2plm.data.joined_clusters import merged, pairs_of_pieces, record_of, with_other_pieces
+from d2plm.data.joined_clusters import merged, records_of, with_equal
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 
@@ -43,31 +44,65 @@ def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
         merged(np.arange(2, dtype=np.int32), np.array([[0, 1]]))
 
 
-def _store(path: Path, names: list[bytes], **provenance: int) -> SequenceStore:
+def _store(path: Path, records: list[list[int]], **provenance: int) -> SequenceStore:
+    """A store of sequences that are pieces of these records; one of none is a whole record."""
     with SequenceStoreWriter(path, "raw", provenance) as writer:
-        writer.extend(names, [bytes([4 + number]) * 3 for number in range(len(names))])
+        for number, own in enumerate(records):
+            owners = np.array(own, np.int64).tobytes()
+            writer.extend([b"a/1"], [bytes([4 + number]) * 3], [owners])
     return SequenceStore(path)
 
 
 def test_pieces_of_a_record_are_joined_and_so_are_records_with_a_piece_in_common(
     tmp_path: Path,
 ) -> None:
-    names = [b"a/1", b"b/1\x01a/2", b"c", b"b/3", b"c/d/1", b"c/d/2", b"e/01"]
-    store = _store(tmp_path / "cut", names, window=3)
-    clusters = merged(np.arange(7, dtype=np.int32), pairs_of_pieces(store))
-    assert clusters.tolist() == [0, 0, 2, 0, 4, 4, 6]
-    chosen = np.arange(7) == 3
-    assert np.flatnonzero(with_other_pieces(store, chosen)).tolist() == [0, 1, 3]
-    assert record_of(b"c/d/2") == b"c/d"
-    assert record_of(b"c/d") is None
+    store = _store(tmp_path / "cut", [[7], [2, 7], [], [2], [5], [5], []], window=3)
+    records = records_of(store)
+    assert records is not None
+    assert records.tolist() == [0, 0, 2, 0, 4, 4, 6]
+    store.verify()
 
 
-def test_pieces_of_a_record_without_a_name_are_joined(tmp_path: Path) -> None:
-    store = _store(tmp_path / "cut", [b"/1", b"a", b"/2"], window=3)
-    assert merged(np.arange(3, dtype=np.int32), pairs_of_pieces(store)).tolist() == [0, 1, 0]
+@pytest.mark.parametrize("seed", range(5))
+def test_records_are_those_that_a_walk_over_shared_pieces_reaches(
+    tmp_path: Path, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    owners = [sorted({*draw.integers(0, 9, draw.integers(0, 3)).tolist()}) for _ in range(20)]
+    found = records_of(_store(tmp_path / "cut", owners, window=3))
+    assert found is not None
+    for index in range(20):
+        reached, last = {index}, set[int]()
+        while reached != last:
+            last = reached
+            known = {record for one in reached for record in owners[one]}
+            reached = reached | {one for one in range(20) if known & {*owners[one]}}
+        assert found[index] == min(reached)
 
 
-def test_names_of_records_that_were_not_cut_may_end_in_numbers(tmp_path: Path) -> None:
-    store = _store(tmp_path / "whole", [b"site/1", b"site/2"])
-    assert pairs_of_pieces(store).shape == (0, 2)
-    assert with_other_pieces(store, np.array([True, False])).tolist() == [True, False]
+def test_pieces_stay_together_if_one_between_them_is_left_out() -> None:
+    clusters = np.array([0, -1, 2, 3], dtype=np.int32)
+    assert with_equal(clusters, np.array([0, 0, 0, 3])).tolist() == [0, -1, 0, 3]
+
+
+def test_names_say_nothing_about_records(tmp_path: Path) -> None:
+    store = _store(tmp_path / "cut", [[], [], []], window=3)
+    assert np.array_equal(records_of(store), [0, 1, 2])  # type: ignore[arg-type]
+    assert records_of(_store(tmp_path / "whole", [[], []])) is None
+
+
+def test_a_cut_store_without_its_pieces_is_refused(tmp_path: Path) -> None:
+    store = _store(tmp_path / "cut", [[0], [0]], window=3)
+    (store.path / "pieces.npy").unlink()
+    with pytest.raises(DataError, match=r"pieces.npy: cannot be read"):
+        records_of(store)
+    with pytest.raises(DataError, match=r"pieces.npy: cannot be read"):
+        store.verify()
+
+
+def test_pieces_of_another_store_are_found_by_verify(tmp_path: Path) -> None:
+    one = _store(tmp_path / "one", [[0], [0]], window=3)
+    other = _store(tmp_path / "other", [[0], [1]], window=3)
+    shutil.copy(other.path / "pieces.npy", one.path)
+    with pytest.raises(DataError, match="the pieces are not those of manifest"):
+        SequenceStore(one.path).verify()

@@ -244,9 +244,9 @@ def test_the_command_writes_a_table_that_is_read_again(
     read = read_relatives(output)
     assert {name: len(own) for name, own in read.items()} == {"first": 4, "second": 1}
     assert all(decode(own[0]) == REFERENCE["of_other"] for own in [read["second"]])
-    family = read_families(output, 3)
-    assert len(family("first").draw(0)) == 3
-    assert family("lonely").members == []
+    lonely, first = read_families(output, 3, ["lonely", "first"], proteins)
+    assert len(first.draw(0)) == 3
+    assert lonely.members == []
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +316,37 @@ def test_invalid_relatives_are_rejected(
         assert f"{file}: contains no relatives of any protein" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_table_is_joined_as_a_search_for_each_name_in_all_rows_does(
+    tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    names = [f"p{number}" for number in draw.sample(range(30), 12)]
+    rows = [(f"p{draw.randrange(30)}", "".join(draw.choices("AKV", k=3))) for _ in range(60)]
+    lines = ["protein\tsequence", *map("\t".join, rows), *map("\t".join, rows[:9])]
+    (tmp_path / "t.tsv").write_text("\n".join(lines))
+    found = read_families(tmp_path / "t.tsv", 8, names, "in.fasta")
+    for name, family in zip(names, found, strict=True):
+        expected = dict.fromkeys(text for protein, text in rows if protein == name)
+        assert [decode(one) for one in family.members] == [*expected]
+
+
+@pytest.mark.parametrize("name", ["first", ""])
+def test_two_proteins_of_one_name_are_not_scored_with_a_table(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source, table = tmp_path / "in.fasta", tmp_path / "t.tsv"
+    source.write_text(f">{name}\n{PROTEIN}\n>second\n{LONELY}\n>{name}\n{LONELY}\n")
+    table.write_text(f"protein\tsequence\nfirst\t{OTHER}\n")
+    words = [f"model_dir={export}", f"input={source}", "evaluation.masks_per_sequence=1"]
+    words += ["device=cpu", "pseudo_log_likelihood=false"]
+    assert main(["score", *words, f"relatives={table}"]) == 1
+    err = capsys.readouterr().err
+    assert f"{source}: records 1 and 3 are both named {name!r}" in err
+    family = fasta(tmp_path / "family.fasta", {"first": OTHER})  # of all, whatever their names
+    assert main(["score", *words, f"relatives={family}"]) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -330,7 +361,7 @@ def test_invalid_relatives_are_rejected(
 def test_a_wrong_table_is_rejected_in_words(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_text(text)
     with pytest.raises(DataError, match=message):
-        read_families(tmp_path / "t.tsv", 8)
+        read_families(tmp_path / "t.tsv", 8, ["first"], "in.fasta")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +371,7 @@ def test_a_wrong_table_is_rejected_in_words(text: str, message: str, tmp_path: P
         ({"reference": "empty.fasta"}, 1, "is empty"),
         ({"reference": "-"}, 2, "not standard input"),
         ({"reference": "itself.fasta"}, 1, "contains no relatives of any protein"),
-        ({"input": "twice.fasta"}, 1, "two records have the name 'first'"),
+        ({"input": "twice.fasta"}, 1, "records 1 and 2 are both named 'first'"),
         ({"output": "itself.fasta"}, 2, "another file"),
         ({"identity_below": "0"}, 2, "identity_below=0: must be"),
         ({"mutual_identity_below": "2"}, 2, "mutual_identity_below=2: must be"),

@@ -199,6 +199,34 @@ def test_near_duplicates_are_held_out_together_and_reused_by_content(tmp_path: P
     assert alone["counts"]["leaking_dropped"] > 0
 
 
+def test_records_that_were_not_cut_are_no_pieces_whatever_their_names(tmp_path: Path) -> None:
+    texts = {f"read/{number}": text[:90] for number, text in enumerate(_texts(12).values())}
+    corpus = _jsonl(tmp_path / "in.jsonl", texts)
+    split = {"validation_fraction": 0.3}
+    manifest = _split(corpus, tmp_path / "out", BYTES, window=100, split=split)
+    assert manifest["counts"]["clusters"] == 12
+
+
+def test_records_of_one_name_are_clusters_of_their_own_and_one_identifier_holds_out_both(
+    tmp_path: Path,
+) -> None:
+    texts = list(_texts(12).values())
+    names = ["same", "same", *(f"t{number}" for number in range(10))]
+    rows = [{"name": name, "text": text} for name, text in zip(names, texts, strict=True)]
+    corpus = tmp_path / "in.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    split = {"validation_fraction": 0.3}
+    manifest = _split(corpus, tmp_path / "out", BYTES, window=100, split=split)
+    assert manifest["counts"]["clusters"] == 12
+    (tmp_path / "ids").write_text("same")
+    _split(corpus, tmp_path / "out", BYTES, window=100)
+    held = SequenceStore(tmp_path / "out" / "validation_lmdb")
+    assert held.residues == sum(len(text) for text in texts[:2])
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    other = _split(corpus, tmp_path / "reversed", BYTES, window=100, split=split)
+    assert {**other, "seconds": 0} == {**manifest, "seconds": 0}
+
+
 def test_a_record_that_was_cut_is_never_split_between_the_stores(tmp_path: Path) -> None:
     texts = _texts(12)
     corpus = _jsonl(tmp_path / "in.jsonl", texts)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d2plm.core.alphabet import CANONICAL, RESIDUES
+from d2plm.core.vocabulary import CANONICAL, RESIDUES
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
