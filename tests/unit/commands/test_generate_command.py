@@ -122,7 +122,7 @@ def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) 
         generate("number=3", "length=20", "steps=3", f"seed={seed}", output=output)
         texts.append(output.read_text())
     assert texts[0] == texts[1] != texts[2]
-    assert [path.name for path in output.parent.iterdir()] == ["g.fasta"]
+    assert {path.name for path in output.parent.iterdir()} == {"g.fasta", "g.sampling.json"}
 
 
 def test_it_says_how_fast_it_was(
