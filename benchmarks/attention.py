@@ -8,11 +8,10 @@ outputs and gradients agree with fp64.
 """
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from torch import Tensor
 from benchmarks.measure import (
     BenchError,
     Row,
-    Timings,
+    alternate,
     parser,
     publish,
     rate_unit,
@@ -47,18 +46,7 @@ BATCHES = 4  # used in turn, so that no length is special
 Prepared = tuple[list[Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
 
 
-def bench_attention(
-    proteins: Path,
-    *,
-    heads: int = 3,
-    head_size: int = 64,
-    token_budget: int = 8192,
-    max_length: int = 1024,
-    device: str = "auto",
-    precision: str = "auto",
-    turns: int = 15,
-    steps: int = 3,
-) -> tuple[list[Row], list[Timings]]:
+def bench_attention(given: argparse.Namespace) -> tuple[list[Row], dict[str, list[float]]]:
     """Measure one layer's attention, forward and backward.
 
     The implementations: the model's packed operator; on CUDA the same without the empty segments
@@ -66,48 +54,54 @@ def bench_attention(
     kernel's grid; one padded call, with a mask on a CPU and without on CUDA, where cuDNN's masked
     backward returns NaN at some lengths; and one call per sequence.
 
-    Args:
-        proteins: FASTA of real proteins, for their lengths.
-        heads, head_size: of the layer.
-        token_budget: tokens of a step.
-        turns, steps: of each implementation, and steps of a turn.
-
     Returns:
-        The table, and the times of each implementation.
+        The table, and the seconds of each turn of each implementation.
 
     Raises:
         BenchError: outputs or gradients differ.
     """
-    place = torch.device(resolve_device(device))
-    dtype = resolve_precision(precision, place)
-    say(f"attention: {heads} heads of {head_size}, {token_budget:,} tokens, {dtype}")
-    layout = {"token_budget": token_budget, "max_length": max_length}
-    with workload_of(proteins, {}, **layout) as workload:
+    place = torch.device(resolve_device(given.device))
+    dtype = resolve_precision(given.precision, place)
+    heads, size = given.heads, given.head_size
+    say(f"attention: {heads} heads of {size}, {given.token_budget:,} tokens, {dtype}")
+    layout = {"token_budget": given.token_budget, "max_length": given.max_length}
+    with workload_of(given.proteins, {}, **layout) as workload:
         batches = workload.batches(BATCHES)
     bounds = [batch.cu_seqlens.unique_consecutive().tolist() for batch in batches]
     prepared: dict[str, list[Prepared]] = {}
     for seed, batch in enumerate(batches):
-        inputs = random_inputs(bounds[seed][-1], (heads, head_size), seed, place, dtype)
+        inputs = random_inputs(bounds[seed][-1], (heads, size), seed, place, dtype)
         named = implementations(bounds[seed], inputs, batch.num_segments, batch.max_seqlen)
         for name, one in named.items():
             prepared.setdefault(name, []).append(one)
     tolerance = LOW_PRECISION if dtype in HALF_PRECISION else EXACT
-    rows = error_rows(errors(prepared, bounds[0]), tolerance, str(dtype).removeprefix("torch."))
-    timings = {name: Timings(name) for name in prepared}
+    exact = error_rows(errors(prepared, bounds[0]), tolerance, str(dtype).removeprefix("torch."))
     for one in (one for of_batches in prepared.values() for one in of_batches):
-        results(one)
-    for turn in range(turns):
-        for name in prepared if turn % 2 == 0 else reversed(prepared):
-            chosen = [prepared[name][(turn * steps + i) % BATCHES] for i in range(steps)]
-            _time(timings[name], chosen, place)
+        results(one)  # warms up
+
+    def turn(of_batches: list[Prepared], number: int) -> None:
+        for step in range(given.steps):
+            results(of_batches[(number * given.steps + step) % BATCHES])
+
+    works = {name: partial(turn, of_batches) for name, of_batches in prepared.items()}
+    seconds = alternate(works, given.turns, cuda=place.type == "cuda")
     lengths = [batch.sequence_lengths() for batch in batches]
-    taken = [lengths[step % BATCHES] for step in range(turns * steps)]
-    tokens = sum(map(sum, taken)) / turns
-    squares = sum(sum(length**2 for length in batch) for batch in taken) / turns
-    flops = 12 * heads * head_size * squares
-    return _speed_rows(list(timings.values()), tokens, flops, place, dtype) + rows, [
-        *timings.values()
+    taken = [lengths[step % BATCHES] for step in range(given.turns * given.steps)]
+    tokens = sum(map(sum, taken)) / given.turns
+    squares = sum(sum(length**2 for length in batch) for batch in taken) / given.turns
+    teraflops = 12 * heads * size * squares / 1e12
+    took = {name: median(times) for name, times in seconds.items()}
+    rows = [Row(name, tokens / time, rate_unit(place)) for name, time in took.items()]
+    rows += [
+        Row(f"{name}: model FLOP/s", teraflops / time, "TFLOP/s") for name, time in took.items()
     ]
+    peak = known_peak(place, dtype)
+    if peak is not None:
+        fraction = 100 * teraflops / took[PACKED] / peak
+        rows.append(Row(f"{PACKED}, of {peak:g} TFLOP/s (datasheet)", fraction, "%"))
+    others = [name for name in seconds if name != PACKED]
+    rows += [ratio_row(f"{name} ÷ {PACKED}", seconds[name], seconds[PACKED]) for name in others]
+    return rows + exact, seconds
 
 
 def error_rows(found: dict[str, float], tolerance: float, precision: str) -> list[Row]:
@@ -126,25 +120,6 @@ def error_rows(found: dict[str, float], tolerance: float, precision: str) -> lis
                 f"{tolerance:g}); no times are reported"
             )
     return rows
-
-
-def _speed_rows(
-    timings: Sequence[Timings],
-    tokens: float,
-    flops: float,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[Row]:
-    rows = [Row(t.name, t.per_second(tokens), rate_unit(device)) for t in timings]
-    rows += [Row(f"{t.name}: model FLOP/s", t.per_second(flops) / 1e12, "TFLOP/s") for t in timings]
-    peak = known_peak(device, dtype)
-    if peak is not None:
-        fraction = 100 * timings[0].per_second(flops) / 1e12 / peak
-        rows.append(Row(f"{PACKED}, of {peak:g} TFLOP/s (datasheet)", fraction, "%"))
-    packed = timings[0].seconds
-    return rows + [
-        ratio_row(f"{other.name} ÷ {PACKED}", other.seconds, packed) for other in timings[1:]
-    ]
 
 
 def random_inputs(
@@ -234,37 +209,18 @@ def as_packed(name: str, tensor: Tensor, bounds: list[int]) -> Tensor:
     return tensor.transpose(1, 2)[_is_token(bounds, tensor.device)]
 
 
-def _time(timings: Timings, chosen: Sequence[Prepared], device: torch.device) -> None:
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-    cpu = time.process_time()
-    for prepared in chosen:
-        results(prepared)
-    if cuda:
-        events[1].record()
-        events[1].synchronize()
-        timings.cuda.append(events[0].elapsed_time(events[1]) / 1e3)
-    timings.cpu.append(time.process_time() - cpu)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line's."""
+def main() -> None:
+    """The command line."""
     made = parser("attention", __doc__)
     training_arguments(made)
     made.set_defaults(turns=15, steps=3)
     made.add_argument("--heads", type=int, default=3, help="of the layer")
     made.add_argument("--head-size", type=int, default=64, help="channels of a head")
-    return made.parse_args()
+    given = made.parse_args()
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    publish(given, *bench_attention(given))
 
 
 if __name__ == "__main__":
-    given = arguments()
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
-    keys = ("heads", "head_size", "token_budget", "max_length", "device", "precision")
-    settings = {key: getattr(given, key) for key in (*keys, "turns", "steps")}
-    rows, timings = bench_attention(given.proteins, **settings)
-    publish(given, rows, [asdict(timing) for timing in timings])
+    main()

@@ -6,6 +6,7 @@ much of the rest the model itself causes. Data are random, because products of z
     python -m benchmarks.ceiling --model 450m --tokens 65536
 """
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -18,34 +19,25 @@ from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.model.dit_config import DiTConfig
 from d2plm.training.throughput import known_peak
 
+SECONDS = 0.2  # spent on each measurement
 
-def bench_ceiling(
-    config: DiTConfig,
-    *,
-    tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    square: int = 8192,
-    copied_bytes: int = 1 << 32,
-    seconds: float = 0.2,
-) -> list[Row]:
+
+def bench_ceiling(given: argparse.Namespace) -> list[Row]:
     """Rates of matrix products and copies.
 
-    Args:
-        config: the model whose shapes are measured: for each matrix of a block the product of the
-            forward and the two of the backward.
-        tokens: of a micro-batch.
-        square: side of the large product that stands for the peak.
-        copied_bytes: of the tensor that is copied.
-        seconds: spent on each measurement.
+    For each matrix of a block, the product of the forward and the two of the backward are measured;
+    the large square product stands for the peak.
     """
+    config, tokens, square = DiTConfig(**model_settings(given.model)), given.tokens, given.square
+    device = torch.device(resolve_device(given.device))
+    dtype = resolve_precision("auto", device)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
     def seconds_of(work: Callable[[], object]) -> float:
         timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-        return float(timer.blocked_autorange(min_run_time=seconds).median)
+        return float(timer.blocked_autorange(min_run_time=SECONDS).median)
 
     def rate(left: Tensor, right: Tensor) -> float:
         took = seconds_of(lambda: torch.mm(left, right))
@@ -65,8 +57,8 @@ def bench_ceiling(
     if peak is not None:
         rows.append(Row("the same, of the datasheet's", 100 * largest / peak, "%"))
     flops = took = 0.0
-    for name, (given, made) in matrices.items():
-        x, weight, grad = random(tokens, given), random(made, given), random(tokens, made)
+    for name, (inputs, outputs) in matrices.items():
+        x, weight, grad = random(tokens, inputs), random(outputs, inputs), random(tokens, outputs)
         products = {
             "forward": (x, weight.t()),
             "backward, input": (grad, weight),
@@ -76,13 +68,13 @@ def bench_ceiling(
             found = rate(left, right)
             shape = f"{left.shape[0]} × {left.shape[1]} × {right.shape[1]}"
             rows.append(Row(f"{name}, {part}: {shape}", found, "TFLOP/s"))
-            flops += 2 * tokens * given * made
-            took += 2 * tokens * given * made / found
+            flops += 2 * tokens * inputs * outputs
+            took += 2 * tokens * inputs * outputs / found
     rows.append(Row(f"all products of a block, {tokens:,} tokens", flops / took, "TFLOP/s"))
-    source = torch.randint(256, (copied_bytes,), device=device, dtype=torch.uint8)
+    source = torch.randint(256, (given.copied_bytes,), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     copy = seconds_of(lambda: target.copy_(source))
-    rows.append(Row("copy, bytes read and written", 2 * copied_bytes / copy / 1e12, "TB/s"))
+    rows.append(Row("copy, bytes read and written", 2 * given.copied_bytes / copy / 1e12, "TB/s"))
     return rows
 
 
@@ -95,16 +87,7 @@ def main() -> None:
     made.add_argument("--square", type=int, default=8192, help="side of the largest product")
     made.add_argument("--copied-bytes", type=int, default=1 << 32)
     given = made.parse_args()
-    place = torch.device(resolve_device(given.device))
-    rows = bench_ceiling(
-        DiTConfig(**model_settings(given.model)),
-        tokens=given.tokens,
-        device=place,
-        dtype=resolve_precision("auto", place),
-        square=given.square,
-        copied_bytes=given.copied_bytes,
-    )
-    publish(given, rows)
+    publish(given, bench_ceiling(given))
 
 
 if __name__ == "__main__":

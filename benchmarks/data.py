@@ -7,6 +7,7 @@ them. The time of MMseqs2's own work is in the manifest of every preparation.
     python -m benchmarks.data --tokens uint16
 """
 
+import argparse
 import os
 import shutil
 import tempfile
@@ -38,69 +39,48 @@ MAX_LENGTH = 1024  # tokens
 HEADER = b">sp|A%08d|A%08d_HUMAN Uncharacterised protein OS=Homo sapiens OX=9606 PE=1 SV=1\n"
 
 
-def bench_data(
-    proteins: Path,
-    *,
-    sequences: int = 100_000,
-    many_sequences: int = 1_000_000,
-    planned: int = 60_000_000,
-    temporary_dir: Path | None = None,
-) -> list[Row]:
-    """Measure every row.
-
-    Args:
-        proteins: FASTA of real proteins, for their lengths.
-        sequences, many_sequences: sizes of the random collections.
-        planned: lengths to plan an epoch for.
-        temporary_dir: for files of about three times the larger collection's size.
-    """
-    records = list(read_fasta(proteins))
+def bench_data(given: argparse.Namespace) -> list[Row]:
+    """Measure every row, on random collections of the lengths of the real proteins."""
+    records = list(read_fasta(given.proteins))
     lengths = np.array([len(record.tokens) for record in records], dtype=np.int32)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as name:
+    few, many, rows = given.sequences, given.many_sequences, list[Row]()
+    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=given.temporary_dir) as name:
         folder = Path(name)
         np.save(folder / "lengths.npy", lengths)
-        say(f"ingesting {sequences:,} and {many_sequences:,} sequences")
-        rows += _ingest_rows(folder, lengths, sequences, many_sequences)
+        say(f"ingesting {few:,} and {many:,} sequences")
+        rows += _ingest_rows(folder, lengths, few, many)
         say("reading the store and loading batches")
         rows += _store_rows(folder / "raw_many", folder / "raw")
         rows += _loader_rows(records, folder)
-        say(f"planning an epoch of {planned:,} sequences")
-        rows += _packing_rows(folder, lengths, planned)
+        say(f"planning an epoch of {given.planned:,} sequences")
+        rows += _packing_rows(folder, lengths, given.planned)
         say("preparing without MMseqs2's own work")
-        rows += _prepare_rows(folder, sequences, many_sequences)
+        rows += _prepare_rows(folder, few, many)
     return rows
 
 
-def bench_uint16(proteins: Path, *, temporary_dir: Path | None = None) -> list[Row]:
-    """Loader and random reads of tokens of two bytes, by turns with those of one byte.
-
-    Args:
-        proteins: FASTA of real proteins, for their lengths, which both have.
-        temporary_dir: for files of about thrice the size of the proteins.
-    """
+def bench_uint16(given: argparse.Namespace) -> list[Row]:
+    """Loader and random reads of tokens of two bytes, by turns with those of one byte."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=temporary_dir) as name:
+    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=given.temporary_dir) as name:
         folder, random = Path(name), np.random.default_rng(0)
         tokenizer = folder / TOKENIZER_FILE
         Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)})).save(str(tokenizer))
         stores = {"uint8": folder / "narrow", "uint16": folder / "wide"}
         for path, own in zip(stores.values(), (PROTEIN, Subwords(tokenizer)), strict=True):
             with SequenceStoreWriter(path, kind="raw", vocabulary=own) as writer:
-                for record in read_fasta(proteins):
+                for record in read_fasta(given.proteins):
                     if len(record.tokens) <= MAX_LENGTH - 2:
                         tokens = random.integers(FIRST, own.stop, len(record.tokens), own.dtype)
                         writer.extend([record.name.encode()], [tokens.tobytes()])
-        measured: dict[str, Callable[[Path], float]] = {
-            f"loader, {budget:,} tokens a batch": partial(_loader_speed, budget)
+        measured: list[tuple[str, Callable[[Path], float], str]] = [
+            (f"loader, {budget:,} tokens a batch", partial(_loader_speed, budget), "M tokens/CPU-s")
             for budget in (65_536, 8_192)
-        }
-        measured["store: random reads"] = _read_speed
-        for what, speed in measured.items():
+        ]
+        for what, speed, unit in [*measured, ("store: random reads", _read_speed, "reads/CPU-s")]:
             pairs = [{name: speed(path) for name, path in stores.items()} for _ in range(REPEATS)]
-            unit, scale = ("reads/CPU-s", 1) if speed is _read_speed else ("M tokens/CPU-s", 1e6)
             rows += [
-                Row(f"{what}, {name}", median(pair[name] for pair in pairs) / scale, unit)
+                Row(f"{what}, {name}", median(pair[name] for pair in pairs), unit)
                 for name in stores
             ]
             ratio = median(pair["uint16"] / pair["uint8"] for pair in pairs)
@@ -109,7 +89,7 @@ def bench_uint16(proteins: Path, *, temporary_dir: Path | None = None) -> list[R
 
 
 def _loader_speed(budget: int, path: Path) -> float:
-    return _our_loader(path, budget)["tokens_per_second"]
+    return _our_loader(path, budget)["tokens_per_second"] / 1e6
 
 
 def _read_speed(path: Path) -> float:
@@ -313,11 +293,7 @@ def main() -> None:
     made.add_argument("--temporary-dir", type=Path, help="for some 2 GB")
     made.add_argument("--tokens", choices=("uint8", "uint16"), default="uint8")
     given = made.parse_args()
-    settings = {key: value for key, value in vars(given).items() if key not in ("output", "tokens")}
-    if given.tokens == "uint16":
-        publish(given, bench_uint16(given.proteins, temporary_dir=given.temporary_dir))
-    else:
-        publish(given, bench_data(settings.pop("proteins"), **settings))
+    publish(given, bench_uint16(given) if given.tokens == "uint16" else bench_data(given))
 
 
 if __name__ == "__main__":

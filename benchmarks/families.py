@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import parser, say
+from benchmarks.measure import markdown, parser, say
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import write_text
 from d2plm.core.vocabulary import decode
@@ -46,20 +46,19 @@ def adapt(members: Path, model_dir: Path, work_dir: Path) -> dict[str, Any]:
     }
 
 
-def row(name: str, found: dict[str, Any]) -> str:
-    """Row of the table: perplexities, and the paired difference from the profile."""
+def row(name: str, found: dict[str, Any]) -> list[str]:
+    """Cells of the table: perplexities, and the paired difference from the profile."""
     if not found:
-        return f"| {name} | not adapted |"
+        return [name, "not adapted"]
     test, counts = found["test"], found["members"]
     profile = test[FAMILY_PROFILE]
     low, high = profile["interval"]
-    cells = [
+    return [
         *(name, f"{counts['train']} / {counts['test']}"),
         *(f"{test[column]['perplexity']:.2f}" for column in COLUMNS),
         f"{profile['nelbo_difference']:+.3f} [{low:+.3f}, {high:+.3f}]",
         *("{} of {}".format(*found[kind]) for kind in (GENERATED, NATURAL)),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -83,17 +82,10 @@ def main() -> None:
             write_fasta(fasta, ((store.name(i), decode(store[i])) for i in own))
             results[name] = adapt(fasta, options.model, options.work / str(cluster))
             write_text(kept, json.dumps(results, indent=2))
-        say(row(name, results[name]))
+        say(" ".join(row(name, results[name])))
     head = ["family", "training / test", *COLUMNS, "adapted − profile, nats/residue"]
-    print(
-        "\n".join(
-            [
-                f"| {' | '.join([*head, 'generated members', 'natural members'])} |",
-                "|---" * 11 + "|",
-            ]
-        )
-    )
-    print("\n".join(row(name, found) for name, found in results.items()))
+    head += ["generated members", "natural members"]
+    print(markdown(head, [row(name, found) for name, found in results.items()]))
 
 
 if __name__ == "__main__":

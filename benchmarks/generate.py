@@ -10,18 +10,18 @@ residues: once in hundreds of thousands. The turns that are timed are in fp32, o
 """
 
 import argparse
-import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.measure import PROTEINS, BenchError, Row, parser, publish, ratio_row, say
+from benchmarks.measure import PROTEINS, BenchError, Row, alternate, parser, publish, ratio_row, say
 from benchmarks.workload import fill_weights, model_settings
 from d2plm.core.noise import Key, categorical, uniform
 from d2plm.core.vocabulary import CANONICAL_START, CANONICAL_STOP, MASK
@@ -43,49 +43,15 @@ GAP = 20  # residues to fill in, of each protein
 Tokens = NDArray[np.uint8]
 
 
-def bench_generate(
-    model: DiT,
-    paradigm: Paradigm,
-    proteins: Path,
-    *,
-    cases: Sequence[str] = tuple(SAMPLERS),
-    number: int = 4,
-    steps: int | None = None,
-    token_budget: int = 16384,
-    turns: int = 3,
+def case_rows(
+    model: DiT, paradigm: Paradigm, case: str, templates: list[Tokens], given: argparse.Namespace
 ) -> list[Row]:
-    """Measure the samplers against the plain loop.
-
-    Args:
-        proteins: FASTA of real proteins, for their lengths, and to fill gaps in.
-        cases: keys of `SAMPLERS`.
-        number: sequences of a turn, with lengths spread evenly over those of the proteins.
-        steps: of `ancestral`; None is the paradigm's default.
-        token_budget: of the packed sampler's forward passes.
+    """Measure a sampler against the plain loop.
 
     Raises:
-        BenchError: the sequences differ in fp64, or the paradigm's source is not the mask.
+        BenchError: the sequences differ in fp64.
     """
-    if paradigm.source != "mask":
-        raise BenchError(f"{paradigm.name} has no masks; choose another model")
-    rows: list[Row] = []
-    for case in cases:
-        templates = _templates(case, proteins, number, model.config.max_position_embeddings)
-        rows += _case_rows(model, paradigm, case, templates, steps, token_budget, turns)
-    return rows
-
-
-def _case_rows(
-    model: DiT,
-    paradigm: Paradigm,
-    case: str,
-    templates: list[Tokens],
-    steps: int | None,
-    token_budget: int,
-    turns: int,
-) -> list[Row]:
     computed = {PACKED: 0, PLAIN: 0}
-    seconds: dict[str, list[float]] = {PACKED: [], PLAIN: []}
 
     @torch.inference_mode()
     def generate(name: str, seed: int) -> list[bytes]:
@@ -93,18 +59,20 @@ def _case_rows(
             computed[name] += len(tokens)
             return model(tokens, cu_seqlens, max_seqlen, times)
 
-        chosen = None if case == "first hitting" else steps
-        settings = Sampling.of({"sampler": SAMPLERS[case], "steps": chosen, "seed": seed})
-        began = time.process_time()
+        steps = None if case == "first hitting" else given.steps
+        settings = Sampling.of({"sampler": SAMPLERS[case], "steps": steps, "seed": seed})
         if name == PLAIN:
             found = plain_loop(counting, paradigm, templates, settings)
         else:
-            sizes: dict[str, Any] = {
-                "max_length": max(map(len, templates)) + 2,
-                "token_budget": token_budget,
-            }
-            found = sample(counting, paradigm, templates, settings, **sizes)
-        seconds[name].append(time.process_time() - began)
+            longest = max(map(len, templates)) + 2
+            found = sample(
+                counting,
+                paradigm,
+                templates,
+                settings,
+                max_length=longest,
+                token_budget=given.token_budget,
+            )
         return [row.tobytes() for row in found]
 
     say(f"{case}: {len(templates)} sequences, in fp64")
@@ -115,23 +83,24 @@ def _case_rows(
             "the same draws; no ratio is reported. This is a defect of the sampler"
         )
     model.float()
-    for name in (PACKED, PLAIN):  # warms up
-        generate(name, 0)
-        seconds[name].clear()
-        computed[name] = 0
-    equal = 0
-    for turn in range(turns):
-        order = (PACKED, PLAIN) if turn % 2 == 0 else (PLAIN, PACKED)
-        first, second = (generate(name, turn + 1) for name in order)
-        equal += first == second
-        say(f"{case}, turn {turn + 1} of {turns}: {seconds[PACKED][-1]:.3g} s packed")
-    rates = {name: len(templates) / float(np.median(taken)) for name, taken in seconds.items()}
+    computed.update(dict.fromkeys(computed, 0))
+    made: dict[str, dict[int, list[bytes]]] = {PACKED: {}, PLAIN: {}}
+
+    def turn(name: str, number: int) -> None:
+        made[name][number] = generate(name, number + 1)
+
+    works = {name: partial(turn, name) for name in made}
+    seconds = alternate(works, given.turns)
+    equal = sum(made[PACKED][number] == made[PLAIN][number] for number in range(given.turns))
     ratio = computed[PLAIN] / computed[PACKED]
     return [
-        *(Row(f"{case}, {name}", rate, "sequences/CPU-s") for name, rate in rates.items()),
+        *(
+            Row(f"{case}, {name}", len(templates) / median(taken), "sequences/CPU-s")
+            for name, taken in seconds.items()
+        ),
         ratio_row(f"{case}, plain loop ÷ packed", seconds[PLAIN], seconds[PACKED], 1.0),
         Row(f"{case}: tokens computed, plain loop ÷ packed", ratio, "×"),
-        Row(f"{case}: turns in fp32 with the same sequences", 100 * equal / turns, "%"),
+        Row(f"{case}: turns in fp32 with the same sequences", 100 * equal / given.turns, "%"),
     ]
 
 
@@ -215,8 +184,8 @@ def _log_p(model: Denoiser, paradigm: Paradigm, tokens: Tensor, corrupted: Tenso
     return paradigm.log_probabilities(model(tokens, bounds, len(tokens), time)).double()
 
 
-def arguments() -> argparse.Namespace:
-    """The command line's."""
+def main() -> None:
+    """The command line."""
     made = parser("generate", __doc__)
     made.set_defaults(proteins=PROTEINS.with_name("uniprot_500.fasta.gz"))
     made.add_argument("--model", default="nano", help="a file of configs/model; random weights")
@@ -227,11 +196,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--token-budget", type=int, default=16384, help="of a forward pass")
     made.add_argument("--turns", type=int, default=3)
     made.add_argument("--threads", type=int, default=1)
-    return made.parse_args()
-
-
-if __name__ == "__main__":
-    given = arguments()
+    given = made.parse_args()
     torch.set_num_threads(given.threads)
     if given.model_dir is not None:
         exported = load_export(given.model_dir)
@@ -239,6 +204,14 @@ if __name__ == "__main__":
     else:
         model, paradigm = DiT(DiTConfig(**model_settings(given.model))).eval(), AbsorbingDiffusion()
         fill_weights(model, 0, std=0.1)
-    keys = ("cases", "number", "steps", "token_budget", "turns")
-    settings = {key: getattr(given, key) for key in keys}
-    publish(given, bench_generate(model, paradigm, given.proteins, **settings))
+    if paradigm.source != "mask":
+        raise BenchError(f"{paradigm.name} has no masks; choose another model")
+    longest, rows = model.config.max_position_embeddings, list[Row]()
+    for case in given.cases:
+        templates = _templates(case, given.proteins, given.number, longest)
+        rows += case_rows(model, paradigm, case, templates, given)
+    publish(given, rows)
+
+
+if __name__ == "__main__":
+    main()

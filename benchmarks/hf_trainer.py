@@ -15,14 +15,12 @@ from transformers import (
     EsmForMaskedLM,
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measure import Turns
-from benchmarks.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
+from benchmarks.padded import PaddedDiT, PaddingCollator, padded_loss
 from benchmarks.workload import LEARNING_RATE, Workload
 from d2plm.settings.training import AdamWSettings
 from d2plm.training.optimizer import build_adamw
@@ -77,14 +75,10 @@ class TakeTurns(TrainerCallback):
         self.turns = turns
         self.trainer: PaddedTrainer | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.turns.begin()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         assert self.trainer is not None
         self.turns(self.trainer.last_loss)
 
@@ -134,7 +128,7 @@ def _train(
             disable_tqdm=True,
         ),
         data_collator=PaddingCollator(pad_to),
-        train_dataset=corrupted_steps(workload, steps),
+        train_dataset=workload.corrupted_steps(steps),
         optimizers=(optimizer, LambdaLR(optimizer, lambda _: 1.0)),
         callbacks=[callback],
     )

@@ -8,16 +8,14 @@ every position, as most trainers do; the package's loss from whole logits; and i
     python -m benchmarks.large_vocabulary --vocabulary 2048 4096 8192 16384
 """
 
-import resource
 import time
-from multiprocessing import get_context
 from statistics import mean
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import Row, parser, publish, say
+from benchmarks.measure import Row, in_new_process, parser, peak_bytes, publish, say
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.core.vocabulary import FIRST, Bytes
@@ -40,8 +38,8 @@ class Numbers(Bytes):
         self.size, self.predicted = size, size - FIRST - 1
 
 
-def measure(way: str, size: int, tokens: int) -> tuple[float, float]:
-    """(peak memory [bytes], CPU seconds) of a forward and backward, in a fresh process."""
+def measure(way: str, size: int, tokens: int) -> tuple[int, float]:
+    """(memory before the step [bytes], CPU seconds) of a forward and backward."""
     torch.set_num_threads(1)
     base.LARGE_VOCABULARY = 0  # chunks are asked for
     paradigm = UniformFlowMatching() if way == UNIFORM else AbsorbingDiffusion()
@@ -73,13 +71,13 @@ def measure(way: str, size: int, tokens: int) -> tuple[float, float]:
         model.zero_grad()
 
     step(1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     seconds = []
     for _ in range(2):
         start = time.process_time()
         step(tokens // LENGTH)
         seconds.append(time.process_time() - start)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, mean(seconds)
+    return before, mean(seconds)
 
 
 def main() -> None:
@@ -93,8 +91,9 @@ def main() -> None:
     for size in options.vocabulary:
         for way in options.ways:
             what = f"V = {size:,}, {way}"
-            with get_context("spawn").Pool(1) as pool:
-                memory, seconds = pool.apply(measure, (way, size, options.tokens))
+            done = in_new_process(measure, way=way, size=size, tokens=options.tokens)
+            before, seconds = done.result
+            memory = done.peak_bytes - before
             say(f"{what}: {memory / MIB:.0f} MiB, {seconds:.2f} CPU s")
             rows.append(Row(f"{what}: memory", memory / MIB, "MiB"))
             rows.append(Row(f"{what}: time", seconds, "CPU s"))

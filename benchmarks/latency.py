@@ -9,7 +9,6 @@ Each runs in a separate process. `load_model` is compared with the import of tra
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from statistics import quantiles
 
 from benchmarks.measure import BenchError, Row, parser, publish, ratio_row, say
@@ -40,12 +39,6 @@ def cpu_seconds(*words: str, code: int | None = 0) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def median_row(what: str, seconds: Sequence[float], goal: float) -> Row:
-    """Median of the seconds, with quartiles, which may be at most the goal."""
-    low, middle, high = quantiles(seconds, n=4, method="inclusive")
-    return Row(what, middle, "CPU s", goal, at_most=True, spread=(low, high))
-
-
 def main() -> None:
     """Measure and print every row."""
     made = parser("latency", __doc__)
@@ -56,16 +49,14 @@ def main() -> None:
         say(what)
         cpu_seconds("-m", "d2plm", *words, code=code)  # once before, so that files are cached
         seconds = [cpu_seconds("-m", "d2plm", *words, code=code) for _ in range(options.turns)]
-        rows.append(median_row(what, seconds, goal))
+        low, middle, high = quantiles(seconds, n=4, method="inclusive")
+        rows.append(Row(what, middle, "CPU s", goal, at_most=True, spread=(low, high)))
     say("load_model and PreTrainedModel, in turns")
-    ours: list[float] = []
-    theirs: list[float] = []
-    for turn in range(-1, options.turns):
-        arms = [(ours, LOAD_MODEL), (theirs, PRETRAINED)]
-        for taken, program in arms if turn % 2 else arms[::-1]:
-            taken_seconds = cpu_seconds("-c", program)
-            if turn >= 0:
-                taken.append(taken_seconds)
+    both: dict[str, list[float]] = {LOAD_MODEL: [], PRETRAINED: []}
+    for turn in range(options.turns + 1):
+        for program in [*both] if turn % 2 else reversed([*both]):
+            both[program].append(cpu_seconds("-c", program))
+    ours, theirs = (seconds[1:] for seconds in both.values())  # the first reads the files
     what = "importing load_model ÷ importing transformers' PreTrainedModel"
     rows.append(ratio_row(what, ours, theirs, 1.1, at_most=True))
     publish(options, rows)

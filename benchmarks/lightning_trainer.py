@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import Turns
-from benchmarks.padded import PaddedDiT, PaddingCollator, corrupted_steps, padded_loss
+from benchmarks.padded import PaddedDiT, PaddingCollator, padded_loss
 from benchmarks.workload import LEARNING_RATE, Workload
 from d2plm.data.loader import Sequences
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -125,7 +125,7 @@ def train_padded(
         schedule=constant,
     )
     batches: DataLoader[Any] = DataLoader(
-        corrupted_steps(workload, steps),  # type: ignore[arg-type]  # a list is a dataset
+        workload.corrupted_steps(steps),  # type: ignore[arg-type]  # a list is a dataset
         collate_fn=PaddingCollator(pad_to),
         pin_memory=device == "cuda",
     )

@@ -14,13 +14,17 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import config_dir, write_text
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 PROTEINS = config_dir().parent / "examples" / "data" / "uniprot_20k.fasta.gz"
-MFU_GOAL = 55  # % of the datasheet's peak, 450 M parameters on one H200
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -81,53 +84,33 @@ def ratio_row(
     return Row(f"time of {what}", middle, "×", goal, at_most, (low, high))
 
 
-def flops_rows(
-    flops: float, seconds: float, device: "torch.device", dtype: "torch.dtype"
-) -> list[Row]:
-    """Model FLOP/s, and their fraction of the device's peak if that is known."""
-    from d2plm.training.throughput import known_peak
-
-    rate, peak = flops / seconds / 1e12, known_peak(device, dtype)
-    rows = [Row("model FLOP/s", rate, "TFLOP/s")]
-    if peak is not None:
-        what = f"MFU, of {peak:g} TFLOP/s (datasheet)"
-        rows.append(Row(what, 100 * rate / peak, "%", MFU_GOAL))
-    return rows
-
-
 def rate_unit(device: "torch.device") -> str:
     """Unit of a rate in tokens: by the GPU's clock or by the CPU time of the process."""
     return "tokens/s" if device.type == "cuda" else "tokens/CPU-s"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text."""
-    quartiles = "quartiles" if any(row.spread for row in rows) else ""
-    cells = [("", "", quartiles, "goal", "")]
-    for row in rows:
-        spread = "" if row.spread is None else " – ".join(map(_number, row.spread))
-        value = f"{_number(row.value)} {row.unit}".rstrip()
-        cells.append((row.what, value, spread, *_goal(row)))
-    return _aligned(cells)
-
-
-def table_of_states(states: Mapping[str, Sequence[Row]]) -> str:
-    """The rows of each state of the machine in a column, and their range.
+def table(states: Mapping[str, Sequence[Row]]) -> str:
+    """Aligned text: the rows of each state of the machine in a column and, of several, their range.
 
     The worse end of the range is what may be claimed, and is compared with the goal.
     """
-    cells = [("", *states, "range", "goal", "")]
+    cells = [("", *states, *(["range"] if states.keys() - {""} else ()), "goal", "")]
     for same in zip(*states.values(), strict=True):
         low, high = (end(same, key=lambda row: row.value) for end in (min, max))
-        worse = high if low.at_most else low
-        columns = (
+        values = [
             _number(row.value)
             + (f" ({' – '.join(map(_number, row.spread))})" if row.spread else "")
             for row in same
-        )
-        between = f"{_number(low.value)} – {_number(high.value)} {low.unit}".rstrip()
-        cells.append((low.what, *columns, between, *_goal(worse)))
-    return _aligned(cells)
+        ]
+        if states.keys() - {""}:
+            values.append(f"{_number(low.value)} – {_number(high.value)}")
+        values[-1] = f"{values[-1]} {low.unit}".rstrip()
+        cells.append((low.what, *values, *_goal(high if low.at_most else low)))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([what.ljust(widths[0]), *map(str.rjust, rest, widths[1:-1]), last]).rstrip()
+        for what, *rest, last in cells
+    )
 
 
 def _goal(row: Row) -> tuple[str, str]:
@@ -135,25 +118,15 @@ def _goal(row: Row) -> tuple[str, str]:
     return goal, {None: "", True: "met", False: "missed"}[row.met]
 
 
-def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
-    """Columns of text, the first and the last aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [
-                first.ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(rest, widths[1:-1], strict=True)),
-                last,
-            ]
-        ).rstrip()
-        for first, *rest, last in cells
-    )
-
-
 def _number(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if value < 0.9 else f"{value:.4g}"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 # --- scripts -----------------------------------------------------------------------------------
@@ -193,7 +166,7 @@ def publish(
         rows: of the benchmark, or of each state of the machine in which it ran.
     """
     states = rows if isinstance(rows, Mapping) else {"": rows}
-    print(f"\n{table_of_states(states) if len(states) > 1 else table(next(iter(states.values())))}")
+    print(f"\n{table(states)}")
     if arguments.output is not None:
         content = {
             "machine": machine(),
@@ -236,31 +209,19 @@ def in_new_process(work: Callable[..., Any], **arguments: Any) -> Measured:
     """Run an importable function in a fresh process, whose peak memory is its own.
 
     Raises:
-        BenchError: if it fails; its traceback is on standard error.
+        BenchError: if the process is killed.
     """
-    ours, theirs = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=_measure, args=(theirs, work, arguments))
-    process.start()
-    theirs.close()
-    try:
-        measured: Measured = ours.recv()
-    except EOFError:
-        process.join()
-        raise BenchError(f"{work.__name__} failed (exit code {process.exitcode})") from None
-    process.join()
-    return measured
+    with ProcessPoolExecutor(1, SPAWN) as alone:
+        try:
+            return alone.submit(_measure, work, arguments).result()
+        except BrokenProcessPool:
+            raise BenchError(f"{work.__name__} was killed") from None
 
 
-def _measure(answers: Connection, work: Callable[..., Any], arguments: dict[str, Any]) -> None:
+def _measure(work: Callable[..., Any], arguments: dict[str, Any]) -> Measured:
     cpu = time.process_time()
     result = work(**arguments)
-    answers.send(
-        Measured(
-            result=result,
-            cpu_seconds=time.process_time() - cpu,
-            peak_bytes=peak_bytes(),
-        )
-    )
+    return Measured(result, time.process_time() - cpu, peak_bytes())
 
 
 def peak_bytes() -> int:
@@ -362,13 +323,14 @@ def take_turns(
     Raises:
         BenchError: if an arm fails; its traceback is on standard error.
     """
-    configure_threads()  # inherited by the arms, the peers' too
     timings = {arm.name: Timings(arm.name) for arm in arms}
-    with ExitStack() as stack:
+    chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    with patch.dict(os.environ, chosen), ExitStack() as stack:
+        configure_threads()  # inherited by the arms, the peers' too
         processes = {}
         for arm in arms:  # one after another: their first steps need most memory
             say(f"{arm.name}: warming up")
-            process = processes[arm.name] = stack.enter_context(_Process(arm, threads, pinned))
+            process = processes[arm.name] = stack.enter_context(_Process(arm, pinned))
             timings[arm.name].losses += process.ask(warm_up)["losses"]
         for turn in range(turns):
             first = turn % len(arms)  # each arm is first equally often
@@ -414,19 +376,12 @@ def require_same_losses(timings: Sequence[Timings], tolerance: float) -> float:
 class _Process:
     """An arm's process, which waits between its turns."""
 
-    def __init__(self, arm: Arm, threads: int | None, pinned: bool) -> None:
+    def __init__(self, arm: Arm, pinned: bool) -> None:
         self.name = arm.name
         self.pipe, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=_serve, args=(theirs, arm.work, arm.arguments, pinned))
-        before = os.environ.get("OMP_NUM_THREADS")
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(threads)
         self.process.start()
         theirs.close()
-        if threads is not None:
-            del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
 
     def __enter__(self) -> "_Process":
         return self
@@ -469,8 +424,12 @@ class Turns:
 
     def begin(self) -> None:
         """Wait for the first turn; nothing before it is timed."""
+        import torch
+
         self._left: int = self._pipe.recv()
-        self._start_event = _cuda_event()
+        # There may be a GPU that this arm does not use.
+        self._on_gpu = Marks(cuda=torch.cuda.is_initialized())
+        self._on_gpu.mark()
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def __call__(self, loss: Any) -> None:
@@ -479,25 +438,59 @@ class Turns:
         self._left -= 1
         if self._left:
             return
-        cuda = None
-        if self._start_event is not None:
-            stop = _cuda_event()
-            stop.synchronize()
-            cuda = float(self._start_event.elapsed_time(stop)) / 1e3
+        self._on_gpu.mark()
+        (seconds,) = self._on_gpu.seconds()
         took = {
             "cpu": time.process_time() - self._cpu,
             "wall": time.perf_counter() - self._wall,
-            "cuda": cuda,
+            "cuda": seconds if self._on_gpu.cuda else None,
         }
         self._pipe.send(took | {"losses": [float(loss) for loss in self._losses]})
         self._losses.clear()
         self.begin()
 
 
-def _cuda_event() -> Any:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None  # there may be a GPU that this arm does not use
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+class Marks:
+    """Moments on the GPU's clock, without waiting for it; or, without `cuda`, of CPU time."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self.moments: list[Any] = []
+
+    def mark(self) -> None:
+        """Note this moment of the device's work."""
+        if not self.cuda:
+            self.moments.append(time.process_time())
+            return
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.moments.append(event)
+
+    def seconds(self) -> list[float]:
+        """Between each moment and the next."""
+        if not self.cuda:
+            return [b - a for a, b in pairwise(self.moments)]
+        self.moments[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.moments)]
+
+
+def alternate(
+    work: Mapping[str, Callable[[int], Any]], turns: int, *, cuda: bool = False
+) -> dict[str, list[float]]:
+    """Seconds of each turn of each work in this process; every other turn is in reverse order.
+
+    Each is called with the number of the turn; turn -1 warms up.
+    """
+    marks, order = Marks(cuda), []
+    for turn in range(-1, turns):
+        for name in [*work] if turn % 2 else reversed([*work]):
+            marks.mark()
+            work[name](turn)
+            marks.mark()
+            order.append(name)
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for name, took in zip(order, marks.seconds()[::2], strict=True):
+        seconds[name].append(took)
+    return {name: times[1:] for name, times in seconds.items()}

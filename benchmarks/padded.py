@@ -5,62 +5,19 @@ keys of padding are masked. Layers, weights and logits are the DiT's own. `DiT.f
 different: it packs its input.
 """
 
-from dataclasses import dataclass
-from itertools import islice
-
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.workload import Workload
 from d2plm.core.batch import PackedBatch
 from d2plm.core.vocabulary import MASK, PAD
 from d2plm.model.dit import DiT
 from d2plm.model.layers import ESM_MASKED_SHARE, Attention, Block, Head, rope_tables, rotate
 from d2plm.paradigms.paradigm import Corrupted, predicted_log_softmax
 
-
-@dataclass(frozen=True)
-class CorruptedSequences:
-    """A packed batch taken apart: the same sequences with the same masks, times and weights.
-
-    Attributes:
-        tokens: uint8 [L], noised, of each of B sequences.
-        targets: int64 [L] of each, index among the twenty.
-        weights: float32 [L] of each.
-        times: float64 [B].
-        count: float64 scalar that the loss is divided by.
-    """
-
-    tokens: list[Tensor]
-    targets: list[Tensor]
-    weights: list[Tensor]
-    times: Tensor
-    count: Tensor
-
-    @classmethod
-    def of(cls, batch: PackedBatch, corrupted: Corrupted) -> "CorruptedSequences":
-        """Those of a batch, its padding left out."""
-        lengths = batch.sequence_lengths()
-        rest = batch.num_tokens - sum(lengths)
-
-        def apart(values_T: Tensor) -> list[Tensor]:
-            return list(values_T.split([*lengths, rest])[: len(lengths)])
-
-        return cls(
-            tokens=apart(corrupted.tokens),
-            targets=apart(corrupted.targets),
-            weights=apart(corrupted.weights),
-            times=corrupted.times[: len(lengths)],
-            count=corrupted.count,
-        )
-
-
-def corrupted_steps(workload: Workload, number: int) -> list[CorruptedSequences]:
-    """What a trainer of `workload` learns from in its first steps, drawn in advance."""
-    return [CorruptedSequences.of(*both) for both in islice(workload.corrupted_batches(), number)]
+Corrupting = tuple[PackedBatch, Corrupted]  # the sequences of a step, and what is masked of them
 
 
 class PaddingCollator:
@@ -69,30 +26,30 @@ class PaddingCollator:
     def __init__(self, length: int | None) -> None:
         self.length = length
 
-    def __call__(self, steps: list[CorruptedSequences]) -> dict[str, Tensor]:
+    def __call__(self, steps: list[Corrupting]) -> dict[str, Tensor]:
         """The padded tensors of the one step that there is.
 
         Returns:
             `input_ids` and `attention_mask` (1 = token), int64 [B, L]; `targets`, int64, and
             `weights`, float32, [B, L]; `times` float32 [B]; `count`.
         """
-        (step,) = steps
-        tokens = self._padded(step.tokens, PAD).long()
-        real = self._padded([torch.ones_like(row) for row in step.tokens], 0)
-        return {
-            "input_ids": tokens,
-            "attention_mask": real.long(),
-            "targets": self._padded(step.targets, 0),
-            "weights": self._padded(step.weights, 0),
-            "times": step.times.float(),
-            "count": step.count,
-        }
+        ((batch, corrupted),) = steps
+        lengths = batch.sequence_lengths()
 
-    def _padded(self, rows: list[Tensor], value: int) -> Tensor:
-        padded = pad_sequence(rows, batch_first=True, padding_value=value)
-        if self.length is None:
-            return padded
-        return F.pad(padded, (0, self.length - padded.shape[1]), value=value)
+        def padded(values_T: Tensor, value: int) -> Tensor:
+            rows = values_T[: sum(lengths)].split(lengths)
+            values_BL = pad_sequence(list(rows), batch_first=True, padding_value=value)
+            more = 0 if self.length is None else self.length - values_BL.shape[1]
+            return F.pad(values_BL, (0, more), value=value)
+
+        return {
+            "input_ids": padded(corrupted.tokens, PAD).long(),
+            "attention_mask": padded(torch.ones_like(corrupted.tokens), 0).long(),
+            "targets": padded(corrupted.targets, 0),
+            "weights": padded(corrupted.weights, 0),
+            "times": corrupted.times[: len(lengths)].float(),
+            "count": corrupted.count,
+        }
 
 
 def padded_loss(logits_BLV: Tensor, batch: dict[str, Tensor]) -> Tensor:

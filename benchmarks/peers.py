@@ -12,6 +12,7 @@ machine and beside a loop on one core; the lower end of their range is what may 
     python -m benchmarks.peers --longest-protein 700 --esm --states idle busy
 """
 
+import argparse
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -56,71 +57,53 @@ WARM_UP = 3  # steps
 # also holds against fp32.
 TOLERANCE = {"fp32": 1.5e-5, "bf16": 2e-3}
 FROZEN = ["time_embedding.*", "blocks.*.modulation.*", "head.modulation.*"]  # absent in ESM-2
-ESM = {"hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 2}
+ESM: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 5, "num_attention_heads": 2}
 ESM |= {"intermediate_size": 512}
 
 
-def bench_peers(
-    proteins: Path,
-    model: dict[str, Any],
-    *,
-    token_budget: int = 8192,
-    max_length: int = 1024,
-    longest_protein: int | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    compile: bool = True,
-    turns: int = 12,
-    steps: int = 1,
-    threads: int | None = None,
-    esm: dict[str, Any] | None = None,
-) -> tuple[list[Row], list[Timings]]:
+def bench_peers(given: argparse.Namespace) -> tuple[list[Row], list[Timings]]:
     """Measure the packed step against peers that pad.
-
-    Args:
-        proteins: FASTA of real proteins.
-        model: settings of a `DiTConfig`.
-        token_budget: tokens of a step.
-        max_length: longest segment, to which peers pad that do not pad to the longest.
-        longest_protein: residues; longer proteins are left out. None keeps all.
-        precision: fp32 or bf16, of all arms.
-        compile: whether a further arm of ours is compiled.
-        turns, steps: of each arm, and steps of a turn.
-        threads: of each arm; None is the default of training. With one, all arms share a CPU, on
-            which they are disturbed least.
-        esm: sizes of an `EsmConfig`, such as `ESM`; None leaves EsmForMaskedLM out.
 
     Raises:
         BenchError: an arm fails, or the arms' losses differ.
     """
-    place = torch.device(resolve_device(device))
-    dtype = resolve_precision(precision, place)
+    place = torch.device(resolve_device(given.device))
+    dtype = resolve_precision(given.precision, place)
     kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     if dtype not in kinds:
-        raise BenchError(f"precision={precision}: the peers train in fp32 or bf16")
+        raise BenchError(f"precision={given.precision}: the peers train in fp32 or bf16")
     if lightning_trainer is None:
         say("Lightning is left out, because it is not installed: pip install 'd2plm[lightning]'")
-    sizes = {"token_budget": token_budget, "max_length": max_length}
+    sizes = {key: getattr(given, key) for key in ("token_budget", "max_length", "longest_protein")}
     settings = {"device": place.type, "precision": kinds[dtype]}
-    total = WARM_UP + turns * steps
-    with workload_of(proteins, model, **sizes, longest_protein=longest_protein) as workload:
+    total, compile = WARM_UP + given.turns * given.steps, not given.no_compile
+    with workload_of(given.proteins, model_settings(given.model), **sizes) as workload:
         groups = [dit_arms(workload, settings, total, compile)]
-        if esm is not None:
+        if given.esm:
             checkpoint = Path(workload.store, "esm")
-            save_esm(checkpoint, esm, max_length, workload.seed)
+            save_esm(checkpoint, given.max_length, workload.seed)
             groups.append(esm_arms(workload, settings, total, compile, checkpoint))
-        rows = _padding_rows(workload, total)
+        lengths = [batch.sequence_lengths() for batch in workload.batches(total)[WARM_UP:]]
+        tokens = sum(map(sum, lengths))
+        rows = [  # an exact count over the batches that are timed
+            Row(
+                f"positions ÷ tokens, padded {label}",
+                sum(len(step) * (pad_to or max(step)) for step in lengths) / tokens,
+                "×",
+            )
+            for label, pad_to in _paddings(workload).items()
+        ]
         timings: list[Timings] = []
         for arms in groups:
             taken = take_turns(
                 arms,
-                turns=turns,
-                steps=steps,
+                turns=given.turns,
+                steps=given.steps,
                 warm_up=WARM_UP,
-                threads=threads,
-                pinned=threads == 1,
+                threads=given.threads,
+                pinned=given.threads == 1,  # arms of one thread disturb each other least so
             )
-            rows += _group_rows(workload, taken, settings, turns=turns, steps=steps)
+            rows += _group_rows(workload, arms, taken, settings, tokens / given.turns)
             timings += taken.values()
     return rows, timings
 
@@ -179,7 +162,7 @@ def train_packed(
     trainer.train()
 
 
-def save_esm(folder: Path, sizes: dict[str, Any], max_length: int, seed: int) -> None:
+def save_esm(folder: Path, max_length: int, seed: int) -> None:
     """Write an `EsmForMaskedLM` of random weights, of ESM-2's kind, without dropout.
 
     Output projection and embeddings are separate weights, as in ours, so that both train alike.
@@ -199,9 +182,9 @@ def save_esm(folder: Path, sizes: dict[str, Any], max_length: int, seed: int) ->
         layer_norm_eps=1e-5,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        initializer_range=sizes["hidden_size"] ** -0.5,
+        initializer_range=ESM["hidden_size"] ** -0.5,
         tie_word_embeddings=False,
-        **sizes,
+        **ESM,
     )
     torch.manual_seed(seed)
     EsmForMaskedLM(config).save_pretrained(folder)
@@ -211,49 +194,25 @@ def _paddings(workload: Workload) -> dict[str, int | None]:
     return {"to longest": None, f"to {workload.max_length:,}": workload.max_length}
 
 
-def _padding_rows(workload: Workload, total: int) -> list[Row]:
-    """How much longer padded batches are: an exact count over those that are timed."""
-    lengths = [batch.sequence_lengths() for batch in workload.batches(total)[WARM_UP:]]
-    tokens = sum(map(sum, lengths))
-    return [
-        Row(
-            f"positions ÷ tokens, padded {label}",
-            sum(len(step) * (pad_to or max(step)) for step in lengths) / tokens,
-            "×",
-        )
-        for label, pad_to in _paddings(workload).items()
-    ]
-
-
 def _group_rows(
     workload: Workload,
+    arms: list[Arm],
     timings: dict[str, Timings],
     settings: dict[str, str],
-    *,
-    turns: int,
-    steps: int,
+    tokens: float,
 ) -> list[Row]:
-    """Rates of all arms, and the ratios of their times to ours, if their losses are the same."""
+    """Rates of all arms in `tokens` a turn, and their times ÷ ours, if the losses are the same."""
     precision = settings["precision"]
     tolerance = TOLERANCE[precision]
     difference = require_same_losses(list(timings.values()), tolerance)
-    batches = workload.batches(WARM_UP + turns * steps)[WARM_UP:]
-    tokens = sum(sum(batch.sequence_lengths()) for batch in batches) / turns
     unit = rate_unit(torch.device(settings["device"]))
-    rows = [
-        Row(
-            name if name.startswith(DEFAULT_PRECISION) else f"{name}, {precision}",
-            timing.per_second(tokens),
-            unit,
-        )
-        for name, timing in timings.items()
-    ]
+    rows = [Row(name, timing.per_second(tokens), unit) for name, timing in timings.items()]
     goals = {
         f"{trainer}, {label}": goal
         for label, goal in zip(_paddings(workload), GOALS[settings["device"]], strict=True)
         for trainer in ("HF Trainer", "Lightning")
     }
-    ours = [name for name in timings if name.startswith(PACKED)]
+    ours = [arm.name for arm in arms if arm.work is train_packed]
     for own in ours:
         for name in (name for name in timings if name not in ours):
             what, theirs = f"{name} ÷ {own}, {precision}", timings[name].seconds
@@ -283,18 +242,11 @@ def main() -> None:
         help="of the machine, each measured in turn: as it is, and with one core kept busy",
     )
     given = made.parse_args()
-    keys = ("token_budget", "max_length", "longest_protein", "device", "precision", "turns")
     rows: dict[str, list[Row]] = {}
     details: dict[str, Any] = {}
     for state in given.states:
         with busy_core() if state == "busy" else nullcontext():
-            rows[state], timings = bench_peers(
-                given.proteins,
-                model_settings(given.model),
-                **{key: getattr(given, key) for key in (*keys, "steps", "threads")},
-                compile=not given.no_compile,
-                esm=ESM if given.esm else None,
-            )
+            rows[state], timings = bench_peers(given)
         details[state] = [asdict(timing) for timing in timings]
     publish(given, rows, details)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.measure import markdown
 from benchmarks.workload import model_settings
 from d2plm.data.packing import bin_capacity
 from d2plm.model.dit import DiT
@@ -148,39 +149,42 @@ def step_of(
     network = network or Network()
     with torch.device("meta"):
         parameters = DiT(config).num_parameters()
-    attention = 12 * config.num_hidden_layers * config.hidden_size * attended
-    per_token = 6 * token_parameters(config) + attention
-    share = (shard - 1) / shard
-    # One collective per block; parameters outside the blocks are counted as part of them.
-    blocks = config.num_hidden_layers
-    block = parameters / blocks
-    gather = blocks * network.collective_seconds(GATHERED * block, shard)
-    reduce = blocks * network.collective_seconds(REDUCED * block, shard)
-    across = 0.0
-    if replicate > 1:
-        across = blocks * network.all_reduce_seconds(REDUCED * block / shard, replicate)
-    rate = mfu * PEAK
+    per_token = flops_per_token(config, attended)
+    # Parameters outside the blocks are counted as part of them.
+    gather, reduce = parameter_seconds(
+        parameters, config.num_hidden_layers, shard, replicate, network
+    )
+    share, rate = (shard - 1) / shard, mfu * PEAK
     return Step(
         gathered=2 * share * GATHERED * parameters,
         reduced=share * REDUCED * parameters,
         all_reduced=2 * (replicate - 1) / replicate * REDUCED * parameters / shard,
-        network_seconds=2 * gather + reduce + across,
+        network_seconds=2 * gather + reduce,
         compute_seconds=tokens * per_token / rate,
         # The larger of forward and backward; all blocks are the same.
-        tokens_to_hide=max(gather / (per_token / 3), (gather + reduce + across) / (per_token / 1.5))
-        * rate,
+        tokens_to_hide=max(gather / (per_token / 3), (gather + reduce) / (per_token / 1.5)) * rate,
     )
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a GPU receives in a micro-batch, and the seconds that nothing overlaps."""
-
-    volume: float
-    seconds: float
+def flops_per_token(config: DiTConfig, attended: float) -> float:
+    """FLOPs of forward and backward for a token that attends to `attended` tokens."""
+    attention = 12 * config.num_hidden_layers * config.hidden_size * attended
+    return 6 * token_parameters(config) + attention
 
 
-def row_traffic(
+def parameter_seconds(
+    parameters: float, blocks: int, shard: int, replicate: int, network: Network
+) -> tuple[float, float]:
+    """Seconds to gather all parameters, and to reduce their gradients; a collective per block."""
+    block = parameters / blocks
+    gather = blocks * network.collective_seconds(GATHERED * block, shard)
+    reduce = blocks * network.collective_seconds(REDUCED * block, shard)
+    if replicate > 1:
+        reduce += blocks * network.all_reduce_seconds(REDUCED * block / shard, replicate)
+    return gather, reduce
+
+
+def row_seconds(
     config: DiTConfig,
     *,
     tensor: int = 1,
@@ -188,8 +192,8 @@ def row_traffic(
     tokens: int,
     network: Network | None = None,
     forwards: int = 2,
-) -> Traffic:
-    """Traffic of the processes that share a row of `tokens` tokens.
+) -> float:
+    """Seconds that the processes wait which share a row of `tokens` tokens; nothing overlaps it.
 
     Before the first matrices of the attention and of the feed-forward, tensor parallelism gathers
     the tokens of the group, T/context of width D, and behind the last it reduce-scatters as many.
@@ -204,45 +208,20 @@ def row_traffic(
     network = network or Network()
     held = tokens / context * config.hidden_size * GATHERED
     passes = (forwards + 1) * config.num_hidden_layers
-    volume = seconds = 0.0
+    seconds = 0.0
     if tensor > 1:
-        volume += passes * 4 * held * (tensor - 1) / tensor
         seconds += passes * 4 * network.collective_seconds(held, tensor)
     if context > 1:
         # Of a machine's GPUs, as many belong to a context as there are tensor groups.
         across = replace(network, gpus=max(network.gpus // tensor, 1))
-        volume += passes * 4 * held / tensor * (context - 1) / context
         seconds += passes * across.exchange_seconds(3 * held / tensor, context)
         seconds += passes * across.exchange_seconds(held / tensor, context)
-    return Traffic(volume, seconds)
+    return seconds
 
 
-def expert_traffic(
-    config: DiTConfig, *, expert: int, chosen: int, tokens: int, network: Network | None = None
-) -> Traffic:
-    """Traffic of `expert` GPUs that share the experts, where each token goes to `chosen` of them.
-
-    A block sends its tokens to their experts and the results back, and the backward likewise.
-    """
-    network = network or Network()
-    volume = tokens * chosen * config.hidden_size * GATHERED
-    passes = 4 * config.num_hidden_layers
-    return Traffic(
-        passes * volume * (expert - 1) / expert, passes * network.exchange_seconds(volume, expert)
-    )
-
-
-def stage_traffic(config: DiTConfig, *, tokens: int, chunks: int = 1) -> float:
-    """Bytes that a stage of a pipeline receives for a micro-batch: hidden states and gradients."""
-    return 2 * chunks * tokens * config.hidden_size * GATHERED
-
-
-def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Fraction of a step in which a stage waits, with `chunks` parts of the model on each.
-
-    Narayanan et al., arXiv:2104.04473, section 2.2.
-    """
-    return (stages - 1) / (micro_batches * chunks + stages - 1)
+def bubble(stages: int, micro_batches: int) -> float:
+    """Fraction of a step in which a stage waits (Narayanan et al., arXiv:2104.04473, §2.2)."""
+    return (stages - 1) / (micro_batches + stages - 1)
 
 
 @dataclass(frozen=True)
@@ -293,22 +272,13 @@ def cost_of(
     held = totals[0] + (totals[1] - totals[0]) * (layers - 2) / 2
     with torch.device("meta"):
         parameters = DiT(part).num_parameters() / plan.tensor
-    per_token = (
-        6 * token_parameters(config) + 12 * config.num_hidden_layers * config.hidden_size * attended
-    )
-    compute = tokens * per_token * 4 / 3 / (mfu * PEAK)  # the forward a second time
+    compute = tokens * flops_per_token(config, attended) * 4 / 3 / (mfu * PEAK)  # forward twice
     spread = replace(network, gpus=max(network.gpus // plan.tensor, 1))
-    block, shards = parameters / layers, int(plan.shard) * plan.context
-    gather = layers * spread.collective_seconds(GATHERED * block, shards)
-    reduce = layers * spread.collective_seconds(REDUCED * block, shards)
-    if plan.replicate > 1:
-        reduce += layers * spread.all_reduce_seconds(REDUCED * block / shards, plan.replicate)
+    shards = int(plan.shard) * plan.context
+    gather, reduce = parameter_seconds(parameters, layers, shards, plan.replicate, spread)
     waiting = max(gather - compute / 4, 0) + max(gather + reduce - compute * 3 / 4, 0)
-    waiting += (
-        micro_batches
-        * row_traffic(
-            part, tensor=plan.tensor, context=plan.context, tokens=row, network=network
-        ).seconds
+    waiting += micro_batches * row_seconds(
+        part, tensor=plan.tensor, context=plan.context, tokens=row, network=network
     )
     idle = bubble(stages, micro_batches)
     return Cost(held / GIB, 1 - (1 - idle) * compute / (compute + waiting))
@@ -331,44 +301,41 @@ def dimensions_table(gpus: Sequence[int] = GPUS, cases: Sequence[str] = tuple(CA
     Data parallelism takes what is left: sharded over all, or by machine with copies, whichever
     waits less and fits.
     """
-    lines = [
-        "| model | GPUs | " + " | ".join(DIMENSIONS) + " |",
-        "|---|---|" + "---|" * len(DIMENSIONS),
+    rows = [
+        [case, f"{count:,}", *(_cell(case, count, *chosen) for chosen in DIMENSIONS.values())]
+        for case in cases
+        for count in gpus
     ]
-    for case in cases:
-        settings, needed, attended = CASES[case]
-        config = DiTConfig(**settings)
-        for count in gpus:
-            tokens = min(max(TOKENS_OF_A_GPU, needed), TOKENS_OF_A_STEP // count)
-            cells = []
-            for tensor, context, stages in DIMENSIONS.values():
-                ranks = count // (tensor * context * stages)
-                rows = tokens * tensor * context * stages // needed
-                if ranks == 0 or rows == 0:
-                    cells.append("–")
-                    continue
-                costs = [
-                    cost_of(
-                        config,
-                        Plan(
-                            replicate=ranks // shard,
-                            shard=shard,
-                            tensor=tensor,
-                            context=context,
-                            activation_checkpointing=1,
-                        ),
-                        stages=stages,
-                        micro_batches=min(4 * stages, rows) if stages > 1 else 1,
-                        tokens=tokens,
-                        attended=attended,
-                    )
-                    for shard in {ranks, min(max(Network().gpus // (tensor * context), 1), ranks)}
-                ]
-                best = min(costs, key=lambda cost: (cost.memory > MEMORY, cost.waiting))
-                fits = "" if best.memory <= MEMORY else "**too much**: "
-                cells.append(f"{fits}{best.memory:.0f} GiB, {best.waiting:.1%}")
-            lines.append(f"| {case} | {count:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown(["model", "GPUs", *DIMENSIONS], rows)
+
+
+def _cell(case: str, count: int, tensor: int, context: int, stages: int) -> str:
+    settings, needed, attended = CASES[case]
+    tokens = min(max(TOKENS_OF_A_GPU, needed), TOKENS_OF_A_STEP // count)
+    ranks = count // (tensor * context * stages)
+    rows = tokens * tensor * context * stages // needed
+    if ranks == 0 or rows == 0:
+        return "–"
+    costs = [
+        cost_of(
+            DiTConfig(**settings),
+            Plan(
+                replicate=ranks // shard,
+                shard=shard,
+                tensor=tensor,
+                context=context,
+                activation_checkpointing=1,
+            ),
+            stages=stages,
+            micro_batches=min(4 * stages, rows) if stages > 1 else 1,
+            tokens=tokens,
+            attended=attended,
+        )
+        for shard in {ranks, min(max(Network().gpus // (tensor * context), 1), ranks)}
+    ]
+    best = min(costs, key=lambda cost: (cost.memory > MEMORY, cost.waiting))
+    fits = "" if best.memory <= MEMORY else "**too much**: "
+    return f"{fits}{best.memory:.0f} GiB, {best.waiting:.1%}"
 
 
 def memory_table(
@@ -379,61 +346,53 @@ def memory_table(
     Args:
         checkpointing: recompute every n-th block; 0 none.
     """
-    lines = [
-        "| model | GPUs | " + " | ".join(f"{budget:,} tokens" for budget in budgets) + " |",
-        "|---|---|" + "---|" * len(budgets),
+
+    def gibibytes(config: DiTConfig, replicate: int, shard: int, budget: int) -> float:
+        plan = Plan(replicate=replicate, shard=shard, activation_checkpointing=checkpointing)
+        longest = config.max_position_embeddings
+        segments = bin_capacity(budget, TYPICAL_TOKENS, longest)[1]
+        taken = memory_per_rank(
+            config,
+            plan,
+            tokens=budget,
+            segments=segments,
+            dtype=torch.bfloat16,
+            compile=not checkpointing,
+        )
+        return taken.total / GIB
+
+    configs = {size: DiTConfig(**model_settings(size)) for size in sizes}
+    rows = [
+        [size, name, *(f"{gibibytes(config, copies, shard, budget):.1f}" for budget in budgets)]
+        for size, config in configs.items()
+        for name, copies, shard in PLANS
     ]
-    for size in sizes:
-        config = DiTConfig(**model_settings(size))
-        for name, replicate, shard in PLANS:
-            plan = Plan(replicate=replicate, shard=shard, activation_checkpointing=checkpointing)
-            cells = [
-                memory_per_rank(
-                    config,
-                    plan,
-                    tokens=budget,
-                    segments=bin_capacity(budget, TYPICAL_TOKENS, config.max_position_embeddings)[
-                        1
-                    ],
-                    dtype=torch.bfloat16,
-                    compile=not checkpointing,
-                ).total
-                / GIB
-                for budget in budgets
-            ]
-            lines.append(f"| {size} | {name} | " + " | ".join(f"{c:.1f}" for c in cells) + " |")
-    return "\n".join(lines)
+    return markdown(["model", "GPUs", *(f"{budget:,} tokens" for budget in budgets)], rows)
 
 
 def traffic_table(
     sizes: Sequence[str] = SIZES, gpus: Sequence[int] = GPUS, *, tokens: int = 16_384
 ) -> str:
     """Traffic against compute by size and number of GPUs, sharded over all and by machine."""
-    lines = [
-        "| model | GPUs | sharding | traffic per GPU and step | network time | compute | exposed "
-        "without overlap | hidden from |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows, inside = [], Network().gpus
     for size in sizes:
         config = DiTConfig(**model_settings(size))
         for count in gpus:
-            plans = [("over all", count, 1)]
-            if count > Network().gpus:
-                plans.append(("in a machine", Network().gpus, count // Network().gpus))
-            for name, shard, replicate in plans:
+            plans = [("over all", count, 1), ("in a machine", inside, count // inside)]
+            for name, shard, replicate in plans[: 1 + (count > inside)]:
                 step = step_of(config, shard=shard, replicate=replicate, tokens=tokens)
                 volume = step.gathered + step.reduced + step.all_reduced
-                lines.append(
-                    f"| {size} | {count:,} | {name} | {volume / 1e9:.2f} GB | "
-                    f"{1e3 * step.network_seconds:.1f} ms | {1e3 * step.compute_seconds:.0f} ms | "
-                    f"{step.exposed:.1%} | {step.tokens_to_hide:,.0f} tokens |"
-                )
-    return "\n".join(lines)
+                cells = [size, f"{count:,}", name, f"{volume / 1e9:.2f} GB"]
+                cells += [f"{1e3 * step.network_seconds:.1f} ms"]
+                cells += [f"{1e3 * step.compute_seconds:.0f} ms", f"{step.exposed:.1%}"]
+                rows.append([*cells, f"{step.tokens_to_hide:,.0f} tokens"])
+    head = ["model", "GPUs", "sharding", "traffic per GPU and step", "network time", "compute"]
+    return markdown([*head, "exposed without overlap", "hidden from"], rows)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["dimensions"]:
         print(dimensions_table())
-        sys.exit()
-    recomputed = memory_table(sizes=("3b",), checkpointing=1)
-    print(f"{memory_table()}\n\n{recomputed}\n\n{traffic_table()}")
+    else:
+        recomputed = memory_table(sizes=("3b",), checkpointing=1)
+        print(f"{memory_table()}\n\n{recomputed}\n\n{traffic_table()}")

@@ -10,14 +10,14 @@ end.
     python -m benchmarks.step --model 450m --token-budget 65536 --max-length 1024
 """
 
+import argparse
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice, pairwise
-from pathlib import Path
+from itertools import islice
 from statistics import median, quantiles
 from typing import Any
 
@@ -25,9 +25,10 @@ import torch
 
 from benchmarks.measure import (
     BenchError,
+    Marks,
     Row,
     Timings,
-    flops_rows,
+    alternate,
     parser,
     publish,
     rate_unit,
@@ -48,6 +49,7 @@ from d2plm.model.flops import training_flops
 from d2plm.training.forecast import Memory, memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.plan import Plan
+from d2plm.training.throughput import known_peak
 from d2plm.training.trainer import Trainer
 
 FULL = "default settings"
@@ -56,6 +58,7 @@ RANDOM = "random residues, no disk"
 COPIED_LATE = "copied when needed"
 ALREADY_THERE = "batches on the device already"
 NOT_COMPILED, FP32 = "not compiled", "fp32"
+MFU_GOAL = 55  # % of the datasheet's peak, 450 M parameters on one H200
 SHARE_OF_MEMORY = 0.92  # of a GPU's that a forecast may take; the rest is the framework's
 WARM_UP = 5  # steps, after which nothing may be compiled again
 SAME_LOSSES = 1e-4  # relative, of variants with the same arithmetic
@@ -71,30 +74,8 @@ PARTS = {
 }
 
 
-def bench_step(
-    proteins: Path,
-    model: dict[str, Any],
-    *,
-    tokens: int,
-    micro_batches: int = 1,
-    max_length: int = 1024,
-    device: str = "auto",
-    precision: str = "auto",
-    compile: bool = True,
-    steady_steps: int = 50,
-    turns: int = 12,
-    steps: int = 2,
-    profiled_steps: int = 3,
-) -> tuple[list[Row], dict[str, Any]]:
+def bench_step(given: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     """Measure a step of AdamW with EMA, real proteins and the real loader.
-
-    Args:
-        proteins: FASTA of real proteins.
-        model: settings of a `DiTConfig`.
-        tokens: of a step, in `micro_batches` (see `micro_batches_that_fit`).
-        steady_steps: consecutive steps from which the rates are computed.
-        turns, steps: of each variant, and steps of a turn; no turns leave the variants out.
-        profiled_steps: for the times of kernels (CUDA) or the step's parts; 0 leaves them out.
 
     Returns:
         The table, and further results: step times, memory, forced synchronisations, kernels.
@@ -102,41 +83,45 @@ def bench_step(
     Raises:
         BenchError: a loss is not finite, or variants that compute the same have other losses.
     """
-    place = torch.device(resolve_device(device))
-    sizes = {"token_budget": tokens // micro_batches, "max_length": max_length}
-    with workload_of(proteins, model, **sizes) as workload:
-        settings: dict[str, Any] = {"device": place.type, "precision": precision}
-        settings |= {"compile": compile, "global_batch_tokens": tokens}
+    place = torch.device(resolve_device(given.device))
+    model, tokens = model_settings(given.model), given.token_budget
+    count = given.micro_batches or micro_batches_that_fit(
+        DiTConfig(**model), tokens, given.max_length, given.precision
+    )
+    sizes = {"token_budget": tokens // count, "max_length": given.max_length}
+    with workload_of(given.proteins, model, **sizes) as workload:
+        settings: dict[str, Any] = {"device": place.type, "precision": given.precision}
+        settings |= {"compile": not given.no_compile, "global_batch_tokens": tokens}
         main = Run.begin(FULL, workload, settings)
-        runs = [main, *(_other_trainers(main, workload, settings) if turns else ())]
+        runs = [main, *(_other_trainers(main, workload, settings) if given.turns else ())]
         before = compilations()
-        say(f"{steady_steps} steps")
-        rows, facts = _steady(main.trainer, main.batches, steady_steps)
-        if turns:
-            say(f"{turns} turns of {steps} steps of each variant")
-            rows += _variants(runs, workload, turns, steps)
+        say(f"{given.steady_steps} steps")
+        rows, facts = _steady(main.trainer, main.batches, given.steady_steps)
+        if given.turns:
+            say(f"{given.turns} turns of {given.steps} steps of each variant")
+            rows += _variants(runs, workload, given.turns, given.steps)
         if place.type == "cuda":
             say("forced synchronisations")
             row, facts["synchronisations"] = _synchronisations(main.trainer, main.batches)
             rows.append(row)
-        count = compilations() - before
-        rows.append(Row(f"recompilations after step {WARM_UP}", count, "", 0, at_most=True))
+        compiled = compilations() - before
+        rows.append(Row(f"recompilations after step {WARM_UP}", compiled, "", 0, at_most=True))
         trainer = main.trainer
         if not torch.isfinite(trainer.loss):
             raise BenchError(f"the loss of step {trainer.step} is {float(trainer.loss)}")
         facts |= {"loss": float(trainer.loss), "compiled": trainer.compiled}
-        if profiled_steps:
-            say(f"profile of {profiled_steps} steps")
+        if given.profiled_steps:
+            say(f"profile of {given.profiled_steps} steps")
             if place.type == "cuda":
-                facts["kernels"] = _kernels(trainer, main.batches, profiled_steps)
+                facts["kernels"] = _kernels(trainer, main.batches, given.profiled_steps)
             else:
-                rows += profile_rows(trainer, main.batches, profiled_steps)
+                rows += profile_rows(trainer, main.batches, given.profiled_steps)
         forecast = _forecast(trainer)
         facts["memory_forecast"] = {"total": forecast.total, **vars(forecast)}
         if "memory" in facts:
             ratio = facts["memory"]["allocated"] / forecast.total
             rows.append(Row("peak memory ÷ its forecast", ratio, "×"))
-    return rows, {"tokens": tokens, "micro_batches": micro_batches, **facts}
+    return rows, {"tokens": tokens, "micro_batches": count, **facts}
 
 
 @dataclass
@@ -212,30 +197,6 @@ def compilations() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-class _Marks:
-    """Moments on the device's clock, without waiting for it; without a GPU, of CPU time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.moments: list[Any] = []
-
-    def mark(self) -> None:
-        """Note this moment of the device's work."""
-        if not self.cuda:
-            self.moments.append(time.process_time())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.moments.append(event)
-
-    def seconds(self) -> list[float]:
-        """Between each moment and the next."""
-        if not self.cuda:
-            return [b - a for a, b in pairwise(self.moments)]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.moments)]
-
-
 def _steady(
     trainer: Trainer, batches: Iterator[GlobalBatch], steps: int
 ) -> tuple[list[Row], dict[str, Any]]:
@@ -245,7 +206,7 @@ def _steady(
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    marks, wall = _Marks(device), time.perf_counter()
+    marks, wall = Marks(cuda), time.perf_counter()
     marks.mark()
     for batch in islice(batches, steps):
         trainer.train_step(batch)
@@ -261,8 +222,12 @@ def _steady(
         Row(f"{steps} steady steps", tokens / took, rate_unit(device)),
         Row("a step", 1e3 * middle, "ms", spread=(1e3 * low, 1e3 * high)),
         Row("padding", padding, "%", 3, at_most=True),
-        *flops_rows(flops, took, device, trainer.dtype),
+        Row("model FLOP/s", flops / took / 1e12, "TFLOP/s"),
     ]
+    peak = known_peak(device, trainer.dtype)
+    if peak is not None:
+        mfu = 100 * flops / took / 1e12 / peak
+        rows.append(Row(f"MFU, of {peak:g} TFLOP/s (datasheet)", mfu, "%", MFU_GOAL))
     facts: dict[str, Any] = {"step_seconds": seconds, "wall_seconds": wall}
     facts["flops_per_token"] = flops / tokens
     if cuda:
@@ -302,20 +267,19 @@ def _variants(runs: list[Run], workload: Workload, turns: int, steps: int) -> li
     else:
         streams |= {RANDOM: stream(synthetic=True)} | {run.name: stream() for run in runs[1:]}
     trainers = {run.name: run.trainer for run in runs}
-    marks, order = _Marks(device), []
-    for turn in range(turns + 1):
-        for name in streams if turn % 2 == 0 else reversed(streams):
-            trainer = trainers.get(name, main)
+
+    def turn_of(name: str) -> Callable[[int], None]:
+        trainer = trainers.get(name, main)
+
+        def turn(_: int) -> None:
             with without_average(trainer) if name == WITHOUT_EMA else nullcontext():
-                marks.mark()
                 for batch in islice(streams[name], steps):
                     trainer.train_step(batch)
-                marks.mark()
-            order.append(name)
-    seconds: dict[str, list[float]] = {name: [] for name in streams}
-    for name, took in zip(order, marks.seconds()[::2], strict=True):
-        seconds[name].append(took)
-    seconds = {name: times[1:] for name, times in seconds.items()}  # the first turn warms up
+
+        return turn
+
+    works = {name: turn_of(name) for name in streams}
+    seconds = alternate(works, turns, cuda=device.type == "cuda")
     tokens = sum(sum(batch.segment_lengths) for batch in kept[steps:]) / turns
     unit = rate_unit(device)
     rows = [Row(name, tokens / median(times), unit) for name, times in seconds.items()]
@@ -430,26 +394,7 @@ def main() -> None:
     given = made.parse_args()
     if given.threads is not None:
         torch.set_num_threads(given.threads)
-    model = model_settings(given.model)
-    if given.micro_batches == 0:
-        given.micro_batches = micro_batches_that_fit(
-            DiTConfig(**model), given.token_budget, given.max_length, given.precision
-        )
-    rows, facts = bench_step(
-        given.proteins,
-        model,
-        tokens=given.token_budget,
-        micro_batches=given.micro_batches,
-        max_length=given.max_length,
-        device=given.device,
-        precision=given.precision,
-        compile=not given.no_compile,
-        steady_steps=given.steady_steps,
-        turns=given.turns,
-        steps=given.steps,
-        profiled_steps=given.profiled_steps,
-    )
-    publish(given, rows, facts)
+    publish(given, *bench_step(given))
 
 
 if __name__ == "__main__":

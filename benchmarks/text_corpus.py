@@ -12,7 +12,6 @@ import argparse
 import gzip
 import json
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import BenchError, Row, in_new_process, publish, say
+from benchmarks.measure import BenchError, Row, in_new_process, parser, publish, say
 from d2plm.core.vocabulary import vocabulary
 from d2plm.data.prepare import prepare
 
@@ -35,21 +34,22 @@ CORPUS, UNBROKEN, KILLED = "corpus.jsonl", "unbroken", "killed"
 _ONE = "import sys; from benchmarks.text_corpus import prepared; prepared(*sys.argv[1:])"
 
 
-def bench_text(
-    folder: Path, gigabytes: float, alphabet: str, tokenizer: Path | None, kills: int, seed: int
-) -> list[Row]:
+def bench_text(folder: Path, given: argparse.Namespace) -> list[Row]:
     """Measure every row."""
-    corpus, name = folder / CORPUS, "" if tokenizer is None else str(tokenizer)
+    corpus, alphabet, kills = folder / CORPUS, given.alphabet, given.kills
+    name = "" if given.tokenizer is None else str(given.tokenizer)
     say(f"writing {corpus}")
     with open(corpus, "w") as file:
-        for number, document in enumerate(_documents(round(gigabytes * 1e9 / DOCUMENT_BYTES))):
+        for number, document in enumerate(
+            _documents(round(given.gigabytes * 1e9 / DOCUMENT_BYTES))
+        ):
             print(json.dumps({"name": f"d{number}", "text": document.decode()}), file=file)
     say("preparing")
     work = {"corpus": corpus, "alphabet": alphabet, "tokenizer": name}
     done = in_new_process(prepared, output=folder / UNBROKEN, **work)
     manifest = done.result
     say(json.dumps(manifest, indent=1))
-    draw, seconds = random.Random(seed), sum(manifest["seconds"].values())
+    draw, seconds = random.Random(given.seed), sum(manifest["seconds"].values())
     command = [sys.executable, "-c", _ONE, str(corpus), str(folder / KILLED), alphabet, name]
     for _ in range(kills):
         process = subprocess.Popen(command)
@@ -113,27 +113,16 @@ def _documents(count: int) -> Iterator[bytes]:
 
 def main() -> None:
     """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.text_corpus",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = parser("text_corpus", __doc__)
     made.add_argument("--gigabytes", type=float, default=1.0)
     made.add_argument("--alphabet", default="bytes", choices=["bytes", "tokenizer"])
     made.add_argument("--tokenizer", type=Path, help="tokenizer.json")
     made.add_argument("--kills", type=int, default=1, help="at random moments")
     made.add_argument("--seed", type=int, default=0, help="of these moments")
     made.add_argument("--temporary-dir", type=Path, help="for five times the corpus")
-    made.add_argument("--output", type=Path, help="JSON file of rows, settings and machine")
     given = made.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="d2plm-text-", dir=given.temporary_dir))
-    try:
-        rows = bench_text(
-            folder, given.gigabytes, given.alphabet, given.tokenizer, given.kills, given.seed
-        )
-    finally:
-        shutil.rmtree(folder)
-    publish(given, rows)
+    with tempfile.TemporaryDirectory(prefix="d2plm-text-", dir=given.temporary_dir) as folder:
+        publish(given, bench_text(Path(folder), given))
 
 
 if __name__ == "__main__":

@@ -83,11 +83,11 @@ class Workload:
         """The batches of the first steps."""
         return list(islice(self._stream(), number))
 
-    def corrupted_batches(self) -> Iterator[tuple[PackedBatch, Corrupted]]:
-        """The batches of every step with the masks that the trainer draws for them, on the CPU."""
+    def corrupted_steps(self, number: int) -> list[tuple[PackedBatch, Corrupted]]:
+        """The first steps' batches with the masks that the trainer draws for them, on the CPU."""
         paradigm = AbsorbingDiffusion()
-        for step, batch in enumerate(self._stream()):
-            yield batch, paradigm.corrupt(batch, Key(self.seed, step))
+        batches = enumerate(self.batches(number))
+        return [(batch, paradigm.corrupt(batch, Key(self.seed, step))) for step, batch in batches]
 
     def _stream(self) -> Iterator[PackedBatch]:
         for batch in self.loader().stream(Position()):

@@ -77,15 +77,15 @@ def _run(words: list[str]) -> int:
     except Exception:  # a bug in d2plm; of several ranks, only one traceback is shown
         if "RANK" not in os.environ:
             raise
-        _report(traceback.format_exc(), 1)
+        _report(traceback.format_exc(), 1, is_bug=True)
         return 1
 
 
-def _report(text: str, exit_code: int) -> None:
+def _report(text: str, exit_code: int, is_bug: bool = False) -> None:
     """Print an error; a rank leaves this to the process that started it, which prints it once."""
     from d2plm.launch.elastic import leave_error
 
-    if not leave_error(text, exit_code):
+    if not leave_error(text, exit_code, is_bug):
         print(text, file=sys.stderr)
 
 

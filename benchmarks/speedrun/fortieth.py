@@ -16,11 +16,6 @@ from d2plm.data.store import SequenceStore
 EVERY = 40
 
 
-def first_name(store: SequenceStore, number: int) -> str:
-    """Name of the first record of a protein."""
-    return store.name(number).partition("\x01")[0]
-
-
 def main() -> None:
     """Write the proteins as FASTA, and prepare them with the same split."""
     made = parser("speedrun.fortieth", __doc__)
@@ -37,9 +32,9 @@ def main() -> None:
         *((held_out, number) for number in range(len(held_out))),
         *((train, number) for number in range(0, len(train), EVERY)),
     )
-    records = ((first_name(store, number), decode(store[number])) for store, number in places)
+    records = ((store.name(number), decode(store[number])) for store, number in places)
     write_fasta(options.folder / "proteins.fasta", records)
-    names = [first_name(held_out, number) for number in range(len(held_out))]
+    names = [held_out.name(number) for number in range(len(held_out))]
     (options.folder / "held_out.txt").write_text("\n".join(names) + "\n")
     words = [
         *("experiment=demo", "data.relatives_sensitivity=null", "tracking=none"),

@@ -18,10 +18,10 @@ from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.data.fasta_export import require_form
 from d2plm.data.records import places_by_name
 from d2plm.evaluation.new_members import header, headline, members_table, write_members
-from d2plm.export.designs import FASTA, TEXTS
+from d2plm.export.designs import FASTA, TEXTS, write_sampling
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.lengths import lengths_of, prompted
-from d2plm.generation.sampler_settings import Sampling
+from d2plm.generation.sampler_settings import Sampling, in_a_line
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 from d2plm.settings.evaluation import GenerationSettings
@@ -79,9 +79,10 @@ def generate(
     seconds = time.perf_counter() - began
     sequences = [vocabulary.decode(row) for row in rows]
     dtype = resolve_precision(precision, exported.model.device)
-    note = sampling.note(exported.paradigm, dtype)
+    described = sampling.described(exported.paradigm, dtype)
     if relatives is not None and given is not None:
-        note += f" relatives={len(given.members)} max_relatives={given.most}"
+        described |= {"relatives": len(given.members), "max_relatives": given.most}
+    note = in_a_line(described)
     names, lengths = [name for name, _ in designs], [len(row) for row in rows]
     headers = [
         f"{name} length={length} {note}" for name, length in zip(names, lengths, strict=True)
@@ -103,6 +104,7 @@ def generate(
         headers = [f"{one} {more}" for one, more in zip(headers, header(members), strict=True)]
         write_fasta(output, zip(headers, sequences, strict=True))
         _write_members(members, output)
+    write_sampling(output, described)
     return sequences
 
 

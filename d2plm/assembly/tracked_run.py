@@ -120,14 +120,9 @@ def short_digest(digest: str) -> str:
     return digest[:16]
 
 
-def log_model(
-    tracked: Runs, config: PipelineSettings, parameters: int, step: int, steps: int
-) -> None:
-    """Log the model's size and progress; add the size to the run's name unless it is configured."""
-    size = short_number(parameters)
-    tracked.set_tags({"parameters": size, "steps": f"{step:,} of {steps:,}"})
-    if config.tracking.run_name is None:
-        tracked.insert_size(_title(config), size)
+def log_model(tracked: Run, parameters: int, step: int, steps: int) -> None:
+    """Log the model's size and progress."""
+    tracked.set_tags({"parameters": short_number(parameters), "steps": f"{step:,} of {steps:,}"})
 
 
 def log_settings(tracked: Run, config: PipelineSettings, **more: Any) -> None:

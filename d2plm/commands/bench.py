@@ -23,6 +23,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.commands import BenchSettings
 from d2plm.settings.data import LoaderSettings
 from d2plm.settings.training import TrainerSettings
+from d2plm.tracking.runs import MEMORY
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.metrics import PeakMemory
 from d2plm.training.throughput import Throughput
@@ -101,7 +102,7 @@ def _rows(figures: dict[str, Any], config: BenchSettings) -> dict[str, str]:
     low, middle, high = figures["step_seconds"]
     mfu = f", {figures['mfu']:.0%} of the device's peak" if "mfu" in figures else ""
     compiled = "compiled" if figures["compiled"] else "not compiled"
-    memory = next(value for name, value in figures.items() if name.startswith("peak_memory"))
+    memory = next(figures[name] for name in MEMORY if name in figures)
     return {
         "model": f"{figures['parameters']:,} parameters, {figures['precision']}, {compiled}, "
         f"on {figures['device']}",

@@ -99,11 +99,11 @@ def _train(config: PipelineSettings) -> dict[str, Any] | None:
             members = (config.data.mixture or {}).items()
             mixture = {name: Path(member["prepared_dir"]) for name, member in members}
             log_data(tracked, Path(config.data.prepared_dir), mixture)
-            log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
+            log_model(tracked, parameters, trainer.step, trainer.max_steps)
         with trainer_keys():
             trainer.train()
         if tracked.runs:
-            log_model(tracked, config, parameters, trainer.step, trainer.max_steps)
+            log_model(tracked, parameters, trainer.step, trainer.max_steps)
             if metrics_file.is_file():
                 tracked.log_file(metrics_file, "training")
             describe(tracked, config)

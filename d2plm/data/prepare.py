@@ -371,7 +371,7 @@ def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | No
             return None
         open_prepared(output_dir)
     except DataError as error:
-        report(f"preparing again: {str(error).removesuffix('; prepare the data again')}")
+        report(f"preparing again: {error}")
         return None
     report(f"reusing prepared data in {output_dir} (same sequences, settings and MMseqs2)")
     return manifest

@@ -498,10 +498,8 @@ def _columns(names: Sequence[str], given: _Input, where: str | Path) -> tuple[st
     reading = given.reading
     sequence = choose(reading.sequence_field, SEQUENCE_FIELDS, "sequence_field")
     if sequence is None:
-        question = "which column holds the sequence? Set sequence_field to one of"
-        if given.vocabulary.is_text:
-            question = "which field holds the text? Set sequence_field to one of"
-        raise DataError(f"{where}: {question} {_listed(names)}")
+        what = "field holds the text" if given.vocabulary.is_text else "column holds the sequence"
+        raise DataError(f"{where}: which {what}? Set sequence_field to one of {_listed(names)}")
     return sequence, choose(reading.name_field, NAME_FIELDS, "name_field")
 
 

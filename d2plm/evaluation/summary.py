@@ -1,7 +1,7 @@
 """An evaluation's figures as one JSON document, and the document as text for a terminal."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,7 @@ def summarise(
     residues, clusters, terms = scores.residues, held_out.clusters, held_out.terms
     rivals = {**held_out.baselines, **{name: other.nats for name, other in others.items()}}
     length_nats = float(lengths.nats(held_out.lengths).mean())
+    alone = replace(held_out, clusters=np.zeros_like(clusters))  # without an interval
     return {
         "format_version": FORMAT_VERSION,
         "masking_version": MASKING_VERSION,
@@ -99,9 +100,7 @@ def summarise(
                 for name, nats in held_out.baselines.items()
             },
             **{
-                name: _without_interval(
-                    _figures(residues * nats / residues.sum(), residues, held_out)
-                )
+                name: _figures(residues * nats / residues.sum(), residues, alone)
                 for name, nats in held_out.together.items()
             },
         },
@@ -133,10 +132,6 @@ def _figures(
         key = f"bits_per_{held_out.terms.unit}"
         figures |= {key: bits.value, f"{key}_interval": bits.interval}
     return figures
-
-
-def _without_interval(figures: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if key.endswith("_interval") else value for key, value in figures.items()}
 
 
 def _model(scores: SequenceScores, held_out: HeldOut) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.settings.data import ClusterSettings, Resources
 
 FASTA, TEXTS, DESIGNS = "generated.fasta", "generated.jsonl", "designs.json"
+SAMPLING = ".sampling.json"  # suffix, in place of the output's own
 FORMAT_VERSION = 1
 MASKS_PER_SEQUENCE = 16  # as in d2plm score
 
@@ -131,6 +132,26 @@ def read_designs(folder: Path) -> dict[str, Any] | None:
     """
     designs = read_json(folder / DESIGNS)
     return designs if designs and designs.get("format_version") == FORMAT_VERSION else None
+
+
+def write_sampling(output: Path, settings: dict[str, Any]) -> None:
+    """Write the sampler's settings beside the generated sequences, with the digest of their file.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    content = {"digest": files_digest(output), "settings": settings}
+    write_text(output.with_suffix(SAMPLING), json.dumps(content, indent=2))
+
+
+def read_sampling(output: Path) -> dict[str, Any] | None:
+    """The sampler's settings of the sequences in `output`; None if their file does not hold them.
+
+    Raises:
+        DataError: if the file is damaged.
+    """
+    kept = read_json(output.with_suffix(SAMPLING))
+    return kept["settings"] if kept and kept.get("digest") == files_digest(output) else None
 
 
 def _scores(

@@ -6,7 +6,6 @@ is missing or belongs to another run is replaced by the reason.
 
 import base64
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,8 +26,9 @@ from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, next_steps
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.quality import quality_rows
 from d2plm.evaluation.terms import terms_for, terms_of
-from d2plm.export.designs import DESIGNS, FASTA, read_designs
+from d2plm.export.designs import DESIGNS, FASTA, read_designs, read_sampling
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
+from d2plm.generation.sampler_settings import in_a_line
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
 CONFIG = "config.yaml"
@@ -116,7 +116,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         "missing": missing,
         "members": members,
         "proteins": [] if designs is None else _proteins(output_dir, designs),
-        "sampling": designs and _sampling(output_dir / FASTA),
+        "sampling": designs and in_a_line(read_sampling(output_dir / FASTA) or {}),
         "fasta": designs and base64.b64encode((output_dir / FASTA).read_bytes()).decode(),
         "classes": CLASSES,
         "settings": _settings(output_dir, evaluation, model),
@@ -215,13 +215,6 @@ def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]
         blocks = list(coloured(sequence)) if place < SHOWN else None
         proteins.append({**described, "sequence": sequence, "blocks": blocks})
     return proteins
-
-
-def _sampling(fasta: Path) -> str:
-    """The sampler's settings, from the header of the first protein."""
-    with fasta.open(encoding="utf-8") as lines:
-        found = re.search(r" (paradigm=.*?)(?: nearest=.*)?$", lines.readline())
-    return found[1] if found else ""
 
 
 def _members(output_dir: Path) -> dict[str, Any] | None:

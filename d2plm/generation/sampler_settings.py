@@ -71,10 +71,14 @@ class Sampling(SamplerSettings):
             if ONLY_OF.get(name, self.sampler) == self.sampler
         }
 
+    def described(self, paradigm: Paradigm, dtype: torch.dtype) -> dict[str, Any]:
+        """Every setting on which a sequence depends, as JSON; `dtype` of the matrix work."""
+        name = str(dtype).removeprefix("torch.")
+        return {"paradigm": paradigm.name, **self.applied(), "dtype": name}
+
     def note(self, paradigm: Paradigm, dtype: torch.dtype) -> str:
-        """Every setting on which a sequence depends, in a line; `dtype` of the matrix work."""
-        values = {"paradigm": paradigm.name, **self.applied(), "dtype": dtype}
-        return " ".join(f"{name}={value}" for name, value in values.items()).replace("torch.", "")
+        """`described` in a line."""
+        return in_a_line(self.described(paradigm, dtype))
 
     def _steps(self, sampler: str, paradigm: Paradigm) -> int | None:
         if sampler == "first_hitting":
@@ -84,3 +88,8 @@ class Sampling(SamplerSettings):
         steps = paradigm.default_steps if self.steps is None else self.steps
         require_number("steps", steps, integer=True, low=1, high=paradigm.max_steps)
         return steps
+
+
+def in_a_line(settings: Mapping[str, Any]) -> str:
+    """Settings as in the header of a generated protein."""
+    return " ".join(f"{name}={value}" for name, value in settings.items())

@@ -8,22 +8,18 @@ worker that failed first, or 128 + the signal, and prints the error of that work
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from d2plm.core.collective_messages import CONNECTION_LOST
 from d2plm.core.errors import first_line
 from d2plm.core.processes import GRACE_SECONDS, LOST, end_with_parent, for_children
 
 # Makes workers leave their error in a file, for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
-# Messages of gloo and NCCL when the other end of a connection is gone.
-_OTHERS_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
-)
 
 
 def main() -> int:
@@ -84,17 +80,17 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
                 "memory ran out); the same command resumes from the last checkpoint"
             )
     errors = [
-        (data["time_ns"], data["text"], data["exit_code"])
+        (data["time_ns"], data["text"], data["exit_code"], data["is_bug"])
         for failed in failures.values()
         if (data := failed.error_file_data.get("d2plm"))
     ]
     if errors:
-        _, text, code = min(errors)
+        _, text, code, is_bug = min(errors)
         # With several nodes, a lost connection is not a bug on this node.
-        lost = [line.strip() for line in text.splitlines() if _OTHERS_LOST.search(line)]
+        lost = [line.strip() for line in text.splitlines() if CONNECTION_LOST.search(line)]
         if not (several and lost):
             return code, text
-        if text.startswith("Traceback"):
+        if is_bug:
             text = (
                 f"d2plm: error: another node's worker has ended ({lost[-1]}); the same command "
                 "resumes from the last checkpoint"
@@ -104,8 +100,10 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     return code if code > 0 else 128 - code, ""
 
 
-def leave_error(text: str, exit_code: int) -> bool:
+def leave_error(text: str, exit_code: int, is_bug: bool = False) -> bool:
     """Leave a worker's error for `main` to print; False if `main` did not start this worker.
+
+    With `is_bug` the text is a traceback.
 
     The file has torchrun's own format plus the time, which identifies the first of several errors.
     """
@@ -113,7 +111,7 @@ def leave_error(text: str, exit_code: int) -> bool:
     if not file or QUIET_WORKERS not in os.environ:
         return False
     now = time.time_ns()
-    error = {"time_ns": now, "text": text, "exit_code": exit_code}
+    error = {"time_ns": now, "text": text, "exit_code": exit_code, "is_bug": is_bug}
     content = {"message": text, "timestamp": str(now // 10**9), "d2plm": error}
     try:
         Path(file).write_text(json.dumps(content))

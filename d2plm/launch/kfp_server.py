@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import ssl
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -132,13 +133,14 @@ def reaching(host: str) -> Iterator[None]:
             text = f"{status}{_reason(body)}; {REMEDIES.get(status, fallback)}"
         else:
             remedy = "check KFP_HOST and the network; a port-forward may have ended"
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            cause = _cause(error)
+            if isinstance(cause, ssl.SSLCertVerificationError):
                 remedy = (
                     "set SSL_CERT_FILE to a file with the authority that signed its certificate"
                 )
-            elif "SSL" in str(error):
+            elif isinstance(cause, ssl.SSLError):
                 remedy = "correct https:// or http:// in KFP_HOST"
-            text = f"{_cause(error)}; {remedy}"
+            text = f"{first_line(cause)}; {remedy}"
         raise ClusterError(f"Kubeflow Pipelines at {host}: {text}") from error
 
 
@@ -152,7 +154,7 @@ def _reason(body: str | bytes | None) -> str:
     return f" {text.splitlines()[0]}" if text else ""
 
 
-def _cause(error: BaseException) -> str:
-    """Innermost message of the transport's nested errors."""
+def _cause(error: BaseException) -> BaseException:
+    """The innermost of the transport's nested errors."""
     inner = getattr(error, "reason", None) or (error.args[0] if error.args else None)
-    return _cause(inner) if isinstance(inner, BaseException) else first_line(error)
+    return _cause(inner) if isinstance(inner, BaseException) else error

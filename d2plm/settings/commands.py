@@ -4,12 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from d2plm.settings.callbacks import CallbackSettings
-from d2plm.settings.data import (
-    DataSettings,
-    IngestedSequences,
-    Resources,
-    RetrievalSettings,
-)
+from d2plm.settings.data import DataSettings, IngestedSequences, Resources, RetrievalSettings
 from d2plm.settings.evaluation import EvaluationSettings, GenerationSettings
 from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.model import ModelSettings
@@ -138,14 +133,11 @@ class ScalingSettings(PipelineSettings):
         None, "budgets in optimizer steps, equal for all sizes; three or more", low=1
     )
     flops: list[float] | None = key(
-        None,
-        "or budgets in training FLOPs, from which the steps of each size are computed",
-        low=1,
+        None, "or budgets in training FLOPs, from which the steps of each size are computed", low=1
     )
     parallel: int = key(1, "runs at a time; each takes its share of the cores", low=1)
     dry_run: bool = key(
-        False,
-        "or --dry-run: check everything, print what every run would do and need, and exit",
+        False, "or --dry-run: check everything, print what every run would do and need, and exit"
     )
 
 
@@ -278,8 +270,7 @@ class ScoreSettings(InferenceSettings):
         path="file",
     )
     mutation_offset: int = key(
-        0,
-        "position offset: 24 if the first residue of the input is number 25 in the mutations",
+        0, "position offset: 24 if the first residue of the input is number 25 in the mutations"
     )
     evaluation: BoundSettings = section(BoundSettings)
 
@@ -313,8 +304,7 @@ class RelativesSettings(RetrievalSettings, Resources):
 
     input: str = key(help="FASTA, plain or compressed: the proteins", path="any")
     reference: str = key(
-        help="collection to search: FASTA, a store, or prepared data (its training set)",
-        path="any",
+        help="collection to search: FASTA, a store, or prepared data (its training set)", path="any"
     )
     output: str = key(
         "relatives.tsv",
@@ -352,14 +342,10 @@ class ReplaySettings(Settings):
     )
     step: int = key(help="step number, as in metrics.jsonl", low=1)
     checkpoint: str | None = key(
-        None,
-        "checkpoint to start from; null: the newest complete one before the step",
-        path="any",
+        None, "checkpoint to start from; null: the newest complete one before the step", path="any"
     )
     prepared_dir: str | None = key(
-        None,
-        "the run's prepared data on this machine; null: the original location",
-        path="folder",
+        None, "the run's prepared data on this machine; null: the original location", path="folder"
     )
     device: Literal["cpu", "cuda"] | None = key(None, "device; null: the run's")
     output: str | None = key(None, "JSON file with all results; null: only the table", path="any")

@@ -255,8 +255,7 @@ class DataSettings(IngestedSequences, SplitSettings, TextSettings, Resources, Lo
         "sequence", "what an epoch draws; cluster: one member of each cluster"
     )
     mixture: dict[str, Any] | None = key(
-        None,
-        "{name: {prepared_dir: FOLDER, weight: 0.7}, …}; weights are fractions of the draws",
+        None, "{name: {prepared_dir: FOLDER, weight: 0.7}, …}; weights are fractions of the draws"
     )
     residues: Literal["real", "shuffled", "random"] = key(
         "real", "shuffled: a control, composition without order; random: needs no prepared data"

@@ -28,10 +28,7 @@ class EvaluationSettings(Settings):
         "compute the bound by identity to the nearest training protein (an MMseqs2 search, once)",
     )
     nearest_sensitivity: float = key(
-        7.0,
-        "sensitivity of that search and of the search for generated proteins",
-        low=1,
-        high=7.5,
+        7.0, "sensitivity of that search and of the search for generated proteins", low=1, high=7.5
     )
     relatives_below: list[float] = key(
         [0.9, 0.7, 0.5],
@@ -49,10 +46,7 @@ class EvaluationSettings(Settings):
     )
     relatives_masks: int = key(2, "draws of masks for the bounds given relatives", low=1)
     relatives_sensitivity: float = key(
-        7.0,
-        "sensitivity of the search for relatives among the held-out proteins",
-        low=1,
-        high=7.5,
+        7.0, "sensitivity of the search for relatives among the held-out proteins", low=1, high=7.5
     )
     generated: int = key(
         200,

@@ -18,8 +18,7 @@ class LauncherSettings(Settings):
         None, "namespace of the job; null: the pod's own, or kubectl's current one"
     )
     image: str | None = key(
-        None,
-        "image of the training pods; null: d2plm-trainer of this version; set by the pipeline",
+        None, "image of the training pods; null: d2plm-trainer of this version; set by the pipeline"
     )
     nodes: int = key(1, "number of pods that train together", low=1)
     min_nodes: int | None = key(
@@ -29,17 +28,14 @@ class LauncherSettings(Settings):
         low=1,
     )
     gpus: int = key(
-        0,
-        "GPUs of each node; distributed.processes sets the number of processes on CPUs",
-        low=0,
+        0, "GPUs of each node; distributed.processes sets the number of processes on CPUs", low=0
     )
     gpu_resource: str = key("nvidia.com/gpu", "resource name of a GPU")
     cpu: str = key("2", "CPUs per node")
     memory: str = key("8Gi", "memory per node")
     shared_memory: str = key("1Gi", "size of /dev/shm; part of memory")
     claims: dict[str, str] = key(
-        {"d2plm-workspace": "/workspace"},
-        "shared PersistentVolumeClaims and their mount paths",
+        {"d2plm-workspace": "/workspace"}, "shared PersistentVolumeClaims and their mount paths"
     )
     claim_size: str | None = key(
         None, "for d2plm job: size of the claims to create, such as 10Gi; null: the claims exist"
@@ -55,8 +51,7 @@ class LauncherSettings(Settings):
         ["d2plm-secrets"], "Secrets whose keys become environment variables; optional"
     )
     service_account: str | None = key(
-        None,
-        "service account of the training pods; null: the namespace's default, without a token",
+        None, "service account of the training pods; null: the namespace's default, without a token"
     )
     same_node: bool = key(False, "all pods on one machine, as a ReadWriteOnce volume requires")
     node_selector: dict[str, Any] = key({}, "labels of the nodes on which the pods may run")

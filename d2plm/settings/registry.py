@@ -84,12 +84,10 @@ _ENTRIES: dict[str, dict[str, Entry]] = {
             callbacks.EvaluationCallbackSettings, "d2plm.training.callbacks.evaluation:Evaluate"
         ),
         "early_stopping": Entry(
-            callbacks.EarlyStoppingSettings,
-            "d2plm.training.callbacks.early_stopping:EarlyStopping",
+            callbacks.EarlyStoppingSettings, "d2plm.training.callbacks.early_stopping:EarlyStopping"
         ),
         "checkpoint": Entry(
-            callbacks.CheckpointSettings,
-            "d2plm.training.callbacks.save_checkpoint:SaveCheckpoint",
+            callbacks.CheckpointSettings, "d2plm.training.callbacks.save_checkpoint:SaveCheckpoint"
         ),
         "export": Entry(callbacks.CallbackSettings, "d2plm.export.export_callback:Export"),
     },

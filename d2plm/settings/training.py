@@ -32,9 +32,7 @@ class TrainerSettings(Settings):
         False, "use kernels with bitwise reproducible results; slower on CUDA"
     )
     max_steps: int | None = key(
-        None,
-        "optimizer steps; of this and the next two, set one and the others to null",
-        low=1,
+        None, "optimizer steps; of this and the next two, set one and the others to null", low=1
     )
     max_epochs: int | None = key(None, "passes over the training sequences", low=1)
     flops_budget: float | None = key(None, "model FLOPs, such as 1e18", above=0)

@@ -124,9 +124,6 @@ class MLflowRun(Run):
     def describe(self, text: str) -> None:
         self.set_tags({DESCRIPTION_TAG: text})
 
-    def rename(self, name: str) -> None:
-        self.client.update_run(self.id, name=name)
-
     def flush(self) -> None:
         began = time.monotonic()
         try:

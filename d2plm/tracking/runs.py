@@ -5,7 +5,6 @@ Only rank 0 writes. If one tracker fails, the others still receive the data.
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,16 +68,6 @@ class Runs(Run):
 
     def describe(self, text: str) -> None:
         self._each("describe", lambda run: run.describe(redacted(text)))
-
-    def insert_size(self, title: str, size: str) -> None:
-        """Insert the model's size into the name of each run; see `with_size`."""
-
-        def renamed(run: Run) -> None:
-            name = with_size(run.name, title, size)
-            if name != run.name:
-                run.rename(name)
-
-        self._each("rename", renamed)
 
     def flush(self) -> None:
         self._each("log metrics to", lambda run: run.flush())
@@ -182,13 +171,3 @@ def in_sections(metrics: Mapping[str, float]) -> dict[str, float]:
         return f"{SECTIONS.get(name, 'train')}/{name}"
 
     return {shown(name): value for name, value in metrics.items()}
-
-
-def with_size(name: str, title: str, size: str) -> str:
-    """Insert the size into a default name: `demo diffusion 11-22 02:21` → `… 2.1M 11-22 02:21`.
-
-    A run begins before its model is built, when the size is not yet known. Names that the user has
-    changed are kept.
-    """
-    found = re.fullmatch(rf"{re.escape(title)}(?: [\d.]+[kMB]?)?( \d\d-\d\d \d\d:\d\d)", name)
-    return f"{title} {size}{found[1]}" if found else name

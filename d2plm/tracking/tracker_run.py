@@ -53,9 +53,6 @@ class Run:
     def describe(self, text: str) -> None:
         """Set the run's description, Markdown."""
 
-    def rename(self, name: str) -> None:
-        """Change the run's name."""
-
     def flush(self) -> None:
         """Send pending metrics."""
 

@@ -29,12 +29,11 @@ log = logging.getLogger(__name__)
 class WandBRun(Run):
     """A W&B run; steps that the server already has are not sent again.
 
-    Tags and data sets are stored in its configuration, because W&B's tags have no values. `file`
-    stores the id and the name; it is None if `WANDB_RUN_ID` names the run.
+    Tags and data sets are stored in its configuration, because W&B's tags have no values.
     """
 
-    def __init__(self, run: "wandb.Run", file: Path | None = None) -> None:
-        self._run, self._file = run, file
+    def __init__(self, run: "wandb.Run") -> None:
+        self._run = run
         self.id, self.name = run.id, run.name or ""
 
     def __str__(self) -> str:
@@ -70,11 +69,6 @@ class WandBRun(Run):
     def describe(self, text: str) -> None:
         self._run.notes = text
 
-    def rename(self, name: str) -> None:
-        self._run.name = self.name = name
-        if self._file is not None:
-            _keep(self._file, str(self.id), name)  # for processes that resume the run
-
     def end(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "FINISHED" else 1)
 
@@ -100,8 +94,8 @@ def begin_wandb_run(
     file = None if os.environ.get("WANDB_RUN_ID") else output_dir / WANDB_RUN_FILE
     kept = {"run_id": os.environ["WANDB_RUN_ID"]} if file is None else read_run_file(file)
     if kept is None:
-        kept = {"run_id": secrets.token_hex(4)}
-        _keep(output_dir / WANDB_RUN_FILE, kept["run_id"], name)
+        kept = {"run_id": secrets.token_hex(4)} | ({} if name is None else {"name": name})
+        write_text(output_dir / WANDB_RUN_FILE, json.dumps(kept))
     offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
     run = wandb.init(
         project=experiment,
@@ -122,8 +116,4 @@ def begin_wandb_run(
     )
     if not run.offline:
         log.info("W&B run %s", run.url)
-    return WandBRun(run, file)
-
-
-def _keep(file: Path, run_id: str, name: str | None) -> None:
-    write_text(file, json.dumps({"run_id": run_id} | ({} if name is None else {"name": name})))
+    return WandBRun(run)

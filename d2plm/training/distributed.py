@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
+from d2plm.core.collective_messages import TIMED_OUT
 from d2plm.core.errors import ConfigError, LaunchError
 from d2plm.core.precision import resolve_device
 from d2plm.core.processes import LOST
 from d2plm.training.plan import Plan
 
-GLOO_TIMEOUT = "Timed out waiting"  # in gloo's errors; NCCL ends the process itself
 REPORT_SECONDS = 5.0  # for every waiting rank to report its timeout
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def silent_ranks_named(process: Process) -> Iterator[None]:
     except RuntimeError as error:
         if process.mesh is None:
             raise
-        missing = _missing_ranks(process, wait=GLOO_TIMEOUT in str(error))
+        missing = _missing_ranks(process, wait=TIMED_OUT in str(error))
         if not missing:
             raise
         raise LaunchError(

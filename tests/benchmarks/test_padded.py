@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import BenchError, require_same_losses, take_turns
-from benchmarks.padded import CorruptedSequences, PaddedDiT, PaddingCollator, padded_loss
+from benchmarks.padded import PaddedDiT, PaddingCollator, padded_loss
 from benchmarks.peers import dit_arms
 from benchmarks.workload import Workload, workload_of
 from d2plm.core.batch import PackedBatch
@@ -61,7 +61,7 @@ def test_a_padded_dit_has_the_logits_of_the_packed_one_at_every_token(dit: DiT) 
     assert (corrupted.tokens == MASK).any()
     packed = dit(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
     for length in (None, 64):
-        padded = PaddingCollator(length)([CorruptedSequences.of(batch, corrupted)])
+        padded = PaddingCollator(length)([(batch, corrupted)])
         assert padded["input_ids"].shape == (len(LENGTHS), length or max(LENGTHS) + 2)
         logits = PaddedDiT(dit)(padded["input_ids"], padded["attention_mask"], padded["times"])
         at_tokens = logits[padded["attention_mask"].bool()]
@@ -75,7 +75,7 @@ def test_a_padded_dit_has_the_loss_and_the_gradients_of_the_packed_one(dit: DiT)
     nats, count = paradigm.loss(logits, batch, corrupted)
     expected = gradients(dit, nats / count)
 
-    padded = PaddingCollator(64)([CorruptedSequences.of(batch, corrupted)])
+    padded = PaddingCollator(64)([(batch, corrupted)])
     logits = PaddedDiT(dit)(padded["input_ids"], padded["attention_mask"], padded["times"])
     loss = padded_loss(logits, padded)
     torch.testing.assert_close(loss.double(), nats / count, rtol=1e-6, atol=0)
@@ -91,7 +91,7 @@ def test_a_padded_dit_computes_every_position(tiny_dit: DiTFactory) -> None:
         lambda _module, inputs, _output: seen.append(inputs[0][..., 0].numel())
     )
     batch = batch_of_proteins()
-    steps = [CorruptedSequences.of(batch, AbsorbingDiffusion().corrupt(batch, Key(0)))]
+    steps = [(batch, AbsorbingDiffusion().corrupt(batch, Key(0)))]
     for length in (None, 64):
         padded = PaddingCollator(length)(steps)
         PaddedDiT(model)(padded["input_ids"], padded["attention_mask"], padded["times"])

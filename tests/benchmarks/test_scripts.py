@@ -60,7 +60,7 @@ def test_a_ratio_is_the_median_of_neighbouring_turns() -> None:
 
 def test_the_table_says_which_goals_are_met() -> None:
     rows = [Row("speed", 1234.5, "tokens/s", 2000), Row("cost", 0.5, "", 1, at_most=True)]
-    lines = table(rows).splitlines()[1:]
+    lines = table({"": rows}).splitlines()[1:]
     assert [line.split() for line in lines] == [
         ["speed", "1,234", "tokens/s", "≥", "2,000", "missed"],
         ["cost", "0.5", "≤", "1", "met"],

@@ -1,47 +1,87 @@
-"""The messages that docs/troubleshooting.md quotes exist in the code."""
+"""docs/troubleshooting.md quotes the messages of common mistakes: they are made, and looked up."""
 
-import ast
-import re
+import gzip
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from d2plm.core.errors import D2PLMError
+from d2plm.core.precision import resolve_device
+from d2plm.core.vocabulary import PROTEIN
+from d2plm.data.ingest import ingest
+from d2plm.data.store import DATA, SequenceStore
+from d2plm.export.exported_model import load_export
+from d2plm.generation.sampler_settings import Sampling
+from d2plm.generation.templates import parse_template
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.docs.markdown import ROOT
 
-DOCUMENT = ROOT / "docs" / "troubleshooting.md"
-LEAST = 4  # characters of a fragment: less occurs anywhere
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
-def messages(folder: Path) -> list[str]:
-    """Every text in the code, `…` where a value is put in, as one line."""
-    found = []
-    for file in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
-                found.append(" ".join("".join(map(str, parts)).split()))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(" ".join(re.sub(r"%[sdg]", "…", node.value).split()))
-    return found
+def reading(name: str, content: bytes) -> Callable[[Path], object]:
+    def mistake(folder: Path) -> object:
+        (folder / name).write_bytes(content)
+        return ingest(folder / name, folder / "store")
+
+    return mistake
 
 
-def quoted() -> list[str]:
-    """The messages that begin a row: in backticks, and a sentence rather than a setting."""
-    rows = re.findall(r"^\| `([^`]+)`", DOCUMENT.read_text(), re.M)
-    return [row.replace("\\|", "|") for row in rows if " " in row and "'d2plm'" not in row]
+def damaged_store(folder: Path) -> object:
+    (folder / "a.fasta").write_bytes(b">one\nMKV\n")
+    ingest(folder / "a.fasta", folder / "store")
+    (folder / "store" / DATA).write_bytes(b"")
+    return SequenceStore(folder / "store")
 
 
-def fragments(message: str) -> list[str]:
-    return [part.strip() for part in message.split("…") if len(part.strip()) >= LEAST]
-
-
-def test_every_quoted_message_is_the_code_s_own() -> None:
-    known = [*messages(ROOT / "d2plm"), *messages(ROOT / "pipelines")]
-    known.append((ROOT / "Makefile").read_text())
-    shells = ("command not found",)
-    unknown = [
-        message
-        for message in quoted()
-        if not message.startswith(shells)
-        and not any(all(part in text for part in fragments(message)) for text in known)
-    ]
-    assert len(quoted()) > 40
-    assert not unknown, "\n".join(unknown)
+@pytest.mark.parametrize(
+    ("mistake", "quoted"),
+    [
+        (
+            reading("a.fasta", b">one\nMKJ\n"),
+            "which is not a … letter; write … for an unknown …",
+        ),
+        (reading("a.fasta", b">one\n>two\nMKV\n"), "has no sequence; remove it"),
+        (reading("a.fasta", b"MKV\n"), "not FASTA (text before the first '>': …)"),
+        (
+            reading("a.csv", b"number,weight\n1,2\n"),
+            "which column holds the sequence? Set sequence_field to one of …",
+        ),
+        (
+            reading("a.fasta.gz", gzip.compress(b">one\nMKV\n" * 99)[:-9]),
+            "truncated or corrupt compressed file",
+        ),
+        (damaged_store, "damaged or not written by D2PLM; prepare the data again"),
+        (
+            load_export,
+            "not a model folder",
+        ),
+        (
+            lambda _: Sampling(sampler="euler").resolved(AbsorbingDiffusion()),
+            "is not defined for …, the paradigm of this model",
+        ),
+        (
+            lambda _: resolve_device("cuda"),
+            "no CUDA device is visible; use 'cpu' or 'auto'",
+        ),
+        (
+            lambda _: parse_template("MKV", "one", PROTEIN),
+            "nothing to fill in; put '…' where …s are wanted",
+        ),
+    ],
+)
+def test_the_message_of_a_mistake_is_quoted(
+    mistake: Callable[[Path], object],
+    quoted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert f"| `{quoted}`" in PAGE
+    with pytest.raises(D2PLMError) as error:
+        mistake(tmp_path)
+    message = str(error.value)
+    for part in filter(None, map(str.strip, quoted.split("…"))):  # in this order
+        _, found, message = message.partition(part)
+        assert found, str(error.value)

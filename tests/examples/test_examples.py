@@ -1,6 +1,5 @@
 """The scripts in examples/ as a user runs them, and the model card of a model that one trained."""
 
-import csv
 import importlib.metadata
 import json
 import re
@@ -119,78 +118,7 @@ def test_a_motif_that_is_not_in_the_protein_is_rejected_in_one_line(
         run("infill_scaffold.py", EXAMPLES / "data" / "osteocalcin.fasta", tmp_path, "--keep", keep)
 
 
-def test_the_shipped_variants_are_scored(trained: Path, tmp_path: Path, run: Run) -> None:
-    wild_type = EXAMPLES / "data" / "osteocalcin.fasta"
-    printed = run("score_mutations.py", wild_type, tmp_path, "--model", trained / "model")
-    with (tmp_path / "scores.csv").open() as file:
-        scores = {row["mutant"]: float(row["d2plm_score"]) for row in csv.DictReader(file)}
-    assert scores["WT"] == 0
-    assert len(scores) > 10
-    model = load_model(trained / "model")
-    expected = model.score_mutations(decode(SCAFFOLD.tokens), list(scores))
-    assert list(scores.values()) == pytest.approx(expected, abs=1e-4)
-    assert "rho" not in printed
-
-
-def test_every_single_mutation_is_scored_and_measurements_are_correlated(
-    trained: Path, tmp_path: Path, run: Run
-) -> None:
-    wild_type = tmp_path / "wild_type.fasta"
-    write_fasta(wild_type, [("w", "MKTAY")])
-    options = [wild_type, tmp_path, "--model", trained / "model"]
-    run("score_mutations.py", *options, "--variants", "all")
-    with (tmp_path / "scores.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 5 * 19
-    table = tmp_path / "measured.csv"
-    with table.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["mutant", "DMS_score"])
-        writer.writerows([row["mutant"], -float(row["d2plm_score"])] for row in rows[:20])
-        writer.writerow([rows[20]["mutant"], ""])
-    printed = run("score_mutations.py", *options, "--variants", table)
-    assert "Spearman's rho -1.000 (20 variants)" in printed
-
-
-@pytest.mark.thorough
-def test_paradigms_are_compared_on_the_same_proteins_and_masks(
-    trained: Path, few: Path, run: Run
-) -> None:
-    # In the folder of the other example, for what it has prepared.
-    printed = run("compare_paradigms.py", few, trained, "--steps", 2, "--seeds", 2, *SMALL)
-    assert (trained / "comparison.md").read_text().strip() in printed
-    assert (trained / "comparison.png").is_file()
-    evaluations = [
-        load_scores(trained / arm / f"seed{seed}" / "model")[0]
-        for arm in ("diffusion", "flow_matching")
-        for seed in (0, 1)
-    ]
-    assert len({evaluation["digests"]["masks"] for evaluation in evaluations}) == 1
-    assert len({evaluation["model"]["nelbo"] for evaluation in evaluations}) == 4
-    nelbo = [evaluation["model"]["nelbo"] for evaluation in evaluations]
-    differences = [nelbo[2] - nelbo[0], nelbo[3] - nelbo[1]]
-    (row,) = [line for line in printed.splitlines() if line.startswith("| flow_matching ")]
-    assert f"{sum(differences) / 2:+.4f} [" in row
-    assert ", ".join(f"{difference:+.4f}" for difference in differences) in row
-
-
-@pytest.mark.thorough
-def test_a_family_is_trained_on_from_another_model_and_generated(
-    trained: Path, few: Path, tmp_path: Path, run: Run
-) -> None:
-    options = ["--steps", 2, "--number", 2, "--sampler-steps", 4, "--start", trained / "model"]
-    printed = run("family.py", few, tmp_path, *options, "--max-length", 100)
-    assert "this model" in printed
-    members = [record.name for record in read_fasta(tmp_path / "generated.fasta")]
-    assert members == ["member_1", "member_2"]
-    exported = load_export(tmp_path / "diffusion" / "model")
-    assert exported.max_length == load_export(trained / "model").max_length
-    assert exported.provenance["settings"]["init_from"] is not None
-
-
-@pytest.mark.parametrize(
-    "script", ["family.py", "without_hydra.py", "compare_paradigms.py", "infill_scaffold.py"]
-)
+@pytest.mark.parametrize("script", ["without_hydra.py", "infill_scaffold.py"])
 def test_a_missing_file_is_named_in_one_line(script: str, tmp_path: Path, run: Run) -> None:
     with pytest.raises(SystemExit, match=r"^error: .*absent\.fasta"):
         run(script, tmp_path / "absent.fasta", tmp_path / "output")

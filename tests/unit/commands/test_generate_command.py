@@ -12,8 +12,10 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError
 from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta
+from d2plm.export.designs import read_sampling
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.generation.sampler_settings import in_a_line
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
@@ -102,6 +104,10 @@ def test_headers_have_every_setting_that_matters(generate: Generate, tmp_path: P
         header.split()[-1],
     ]
     assert header.split()[-1] in ("dtype=float32", "dtype=bfloat16")
+    settings_as_data = read_sampling(tmp_path / "g.fasta")
+    assert settings_as_data is not None
+    assert (settings_as_data["sampler"], settings_as_data["temperature"]) == ("remdm", 0.8)
+    assert in_a_line(settings_as_data) == " ".join(header.split()[2:])
     generate("number=1", "length=8", "corrector=0.5", "steps=4", model="uniform")
     (header,), _ = written(tmp_path / "g.fasta")
     assert "paradigm=flow_matching_uniform sampler=euler steps=4" in header
@@ -116,7 +122,7 @@ def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) 
         generate("number=3", "length=20", "steps=3", f"seed={seed}", output=output)
         texts.append(output.read_text())
     assert texts[0] == texts[1] != texts[2]
-    assert [path.name for path in output.parent.iterdir()] == ["g.fasta"]
+    assert {path.name for path in output.parent.iterdir()} == {"g.fasta", "g.sampling.json"}
 
 
 def test_it_says_how_fast_it_was(

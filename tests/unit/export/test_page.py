@@ -22,6 +22,7 @@ from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.membership import describe_members
 from d2plm.evaluation.new_members import write_members
 from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.export.designs import write_sampling
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.export.report_content import CLASSES, Sources, coloured, gather
 from d2plm.export.report_page import render, write_report
@@ -124,9 +125,10 @@ def run(
         ("unlike", np.random.default_rng(2).integers(4, 24, 90).astype(np.uint8)),
         ("unknown", encode("MKTXXAYIAKQRQISFVKSHFSRQLEER")),
     ]
-    note = "length=9 paradigm=diffusion steps=4 dtype=float32 nearest=other"
-    records = ((f"{name} {note}", decode(tokens)) for name, tokens in designs)
+    records = ((name, decode(tokens)) for name, tokens in designs)
     write_fasta(output_dir / "generated.fasta", records)
+    settings = {"paradigm": "diffusion", "steps": 4, "dtype": "float32"}
+    write_sampling(output_dir / "generated.fasta", settings)
     assert main(["report", str(output_dir), "device=cpu", "threads=1"]) == 0
     return folder
 
@@ -416,7 +418,6 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
 
 def test_the_sampler_s_settings_and_what_to_do_next_are_there(page: Page) -> None:
     assert "Sampled with paradigm=diffusion steps=4 dtype=float32" in page.text
-    assert "nearest=other" not in page.text
     assert "a family of your own: d2plm adapt family.fasta init_from=" in page.text
 
 

@@ -29,8 +29,9 @@ def test_an_abort_is_the_loss_of_another_node_where_there_are_several(
     assert "rank 0" in message
 
 
-def told(text: str, time_ns: int, exit_code: int = 1) -> dict[str, Any]:
-    return {"d2plm": {"text": text, "time_ns": time_ns, "exit_code": exit_code}}
+def told(text: str, time_ns: int, exit_code: int = 1, is_bug: bool = False) -> dict[str, Any]:
+    error = {"text": text, "time_ns": time_ns, "exit_code": exit_code, "is_bug": is_bug}
+    return {"d2plm": error}
 
 
 def test_the_first_that_reported_an_error_is_the_cause() -> None:
@@ -65,7 +66,7 @@ def test_a_connection_that_another_nodes_loss_has_broken_is_worth_another_try(
     monkeypatch.setenv("PET_NNODES", "1:2")
     assert first_failure(failures) == (138, text)
     frames = 'Traceback (most recent call last):\n  File "trainer.py", line 7, in step\n'
-    code, message = first_failure({0: failed(1, told(f"{frames * 20}{text}\n", 1))})
+    code, message = first_failure({0: failed(1, told(f"{frames * 20}{text}\n", 1, is_bug=True))})
     assert code == 138
     assert text in message
     assert len(message.splitlines()) == 1

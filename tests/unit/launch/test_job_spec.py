@@ -1,7 +1,7 @@
 """Training jobs: the shipped manifests follow the specification, which rejects invalid values."""
 
+import json
 import os
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,24 +38,18 @@ def pods(job: TrainingJob) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("pytorchjob.yaml", "trainjob.yaml", "job/job.yaml"),
-        *("examples/tensor_pytorchjob.yaml", "examples/tensor_trainjob.yaml"),
-    ],
-)
-def test_a_shipped_manifest_is_what_its_first_line_shows(
+SETTINGS = json.loads((K8S / "job_settings.json").read_text())
+
+
+@pytest.mark.parametrize("file", SETTINGS["written"])
+def test_a_shipped_manifest_is_what_its_settings_show(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (K8S / file).read_text()
-    words = shlex.split(text.partition("\n")[0].removeprefix("# "))
-    assert words[0] == "d2plm"
-    assert main(words[1:]) == 0
-    assert capsys.readouterr().out == text
+    assert main(["job", "show", *SETTINGS["written"][file]]) == 0
+    assert capsys.readouterr().out == (K8S / file).read_text()
 
 
-def test_the_patch_for_several_nodes_makes_what_its_first_line_shows(
+def test_the_patch_for_several_nodes_makes_what_its_settings_show(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     patch = K8S / "overlays" / "multi-node" / "job.yaml"
@@ -66,8 +60,8 @@ def test_the_patch_for_several_nodes_makes_what_its_first_line_shows(
         ],
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    words = shlex.split(patch.read_text().partition("\n")[0].removeprefix("# "))
-    assert main(words[1:]) == 0
+    words = SETTINGS["patched"]["overlays/multi-node/job.yaml"]
+    assert main(["job", "show", *words]) == 0
     (shown,) = documents(capsys.readouterr().out)
     assert render(tmp_path, "--load-restrictor=LoadRestrictionsNone") == [shown]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d2plm.core.vocabulary import CANONICAL, RESIDUES
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm import __version__, load_model
 from d2plm.core.errors import ModelError
+from d2plm.core.vocabulary import CANONICAL, RESIDUES
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.serving.app import application
 from d2plm.serving.service import DEFAULTS, Service

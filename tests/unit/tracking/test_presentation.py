@@ -16,7 +16,7 @@ from d2plm.evaluation.findings import likelihood_table
 from d2plm.evaluation.terms import terms_for
 from d2plm.tracking.description import description, shortened
 from d2plm.tracking.registry import EVALUATED
-from d2plm.tracking.runs import in_sections, with_size
+from d2plm.tracking.runs import in_sections
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from tests.evaluations import invented_given_relatives
 
@@ -54,20 +54,6 @@ def test_a_run_without_a_name_is_called_by_experiment_paradigm_and_time(
 ) -> None:
     config = compose("train", [f"name={name}", "paradigm=flow_matching"])
     assert re.fullmatch(rf"{title} \d\d-\d\d \d\d:\d\d", tracking_arguments(config)["run_name"])
-
-
-def test_the_size_is_put_before_the_time_and_replaced_when_it_changes() -> None:
-    sized = with_size("demo flow matching 11-22 02:21", "demo flow matching", "2.1M")
-    assert sized == "demo flow matching 2.1M 11-22 02:21"
-    assert with_size(sized, "demo flow matching", "8.0M") == "demo flow matching 8.0M 11-22 02:21"
-    assert with_size(sized, "demo flow matching", "2.1M") == sized
-
-
-@pytest.mark.parametrize(
-    "name", ["my best", "demo diffusion", "demo diffusion 2.1M", "a demo diffusion 11-22 02:21"]
-)
-def test_a_name_that_someone_has_given_stays(name: str) -> None:
-    assert with_size(name, "demo diffusion", "2.1M") == name
 
 
 @pytest.mark.parametrize(
