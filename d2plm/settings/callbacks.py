@@ -16,15 +16,12 @@ class CallbackSettings(Settings):
 class GradientHealthSettings(CallbackSettings):
     """Skips steps whose gradients are not finite, or stops the run."""
 
-    every: int | None = key(
-        None,
-        "steps between checks; null: 1 on a CPU, and on CUDA the steps that log metrics",
-        low=1,
-    )
-    max_skipped: int = key(0, "number of steps that may be skipped; 0 stops at the first", low=0)
-    counted: Literal["in_a_row", "in_total"] = key(
-        "in_a_row", "whether max_skipped counts steps in a row or in total"
-    )
+    every: int | None = key(None, low=1)
+    """steps between checks; null: 1 on a CPU, and on CUDA the steps that log metrics"""
+    max_skipped: int = key(0, low=0)
+    """number of steps that may be skipped; 0 stops at the first"""
+    counted: Literal["in_a_row", "in_total"] = key("in_a_row")
+    """whether max_skipped counts steps in a row or in total"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,63 +33,65 @@ class GradientHealthSettings(CallbackSettings):
 class GarbageCollectionSettings(CallbackSettings):
     """Runs Python's garbage collector at fixed steps, the same on every rank."""
 
-    every: int = key(100, "optimizer steps between collections", low=1)
-    generation: Literal[0, 1, 2] = key(1, "oldest generation to examine")
+    every: int = key(100, low=1)
+    """optimizer steps between collections"""
+    generation: Literal[0, 1, 2] = key(1)
+    """oldest generation to examine"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerSettings(CallbackSettings):
     """Writes traces of some steps to output_dir/profile."""
 
-    start: int | None = key(
-        None,
-        "steps since the start of the process before the first traced one; null: no trace",
-        low=1,
-    )
-    steps: int = key(3, "number of steps to trace", low=1)
+    start: int | None = key(None, low=1)
+    """steps since the start of the process before the first traced one; null: no trace"""
+    steps: int = key(3, low=1)
+    """number of steps to trace"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSettings(CallbackSettings):
     """Logs metrics to metrics.jsonl and to the tracking run."""
 
-    every: int = key(20, "optimizer steps between rows", low=1)
-    peak_tflops: float | None = key(
-        None, "peak of one device for mfu; null: the datasheet's value, if known", above=0
-    )
-    layer_norms: bool = key(
-        False, "log the gradient's norm in each layer and the norms of the optimizer's state"
-    )
-    more: list[str] = key([], "registered names of your own metrics")
+    every: int = key(20, low=1)
+    """optimizer steps between rows"""
+    peak_tflops: float | None = key(None, above=0)
+    """peak of one device for mfu; null: the datasheet's value, if known"""
+    layer_norms: bool = key(False)
+    """log the gradient's norm in each layer and the norms of the optimizer's state"""
+    more: list[str] = key([])
+    """registered names of your own metrics"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationCallbackSettings(CallbackSettings):
     """Evaluates the bound on some validation sequences during training."""
 
-    every: int = key(
-        500, "optimizer steps between evaluations; there is also one at the end", low=1
-    )
-    sequences: int = key(256, "validation sequences, a fixed random choice", low=1)
-    masks_per_sequence: int = key(2, "draws of masks for each sequence", low=1)
+    every: int = key(500, low=1)
+    """optimizer steps between evaluations; there is also one at the end"""
+    sequences: int = key(256, low=1)
+    """validation sequences, a fixed random choice"""
+    masks_per_sequence: int = key(2, low=1)
+    """draws of masks for each sequence"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStoppingSettings(CallbackSettings):
     """Stops training when evaluations no longer improve."""
 
-    monitor: str = key("validation_nelbo", "metric of the evaluation")
-    patience: int | None = key(
-        None, "consecutive evaluations without an improvement; null: never stops", low=1
-    )
-    min_delta: float = key(0.0, "smallest improvement that counts", low=0)
-    mode: Literal["min", "max"] = key("min", "direction of improvement")
+    monitor: str = key("validation_nelbo")
+    """metric of the evaluation"""
+    patience: int | None = key(None, low=1)
+    """consecutive evaluations without an improvement; null: never stops"""
+    min_delta: float = key(0.0, low=0)
+    """smallest improvement that counts"""
+    mode: Literal["min", "max"] = key("min")
+    """direction of improvement"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings(CallbackSettings):
     """Saves checkpoints, from which a run can resume."""
 
-    every: int = key(
-        500, "optimizer steps between checkpoints; there is also one at the end", low=1
-    )
+    every: int = key(500, low=1)
+    """optimizer steps between checkpoints; there is also one at the end"""

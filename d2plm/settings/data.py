@@ -28,54 +28,43 @@ STOP_CODONS = ("TAA", "TAG", "TGA")
 class VocabularySettings(Settings):
     """The alphabet of the sequences."""
 
-    alphabet: Alphabet = key(
-        "protein", "alphabet; tokenizer is text in the tokens of a Hugging Face tokenizer"
-    )
-    tokenizer: str | None = key(
-        None,
-        "tokenizer.json of a Hugging Face tokenizer, or its folder, for alphabet=tokenizer; "
-        "null: none, "
-        "or the prepared data's",
-        path="any",
-    )
-    reading_frame: Literal[1, 2, 3] = key(
-        1, "nucleotide with which the first codon begins, for alphabet=codon"
-    )
-    stop_codons: list[str] = key(
-        list(STOP_CODONS), "codons that may only end a gene, for alphabet=codon; []: none"
-    )
+    alphabet: Alphabet = key("protein")
+    """alphabet; tokenizer is text in the tokens of a Hugging Face tokenizer"""
+    tokenizer: str | None = key(None, path="any")
+    """tokenizer.json of a Hugging Face tokenizer, or its folder, for alphabet=tokenizer; null:
+    none, or the prepared data's"""
+    reading_frame: Literal[1, 2, 3] = key(1)
+    """nucleotide with which the first codon begins, for alphabet=codon"""
+    stop_codons: list[str] = key(list(STOP_CODONS))
+    """codons that may only end a gene, for alphabet=codon; []: none"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Settings):
     """How inputs are read."""
 
-    format: Format = key("auto", "format of the input; text: a file is a document")
-    sequence_field: str | None = key(
-        None, "column of the sequences, or field of an LMDB's dictionaries; null: a common name"
-    )
-    name_field: str | None = key(None, "column of the names; null: a common name")
-    on_illegal: Literal["error", "drop"] = key(
-        "error", "action for a record that is not of the alphabet"
-    )
-    end_of_document: int | None = key(
-        None,
-        "id that ends every document of a Megatron corpus and is left out; null: the tokenizer's",
-        low=0,
-    )
+    format: Format = key("auto")
+    """format of the input; text: a file is a document"""
+    sequence_field: str | None = key(None)
+    """column of the sequences, or field of an LMDB's dictionaries; null: a common name"""
+    name_field: str | None = key(None)
+    """column of the names; null: a common name"""
+    on_illegal: Literal["error", "drop"] = key("error")
+    """action for a record that is not of the alphabet"""
+    end_of_document: int | None = key(None, low=0)
+    """id that ends every document of a Megatron corpus and is left out; null: the tokenizer's"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IngestedSequences(VocabularySettings, Reading):
     """What becomes of the records that are read."""
 
-    window: int | None = key(
-        None,
-        "tokens of the pieces into which longer sequences are cut; null: they are not cut",
-        low=1,
-    )
-    min_residues: int = key(1, "shorter sequences are left out", low=1)
-    max_residues: int | None = key(None, "longer sequences are left out; null: none", low=1)
+    window: int | None = key(None, low=1)
+    """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
+    min_residues: int = key(1, low=1)
+    """shorter sequences are left out"""
+    max_residues: int | None = key(None, low=1)
+    """longer sequences are left out; null: none"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,26 +74,20 @@ class SplitSettings(Settings):
     Where whole clusters do not add up to a fraction, fewer sequences are held out.
     """
 
-    validation_fraction: float = key(
-        0.005, "fraction of the distinct sequences to hold out, by cluster", low=0, below=1
-    )
-    test_fraction: float = key(
-        0.0,
-        "fraction of the distinct sequences to hold out in addition, as a test set",
-        low=0,
-        below=1,
-    )
-    validation_ids: str | None = key(
-        None, "file of identifiers to hold out instead of a fraction, one per line", path="file"
-    )
-    test_ids: str | None = key(None, "the same for the test set", path="file")
-    exclude_homologs_of: list[str] = key(
-        [], "stores or FASTA files whose homologs are also excluded from training", path="any"
-    )
-    split_seed: int = key(0, "seed that chooses the held-out clusters")
-    search_directions: Literal["both", "from_held_out", "from_training"] = key(
-        "both", "directions of MMseqs2's searches; from_held_out is several times faster"
-    )
+    validation_fraction: float = key(0.005, low=0, below=1)
+    """fraction of the distinct sequences to hold out, by cluster"""
+    test_fraction: float = key(0.0, low=0, below=1)
+    """fraction of the distinct sequences to hold out in addition, as a test set"""
+    validation_ids: str | None = key(None, path="file")
+    """file of identifiers to hold out instead of a fraction, one per line"""
+    test_ids: str | None = key(None, path="file")
+    """the same for the test set"""
+    exclude_homologs_of: list[str] = key([], path="any")
+    """stores or FASTA files whose homologs are also excluded from training"""
+    split_seed: int = key(0)
+    """seed that chooses the held-out clusters"""
+    search_directions: Literal["both", "from_held_out", "from_training"] = key("both")
+    """directions of MMseqs2's searches; from_held_out is several times faster"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,13 +104,12 @@ class ClusterSettings(Settings):
     already clustered, such as UniRef50.
     """
 
-    method: Literal["cluster", "linclust", "none"] = key(
-        "cluster", "clustering; none: clustered already, such as UniRef50"
-    )
-    min_seq_id: float = key(0.3, "least identity of the members of a cluster", low=0, high=1)
-    coverage: float = key(
-        0.8, "least fraction of both sequences that the alignment covers", low=0, high=1
-    )
+    method: Literal["cluster", "linclust", "none"] = key("cluster")
+    """clustering; none: clustered already, such as UniRef50"""
+    min_seq_id: float = key(0.3, low=0, high=1)
+    """least identity of the members of a cluster"""
+    coverage: float = key(0.8, low=0, high=1)
+    """least fraction of both sequences that the alignment covers"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,23 +120,18 @@ class SearchSettings(Settings):
     which misses proteins that contain another one or are contained in it.
     """
 
-    min_seq_id: float = key(0.5, "least identity of a homolog", low=0, high=1)
-    coverage: float = key(
-        0.8, "least fraction of the sequences that the alignment covers", low=0, high=1
-    )
-    coverage_mode: int | Literal["either"] = key(
-        EITHER,
-        "sequences to cover: either, or the number of an MMseqs2 mode; 0: both, as for ESM-2",
-        low=0,
-        high=5,
-    )
-    alignment_mode: int = key(
-        3, "3: the identity is computed from the whole alignment", low=0, high=4
-    )
-    sensitivity: float = key(
-        7.0, "sensitivity of MMseqs2's prefilter, 1 (fast) … 7.5 (sensitive)", low=1, high=7.5
-    )
-    max_seqs: int = key(300, "prefilter results kept for each query", low=1)
+    min_seq_id: float = key(0.5, low=0, high=1)
+    """least identity of a homolog"""
+    coverage: float = key(0.8, low=0, high=1)
+    """least fraction of the sequences that the alignment covers"""
+    coverage_mode: int | Literal["either"] = key(EITHER, low=0, high=5)
+    """sequences to cover: either, or the number of an MMseqs2 mode; 0: both, as for ESM-2"""
+    alignment_mode: int = key(3, low=0, high=4)
+    """3: the identity is computed from the whole alignment"""
+    sensitivity: float = key(7.0, low=1, high=7.5)
+    """sensitivity of MMseqs2's prefilter, 1 (fast) … 7.5 (sensitive)"""
+    max_seqs: int = key(300, low=1)
+    """prefilter results kept for each query"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,124 +144,86 @@ class SearchSettings(Settings):
 class TextSettings(Settings):
     """Which documents are near-duplicates."""
 
-    near_duplicate_similarity: float | None = key(
-        0.75,
-        "least similarity of the texts of a cluster, Jaccard's of their n-grams (25 bytes or 5 "
-        "tokens); null: texts deduplicated before",
-        above=0,
-        high=1,
-    )
-    overlap_ngram: int | None = key(
-        None,
-        "tokens in a row that texts share by more than chance; null: 50 bytes, or 13 tokens of a "
-        "tokenizer",
-        low=1,
-    )
-    overlap_share: float = key(
-        0.5, "texts overlap if they share this fraction of the n-grams of either", above=0, high=1
-    )
+    near_duplicate_similarity: float | None = key(0.75, above=0, high=1)
+    """least similarity of the texts of a cluster, Jaccard's of their n-grams (25 bytes or 5
+    tokens); null: texts deduplicated before"""
+    overlap_ngram: int | None = key(None, low=1)
+    """tokens in a row that texts share by more than chance; null: 50 bytes, or 13 tokens of a
+    tokenizer"""
+    overlap_share: float = key(0.5, above=0, high=1)
+    """texts overlap if they share this fraction of the n-grams of either"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources(Settings):
     """What MMseqs2 may use."""
 
-    threads: int | None = key(None, "CPU threads of MMseqs2; null: all", low=1)
-    memory_limit: str | None = key(
-        None, "memory of MMseqs2, such as 48G; null: all memory of the machine"
-    )
-    temporary_dir: str | None = key(
-        None,
-        "folder for temporary files, several times the input's size; null: beside the results",
-        path="folder",
-    )
+    threads: int | None = key(None, low=1)
+    """CPU threads of MMseqs2; null: all"""
+    memory_limit: str | None = key(None)
+    """memory of MMseqs2, such as 48G; null: all memory of the machine"""
+    temporary_dir: str | None = key(None, path="folder")
+    """folder for temporary files, several times the input's size; null: beside the results"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings(Settings):
     """How batches are packed and loaded."""
 
-    token_budget: int = key(16384, "tokens of a bin, the unit of packing", low=3)
-    max_length: int | None = key(
-        None,
-        "maximum tokens of a sequence, including <cls> and <eos>; longer ones are cropped; null: "
-        "the "
-        "model's limit",
-        low=3,
-    )
-    max_relatives: int | None = key(
-        None,
-        "maximum number of relatives drawn for a protein, for a model with relatives_dim; null: "
-        "none",
-        low=1,
-    )
-    num_workers: int = key(0, "loader processes; 0 loads in the training process", low=0)
-    prefetch_factor: int = key(4, "batches that each worker holds ready", low=1)
-    async_prefetch: bool = key(True, "copy the next batch to the GPU while one is computed")
+    token_budget: int = key(16384, low=3)
+    """tokens of a bin, the unit of packing"""
+    max_length: int | None = key(None, low=3)
+    """maximum tokens of a sequence, including <cls> and <eos>; longer ones are cropped; null:
+    the model's limit"""
+    max_relatives: int | None = key(None, low=1)
+    """maximum number of relatives drawn for a protein, for a model with relatives_dim; null:
+    none"""
+    num_workers: int = key(0, low=0)
+    """loader processes; 0 loads in the training process"""
+    prefetch_factor: int = key(4, low=1)
+    """batches that each worker holds ready"""
+    async_prefetch: bool = key(True)
+    """copy the next batch to the GPU while one is computed"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(IngestedSequences, SplitSettings, TextSettings, Resources, LoaderSettings):
     """From proteins, other sequences or texts (or a raw store) to packed batches."""
 
-    input: Any = key(
-        None,
-        "proteins or other sequences or texts to prepare: any input of d2plm ingest, or a raw "
-        "store",
-        path="any",
-    )
-    license: str | None = key(
-        None, "license of the sequences for the model card, such as CC-BY-4.0"
-    )
-    prepared_dir: str = key(
-        "${work_dir}/data",
-        "folder of the stores that d2plm prepare writes and training reads",
-        path="folder",
-    )
-    keep_prepared: bool = key(False, "prepare reuses existing prepared data, from any input")
+    input: Any = key(None, path="any")
+    """proteins or other sequences or texts to prepare: any input of d2plm ingest, or a raw store"""
+    license: str | None = key(None)
+    """license of the sequences for the model card, such as CC-BY-4.0"""
+    prepared_dir: str = key("${work_dir}/data", path="folder")
+    """folder of the stores that d2plm prepare writes and training reads"""
+    keep_prepared: bool = key(False)
+    """prepare reuses existing prepared data, from any input"""
     cluster: ClusterSettings = section(ClusterSettings)
     search: SearchSettings = section(SearchSettings)
-    relatives_sensitivity: float | None = key(
-        None,
-        "sensitivity of the search for relatives of each training protein, 1 (fast) … 7.5 "
-        "(sensitive); null: no search",
-        low=1,
-        high=7.5,
-    )
-    sampling: Literal["sequence", "cluster"] = key(
-        "sequence", "what an epoch draws; cluster: one member of each cluster"
-    )
-    mixture: dict[str, Any] | None = key(
-        None, "{name: {prepared_dir: FOLDER, weight: 0.7}, …}; weights are fractions of the draws"
-    )
-    residues: Literal["real", "shuffled", "random"] = key(
-        "real", "shuffled: a control, composition without order; random: needs no prepared data"
-    )
+    relatives_sensitivity: float | None = key(None, low=1, high=7.5)
+    """sensitivity of the search for relatives of each training protein, 1 (fast) … 7.5
+    (sensitive); null: no search"""
+    sampling: Literal["sequence", "cluster"] = key("sequence")
+    """what an epoch draws; cluster: one member of each cluster"""
+    mixture: dict[str, Any] | None = key(None)
+    """{name: {prepared_dir: FOLDER, weight: 0.7}, …}; weights are fractions of the draws"""
+    residues: Literal["real", "shuffled", "random"] = key("real")
+    """shuffled: a control, composition without order; random: needs no prepared data"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalSettings(Settings):
     """Which hits of a search become the relatives of a protein."""
 
-    identity_below: float = key(
-        1.0,
-        "hits with at least this identity to the protein are left out; 1: identical ones",
-        above=0,
-        high=1,
-    )
-    min_coverage: float = key(
-        0.0, "least fraction of the protein that the alignment covers", low=0, high=1
-    )
-    max_relatives: int = key(
-        8, "maximum number of relatives per protein, the most significant first", low=1
-    )
-    mutual_identity_below: float | None = key(
-        0.9,
-        "hits with at least this identity to an earlier relative are left out; null: none",
-        above=0,
-        high=1,
-    )
-    sensitivity: float = key(
-        7.0, "sensitivity of the search, 1 (fast) … 7.5 (sensitive)", low=1, high=7.5
-    )
-    max_e_value: float = key(1e-3, "largest E-value of a hit", above=0)
+    identity_below: float = key(1.0, above=0, high=1)
+    """hits with at least this identity to the protein are left out; 1: identical ones"""
+    min_coverage: float = key(0.0, low=0, high=1)
+    """least fraction of the protein that the alignment covers"""
+    max_relatives: int = key(8, low=1)
+    """maximum number of relatives per protein, the most significant first"""
+    mutual_identity_below: float | None = key(0.9, above=0, high=1)
+    """hits with at least this identity to an earlier relative are left out; null: none"""
+    sensitivity: float = key(7.0, low=1, high=7.5)
+    """sensitivity of the search, 1 (fast) … 7.5 (sensitive)"""
+    max_e_value: float = key(1e-3, above=0)
+    """largest E-value of a hit"""

@@ -12,56 +12,60 @@ Kind = Literal["auto", "local", "pytorchjob", "trainjob"]
 class LauncherSettings(Settings):
     """Where the pipeline's train step trains; `d2plm job` uses the same settings."""
 
-    kind: Kind = key("auto", "auto starts a job if a pipeline in a cluster runs the step")
-    name: str | None = key(None, "name of the job; null: derived from the pipeline run's id")
-    namespace: str | None = key(
-        None, "namespace of the job; null: the pod's own, or kubectl's current one"
-    )
-    image: str | None = key(
-        None, "image of the training pods; null: d2plm-trainer of this version; set by the pipeline"
-    )
-    nodes: int = key(1, "number of pods that train together", low=1)
-    min_nodes: int | None = key(
-        None,
-        "smallest number of nodes that continues after others are lost (pytorchjob); null: all are "
-        "needed",
-        low=1,
-    )
-    gpus: int = key(
-        0, "GPUs of each node; distributed.processes sets the number of processes on CPUs", low=0
-    )
-    gpu_resource: str = key("nvidia.com/gpu", "resource name of a GPU")
-    cpu: str = key("2", "CPUs per node")
-    memory: str = key("8Gi", "memory per node")
-    shared_memory: str = key("1Gi", "size of /dev/shm; part of memory")
-    claims: dict[str, str] = key(
-        {"d2plm-workspace": "/workspace"}, "shared PersistentVolumeClaims and their mount paths"
-    )
-    claim_size: str | None = key(
-        None, "for d2plm job: size of the claims to create, such as 10Gi; null: the claims exist"
-    )
-    prepare: bool = key(
-        True, "for d2plm job: the pods prepare data.input if data.prepared_dir is empty"
-    )
-    environment: dict[str, Any] = key({}, "environment variables of the container, {NAME: text}")
-    config_maps: list[str] = key(
-        ["d2plm-config"], "ConfigMaps whose keys become environment variables; optional"
-    )
-    secrets: list[str] = key(
-        ["d2plm-secrets"], "Secrets whose keys become environment variables; optional"
-    )
-    service_account: str | None = key(
-        None, "service account of the training pods; null: the namespace's default, without a token"
-    )
-    same_node: bool = key(False, "all pods on one machine, as a ReadWriteOnce volume requires")
-    node_selector: dict[str, Any] = key({}, "labels of the nodes on which the pods may run")
-    tolerations: list[Any] = key([], "tolerations of the pods")
-    priority_class: str | None = key(None, "PriorityClass of the pods")
-    queue: str | None = key(None, "local queue of Kueue")
-    restarts: int = key(50, "maximum number of restarts after pre-emptions and lost nodes", low=0)
-    deadline_seconds: int | None = key(None, "time limit of the whole job", low=1)
-    kept_seconds: int = key(604800, "time after which a completed job is deleted", low=0)
-    start_deadline_seconds: float = key(
-        1800, "time limit for the first pod to run; after it the job fails with the reason", above=0
-    )
-    on_cancel: Literal["delete", "suspend"] = key("delete", "action when the pipeline is cancelled")
+    kind: Kind = key("auto")
+    """auto starts a job if a pipeline in a cluster runs the step"""
+    name: str | None = key(None)
+    """name of the job; null: derived from the pipeline run's id"""
+    namespace: str | None = key(None)
+    """namespace of the job; null: the pod's own, or kubectl's current one"""
+    image: str | None = key(None)
+    """image of the training pods; null: d2plm-trainer of this version; set by the pipeline"""
+    nodes: int = key(1, low=1)
+    """number of pods that train together"""
+    min_nodes: int | None = key(None, low=1)
+    """smallest number of nodes that continues after others are lost (pytorchjob); null: all are
+    needed"""
+    gpus: int = key(0, low=0)
+    """GPUs of each node; distributed.processes sets the number of processes on CPUs"""
+    gpu_resource: str = key("nvidia.com/gpu")
+    """resource name of a GPU"""
+    cpu: str = key("2")
+    """CPUs per node"""
+    memory: str = key("8Gi")
+    """memory per node"""
+    shared_memory: str = key("1Gi")
+    """size of /dev/shm; part of memory"""
+    claims: dict[str, str] = key({"d2plm-workspace": "/workspace"})
+    """shared PersistentVolumeClaims and their mount paths"""
+    claim_size: str | None = key(None)
+    """for d2plm job: size of the claims to create, such as 10Gi; null: the claims exist"""
+    prepare: bool = key(True)
+    """for d2plm job: the pods prepare data.input if data.prepared_dir is empty"""
+    environment: dict[str, Any] = key({})
+    """environment variables of the container, {NAME: text}"""
+    config_maps: list[str] = key(["d2plm-config"])
+    """ConfigMaps whose keys become environment variables; optional"""
+    secrets: list[str] = key(["d2plm-secrets"])
+    """Secrets whose keys become environment variables; optional"""
+    service_account: str | None = key(None)
+    """service account of the training pods; null: the namespace's default, without a token"""
+    same_node: bool = key(False)
+    """all pods on one machine, as a ReadWriteOnce volume requires"""
+    node_selector: dict[str, Any] = key({})
+    """labels of the nodes on which the pods may run"""
+    tolerations: list[Any] = key([])
+    """tolerations of the pods"""
+    priority_class: str | None = key(None)
+    """PriorityClass of the pods"""
+    queue: str | None = key(None)
+    """local queue of Kueue"""
+    restarts: int = key(50, low=0)
+    """maximum number of restarts after pre-emptions and lost nodes"""
+    deadline_seconds: int | None = key(None, low=1)
+    """time limit of the whole job"""
+    kept_seconds: int = key(604800, low=0)
+    """time after which a completed job is deleted"""
+    start_deadline_seconds: float = key(1800, above=0)
+    """time limit for the first pod to run; after it the job fails with the reason"""
+    on_cancel: Literal["delete", "suspend"] = key("delete")
+    """action when the pipeline is cancelled"""

@@ -5,9 +5,14 @@ construction, the composed configuration, `--help`, completion, `docs/configurat
 schema are all derived from the fields. Nothing here imports torch, transformers or Hydra.
 """
 
+import ast
+import inspect
 import math
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -21,7 +26,6 @@ PathKind = Literal["file", "folder", "any", "model"]
 
 def key(
     default: Any = MISSING,
-    help: str = "",
     *,
     low: float | None = None,
     high: float | None = None,
@@ -31,11 +35,10 @@ def key(
     composed: str | None = None,
     registry: str | None = None,
 ) -> Any:
-    """A field of `Settings`; without a default the key is required.
+    """A field of `Settings`, described by the docstring below it; required without a default.
 
     Args:
         default: lists and dictionaries are copied.
-        help: what the value is, for a person who sets it.
         low, high: bounds of a number, or of each number of a list.
         above, below: the same without the bound itself.
         path: what a value that is a path leads to.
@@ -44,7 +47,6 @@ def key(
         registry: group of the registry (`d2plm.settings.registry`) that holds the section's types.
     """
     metadata = {
-        "help": help,
         "low": low,
         "high": high,
         "above": above,
@@ -62,7 +64,7 @@ def key(
 
 def section(kind: type["Settings"]) -> Any:
     """A field that holds another section, with its defaults."""
-    return field(default_factory=kind, metadata={"help": ""})
+    return field(default_factory=kind, metadata={"low": None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            if "help" in one.metadata:  # made by `key`; a subclass may have others
+            if "low" in one.metadata:  # made by `key`; a subclass may have others
                 _require_fits(one, getattr(self, one.name))
 
 
@@ -159,14 +161,12 @@ class Key:
     Attributes:
         field: the field that defines it.
         default: value before interpolations are resolved; `???` if the key is required.
+        help: what the value is, for a person who sets it.
     """
 
     field: Field[Any]
     default: Any
-
-    @property
-    def help(self) -> str:
-        return str(self.field.metadata["help"])
+    help: str
 
     @property
     def path(self) -> PathKind | None:
@@ -214,8 +214,28 @@ def keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
         for name, inner in _sections(one):
             found |= keys(inner, f"{prefix}{name}.") | found
         if not is_section(one):
-            found[f"{prefix}{one.name}"] = Key(one, default_of(one))
+            found[f"{prefix}{one.name}"] = Key(one, default_of(one), helps(kind)[one.name])
     return found
+
+
+@cache
+def helps(kind: type[Settings]) -> dict[str, str]:
+    """Field → the docstring below it, in the class or the base that defines it."""
+    found: dict[str, str] = dict.fromkeys((one.name for one in fields(kind)), "")
+    for base in reversed(kind.__mro__):
+        if issubclass(base, Settings):
+            (written,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(written, ast.ClassDef)
+            for one, below in pairwise(written.body):
+                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                    found[one.target.id] = _docstring(below) or found[one.target.id]
+    return found
+
+
+def _docstring(statement: ast.stmt) -> str:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return " ".join(value.value.split()) if is_text else ""  # type: ignore[union-attr]  # it is
 
 
 def is_section(one: Field[Any]) -> bool:
@@ -311,7 +331,7 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
     for name, one in known.items():
         if name not in made and default_of(one) == "???":
             full = prefix + name
-            raise ConfigError(f"{full}: is required; set {full}=…: {one.metadata['help']}")
+            raise ConfigError(f"{full}: is required; set {full}=…: {helps(kind)[name]}")
     try:
         return kind(**made)
     except ConfigError as error:

@@ -10,20 +10,19 @@ from d2plm.settings.schema import Settings, key
 class TrackingSettings(Settings):
     """Where runs are tracked; MLFLOW_TRACKING_URI takes precedence over uri."""
 
-    trackers: list[Literal["mlflow", "tensorboard", "wandb"]] = key(
-        ["mlflow"], "any of mlflow, tensorboard, wandb; []: none"
-    )
-    uri: str = key(
-        "sqlite:///${work_dir}/mlflow.db",
-        "address of the MLflow store; the variable MLFLOW_TRACKING_URI takes precedence",
-    )
-    experiment: str = key("d2plm-${paradigm.name}", "MLflow's experiment; W&B's project")
-    run_name: str | None = key(
-        None, "name of the run; null: name, paradigm, size of the model and start time"
-    )
-    tags: dict[str, Any] = key({}, "your own tags, such as tracking.tags.project=antibodies")
-    parent_run_id: str | None = key(None, "parent run in MLflow; group in W&B")
-    system_metrics: float | None = key(
-        10, "seconds between samples of processors, memory and GPUs, in MLflow; null: none", above=0
-    )
-    registered_model: str = key("d2plm-${paradigm.name}", "name in MLflow's registry")
+    trackers: list[Literal["mlflow", "tensorboard", "wandb"]] = key(["mlflow"])
+    """any of mlflow, tensorboard, wandb; []: none"""
+    uri: str = key("sqlite:///${work_dir}/mlflow.db")
+    """address of the MLflow store; the variable MLFLOW_TRACKING_URI takes precedence"""
+    experiment: str = key("d2plm-${paradigm.name}")
+    """MLflow's experiment; W&B's project"""
+    run_name: str | None = key(None)
+    """name of the run; null: name, paradigm, size of the model and start time"""
+    tags: dict[str, Any] = key({})
+    """your own tags, such as tracking.tags.project=antibodies"""
+    parent_run_id: str | None = key(None)
+    """parent run in MLflow; group in W&B"""
+    system_metrics: float | None = key(10, above=0)
+    """seconds between samples of processors, memory and GPUs, in MLflow; null: none"""
+    registered_model: str = key("d2plm-${paradigm.name}")
+    """name in MLflow's registry"""

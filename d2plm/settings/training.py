@@ -14,81 +14,58 @@ Precision = Literal["auto", "bf16", "fp16", "fp32", "fp64"]
 class TrainerSettings(Settings):
     """How long, on what and with what precision training runs, and what it keeps."""
 
-    type: str = key("trainer", "registered name of the trainer; your own is a subclass of Trainer")
-    device: Device = key("auto", "device; auto: CUDA if there is a GPU")
-    precision: Precision = key(
-        "auto", "dtype of the matrix products; auto: what the device is fast at"
-    )
-    compile: bool | Literal["auto"] = key(
-        "auto", "whether to compile blocks; auto: on CUDA, and on a CPU in runs of some minutes"
-    )
-    threads: int | None = key(
-        None,
-        "CPU threads of a training process; null: OMP_NUM_THREADS, else its share of the usable "
-        "cores",
-        low=1,
-    )
-    deterministic: bool = key(
-        False, "use kernels with bitwise reproducible results; slower on CUDA"
-    )
-    max_steps: int | None = key(
-        None, "optimizer steps; of this and the next two, set one and the others to null", low=1
-    )
-    max_epochs: int | None = key(None, "passes over the training sequences", low=1)
-    flops_budget: float | None = key(None, "model FLOPs, such as 1e18", above=0)
-    global_batch_tokens: int | None = key(
-        None,
-        "tokens of a step over all processes, a multiple of data.token_budget; null: one bin per "
-        "micro-batch of each process",
-        low=1,
-        composed="${data.token_budget}",
-    )
-    gradient_accumulation_steps: int | Literal["auto"] = key(
-        "auto", "micro-batches per process; auto: one per bin of token_budget", low=1
-    )
-    loss_aggregation: Literal["token_weighted", "rank_average"] = key(
-        "token_weighted",
-        "token_weighted: every token of the global batch counts equally; rank_average: the mean of "
-        "the processes' means, as in other trainers",
-    )
-    max_grad_norm: float | None = key(
-        1.0, "maximum norm of the gradient; null: no clipping", above=0
-    )
-    ema_decay: float = key(
-        0.9999, "decay of the moving average of the weights, which is exported", low=0, below=1
-    )
-    seed: int = key(
-        0, "seed of the initial weights, the order, the crops, the masks and dropout", low=0
-    )
-    fast_dev_run: int | None = key(
-        None,
-        "run this number of steps, a validation, a save and an export in a temporary folder",
-        low=1,
-    )
-    overfit_batches: int | None = key(
-        None, "train on only this number of global batches, repeatedly", low=1
-    )
-    resume: str = key("auto", "auto | none | location of a checkpoint")
-    checkpoints: str | None = key(
-        None, "folder or fsspec URL; null: output_dir/checkpoints", path="any"
-    )
-    save_total_limit: int = key(3, "number of newest checkpoints to keep", low=1)
-    save_top_k: int = key(
-        0, "number of checkpoints with the lowest validation bound to keep in addition", low=0
-    )
-    on_save_error: Literal["stop", "continue"] = key(
-        "stop", "action if a checkpoint cannot be written"
-    )
-    freeze: list[str] = key(
-        [], "name patterns of parameters not to train, such as [token_embedding.*, blocks.0.*]"
-    )
-    lora_rank: int | None = key(
-        None,
-        "rank of LoRA updates of the blocks' matrices, trained instead of the weights of "
-        "init_from; "
-        "null: the weights",
-        low=1,
-    )
+    type: str = key("trainer")
+    """registered name of the trainer; your own is a subclass of Trainer"""
+    device: Device = key("auto")
+    """device; auto: CUDA if there is a GPU"""
+    precision: Precision = key("auto")
+    """dtype of the matrix products; auto: what the device is fast at"""
+    compile: bool | Literal["auto"] = key("auto")
+    """whether to compile blocks; auto: on CUDA, and on a CPU in runs of some minutes"""
+    threads: int | None = key(None, low=1)
+    """CPU threads of a training process; null: OMP_NUM_THREADS, else its share of the usable
+    cores"""
+    deterministic: bool = key(False)
+    """use kernels with bitwise reproducible results; slower on CUDA"""
+    max_steps: int | None = key(None, low=1)
+    """optimizer steps; of this and the next two, set one and the others to null"""
+    max_epochs: int | None = key(None, low=1)
+    """passes over the training sequences"""
+    flops_budget: float | None = key(None, above=0)
+    """model FLOPs, such as 1e18"""
+    global_batch_tokens: int | None = key(None, low=1, composed="${data.token_budget}")
+    """tokens of a step over all processes, a multiple of data.token_budget; null: one bin per
+    micro-batch of each process"""
+    gradient_accumulation_steps: int | Literal["auto"] = key("auto", low=1)
+    """micro-batches per process; auto: one per bin of token_budget"""
+    loss_aggregation: Literal["token_weighted", "rank_average"] = key("token_weighted")
+    """token_weighted: every token of the global batch counts equally; rank_average: the mean of
+    the processes' means, as in other trainers"""
+    max_grad_norm: float | None = key(1.0, above=0)
+    """maximum norm of the gradient; null: no clipping"""
+    ema_decay: float = key(0.9999, low=0, below=1)
+    """decay of the moving average of the weights, which is exported"""
+    seed: int = key(0, low=0)
+    """seed of the initial weights, the order, the crops, the masks and dropout"""
+    fast_dev_run: int | None = key(None, low=1)
+    """run this number of steps, a validation, a save and an export in a temporary folder"""
+    overfit_batches: int | None = key(None, low=1)
+    """train on only this number of global batches, repeatedly"""
+    resume: str = key("auto")
+    """auto | none | location of a checkpoint"""
+    checkpoints: str | None = key(None, path="any")
+    """folder or fsspec URL; null: output_dir/checkpoints"""
+    save_total_limit: int = key(3, low=1)
+    """number of newest checkpoints to keep"""
+    save_top_k: int = key(0, low=0)
+    """number of checkpoints with the lowest validation bound to keep in addition"""
+    on_save_error: Literal["stop", "continue"] = key("stop")
+    """action if a checkpoint cannot be written"""
+    freeze: list[str] = key([])
+    """name patterns of parameters not to train, such as [token_embedding.*, blocks.0.*]"""
+    lora_rank: int | None = key(None, low=1)
+    """rank of LoRA updates of the blocks' matrices, trained instead of the weights of init_from;
+    null: the weights"""
 
 
 # Each can be more than one process, or more than one part on a process.
@@ -99,51 +76,32 @@ DIMENSIONS = ("replicate", "tensor", "context", "expert", "pipeline", "pipeline_
 class Parallelism(Settings):
     """How training is spread over processes; `training.plan` divides them."""
 
-    replicate: int = key(
-        1, "replicas of the sharded model; more than 1 is hybrid sharding (HSDP)", low=1
-    )
-    shard: int | Literal["auto"] = key(
-        "auto",
-        "processes that share a replica and have rows of their own; auto: all processes, divided "
-        "by "
-        "the other sizes",
-        low=1,
-    )
-    context: int = key(
-        1, "processes that share the tokens of each row; context × tensor divides the heads", low=1
-    )
-    tensor: int = key(
-        1,
-        "processes that share the heads and the feed-forward width of every block; divides both",
-        low=1,
-    )
-    pipeline: int = key(
-        1, "processes that share the blocks; micro-batches pass through their stages (1F1B)", low=1
-    )
-    pipeline_stages_per_rank: int = key(
-        1, "stages on each of these; more (interleaved 1F1B) wait less and send more", low=1
-    )
-    expert: int = key(
-        1,
-        "of the processes that share a replica, those that share the experts of each layer; "
-        "divides both",
-        low=1,
-    )
-    reshard_after_forward: bool = key(
-        True, "free gathered blocks after the forward: less memory, one more all-gather"
-    )
-    reshard_between_micro_batches: bool = key(
-        False, "the same after each micro-batch, not only after the last"
-    )
-    cpu_offload: bool = key(False, "keep shards, optimizer state and EMA in host memory (CUDA)")
-    activation_checkpointing: int = key(
-        0, "recompute every n-th block's activations; 1 every block, 0 none", low=0
-    )
-    timeout_seconds: float = key(
-        600,
-        "maximum wait of ranks for each other, for example while rank 0 reads a checkpoint",
-        above=0,
-    )
+    replicate: int = key(1, low=1)
+    """replicas of the sharded model; more than 1 is hybrid sharding (HSDP)"""
+    shard: int | Literal["auto"] = key("auto", low=1)
+    """processes that share a replica and have rows of their own; auto: all processes, divided by
+    the other sizes"""
+    context: int = key(1, low=1)
+    """processes that share the tokens of each row; context × tensor divides the heads"""
+    tensor: int = key(1, low=1)
+    """processes that share the heads and the feed-forward width of every block; divides both"""
+    pipeline: int = key(1, low=1)
+    """processes that share the blocks; micro-batches pass through their stages (1F1B)"""
+    pipeline_stages_per_rank: int = key(1, low=1)
+    """stages on each of these; more (interleaved 1F1B) wait less and send more"""
+    expert: int = key(1, low=1)
+    """of the processes that share a replica, those that share the experts of each layer; divides
+    both"""
+    reshard_after_forward: bool = key(True)
+    """free gathered blocks after the forward: less memory, one more all-gather"""
+    reshard_between_micro_batches: bool = key(False)
+    """the same after each micro-batch, not only after the last"""
+    cpu_offload: bool = key(False)
+    """keep shards, optimizer state and EMA in host memory (CUDA)"""
+    activation_checkpointing: int = key(0, low=0)
+    """recompute every n-th block's activations; 1 every block, 0 none"""
+    timeout_seconds: float = key(600, above=0)
+    """maximum wait of ranks for each other, for example while rank 0 reads a checkpoint"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,29 +122,32 @@ class Parallelism(Settings):
 class DistributedSettings(Parallelism):
     """The processes on this machine, and what they share."""
 
-    processes: int = key(1, "processes that d2plm starts on this machine with torchrun", low=1)
+    processes: int = key(1, low=1)
+    """processes that d2plm starts on this machine with torchrun"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
     """What every optimizer has."""
 
-    type: str = key("", "registered name of the optimizer")
-    learning_rate: float = key(4e-4, "peak learning rate, multiplied by the schedule", above=0)
-    weight_decay: float = key(
-        0.01, "applies to matrices; norms, biases and embeddings are never decayed", low=0
-    )
+    type: str = key("")
+    """registered name of the optimizer"""
+    learning_rate: float = key(4e-4, above=0)
+    """peak learning rate, multiplied by the schedule"""
+    weight_decay: float = key(0.01, low=0)
+    """applies to matrices; norms, biases and embeddings are never decayed"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings(OptimizerSettings):
     """AdamW (arXiv:1711.05101)."""
 
-    type: str = key("adamw", "registered name of the optimizer")
-    betas: list[float] = key(
-        [0.9, 0.98], "decay rates of AdamW's two moving averages", low=0, below=1
-    )
-    eps: float = key(1e-8, "added to AdamW's denominator", above=0)
+    type: str = key("adamw")
+    """registered name of the optimizer"""
+    betas: list[float] = key([0.9, 0.98], low=0, below=1)
+    """decay rates of AdamW's two moving averages"""
+    eps: float = key(1e-8, above=0)
+    """added to AdamW's denominator"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,61 +158,56 @@ class AdamWSettings(OptimizerSettings):
 class MuonSettings(AdamWSettings):
     """Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for the rest."""
 
-    type: str = key("muon", "registered name of the optimizer")
-    learning_rate: float = key(
-        2e-3,
-        "peak learning rate of both for a model of base_width, multiplied by the schedule",
-        above=0,
-    )
-    momentum: float = key(0.95, "momentum of Muon", low=0, below=1)
-    base_width: int | None = key(
-        64,
-        "widths of the model to which learning_rate applies; converted for other widths; null: one "
-        "rate for all",
-        low=1,
-        high=1 << 20,
-    )
+    type: str = key("muon")
+    """registered name of the optimizer"""
+    learning_rate: float = key(2e-3, above=0)
+    """peak learning rate of both for a model of base_width, multiplied by the schedule"""
+    momentum: float = key(0.95, low=0, below=1)
+    """momentum of Muon"""
+    base_width: int | None = key(64, low=1, high=1 << 20)
+    """widths of the model to which learning_rate applies; converted for other widths; null: one
+    rate for all"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings(Settings):
     """What every learning-rate schedule has: the warm-up."""
 
-    type: str = key("", "registered name of the schedule")
-    warmup_ratio: float = key(
-        0.1, "fraction of the steps in which the learning rate rises from 0", low=0, below=1
-    )
-    warmup_steps: int | None = key(
-        None, "the same as a number of steps; takes precedence over the ratio", low=0
-    )
+    type: str = key("")
+    """registered name of the schedule"""
+    warmup_ratio: float = key(0.1, low=0, below=1)
+    """fraction of the steps in which the learning rate rises from 0"""
+    warmup_steps: int | None = key(None, low=0)
+    """the same as a number of steps; takes precedence over the ratio"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantSettings(ScheduleSettings):
     """The peak learning rate from the warm-up to the end."""
 
-    type: str = key("constant", "registered name of the schedule")
+    type: str = key("constant")
+    """registered name of the schedule"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CosineSettings(ScheduleSettings):
     """Half a cosine, or a straight line, from the peak learning rate down to the floor."""
 
-    type: str = key("cosine", "registered name of the schedule")
-    floor_ratio: float = key(0.0, "final learning rate as a fraction of the peak", low=0, high=1)
+    type: str = key("cosine")
+    """registered name of the schedule"""
+    floor_ratio: float = key(0.0, low=0, high=1)
+    """final learning rate as a fraction of the peak"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WsdSettings(CosineSettings):
     """Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): at the peak until near the end."""
 
-    type: str = key("wsd", "registered name of the schedule")
-    decay_ratio: float = key(
-        0.1, "fraction of the steps at the end in which the learning rate falls", low=0, below=1
-    )
-    decay_steps: int | None = key(
-        None, "the same as a number of steps; takes precedence over the ratio", low=0
-    )
-    decay_shape: Literal["linear", "1-sqrt", "cosine"] = key(
-        "linear", "shape of the decay (arXiv:2405.18392)"
-    )
+    type: str = key("wsd")
+    """registered name of the schedule"""
+    decay_ratio: float = key(0.1, low=0, below=1)
+    """fraction of the steps at the end in which the learning rate falls"""
+    decay_steps: int | None = key(None, low=0)
+    """the same as a number of steps; takes precedence over the ratio"""
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = key("linear")
+    """shape of the decay (arXiv:2405.18392)"""
