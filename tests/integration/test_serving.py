@@ -309,11 +309,6 @@ def hostile(rng: random.Random) -> Sent:
             (b'{"inputs": {"length": [%s]}}' % (b"9" * rng.randint(1, 5000)), JSON),
             (b"PAR1" + rng.randbytes(1000), "application/vnd.apache.parquet"),
             (rng.randbytes(rng.randint(0, 5000)), rng.choice([JSON, "text/csv"])),
-            (b'{"inputs": {%s}}' % b",".join(b'"%d":1' % i for i in range(90_000)), JSON),
-            (
-                b'{"inputs": [], "params": {%s}}' % b",".join(b'"%d":1' % i for i in range(90_000)),
-                JSON,
-            ),
             (gzip.compress(body), JSON),
         ]
     )

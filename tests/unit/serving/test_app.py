@@ -200,6 +200,11 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
         b'{"inputs": {"length": [' + b"9" * 4000 + b']}, "params": {"task": "generate"}}',
         *(JSON, 400, "inputs.0.length="),
     ),
+    (
+        b'{"inputs": [{"sequence": "M"}], "params": {%s}}'
+        % b",".join(b'"%d":1' % name for name in range(90_000)),
+        *(JSON, 400, "params.0: has no place in this request"),
+    ),
     (b'{"inputs": {"sequence": ["\xff"]}}', JSON, 400, "invalid unicode code point"),
     (SCORE.decode().encode("utf-16"), JSON, 400, "Invalid JSON"),
     (b'{"inputs": {"sequence": ["MK\\ud800"]}}', JSON, 400, "Invalid JSON"),
