@@ -3,18 +3,23 @@
 What the steps write is shown on the terminal and kept in `pipeline.log` in the work folder.
 """
 
+import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from d2plm.core.errors import LaunchError
 from d2plm.core.locks import locked
+from d2plm.core.machine import user_name
 from d2plm.core.processes import child, described, exit_code
 from d2plm.core.terminal import JSON, output_in, output_modes, result
 from d2plm.evaluation.findings import next_steps, read_evaluation
@@ -47,10 +52,11 @@ def run_locally(config: PipelineSettings) -> dict[str, Any]:
             locked(work_dir / ".pipeline.lock", busy, waiting=logger.warning),
             (work_dir / LOG).open("w", buffering=1, encoding="utf-8") as log,
             output_in(output_modes() - {JSON}),  # the steps print text; only our result is JSON
+            _temporary_folder(work_dir) as temporary,
         ):
             file = steps.save_configuration(config, run_id)
             for name in steps.STEPS:
-                _run_step(name, file, log, run_id, work_dir)
+                _run_step(name, file, log, run_id, work_dir, temporary)
             link_latest(config)
     except OSError as error:
         raise LaunchError(
@@ -70,9 +76,30 @@ def step_command(name: str, file: Path) -> list[str]:
     return [sys.executable, "-m", "pipelines.steps", name, str(file), *module_words()]
 
 
-def _run_step(name: str, file: Path, log: TextIO, run_id: str, work_dir: Path) -> None:
+@contextmanager
+def _temporary_folder(work_dir: Path) -> Iterator[dict[str, str]]:
+    """Variables that have the steps' temporary files in a folder, which a killed run leaves.
+
+    torch's cache of compiled code stays at its default place, so that later runs reuse it.
+    """
+    root = Path(tempfile.gettempdir())
+    digest = hashlib.sha256(os.fsencode(work_dir.resolve())).hexdigest()[:12]
+    folder = root / f"d2plm-{os.getuid()}-{digest}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    user = user_name() or f"uid_{os.getuid()}"
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(root / f"torchinductor_{user}")
+    try:
+        yield {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": str(folder)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_step(
+    name: str, file: Path, log: TextIO, run_id: str, work_dir: Path, environment: dict[str, str]
+) -> None:
     pipe, merged = subprocess.PIPE, subprocess.STDOUT
-    with child(step_command(name, file), stdout=pipe, stderr=merged) as process:
+    with child(step_command(name, file), environment, stdout=pipe, stderr=merged) as process:
         assert process.stdout is not None
         for line in process.stdout:
             _show(line.decode(errors="replace"), log)

@@ -251,6 +251,7 @@ STEPS: dict[str, Callable[[str], object]] = {
 
 def main(words: list[str]) -> int:
     """Run one step in this process: `python -m pipelines.steps NAME CONFIGURATION`."""
+    end_with_parent()
     name, config, *options = words
     load_modules([word for word in options if word != "--module"])
     try:

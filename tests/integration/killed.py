@@ -3,6 +3,7 @@
 import os
 import signal
 
+from d2plm.settings.registry import register
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
@@ -12,3 +13,6 @@ class Killed(Callback):
 
     def on_step_begin(self, trainer: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+register("callback", "killed", Killed)

@@ -107,10 +107,10 @@ def test_the_command_is_one_that_d2plm_takes(pods: list[Manifest]) -> None:
     (container,) = spec["containers"]
     assert container["command"][:2] == ["d2plm", "serve"]
     config = compose("serve", container["command"][2:])
-    assert config["model_dir"] == "models:/d2plm-diffusion@champion"
-    assert config["host"] == "0.0.0.0"  # noqa: S104  # the pod's own
-    assert config["port"] == container["ports"][0]["containerPort"]
-    assert config["timeout"] < spec["terminationGracePeriodSeconds"]
+    assert config.model_dir == "models:/d2plm-diffusion@champion"
+    assert config.host == "0.0.0.0"  # noqa: S104  # the pod's own
+    assert config.port == container["ports"][0]["containerPort"]
+    assert config.timeout < spec["terminationGracePeriodSeconds"]
     (tmp,) = container["volumeMounts"]
     assert tmp["mountPath"] == "/tmp"  # noqa: S108  # the pod's own
 

@@ -1,6 +1,7 @@
 """The compiled pipeline: settings that only a cluster needs."""
 
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from kfp.components import load_component_from_file
 
 from d2plm import __version__
 from d2plm.cli import main as d2plm
+from pipelines import steps
+from pipelines.local import step_command
 
 STEPS = {"configure", "prepare", "train", "evaluate", "register", "generate"}
 Specification = dict[str, Any]
@@ -196,3 +199,17 @@ def test_resources_are_parameters_but_of_the_steps_that_only_wait(
     for name in ("evaluate", "generate"):
         assert "gpu_resource" in used[name]["accelerator"]["resourceType"]
         assert "evaluate_gpus" in used[name]["accelerator"]["resourceCount"]
+
+
+def test_a_local_run_has_the_steps_of_the_compiled_pipeline_in_their_order(
+    specification: Specification,
+) -> None:
+    inner = specification["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    before = {name: set(task.get("dependentTasks", [])) for name, task in inner.items()}
+    ordered = [name for name in TopologicalSorter(before).static_order() if name != "configure"]
+    assert ordered == list(steps.STEPS)
+    for name, container in containers(specification).items():
+        called = f"steps.{name}("  # the component's body, which KFP keeps as text
+        assert any(called in word for word in container["args"] + container["command"]), name
+    file = Path("runs/a/pipeline_runs/1.yaml")
+    assert step_command("train", file)[1:] == ["-m", "pipelines.steps", "train", str(file)]

@@ -33,23 +33,23 @@ def test_parameters_that_are_empty_or_0_leave_the_settings_to_the_configuration(
     configure: Configure,
 ) -> None:
     expected = compose("pipeline", ["experiment=debug"])
-    config = read(Path(configure()), [])
-    assert config["model"] == expected["model"]
-    assert config["trainer"]["max_steps"] == expected["trainer"]["max_steps"]
-    assert config["launcher"]["cpu"] == expected["launcher"]["cpu"]
+    config = read("pipeline", Path(configure()))
+    assert config.model == expected.model
+    assert config.trainer.max_steps == expected.trainer.max_steps
+    assert config.launcher.cpu == expected.launcher.cpu
 
 
 def test_parameters_and_further_settings_reach_the_configuration_whatever_characters_they_have(
     configure: Configure,
 ) -> None:
     given = {"max_steps": 7.0, "node_cpu": "3", "input": "/a 'b'/c=d,e.fasta", "claim": "mine"}
-    config = read(Path(configure("generation.seed=0 'name=b c'", **given)), [])
-    assert config["trainer"]["max_steps"] == 7
-    assert config["launcher"]["cpu"] == "3"
-    assert config["data"]["input"] == "/a 'b'/c=d,e.fasta"
-    assert config["launcher"]["claims"] == {"mine": "/workspace"}
-    assert (config["generation"]["seed"], config["name"]) == (0, "b c")
-    assert config["tracking"]["tags"]["pipeline.run"] == "run-1"
+    config = read("pipeline", Path(configure("generation.seed=0 'name=b c'", **given)))
+    assert config.trainer.max_steps == 7
+    assert config.launcher.cpu == "3"
+    assert config.data.input == "/a 'b'/c=d,e.fasta"
+    assert config.launcher.claims == {"mine": "/workspace"}
+    assert (config.generation.seed, config.name) == (0, "b c")
+    assert config.tracking.tags["pipeline.run"] == "run-1"
 
 
 def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder(
@@ -60,8 +60,8 @@ def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder
     (tmp_path / "image" / family).touch()
     monkeypatch.setattr(steps, "IMAGE", tmp_path / "image")
     monkeypatch.chdir(tmp_path)
-    config = read(Path(configure(experiment="demo")), [])
-    assert config["generation"]["relatives"] == str(tmp_path / "image" / family)
+    config = read("pipeline", Path(configure(experiment="demo")))
+    assert config.generation.relatives == str(tmp_path / "image" / family)
 
 
 @pytest.mark.parametrize(
