@@ -39,7 +39,7 @@ def causal_attention(
 class AutoregressiveSettings(DiffusionSettings):
     """Those of diffusion; it needs `shift=true`, `loss=mean` and `time_sampling=uniform`."""
 
-    type: str = key("autoregressive", "registered name of the paradigm")
+    type: str = key("autoregressive")
 
 
 class Autoregressive(AbsorbingDiffusion):

@@ -35,7 +35,7 @@ class ConfigError(D2PLMError):
     exit_code = 2
 
     def __init__(self, reason: str, settings: Mapping[str, object] | None = None) -> None:
-        super().__init__(reason)
+        super().__init__(reason, dict(settings or {}))  # as pickle passes them on
         self.reason, self.settings = reason, dict(settings or {})
 
     def __str__(self) -> str:

@@ -192,6 +192,25 @@ class PackedDataset(Dataset[PackedBatch]):
         )
 
 
+@dataclass(frozen=True)
+class _ErrorsAsValues(Dataset[PackedBatch | DataError]):
+    """A dataset in a worker: torch would put the traceback into the message of an error."""
+
+    dataset: Dataset[PackedBatch]
+
+    def __getitem__(self, bins: Sequence[Bin]) -> PackedBatch | DataError:  # type: ignore[override]  # as above
+        try:
+            return self.dataset[bins]  # type: ignore[index]  # keyed by a plan
+        except DataError as error:
+            return error
+
+
+def _raised(batch: PackedBatch | DataError) -> PackedBatch:
+    if isinstance(batch, DataError):
+        raise batch
+    return batch
+
+
 class PackedLoader:
     """Micro-batches of one rank, global batch after global batch, epoch after epoch.
 
@@ -270,10 +289,7 @@ class PackedLoader:
             position = replace(position, bins=position.bins + self.bins_per_batch)
             if position.bins >= self._bins_in_epoch(position.epoch):
                 position = Position(position.epoch + 1)
-            try:
-                batches = [next(micro_batches) for _ in range(self.micro_batches)]
-            except DataError as error:  # into a worker's, torch puts the traceback
-                raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
+            batches = [next(micro_batches) for _ in range(self.micro_batches)]
             lengths = [length for packed in batches for length in packed.sequence_lengths()]
             yield GlobalBatch(batches, position, lengths)
 
@@ -284,7 +300,7 @@ class PackedLoader:
             return map(PackedBatch.pin_memory, loaded) if self.pin_memory else loaded
         batches = iter(
             DataLoader(
-                self.dataset,
+                _ErrorsAsValues(self.dataset),
                 batch_size=None,
                 sampler=bins,  # type: ignore[arg-type]  # any iterable serves
                 num_workers=self.num_workers,
@@ -294,7 +310,7 @@ class PackedLoader:
             )
         )
         _WORKERS.update(batches._workers)  # type: ignore[attr-defined]  # of its kind with workers
-        return batches
+        return map(_raised, batches)
 
     def _bins(self, start: Position) -> Iterator[list[Bin]]:
         epoch, first = start.epoch, start.bins

@@ -331,7 +331,8 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
     for name, one in known.items():
         if name not in made and default_of(one) == "???":
             full = prefix + name
-            raise ConfigError(f"{full}: is required; set {full}=…: {helps(kind)[name]}")
+            said = keys(kind)[name].help
+            raise ConfigError(f"{full}: is required; set {full}=…: {said}")
     try:
         return kind(**made)
     except ConfigError as error:
