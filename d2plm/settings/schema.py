@@ -210,11 +210,12 @@ class Key:
 def keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
     """All keys of a class of settings by their dotted names, those of every type of a section."""
     found: dict[str, Key] = {}
+    said = helps(kind)  # type: ignore[arg-type]  # a class is hashable
     for one in fields(kind):
         for name, inner in _sections(one):
             found |= keys(inner, f"{prefix}{name}.") | found
         if not is_section(one):
-            found[f"{prefix}{one.name}"] = Key(one, default_of(one), helps(kind)[one.name])
+            found[f"{prefix}{one.name}"] = Key(one, default_of(one), said[one.name])
     return found
 
 
