@@ -234,7 +234,7 @@ def test_an_error_carries_the_key_and_the_reason(
     assert list(caught.value.settings) == [key]
     assert caught.value.reason == reason
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.settings) == (str(caught.value), caught.value.settings)
+    assert (str(again), list(again.settings)) == (str(caught.value), list(caught.value.settings))
 
 
 def test_unknown_and_missing_keys_are_named() -> None:
