@@ -361,3 +361,57 @@ def _built(one: Field[Any], value: Any, where: str) -> Any:
             for name, inner in value.items()
         }
     return build(_class_of(one, value, where), value, where)
+
+
+def json_schema(*kinds: type[Settings]) -> dict[str, Any]:
+    """JSON schema (draft 7) of YAML files that hold some of the keys of these classes.
+
+    Every section may also have a list `defaults`, so that `properties` of the schema describe the
+    files of the groups, too.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"defaults": [{"type": "array"}]}
+    for kind in kinds:
+        for one in fields(kind):
+            schema = {"description": helps(kind)[one.name], **_field_schema(one)}  # type: ignore[arg-type]  # a class is hashable
+            if schema not in found.setdefault(one.name, []):
+                found[one.name].append(schema)
+    properties = {name: _any_of(schemas) for name, schemas in found.items()}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _field_schema(one: Field[Any]) -> dict[str, Any]:
+    sections = dict(_sections(one)) if get_origin(one.type) is dict else {}
+    if sections:  # by name; your own are not known
+        properties = {
+            name.rpartition(".")[2]: _any_of([json_schema(kind), {"type": "null"}])
+            for name, kind in sections.items()
+        }
+        return {"type": "object", "properties": properties}
+    if is_section(one):
+        return json_schema(*(kind for _, kind in _sections(one)))
+    kinds = [_value_schema(kind, one.metadata) for kind in _alternatives(one.type)]
+    return _any_of([*kinds, {"type": "string", "pattern": r"^\$\{"}] if {} not in kinds else [{}])
+
+
+def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _value_schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (list, dict):
+        inner = _any_of([_value_schema(one, limits) for one in _alternatives(arguments[-1])])
+        name, items = ("array", "items") if origin is list else ("object", "additionalProperties")
+        return {"type": name, items: inner}
+    if kind in (int, float):
+        words = ("minimum", "low"), ("maximum", "high"), ("exclusiveMinimum", "above")
+        bounds = {
+            word: limits[name]
+            for word, name in (*words, ("exclusiveMaximum", "below"))
+            if limits[name] is not None
+        }
+        return {"type": "integer" if kind is int else "number", **bounds}
+    name = {NoneType: "null", bool: "boolean", str: "string"}.get(kind)
+    return {"type": name} if name else {}
