@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
@@ -117,6 +118,9 @@ def _dispatch(words: list[str]) -> int:
         command = _chosen(rest[0], command.actions, "action", f"d2plm {name}")
         called.append(rest.pop(0))
     if any(word in (*HELP, ALL) for word in rest):
+        from d2plm.settings.registry import load_modules
+
+        load_modules([after for word, after in pairwise(rest) if word == terminal.MODULE])
         print(_command_help(called, command, everything=ALL in rest))
         return 0
     _show(_run_command(called, command, rest))

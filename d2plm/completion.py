@@ -116,7 +116,7 @@ def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
     option = given[-1] if given else ""
     if option == "--config-name":
         return _matching(word, [file.stem for file in config_dir().glob("*.yaml")])
-    if option in terminal.CONFIG_OPTIONS:
+    if option in (*terminal.CONFIG_OPTIONS, terminal.MODULE):
         return _paths(word, "")
     if option.startswith("--") and "=" not in option and option not in OPTIONS:
         return _values(root, option.removeprefix("--"), word)  # --key value
@@ -126,7 +126,7 @@ def _settings(root: str, given: Sequence[str], word: str) -> list[str]:
         return _values(root, key, value, f"{dashes}{key}=")
     if not word.startswith("-"):
         return _keys(root, word)
-    options = _matching(word, (*OPTIONS, *terminal.CONFIG_OPTIONS))
+    options = _matching(word, (*OPTIONS, *terminal.CONFIG_OPTIONS, terminal.MODULE))
     return sorted([*options, *(dashes + known for known in _keys(root, key) if dashes)])
 
 

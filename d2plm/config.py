@@ -27,7 +27,7 @@ from d2plm.core.errors import (
     require,
 )
 from d2plm.core.files import config_dir, is_hub_name, nearest_path, shipped, write_text
-from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MULTIRUN, SWITCHES
+from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MODULE, MULTIRUN, SWITCHES
 from d2plm.settings.commands import SETTINGS, SHORT_KEYS, PipelineSettings
 from d2plm.settings.registry import load_modules, registered
 from d2plm.settings.schema import Key, Settings, build, keys, with_defaults
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", bound=Settings)
 
-MODULE = "--module"
 PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
 MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
 

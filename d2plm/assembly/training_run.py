@@ -53,6 +53,7 @@ KEYS = {
     **{one.name: f"distributed.{one.name}" for one in fields(Parallelism)},
     "monitor": "callbacks.early_stopping.monitor",
     "more": "callbacks.metrics.more",
+    "weight": "data.mixture",
     "decay_steps": "schedule.decay_steps",
     "warmup_steps": "schedule.warmup_steps",
 }

@@ -28,6 +28,7 @@ HELP = ("-h", "--help")
 MULTIRUN = ("-m", "--multirun")
 SWITCHES = {"--dry-run": "dry_run=true"}
 CONFIG_OPTIONS = ("--config-name", "--config-dir", "--config-file")  # with a value each
+MODULE = "--module"  # with a value; it may occur several times
 GLOBAL_OPTIONS = (*HELP, "--version", *OPTIONS)
 OWN = ("d2plm", "pipelines")  # packages whose messages are shown as they are
 # Libraries with handlers or bars of their own.

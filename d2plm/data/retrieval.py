@@ -220,7 +220,7 @@ def open_reference(
         raise DataError(f"{path}: is empty; give FASTA files, a store or prepared data")
     if digest is None:
         wanted = "a file or a folder, not standard input, as it may be read again"
-        raise ConfigError(f"reference={str(reference)!r}: must be {wanted}")
+        raise ConfigError(f"must be {wanted}", {"reference": str(reference)})
     ingested = folder / f"reference-{digest[:16]}"
     lock, busy = ingested.with_suffix(".wait"), f"another process is reading {reference}"
     with locked(lock, busy, waiting=report):

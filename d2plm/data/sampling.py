@@ -59,8 +59,9 @@ class Draws:
             self.counts = np.diff(edges).tolist()
             if not all(self.counts):
                 raise ConfigError(
-                    f"weight={weights[self.counts.index(0)]:g}: is less than one of the {total:,} "
-                    "draws of an epoch; raise it, or leave that collection out"
+                    f"is less than one of the {total:,} draws of an epoch; raise it, or leave that "
+                    "collection out",
+                    {"weight": weights[self.counts.index(0)]},
                 )
 
     def epoch(self, epoch: int) -> NDArray[np.integer]:

@@ -267,7 +267,7 @@ def quantity(key: str, value: str) -> float:
         return float(parse_quantity(value))
     except ValueError:
         raise ConfigError(
-            f"{key}={value!r}: must be a Kubernetes quantity, such as 500m, 4 or 16Gi"
+            "must be a Kubernetes quantity, such as 500m, 4 or 16Gi", {key: value}
         ) from None
 
 

@@ -34,8 +34,9 @@ class LossScale:
         """Raise `ConfigError` unless the optimizer can skip a step without a synchronisation."""
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigError(
-                f"precision='fp16': {type(optimizer).__name__} cannot skip a step whose gradient "
-                "overflows; use bf16 or fp32, or one that takes fused=True (Adam, AdamW, SGD)"
+                f"{type(optimizer).__name__} cannot skip a step whose gradient overflows; use bf16 "
+                "or fp32, or an optimizer that takes fused=True (Adam, AdamW, SGD)",
+                {"precision": "fp16"},
             )
 
     def update(self, grad_norm: Tensor) -> None:

@@ -37,7 +37,7 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> tuple[Sta
                 tensors.setdefault(name, {})[kind] = value
             else:
                 raise ConfigError(
-                    f"optimizer={_kind(optimizer)}: a checkpoint cannot hold its state {kind!r} of "
+                    f"a checkpoint cannot hold the state {kind!r} that {_kind(optimizer)} keeps of "
                     f"{name}, which is neither a number nor a tensor of the parameter's shape; "
                     "choose another optimizer"
                 )

@@ -226,6 +226,6 @@ def _require_trainable(stages: Sequence[Stage]) -> None:
     for stage in stages:
         if not any(parameter.requires_grad for parameter in stage.parameters()):
             raise ConfigError(
-                f"freeze=[…]: stage {stage.number} of {len(stages)} of the pipeline has nothing to "
+                f"freeze leaves stage {stage.number} of {len(stages)} of the pipeline nothing to "
                 "train; freeze less, or shard over these processes instead"
             )

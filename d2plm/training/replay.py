@@ -71,7 +71,7 @@ def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed
         ConfigError: for a step that the run does not have.
     """
     if not 1 <= step <= trainer.max_steps:
-        raise ConfigError(f"step={step}: the run has steps 1 to {trainer.max_steps}")
+        raise ConfigError(f"the run has steps 1 to {trainer.max_steps}", {"step": step})
     if location is None:
         name = checkpoint.newest_whole(trainer.saver.root, before=step)
         location = None if name is None else trainer.saver.root.of(name)
