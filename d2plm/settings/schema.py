@@ -10,6 +10,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from itertools import pairwise
@@ -221,10 +222,15 @@ def keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
 
 @cache
 def helps(kind: type[Settings]) -> dict[str, str]:
-    """Field → the docstring below it, in the class or the base that defines it."""
+    """Field → the docstring below it, in the class or the base that defines it.
+
+    Fields of a class without source, such as one typed into an interpreter, have none.
+    """
     found: dict[str, str] = dict.fromkeys((one.name for one in fields(kind)), "")
     for base in reversed(kind.__mro__):
-        if issubclass(base, Settings):
+        with suppress(OSError, TypeError):  # no source
+            if not issubclass(base, Settings):
+                continue
             (written,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
             assert isinstance(written, ast.ClassDef)
             for one, below in pairwise(written.body):
