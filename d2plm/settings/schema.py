@@ -87,6 +87,7 @@ def _require_fits(one: Field[Any], value: object) -> None:
     if any(_fits(kind, value, one.metadata) for kind in kinds):
         return
     choices = [str(c) for kind in kinds for c in get_args(kind) if get_origin(kind) is Literal]
+    choices += ["true", "false"] if bool in kinds else []
     near = did_you_mean(value, choices) if isinstance(value, str) else ""
     wanted = " or ".join(dict.fromkeys(_wanted(kind, one.metadata) for kind in kinds))
     raise ConfigError(f"must be {wanted}{near}", {one.name: value})
