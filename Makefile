@@ -96,7 +96,7 @@ format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP) ## Generate docs/configuration.md from configs/
+docs: $(STAMP) ## Generate docs/configuration.md and configs/schema.json from d2plm/settings
 	$(BIN)/python docs/configuration.py
 
 mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000

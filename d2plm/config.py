@@ -497,7 +497,7 @@ def _unknown_option(option: str, known: Iterable[str] = ()) -> ConfigError:
     return ConfigError(f"unknown option {option!r}{near}; see --help")
 
 
-def check_paths(command: str, settings: Settings, names: Iterable[str]) -> None:
+def check_paths(command: str, settings: Values, names: Iterable[str]) -> None:
     """Reject input paths that do not exist; URLs, registered models and `-` are not checked.
 
     Raises:
@@ -509,7 +509,7 @@ def check_paths(command: str, settings: Settings, names: Iterable[str]) -> None:
         value = values.get(name)
         for one in value if isinstance(value, list) else [value]:
             text = "" if one is None else str(one)
-            if name == "data.prepared_dir" and values["data.residues"] == "random":
+            if name == "data.prepared_dir" and values.get("data.residues") == "random":
                 continue
             if text in ("", "-") or re.match(r"\w+:/", text) or "\0" in text:
                 continue

@@ -152,6 +152,7 @@ def _designs(
 ) -> list[Named]:
     """Templates of all designs: `number` for each given template or length, or of drawn lengths."""
     number, vocabulary, prompt = settings.number, exported.vocabulary, settings.prompt
+    require(number > 0, "generation.number", number, "an integer ≥ 1")
     if settings.templates is not None:
         for key in (*LENGTHS, "prompt"):
             unset = 1 if key == "min_length" else None

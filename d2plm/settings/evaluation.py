@@ -73,8 +73,8 @@ class SamplerSettings(Settings):
 class GenerationSettings(SamplerSettings):
     """How sequences are generated, by d2plm generate, the pipeline and evaluations."""
 
-    number: int = key(10, low=1)
-    """number of sequences; with lengths or templates, the number for each"""
+    number: int = key(10, low=0)
+    """number of sequences; with lengths or templates, the number for each; 0: none, for adapt"""
     length: int | list[int] | None = key(None, low=1)
     """lengths in tokens (residues), a number or a list; null: drawn from the training sequences'
     lengths"""

@@ -2,7 +2,7 @@
 
 A configuration names its choices and never a Python object, so a configuration from a stranger
 cannot run code. Built-in names are below. Others are added with `register`, by a module that is
-named on the command line (`d2plm --module my_paradigm.py train …`) or by an installed package
+named on the command line (`d2plm train --module my_paradigm.py …`) or by an installed package
 whose entry point in the group `d2plm` names such a module.
 """
 
@@ -104,8 +104,10 @@ def register(
     Args:
         group: `paradigm`, `optimizer`, `schedule`, `callback`, `metric` or `trainer`.
         name: by which configurations and saved models name it.
-        factory: builds it from an object of `settings`, and for some groups more; docs/python.md
-            shows each.
+        factory: what builds it: of a paradigm, a function of its settings; of an optimizer, of
+            (model, parameters by name, settings=); of a schedule, of (steps, settings=); of a
+            metric, of nothing; of a callback or trainer, a class derived from `Callback` or
+            `Trainer`.
         settings: class of its section, with the keys that it adds; None adds none.
 
     Raises:
@@ -148,8 +150,7 @@ def find(group: str, name: str, where: str = "") -> Entry:
     if name not in known:
         raise ConfigError(
             f"unknown {group}{did_you_mean(name, known)}; known are {', '.join(known)}; one of "
-            f"your "
-            "own needs --module FILE, a module that registers it",
+            "your own needs --module FILE, a module that registers it",
             {where or group: name},
         )
     return known[name]

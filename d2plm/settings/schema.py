@@ -10,6 +10,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from itertools import pairwise
@@ -86,6 +87,7 @@ def _require_fits(one: Field[Any], value: object) -> None:
     if any(_fits(kind, value, one.metadata) for kind in kinds):
         return
     choices = [str(c) for kind in kinds for c in get_args(kind) if get_origin(kind) is Literal]
+    choices += ["true", "false"] if bool in kinds else []
     near = did_you_mean(value, choices) if isinstance(value, str) else ""
     wanted = " or ".join(dict.fromkeys(_wanted(kind, one.metadata) for kind in kinds))
     raise ConfigError(f"must be {wanted}{near}", {one.name: value})
@@ -221,10 +223,15 @@ def keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
 
 @cache
 def helps(kind: type[Settings]) -> dict[str, str]:
-    """Field → the docstring below it, in the class or the base that defines it."""
+    """Field → the docstring below it, in the class or the base that defines it.
+
+    Fields of a class without source, such as one typed into an interpreter, have none.
+    """
     found: dict[str, str] = dict.fromkeys((one.name for one in fields(kind)), "")
     for base in reversed(kind.__mro__):
-        if issubclass(base, Settings):
+        with suppress(OSError, TypeError):  # no source
+            if not issubclass(base, Settings):
+                continue
             (written,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
             assert isinstance(written, ast.ClassDef)
             for one, below in pairwise(written.body):
@@ -361,3 +368,57 @@ def _built(one: Field[Any], value: Any, where: str) -> Any:
             for name, inner in value.items()
         }
     return build(_class_of(one, value, where), value, where)
+
+
+def json_schema(*kinds: type[Settings]) -> dict[str, Any]:
+    """JSON schema (draft 7) of YAML files that hold some of the keys of these classes.
+
+    Every section may also have a list `defaults`, so that `properties` of the schema describe the
+    files of the groups, too.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"defaults": [{"type": "array"}]}
+    for kind in kinds:
+        for one in fields(kind):
+            schema = {"description": helps(kind)[one.name], **_field_schema(one)}  # type: ignore[arg-type]  # a class is hashable
+            if schema not in found.setdefault(one.name, []):
+                found[one.name].append(schema)
+    properties = {name: _any_of(schemas) for name, schemas in found.items()}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _field_schema(one: Field[Any]) -> dict[str, Any]:
+    sections = dict(_sections(one)) if get_origin(one.type) is dict else {}
+    if sections:  # by name; your own are not known
+        properties = {
+            name.rpartition(".")[2]: _any_of([json_schema(kind), {"type": "null"}])
+            for name, kind in sections.items()
+        }
+        return {"type": "object", "properties": properties}
+    if is_section(one):
+        return json_schema(*(kind for _, kind in _sections(one)))
+    kinds = [_value_schema(kind, one.metadata) for kind in _alternatives(one.type)]
+    return _any_of([*kinds, {"type": "string", "pattern": r"^\$\{"}] if {} not in kinds else [{}])
+
+
+def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _value_schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (list, dict):
+        inner = _any_of([_value_schema(one, limits) for one in _alternatives(arguments[-1])])
+        name, items = ("array", "items") if origin is list else ("object", "additionalProperties")
+        return {"type": name, items: inner}
+    if kind in (int, float):
+        words = ("minimum", "low"), ("maximum", "high"), ("exclusiveMinimum", "above")
+        bounds = {
+            word: limits[name]
+            for word, name in (*words, ("exclusiveMaximum", "below"))
+            if limits[name] is not None
+        }
+        return {"type": "integer" if kind is int else "number", **bounds}
+    name = {NoneType: "null", bool: "boolean", str: "string"}.get(kind)
+    return {"type": name} if name else {}

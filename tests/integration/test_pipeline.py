@@ -143,7 +143,7 @@ def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) 
     from d2plm.tracking.runs import Runs
     from d2plm.training import checkpoint
 
-    config = read(finished.output_dir / "config.yaml", [])
+    config = read("train", finished.output_dir / "config.yaml")
     trainer = build_trainer(config, open_stores(config), Runs())
     root = trainer.saver.root
     newest = checkpoint.newest_whole(root)

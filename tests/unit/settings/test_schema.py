@@ -1,35 +1,22 @@
-"""Checks before torch is imported: values against the types of the defaults, and paths."""
+"""Settings: what a field gives, the checks of values, and paths that are read."""
 
+import math
+import pickle
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-from d2plm.keys import check_paths, check_values
 
-from d2plm.config import compose, compose_arguments, parse_arguments
+from d2plm.config import check_paths, compose_arguments, parse_arguments, save
 from d2plm.core.errors import ConfigError, D2PLMError, DataError
-from d2plm.core.files import config_dir
+from d2plm.core.vocabulary import ESM2_TOKENS
+from d2plm.settings.commands import SETTINGS, SHORT_KEYS
+from d2plm.settings.model import PROTEIN_TOKENS
+from d2plm.settings.schema import Settings, build, key, keys, section, with_defaults
 from tests.commands import python_m
-
-ROOTS = sorted(file.stem for file in config_dir().glob("*.yaml"))
-CHOICES = [
-    f"{folder.name}={file.stem}"
-    for folder in sorted(config_dir().iterdir())
-    if folder.is_dir() and folder.name not in ("accelerate", "callbacks")
-    for file in sorted(folder.glob("*.yaml"))
-]
-
-
-@pytest.mark.parametrize("root", ROOTS)
-def test_every_root_file_passes_its_own_check(root: str) -> None:
-    values = compose(root, [], complete=False).flat()
-    check_values(root, {key: value for key, value in values.items() if value != "???"})
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_of_every_group_passes(choice: str) -> None:
-    check_values("pipeline", compose("pipeline", [choice], complete=False).flat())
 
 
 @pytest.mark.parametrize(
@@ -37,12 +24,12 @@ def test_every_choice_of_every_group_passes(choice: str) -> None:
     [
         ("trainer.max_steps=abc", "trainer.max_steps='abc': must be an integer ≥ 1"),
         ("trainer.max_steps=1.5", "must be an integer"),
-        ("trainer.max_epochs=abc", "must be a number ≥ 0"),
-        ("trainer.threads=0", "must be a number ≥ 1"),
-        ("optimizer.learning_rate=-1", "must be a number ≥ 0"),
+        ("trainer.max_epochs=abc", "must be an integer ≥ 1"),
+        ("trainer.threads=0", "must be an integer ≥ 1"),
+        ("optimizer.learning_rate=-1", "must be a number > 0"),
         ("optimizer.learning_rate=true", "must be a number"),
-        ("data.search_min_seq_id=1.5", "must be a number ≥ 0 and ≤ 1"),
-        ("data.search_sensitivity=9", "must be a number ≥ 1 and ≤ 7.5"),
+        ("data.search.min_seq_id=1.5", "must be a number ≥ 0 and ≤ 1"),
+        ("data.search.sensitivity=9", "must be a number ≥ 1 and ≤ 7.5"),
         ("trainer.deterministic=maybe", "must be true or false"),
         ("trainer.freeze=blocks", "must be a list"),
         ("data.on_illegal=dorp", "did you mean 'drop'"),
@@ -71,15 +58,15 @@ def test_a_value_that_fits_passes(word: str) -> None:
     compose_arguments("train", [word])
 
 
-def test_the_last_part_of_a_key_is_enough_where_it_is_the_only_one() -> None:
+def test_only_listed_keys_have_a_short_form() -> None:
     words = ["number=5", "--temperature", "0.5", "model_dir=m"]
     config, _ = compose_arguments("generate", words)
-    assert config["generation"]["number"] == 5
-    assert config["generation"]["temperature"] == 0.5
-    config, _ = compose_arguments("train", ["max_steps=7"])
-    assert config["trainer"]["max_steps"] == 7
-    with pytest.raises(ConfigError, match=r"seed: ambiguous; write .* or .*trainer\.seed"):
-        compose_arguments("train", ["seed=3"])
+    assert (config.generation.number, config.generation.temperature) == (5, 0.5)
+    for command, short in SHORT_KEYS.items():
+        assert {*short.values()} <= keys(SETTINGS[command]).keys()
+        assert not short.keys() & keys(SETTINGS[command]).keys()
+    with pytest.raises(ConfigError, match=r"unknown key 'warmup_ratio' \(did you mean 'schedule.w"):
+        compose_arguments("train", ["warmup_ratio=0"])
     with pytest.raises(
         ConfigError, match=r"unknown key 'trainer.learning_rate' \(did you mean 'op"
     ):
@@ -105,7 +92,7 @@ def test_a_name_with_special_characters_is_rejected_with_a_word_that_works(name:
     said = str(caught.value).partition("for Hydra: ")[2].partition(";")[0]
     (word,) = shlex.split(said)
     config, _ = compose_arguments("ingest", [word, "output=raw"])
-    assert config["input"] == name
+    assert config.input == name
 
 
 def test_a_missing_required_key_is_described() -> None:
@@ -165,18 +152,6 @@ def test_wrong_words_are_rejected_before_torch_is_imported(words: list[str]) -> 
     assert "hydra" in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("root", "words"),
-    [
-        ("adapt", ["input=x", "init_from=y", "generation.number=0"]),  # 0: none, as its file says
-        ("train", ["data.split_seed=-1"]),
-        ("train", ["paradigm._target_=mine.Paradigm", "paradigm.schedule=quintic"]),
-    ],
-)
-def test_what_the_files_allow_and_what_is_not_theirs_passes(root: str, words: list[str]) -> None:
-    compose_arguments(root, words)
-
-
 @pytest.mark.parametrize("path", ["M" * 300, "~nobody/p.fasta", "deep/**/*.fasta"])
 def test_odd_paths_are_no_tracebacks(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,10 +164,90 @@ def test_odd_paths_are_no_tracebacks(
     check_paths("ingest", {"input": "deep/**/*.fasta"}, ["input"])
 
 
-def test_a_configuration_that_another_command_wrote_is_not_held_to_the_limits_of_this(
-    tmp_path: Path,
+def test_a_configuration_that_another_command_wrote_serves_the_training(tmp_path: Path) -> None:
+    config, _ = compose_arguments("adapt", ["input=x", "init_from=y", "generation.number=0"])
+    save(config, tmp_path / "config.yaml")
+    again, _ = compose_arguments("train", [f"--config-file={tmp_path / 'config.yaml'}"])
+    assert again.trainer == config.trainer
+    assert not hasattr(again, "max_general_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner(Settings):
+    """A section."""
+
+    size: int = key(3, low=1)
+    """number of parts,
+    in two lines"""
+    mode: Literal["a", "b"] | None = key(None)
+    """what is done"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Settings):
+    """A command."""
+
+    inner: Inner = section(Inner)
+    rates: list[float] = key([0.5], above=0)
+    """rates, each of a step"""
+    place: str = key(path="folder")
+    """where results go"""
+
+
+def test_one_field_is_a_key_in_help_completion_validation_and_the_constructor() -> None:
+    known = keys(Outer)
+    assert list(known) == ["inner.size", "inner.mode", "rates", "place"]
+    assert known["inner.size"].described == "number of parts, in two lines (≥ 1)"
+    assert known["inner.mode"].choices == ["a", "b"]
+    assert (known["place"].path, known["place"].default) == ("folder", "???")
+    assert Outer(inner=Inner(size=2), place="x").inner.size == 2
+    assert build(Outer, {"inner": {"size": 2}, "place": "x"}) == Outer(
+        inner=Inner(size=2), place="x"
+    )
+    assert with_defaults(Outer, {"inner": {"mode": "a"}, "place": "x"}) == {
+        "inner": {"size": 3, "mode": "a"},
+        "rates": [0.5],
+        "place": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "reason"),
+    [
+        ({"inner": {"size": 0}}, "inner.size", "must be an integer ≥ 1"),
+        ({"inner": {"size": True}}, "inner.size", "must be an integer ≥ 1"),
+        (
+            {"inner": {"mode": "aa"}},
+            "inner.mode",
+            "must be one of a, b or null (did you mean 'a'?)",
+        ),
+        ({"inner": 3}, "inner", "must be a mapping, {KEY: VALUE, …}"),
+        ({"rates": [0.5, 0]}, "rates", "must be a list, [a number > 0, …]"),
+        ({"rates": [math.nan]}, "rates", "must be a list, [a number > 0, …]"),
+    ],
+)
+def test_an_error_carries_the_key_and_the_reason(
+    values: dict[str, Any], key: str, reason: str
 ) -> None:
-    words = ["input=x", "init_from=y", "generation.number=0"]
-    config, _ = compose_arguments("adapt", words)
-    config.save(tmp_path / "config.requested.yaml")
-    compose_arguments("train", [f"--config-file={tmp_path / 'config.requested.yaml'}"])
+    with pytest.raises(ConfigError) as caught:
+        build(Outer, {"place": "x", **values})
+    assert list(caught.value.settings) == [key]
+    assert caught.value.reason == reason
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), list(again.settings)) == (str(caught.value), list(caught.value.settings))
+
+
+def test_unknown_and_missing_keys_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'inner.sise' \(did you mean 'size'\?\)"):
+        build(Outer, {"place": "x", "inner": {"sise": 1}})
+    with pytest.raises(ConfigError, match="place: is required; set place=…: where results go"):
+        build(Outer, {})
+
+
+def test_every_key_has_a_sentence() -> None:
+    for command, settings in SETTINGS.items():
+        assert not [key for key, one in keys(settings).items() if not one.help], command
+
+
+def test_the_size_of_the_vocabulary_is_that_of_the_proteins() -> None:
+    assert len(ESM2_TOKENS) == PROTEIN_TOKENS
