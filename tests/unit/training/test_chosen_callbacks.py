@@ -128,10 +128,10 @@ def test_what_only_the_command_has_is_given_to_those_that_take_it(
 
 def test_one_setting_switches_the_optional_ones_on(chosen: Choose) -> None:
     callbacks = chosen()
-    assert of_class(callbacks, EarlyStopping).patience is None
+    assert of_class(callbacks, EarlyStopping).settings.patience is None
     assert of_class(callbacks, Profiler).start is None
     callbacks = chosen("callbacks.early_stopping.patience=3", "callbacks.profiler.start=10")
-    assert of_class(callbacks, EarlyStopping).patience == 3
+    assert of_class(callbacks, EarlyStopping).settings.patience == 3
     assert of_class(callbacks, Profiler).start == 10
 
 
@@ -170,10 +170,10 @@ def test_a_metric_of_the_user_s_is_measured(chosen: Choose) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["callbacks.evaluation.evry=3"], "did you mean 'callbacks.evaluation.every'"),
+        (["callbacks.evaluation.evry=3"], "'callbacks.evaluation.evry' (did you mean 'every'?)"),
         (["callbacks.progres=null"], "did you mean 'progress'"),
         (["callbacks.checkpoint.every=0"], "callbacks.checkpoint.every=0"),
-        (["+callbacks.checkpoint.evry=3"], "did you mean 'callbacks.checkpoint.every'"),
+        (["+callbacks.checkpoint.evry=3"], "'callbacks.checkpoint.evry' (did you mean 'every'?)"),
         (["callbacks.progress=3"], "callbacks.progress=3: must be a mapping"),
         (["callbacks.mine.folder=a"], "callbacks.mine.size: is required"),
         (["callbacks.nowhere={}"], "unknown callback"),

@@ -381,7 +381,6 @@ def test_training_starts_from_the_registry(
     [
         ("nowhere", ModelError, "init_from=nowhere: no such model folder"),
         ("models:/proteins", ConfigError, r"init_from='models:/proteins'"),
-        ("3", ConfigError, "init_from=3"),
     ],
 )
 def test_a_start_that_is_not_a_model_is_rejected(
