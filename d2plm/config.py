@@ -129,8 +129,7 @@ def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _checked(kind: type[Settings], values: Mapping[str, Any]) -> Any:
-    resolved = _resolved(kind, values)
-    return build(kind, {name: value for name, value in resolved.items() if value != "???"})
+    return build(kind, _resolved(kind, values))
 
 
 def _resolved(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:

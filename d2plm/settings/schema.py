@@ -301,12 +301,11 @@ def _named_sections(one: Field[Any], given: Mapping[str, Any]) -> dict[str, Any]
     from d2plm.settings.registry import find
 
     names = {**dict.fromkeys(default_of(one)), **given}
-    return {
-        name: None
-        if name in given and given[name] is None
-        else with_defaults(find(one.metadata["registry"], name).settings, given.get(name) or {})
-        for name in names
-    }
+    completed: dict[str, Any] = {}
+    for name in names:
+        kind, own = find(one.metadata["registry"], name, one.name).settings, given.get(name, {})
+        completed[name] = with_defaults(kind, own) if isinstance(own, Mapping) else own
+    return completed
 
 
 def _class_of(one: Field[Any], values: Mapping[str, Any], where: str) -> type[Settings]:
@@ -332,6 +331,8 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
     known, made = {one.name: one for one in fields(kind)}, dict[str, Any]()
     prefix = f"{where}." if where else ""
     for name, value in values.items():
+        if value == "???":
+            continue
         if name not in known:
             near = did_you_mean(str(name), known)
             raise ConfigError(f"unknown key {prefix + str(name)!r}{near}")
@@ -352,21 +353,25 @@ def part(kind: type[Kind], settings: Settings) -> Kind:
     return kind(**{one.name: getattr(settings, one.name) for one in fields(kind)})
 
 
+def _require_mapping(value: object, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError("must be a mapping, {KEY: VALUE, …}", {where: value})
+
+
 def _built(one: Field[Any], value: Any, where: str) -> Any:
     if not is_section(one) or value is None:
         return value
-    if not isinstance(value, Mapping):
-        raise ConfigError("must be a mapping, {KEY: VALUE, …}", {where: value})
+    _require_mapping(value, where)
     if one.metadata.get("registry") is not None and get_origin(one.type) is dict:
         from d2plm.settings.registry import find
 
-        group = one.metadata["registry"]
-        return {
-            name: None
-            if inner is None
-            else build(find(group, name, where).settings, inner, f"{where}.{name}")
-            for name, inner in value.items()
-        }
+        made = dict.fromkeys(value)
+        for name, inner in value.items():
+            if inner is not None:
+                _require_mapping(inner, f"{where}.{name}")
+                entry = find(one.metadata["registry"], name, where)
+                made[name] = build(entry.settings, inner, f"{where}.{name}")
+        return made
     return build(_class_of(one, value, where), value, where)
 
 

@@ -437,7 +437,7 @@ def test_impossible_threads_are_rejected_by_name(threads: Any) -> None:
     "word",
     [
         *("data.split_seed=x", "data.test_fraction=1", "data.min_residues=0", "data.threads=0"),
-        *("data.cluster_method=linclst", "data.cluster_coverage=2", "data.search_max_seqs=0"),
+        *("data.cluster.method=linclst", "data.cluster.coverage=2", "data.search.max_seqs=0"),
         *("data.format=fastq", "data.search_directions=back"),
     ],
 )
