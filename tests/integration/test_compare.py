@@ -18,7 +18,7 @@ def arguments(prepared: Prepared, work_dir: Path) -> list[str]:
         "experiment=compare_shuffled",
         f"data.input={prepared.input}",
         f"data.prepared_dir='{prepared.work_dir / 'data'}'",
-        *("data.validation_fraction=0.2", "data.search_sensitivity=4.0"),
+        *("data.validation_fraction=0.2", "data.search.sensitivity=4.0"),
         *("data.max_length=128", "data.token_budget=2048", "model.max_position_embeddings=128"),
         *(f"model.{size}" for size in (*small, "intermediate_size=32")),
         *("trainer.max_steps=2", "trainer.compile=false", "callbacks.evaluation.every=2"),

@@ -112,7 +112,7 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
 
 
 def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Path) -> None:
-    words = training(prepared, tmp_path / "run", "trainer.max_steps=20", "callbacks.mine.at=1")
+    words = training(prepared, tmp_path / "run", "trainer.max_steps=20")
     broken = tmp_path / "broken_callback.py"
     broken.write_text(
         "from d2plm.training.callbacks.callback import Callback\n"
@@ -120,13 +120,13 @@ def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Pat
         "    def on_step_end(self, trainer, *_):\n"
         "        if trainer.step == 2 and trainer.process.rank == 1:\n"
         "            raise RuntimeError('a rank of its own opinion')\n"
+        "from d2plm.settings.registry import register\n"
+        "register('callback', 'broken', Broken)\n"
     )
-    words = [word for word in words if not word.startswith("callbacks.mine")]
     result = d2plm(
         *words,
         "distributed.processes=2",
-        "+callbacks.mine._target_=broken_callback.Broken",
-        PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        *("--module", str(broken), "callbacks.broken={}"),
     )
     assert result.returncode == 1
     text = result.stdout + result.stderr

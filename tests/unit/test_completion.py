@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
         ("d2plm doctor cluster=", ["cluster=auto ", "cluster=false ", "cluster=true "]),
         ("d2plm prepare data.keep_prepared=t", ["data.keep_prepared=true "]),
         ("d2plm train --dry", ["--dry-run ", "--dry_run="]),
-        ("d2plm train --config-name benc", ["bench "]),
+        ("d2plm train --config-name adap", ["adapt "]),
         ("d2plm trian mod", []),
         ("d2plm data stast ", []),
     ],

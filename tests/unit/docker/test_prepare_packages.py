@@ -130,7 +130,7 @@ def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
     parameters = {
         "work_dir": f"{tmp_path}/work",
         "input": f"{tmp_path}/few.fasta",
-        "overrides": "experiment=debug data.cluster_method=none",  # clustering takes longest
+        "overrides": "experiment=debug data.cluster.method=none",  # clustering takes longest
     }
     executor_input = {
         "inputs": {"parameterValues": parameters},
