@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 from d2plm.commands.train import run
-from d2plm.config import Config, compose
+from d2plm.config import compose
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.locks import locked
+from d2plm.settings import registry
+from d2plm.settings.callbacks import CallbackSettings
+from d2plm.settings.commands import TrainSettings
+from d2plm.settings.registry import Entry
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
 
-def tiny(tmp_path: Path, *more: str) -> Config:
+def tiny(tmp_path: Path, *more: str) -> TrainSettings:
     return compose(
         "train",
         [
@@ -31,8 +35,12 @@ def tiny(tmp_path: Path, *more: str) -> Config:
     )
 
 
-def test_a_training_whose_folder_is_deleted_reports_it(tmp_path: Path) -> None:
-    more = (f"+callbacks.mine._target_={__name__}.DeleteFolder", "trainer.max_steps=4")
+def test_a_training_whose_folder_is_deleted_reports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = Entry(CallbackSettings, DeleteFolder)
+    monkeypatch.setitem(registry._ENTRIES["callback"], "mine", mine)
+    more = ("callbacks.mine={}", "trainer.max_steps=4")
     with pytest.raises(DataError, match="diffusion: was deleted during training"):
         run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
 
@@ -64,7 +72,7 @@ def test_a_training_waits_for_another_one_in_its_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tiny(tmp_path)
-    output_dir = Path(config["output_dir"])
+    output_dir = Path(config.output_dir)
     held, ended = threading.Event(), []
 
     def other() -> None:
