@@ -294,17 +294,21 @@ def with_defaults(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, 
                 if group is not None:
                     own = {"type": default_of(one).type, **own}
                 completed[one.name] = with_defaults(_class_of(one, own, one.name), own)
+        else:
+            raise ConfigError("must be a mapping, {KEY: VALUE, …}", {one.name: given})
     return completed
 
 
 def _named_sections(one: Field[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     from d2plm.settings.registry import find
 
-    names = {**dict.fromkeys(default_of(one)), **given}
     completed: dict[str, Any] = {}
-    for name in names:
-        kind, own = find(one.metadata["registry"], name, one.name).settings, given.get(name, {})
-        completed[name] = with_defaults(kind, own) if isinstance(own, Mapping) else own
+    for name in {**dict.fromkeys(default_of(one)), **given}:
+        own, where = given.get(name, {}), f"{one.name}.{name}"
+        kind = find(one.metadata["registry"], name, where).settings
+        if own is not None and not isinstance(own, Mapping):
+            raise ConfigError("must be a mapping, {KEY: VALUE, …}, or null", {where: own})
+        completed[name] = None if own is None else with_defaults(kind, own)
     return completed
 
 
