@@ -352,6 +352,9 @@ def read(command: str, file: Path, overrides: Iterable[str] = ()) -> Any:
         raise ConfigError(f"{file}: {first_line(error)}") from error
     assert isinstance(container, dict)
     values = {str(name): value for name, value in container.items()}
+    for name, value in _flatten(values):
+        wanted = "without a resolver, which could read the environment"
+        require(not re.search(r"\$\{[^}]*:", str(value)), name, value, wanted)
     own = {name.partition(".")[0] for name in keys(SETTINGS[command])}
     others = {name.partition(".")[0] for kind in SETTINGS.values() for name in keys(kind)}
     values = {name: value for name, value in values.items() if name in own or name not in others}

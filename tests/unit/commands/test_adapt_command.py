@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from d2plm.assembly import adaptation
 from d2plm.assembly.adaptation import INTERPOLATIONS, open_base, split_family, training_config
 from d2plm.commands.adapt import run
-from d2plm.config import Config, compose
+from d2plm.config import compose
 from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.core.vocabulary import decode
 from d2plm.data.family import read_family
@@ -60,10 +60,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any])
 
 
 @pytest.fixture
-def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Callable[..., Config]:
+def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Callable[..., Any]:
     """Overrides → the configuration of an adaptation of a few steps."""
 
-    def of(*words: str) -> Config:
+    def of(*words: str) -> Any:
         own = [f"input='{family}'", f"init_from='{base}'", f"general='{general}'"]
         return compose("adapt", [*own, f"work_dir='{tmp_path / 'work'}'", *TINY, *words])
 
@@ -73,7 +73,7 @@ def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Calla
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [pytest.param("null", marks=pytest.mark.thorough), "2"])
 def test_a_family_is_adapted_to_compared_and_grown(
-    lora_rank: str, configured: Callable[..., Config], base: Path, tmp_path: Path
+    lora_rank: str, configured: Callable[..., Any], base: Path, tmp_path: Path
 ) -> None:
     tracking = "tracking=none" if lora_rank == "null" else "tracking=mlflow"
     words = [f"trainer.lora_rank={lora_rank}", "max_general_loss=9", "identity=0.7", tracking]
@@ -87,7 +87,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
     assert found["verdict"] in page and "of 3 generated proteins" in page
     assert len([*read_fasta(work / "members.fasta")]) == 3
     adapted, before = load_export(work / "model"), load_export(base)
-    assert adapted.paradigm.config == before.paradigm.config
+    assert adapted.paradigm.settings == before.paradigm.settings
     share = adapted.provenance["adaptation"]["share"]
     assert share == min(found["shares"], key=lambda row: row["validation_nelbo"])["share"]
     trained = load_export(work / "training" / "model").model.state_dict()
@@ -101,7 +101,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
             torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
     assert run(config)["test"] == found["test"]  # again: the training is complete
     if lora_rank != "null":
-        client = MlflowClient(tracking_uri=config["tracking"]["uri"])
+        client = MlflowClient(tracking_uri=config.tracking.uri)
         [experiment] = [one for one in client.search_experiments() if one.name != "Default"]
         [tracked] = client.search_runs([experiment.experiment_id])
         logged = tracked.data.metrics["family/adapted_model"]
@@ -112,12 +112,12 @@ def test_a_family_is_adapted_to_compared_and_grown(
 
 @pytest.mark.thorough
 def test_members_as_alike_as_the_identity_are_on_one_side(
-    configured: Callable[..., Config], base: Path
+    configured: Callable[..., Any], base: Path
 ) -> None:
     config = configured("identity=auto")
     opened = open_base(config)
-    split = split_family(training_config(config, opened), "auto")
-    stores = open_prepared(Path(split["data"]["prepared_dir"]))
+    split = split_family(training_config(config, opened))
+    stores = open_prepared(Path(split.data.prepared_dir))
     assert stores.manifest["leaking_pairs_after"] == 0
     assert set(stores.splits) == {"train", "validation", "test"}
     tokens = {name: {t.tobytes() for t in store} for name, store in stores.splits.items()}
@@ -137,13 +137,13 @@ def test_members_as_alike_as_the_identity_are_on_one_side(
     ],
 )
 def test_what_cannot_be_done_is_rejected(
-    words: list[str], error: type, message: str, configured: Callable[..., Config]
+    words: list[str], error: type, message: str, configured: Callable[..., Any]
 ) -> None:
     with pytest.raises(error, match=message):
         run(configured(*words))
 
 
-def test_a_family_of_copies_is_rejected(configured: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_family_of_copies_is_rejected(configured: Callable[..., Any], tmp_path: Path) -> None:
     few = tmp_path / "few.fasta"
     own = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPD"
     write_fasta(few, [(str(n), own[n:] + own[:n]) for n in range(3)])
@@ -155,7 +155,7 @@ def test_a_family_of_copies_is_rejected(configured: Callable[..., Config], tmp_p
 
 
 def test_three_members_are_rejected_after_one_split(
-    configured: Callable[..., Config], tmp_path: Path
+    configured: Callable[..., Any], tmp_path: Path
 ) -> None:
     draw, few = np.random.default_rng(0), tmp_path / "few.fasta"
     proteins = ["".join(draw.choice([*"ACDEFGHIKLMNPQRSTVWY"], 80)) for _ in range(3)]

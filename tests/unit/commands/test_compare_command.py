@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.assembly.many_runs import merged
 from d2plm.commands.compare import run, run_settings
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError
@@ -22,36 +21,28 @@ def test_every_arm_of_an_experiment_is_a_whole_configuration(
     experiment: str, arms: list[str]
 ) -> None:
     config = compose("compare", [f"experiment={experiment}"])
-    assert list(config["arms"]) == arms
+    assert list(config.arms) == arms
     for arm in arms:
         settings = run_settings(config, arm, 7)
-        assert settings["trainer"]["seed"] == 7
-        assert settings["output_dir"] == f"runs/compare/{arm}/seed7"
-        assert settings["trainer"]["max_steps"] == 1000
-        settings.build("paradigm") if "name" not in settings["paradigm"] else None
-        assert "arms" not in settings.values
-    tokens = {run_settings(config, arm, 0)["data"]["token_budget"] for arm in arms}
+        assert settings.trainer.seed == 7
+        assert settings.output_dir == f"runs/compare/{arm}/seed7"
+        assert settings.trainer.max_steps == 1000
+    tokens = {run_settings(config, arm, 0).data.token_budget for arm in arms}
     assert len(tokens) == 1, "equal budgets"
 
 
 def test_the_paradigms_compared_are_three() -> None:
     config = compose("compare", ["experiment=compare_paradigms"])
-    paradigms = [run_settings(config, arm, 0)["paradigm"] for arm in config["arms"]]
-    assert [p.get("source") for p in paradigms] == [None, "mask", "uniform"]
-    assert {p["time_sampling"] for p in paradigms} == {"low_variance"}
-    assert "num_flow_steps" not in paradigms[0], "a section with another _target_ is replaced whole"
-
-
-def test_changes_are_merged_without_touching_the_original() -> None:
-    base = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    assert merged(base, {"a": {"c": {"d": 4}}}, "arms.x") == {"a": {"b": 1, "c": {"d": 4}}, "e": 3}
-    assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    assert merged(base, {"a": {"_target_": "x"}}, "arms.x")["a"] == {"_target_": "x"}
+    paradigms = [run_settings(config, arm, 0).paradigm for arm in config.arms]
+    assert [getattr(p, "source", None) for p in paradigms] == [None, "mask", "uniform"]
+    assert {p.time_sampling for p in paradigms} == {"low_variance"}
+    assert {p.loss for p in paradigms} == {"elbo"}, "a section of another type is replaced whole"
 
 
 def test_a_misspelt_key_of_an_arm_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"arms\.x\.paradigm\.losss"):
-        merged({"paradigm": {"loss": "elbo"}}, {"paradigm": {"losss": "mean"}}, "arms.x")
+    config = compose("compare", ["arms.x.paradigm.losss=mean"])
+    with pytest.raises(ConfigError, match=r"^arms\.x: unknown key 'paradigm\.losss'"):
+        run_settings(config, "x", 0)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +51,8 @@ def test_a_misspelt_key_of_an_arm_is_rejected() -> None:
 def test_impossible_settings_are_rejected_before_anything_starts(
     override: str, key: str, tmp_path: Path
 ) -> None:
-    config = compose("compare", ["experiment=compare_losses", override, f"work_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=key):
-        run(config)
+        run(compose("compare", ["experiment=compare_losses", override, f"work_dir={tmp_path}"]))
     assert not any(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from d2plm.cli import main
 from d2plm.commands import multirun
 from d2plm.commands.multirun import collect, expand, folder_name, sweep_table
-from d2plm.config import Config, parse_arguments
+from d2plm.config import flat, parse_arguments
 from d2plm.core.errors import ConfigError
 from tests.conftest import write_store
 
@@ -86,11 +87,11 @@ def prepared(tmp_path: Path, proteins: list[Any]) -> Path:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, Config]]:
+def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, Any]]:
     """What would have been started, in place of starting it."""
-    calls: list[dict[str, Config]] = []
+    calls: list[dict[str, Any]] = []
 
-    def record(runs: dict[str, Config], commands: list[str], _parallel: int) -> None:
+    def record(runs: dict[str, Any], commands: list[str], _parallel: int) -> None:
         assert list(commands) == ["train"]
         calls.append(runs)
 
@@ -109,8 +110,8 @@ Sweep = Callable[..., Any]
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, started: list[dict[str, Config]]) -> Sweep:
-    def call(*words: str) -> dict[str, Config]:
+def sweep(tmp_path: Path, started: list[dict[str, Any]]) -> Sweep:
+    def call(*words: str) -> dict[str, Any]:
         given = [f"work_dir={tmp_path / 'run'}", "tracking=none", *words]
         multirun.run(parse_arguments("train", ["--multirun", *given]))
         return started[-1]
@@ -123,13 +124,13 @@ def test_runs_differ_in_what_varies_and_in_their_folders_alone(
 ) -> None:
     runs = sweep("optimizer.learning_rate=1e-3,4e-4", "trainer.max_steps=5")
     fast, slow = (runs[f"optimizer.learning_rate={rate}"] for rate in ("0.001", "0.0004"))
-    differ = {key for key, value in fast.flat().items() if slow.flat()[key] != value}
+    differ = {key for key, value in flat(fast).items() if flat(slow)[key] != value}
     own = {"output_dir", "model_dir", "tracking.run_name"}
     assert differ == {"optimizer.learning_rate", *own}
     folder = tmp_path / "run" / "multirun" / "optimizer.learning_rate"
-    assert fast["output_dir"] == str(folder / "optimizer.learning_rate=0.001")
-    assert fast["model_dir"] == f"{fast['output_dir']}/model"
-    assert fast["data"]["prepared_dir"] == str(tmp_path / "run" / "data"), "shared"
+    assert fast.output_dir == str(folder / "optimizer.learning_rate=0.001")
+    assert fast.model_dir == f"{fast.output_dir}/model"
+    assert fast.data.prepared_dir == str(tmp_path / "run" / "data"), "shared"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +158,7 @@ def test_all_runs_are_checked_before_the_first_starts(
 
 def test_a_sweep_is_written_to_its_configured_folder(sweep: Sweep, tmp_path: Path) -> None:
     runs = sweep("trainer.seed=1,2", f"multirun_dir={tmp_path / 'there'}")
-    assert runs["trainer.seed=1"]["output_dir"] == f"{tmp_path}/there/trainer.seed/trainer.seed=1"
-    assert "multirun_dir" not in runs["trainer.seed=1"].values
+    assert runs["trainer.seed=1"].output_dir == f"{tmp_path}/there/trainer.seed/trainer.seed=1"
 
 
 def test_every_run_that_is_rejected_is_named(sweep: Sweep) -> None:
@@ -200,7 +200,7 @@ def test_help_says_how_to_sweep(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--multirun" in capsys.readouterr().out
 
 
-def finished(folder: Path, seed: int, nelbo: float | None, **changes: Any) -> Config:
+def finished(folder: Path, seed: int, nelbo: float | None, **changes: Any) -> Any:
     run = parse_arguments("train", [f"output_dir={folder}", f"trainer.seed={seed}"]).compose()
     rows = [{"step": 1, "validation_nelbo": 9.0, "validation_perplexity": 99.0}]
     rows += [] if nelbo is None else [
@@ -209,7 +209,7 @@ def finished(folder: Path, seed: int, nelbo: float | None, **changes: Any) -> Co
     rows.append({"step": 3, "loss": 1.0})
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Config({**run.values, **changes})
+    return replace(run, data=replace(run.data, **changes))
 
 
 def test_the_table_has_the_last_figures_the_best_first(tmp_path: Path) -> None:
@@ -236,6 +236,6 @@ def test_a_run_without_a_figure_comes_last_and_is_never_best(tmp_path: Path) -> 
 
 def test_figures_of_different_residues_are_not_to_be_compared(tmp_path: Path) -> None:
     runs = {"s=0": finished(tmp_path / "0", 0, 2.5)}
-    runs["s=1"] = finished(tmp_path / "1", 0, 2.25, data={"prepared_dir": "elsewhere"})
+    runs["s=1"] = finished(tmp_path / "1", 0, 2.25, prepared_dir="elsewhere")
     results = collect({name: {"s": name[-1]} for name in runs}, runs)
     assert "do not compare" in sweep_table(results)

@@ -5,18 +5,20 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from d2plm.commands.train import run
-from d2plm.config import Config, compose
+from d2plm.config import compose
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.locks import locked
+from d2plm.settings.registry import register
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
 
-def tiny(tmp_path: Path, *more: str) -> Config:
+def tiny(tmp_path: Path, *more: str) -> Any:
     return compose(
         "train",
         [
@@ -32,7 +34,8 @@ def tiny(tmp_path: Path, *more: str) -> Config:
 
 
 def test_a_training_whose_folder_is_deleted_reports_it(tmp_path: Path) -> None:
-    more = (f"+callbacks.mine._target_={__name__}.DeleteFolder", "trainer.max_steps=4")
+    register("callback", "delete_folder", DeleteFolder)
+    more = ("callbacks.delete_folder={}", "trainer.max_steps=4")
     with pytest.raises(DataError, match="diffusion: was deleted during training"):
         run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
 
@@ -64,7 +67,7 @@ def test_a_training_waits_for_another_one_in_its_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tiny(tmp_path)
-    output_dir = Path(config["output_dir"])
+    output_dir = Path(config.output_dir)
     held, ended = threading.Event(), []
 
     def other() -> None:

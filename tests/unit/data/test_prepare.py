@@ -408,7 +408,7 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
     one = np.zeros(1, dtype=np.int64)
     hits = Hits(one, one, np.ones(1, np.float32), np.ones(1))
     monkeypatch.setattr(MMseqs, "search", lambda *a, **k: hits)
-    with pytest.raises(DataError, match=r"still finds homologs.*raise search_max_seqs"):
+    with pytest.raises(DataError, match=r"still finds homologs.*raise search.max_seqs"):
         prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
     assert not (tmp_path / "out" / "train_lmdb").exists()
 

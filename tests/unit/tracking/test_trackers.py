@@ -18,9 +18,10 @@ from mlflow import MlflowClient
 
 from d2plm.assembly.tracked_run import tracking_arguments
 from d2plm.commands import train
-from d2plm.config import Config, compose
+from d2plm.config import compose
 from d2plm.core.errors import ConfigError, D2PLMError, TrackingError
 from d2plm.data.store import SequenceStore
+from d2plm.settings.commands import TrainSettings
 from d2plm.tracking.mlflow_run import RUN_FILE
 from d2plm.tracking.runs import TRACKERS, tracking_run
 from d2plm.tracking.tracker_run import Run
@@ -421,7 +422,9 @@ def test_the_parent_is_the_wandb_run_s_group(output_dir: Path) -> None:
 
 
 @pytest.fixture
-def config(tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def config(
+    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> TrainSettings:
     """A training of six steps with every tracker."""
     stores = {"train": tiny_store, "validation": tiny_store}
     monkeypatch.setattr(train, "training_stores", lambda config: stores)
@@ -447,9 +450,9 @@ def rows(output_dir: Path) -> list[tuple[int, float]]:
 
 
 def test_a_training_that_loses_mlflow_keeps_its_metrics_and_continues_in_every_tracker(
-    config: Config, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+    config: TrainSettings, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output_dir = Path(config["output_dir"])
+    output_dir = Path(config.output_dir)
     whole = MlflowClient.log_batch
 
     def dies_at_step_4(self: MlflowClient, run_id: str, metrics: Any = (), **rest: Any) -> None:
@@ -462,7 +465,7 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_continues_in_every_t
         train.run(config)
     # Training has reached its end, and then reports what could not be sent.
     assert [step for step, _ in rows(output_dir)] == [1, 2, 3, 4, 5, 6]
-    assert (Path(config["model_dir"]) / "model.safetensors").is_file()
+    assert (Path(config.model_dir) / "model.safetensors").is_file()
     monkeypatch.setattr(MlflowClient, "log_batch", whole)
     time.sleep(1)
     train.run(config)
