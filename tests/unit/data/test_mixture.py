@@ -11,7 +11,7 @@ import pytest
 from d2plm.assembly.training_run import training_collections
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.vocabulary import CLS, DNA, EOS
+from d2plm.core.vocabulary import CLS, DNA, EOS, PROTEIN
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
