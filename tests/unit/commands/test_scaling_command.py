@@ -81,14 +81,13 @@ def test_a_budget_of_less_than_a_step_is_rejected() -> None:
     [
         (["steps=[1,2]"], r"steps=\[1, 2\]: must be .*at least 3"),
         (["steps=[1,2,2]"], "at least 3 different"),
-        (["steps=[1,2,0]"], r"steps=0"),
-        (["steps=[1,2,2.5]"], r"steps=2.5"),
+        (["steps=[1,2,0]"], r"steps=\[1, 2, 0\]"),
+        (["steps=[1,2,2.5]"], r"steps=\[1, 2, 2.5\]"),
         (["steps=null"], "exactly one"),
         (["flops=[1e12,2e12,3e12]"], "exactly one"),
         (["parallel=0"], "parallel=0"),
         (["sizes.large.model.hidden_size=x"], r"model.hidden_size='x': must be"),
-        (["sizes.small.model.hidden_sizes=64"], r"'sizes.small.model.hidden_sizes'"),
-        (["+sizes.small.model.hidden_sizes=64"], r"sizes.small.model.hidden_sizes=64: must be"),
+        (["sizes.small.model.hidden_sizes=64"], "sizes.small: unknown key 'model.hidden_sizes'"),
     ],
 )
 def test_what_gives_no_law_is_rejected_before_anything_is_computed(
@@ -152,7 +151,7 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, stand_in in (
         ("prepare_data", lambda config: None),
         ("training_stores", lambda config: {"train": Store()}),
-        ("check_runs", lambda runs, parallel: seen.setdefault("checked", list(runs))),
+        ("check_runs", lambda runs: seen.setdefault("checked", list(runs))),
         ("run_all", run_all),
         ("load_scores", load_scores),
         ("plan", planned),
