@@ -17,7 +17,7 @@ COMMANDS = {  # (words, exit code, goal in CPU seconds)
     "d2plm --help": (("--help",), 0, 0.2),
     "a path that is not there": (("score", "none.fasta", "model_dir=none"), None, 1.0),
     "a value of another type": (("train", "trainer.max_steps=many"), None, 1.0),
-    "a value out of its range": (("train", "data.search_min_seq_id=2"), None, 1.0),
+    "a value out of its range": (("train", "data.search.min_seq_id=2"), None, 1.0),
     "an unknown key": (("train", "trainer.max_stepz=3"), None, 1.0),
 }
 LOAD_MODEL = "from d2plm import load_model"

@@ -129,8 +129,7 @@ def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _checked(kind: type[Settings], values: Mapping[str, Any]) -> Any:
-    resolved = _resolved(kind, values)
-    return build(kind, {name: value for name, value in resolved.items() if value != "???"})
+    return build(kind, _resolved(kind, values))
 
 
 def _resolved(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,7 +266,9 @@ def _sorted_out(
             )
         value = override.value()
         if name not in selectable or value is None or isinstance(value, dict):
-            if (name, value) != ("experiment", None):  # the default
+            if isinstance(value, dict) and name not in known:  # a section keeps its other keys
+                changes += [(f"{name}.{inner}", one) for inner, one in _flatten(value)]
+            elif (name, value) != ("experiment", None):  # the default
                 changes.append((name, _as_written(known.get(name), value, word)))
         elif any((folder / name / f"{value}.yaml").is_file() for folder in (root, Path("configs"))):
             choices.append(f"{name}={value}")
@@ -301,19 +302,23 @@ def _require_known(
 ) -> None:
     if word.startswith("~"):
         raise ConfigError(f"{word!r}: keys cannot be deleted; unset a key with KEY=null")
-    sections = {full.rpartition(".")[0] for full in known}
-    parents = {name[: match.start()] for match in re.finditer(r"\.", name)}
+    sections = {parent for full in known for parent in _parents(full)}
     if name in selectable and issubclass(SETTINGS[command], PipelineSettings):
         return
-    if name in known or name in sections or parents & _mappings(command):
+    if name in known or name in sections or _parents(name) & _mappings(command):
         return
     if name in selectable and name in {key.partition(".")[0] for key in known}:
         return
     last = name.rpartition(".")[2]
     elsewhere = [one for one in known if one.rpartition(".")[2] == last]
-    near = f" (did you mean '{elsewhere[0]}'?)" if len(elsewhere) == 1 else ""
+    near = f" (did you mean {' or '.join(map(repr, elsewhere))}?)" if elsewhere else ""
     near = near or did_you_mean(name, [*known, *selectable])
     raise ConfigError(f"unknown key {name!r}{near}; --cfg shows the known keys")
+
+
+def _parents(name: str) -> set[str]:
+    """`a` and `a.b` of `a.b.c`."""
+    return {name[: match.start()] for match in re.finditer(r"\.", name)}
 
 
 @cache
@@ -353,6 +358,9 @@ def read(command: str, file: Path, overrides: Iterable[str] = ()) -> Any:
         raise ConfigError(f"{file}: {first_line(error)}") from error
     assert isinstance(container, dict)
     values = {str(name): value for name, value in container.items()}
+    for name, value in _flatten(values):
+        wanted = "without a resolver, which could read the environment"
+        require(not re.search(r"\$\{[^}]*:", str(value)), name, value, wanted)
     own = {name.partition(".")[0] for name in keys(SETTINGS[command])}
     others = {name.partition(".")[0] for kind in SETTINGS.values() for name in keys(kind)}
     values = {name: value for name, value in values.items() if name in own or name not in others}

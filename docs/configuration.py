@@ -18,7 +18,7 @@ from d2plm.settings.commands import SETTINGS, PipelineSettings
 from d2plm.settings.registry import registered
 from d2plm.settings.schema import Key, json_schema, keys
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 MARK = "<!-- Generated below by docs/configuration.py; `make docs` updates it. -->\n"
 
 

@@ -45,6 +45,12 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Paradigm, denoise
+from d2plm.settings.training import (
+    AdamWSettings,
+    MuonSettings,
+    OptimizerSettings,
+    TrainerSettings,
+)
 from d2plm.training.ema import EMA
 from d2plm.training.learning_rate import Schedule, cosine
 from d2plm.training.muon import build_muon
@@ -53,9 +59,9 @@ from d2plm.training.parallelise import in_precision, reshard
 from d2plm.training.shards import LocalParameters, own_shard, sharded_like
 from d2plm.training.training_length import flops_per_step, number_of_steps
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "adamw": build_adamw,
-    "muon": build_muon,
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], type[OptimizerSettings]]] = {
+    "adamw": (build_adamw, AdamWSettings),
+    "muon": (build_muon, MuonSettings),
 }  # of sharded parameters: AdamW alone
 
 
@@ -263,17 +269,16 @@ def main() -> None:
     data.setup("fit")
     vocabulary = data.stores["train"].vocabulary
     config = DiTConfig(
-        vocabulary.size, max_position_embeddings=options.max_length, initial_gate=1.0
+        vocab_size=vocabulary.size, max_position_embeddings=options.max_length, initial_gate=1.0
     )
     steps = options.steps
     if options.flops_budget is not None:
         budget = options.flops_budget / options.devices
-        steps = number_of_steps(
-            data.loader, config, max_steps=None, max_epochs=None, flops_budget=budget
-        )
+        steps = number_of_steps(data.loader, config, TrainerSettings(flops_budget=budget))
     model = DiT(config)
     model.initialise(seed=0)
-    optimizer = partial(OPTIMIZERS[options.optimizer], learning_rate=options.learning_rate)
+    build, settings = OPTIMIZERS[options.optimizer]
+    optimizer = partial(build, settings=settings(learning_rate=options.learning_rate))
     paradigm = AbsorbingDiffusion()
     paradigm.vocabulary = vocabulary
     module = SequenceModule(model, paradigm, optimizer=optimizer)

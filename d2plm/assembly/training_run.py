@@ -71,6 +71,7 @@ def trainer_keys() -> Iterator[None]:
         yield
 
 
+@within("data")
 def open_stores(config: PipelineSettings) -> dict[str, SequenceStore]:
     """Open the prepared stores, or Megatron corpora: training, validation and, if present, test.
 
@@ -125,6 +126,7 @@ def _settings_of(vocabulary: Vocabulary) -> str:
     return f"data.alphabet={vocabulary.name}{more}"
 
 
+@within("data")
 def training_stores(config: PipelineSettings) -> Stores:
     """Like `open_stores`, but with `data.residues=random` missing data become random tokens."""
     data = config.data

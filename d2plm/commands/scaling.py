@@ -21,7 +21,7 @@ from d2plm.assembly.training_run import (
     with_vocab_size,
 )
 from d2plm.config import changed
-from d2plm.core.errors import ConfigError, require
+from d2plm.core.errors import ConfigError, require, within
 from d2plm.core.terminal import result
 from d2plm.evaluation.scaling import LEAST_VALUES, Point, analyse, plot_scaling, scaling_table
 from d2plm.export.model_evaluation import load_scores
@@ -43,7 +43,8 @@ def run(config: ScalingSettings) -> dict[str, Any]:
 
     A dry run forecasts every run instead; it needs prepared data, or `data.residues=random`.
     """
-    config = with_vocab_size(config, build_vocabulary(config.data))
+    with within("data"):
+        config = with_vocab_size(config, build_vocabulary(config.data))
     _check(config)
     if not config.dry_run:
         prepare_data(config)

@@ -195,7 +195,7 @@ def last_lines(log: Path, number: int = 1, start: int = 0) -> str:
     return " | ".join(lines[-number:]) or "no output"
 
 
-def train_locally(config_file: Path, processes: int, options: Sequence[str]) -> None:
+def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] = ()) -> None:
     """Run `d2plm train` under torchrun with the composed configuration in `config_file`.
 
     Args:

@@ -79,7 +79,7 @@ def drop_homologs(
     pool: Mask,
     search: Callable[[str, Mask], NDArray[np.int64]],
     directions: str = "both",
-    threshold: str = "search_min_seq_id",
+    threshold: str = "search.min_seq_id",
 ) -> tuple[Mask, list[dict[str, Any]]]:
     """Find the sequences of a pool that hit a held-out one, searching until nothing is found.
 
@@ -119,7 +119,7 @@ def drop_homologs(
             raise DataError(
                 f"MMseqs2 still finds homologs of held-out sequences after {SEARCH_ROUNDS} "
                 f"searches ({[made['pairs'] for made in searches]} pairs): a held-out protein "
-                "has more homologs than one search considers; raise search_max_seqs"
+                "has more homologs than one search considers; raise search.max_seqs"
             )
         places, of_both = search(direction, left).T
         found = np.unique(places)

@@ -129,7 +129,7 @@ def similarity_search(
         *("mmseqs", mmseqs_version(find_mmseqs()), asdict(clustering), asdict(search)),
         directions=directions,
         hits="homologs of",
-        thresholds=("cluster_min_seq_id", "search_min_seq_id"),
+        thresholds=("cluster.min_seq_id", "search.min_seq_id"),
         open=opened,
     )
 

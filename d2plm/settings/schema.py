@@ -294,19 +294,22 @@ def with_defaults(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, 
                 if group is not None:
                     own = {"type": default_of(one).type, **own}
                 completed[one.name] = with_defaults(_class_of(one, own, one.name), own)
+        else:
+            raise ConfigError("must be a mapping, {KEY: VALUE, …}", {one.name: given})
     return completed
 
 
 def _named_sections(one: Field[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     from d2plm.settings.registry import find
 
-    names = {**dict.fromkeys(default_of(one)), **given}
-    return {
-        name: None
-        if name in given and given[name] is None
-        else with_defaults(find(one.metadata["registry"], name).settings, given.get(name) or {})
-        for name in names
-    }
+    completed: dict[str, Any] = {}
+    for name in {**dict.fromkeys(default_of(one)), **given}:
+        own, where = given.get(name, {}), f"{one.name}.{name}"
+        kind = find(one.metadata["registry"], name, where).settings
+        if own is not None and not isinstance(own, Mapping):
+            raise ConfigError("must be a mapping, {KEY: VALUE, …}, or null", {where: own})
+        completed[name] = None if own is None else with_defaults(kind, own)
+    return completed
 
 
 def _class_of(one: Field[Any], values: Mapping[str, Any], where: str) -> type[Settings]:
@@ -332,6 +335,8 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
     known, made = {one.name: one for one in fields(kind)}, dict[str, Any]()
     prefix = f"{where}." if where else ""
     for name, value in values.items():
+        if value == "???":
+            continue
         if name not in known:
             near = did_you_mean(str(name), known)
             raise ConfigError(f"unknown key {prefix + str(name)!r}{near}")
@@ -352,21 +357,25 @@ def part(kind: type[Kind], settings: Settings) -> Kind:
     return kind(**{one.name: getattr(settings, one.name) for one in fields(kind)})
 
 
+def _require_mapping(value: object, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError("must be a mapping, {KEY: VALUE, …}", {where: value})
+
+
 def _built(one: Field[Any], value: Any, where: str) -> Any:
     if not is_section(one) or value is None:
         return value
-    if not isinstance(value, Mapping):
-        raise ConfigError("must be a mapping, {KEY: VALUE, …}", {where: value})
+    _require_mapping(value, where)
     if one.metadata.get("registry") is not None and get_origin(one.type) is dict:
         from d2plm.settings.registry import find
 
-        group = one.metadata["registry"]
-        return {
-            name: None
-            if inner is None
-            else build(find(group, name, where).settings, inner, f"{where}.{name}")
-            for name, inner in value.items()
-        }
+        made = dict.fromkeys(value)
+        for name, inner in value.items():
+            if inner is not None:
+                _require_mapping(inner, f"{where}.{name}")
+                entry = find(one.metadata["registry"], name, where)
+                made[name] = build(entry.settings, inner, f"{where}.{name}")
+        return made
     return build(_class_of(one, value, where), value, where)
 
 
@@ -420,5 +429,5 @@ def _value_schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
             if limits[name] is not None
         }
         return {"type": "integer" if kind is int else "number", **bounds}
-    name = {NoneType: "null", bool: "boolean", str: "string"}.get(kind)
-    return {"type": name} if name else {}
+    simple = {NoneType: "null", bool: "boolean", str: "string"}
+    return {"type": simple[kind]} if kind in simple else {}

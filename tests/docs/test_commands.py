@@ -7,6 +7,7 @@ import atexit
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,13 @@ from tempfile import mkdtemp
 
 import pytest
 
+from d2plm.commands.multirun import expand
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
 from d2plm.config import MULTIRUN, compose, parse_arguments
-from d2plm.core.errors import D2PLMError
+from d2plm.core.errors import ConfigError, D2PLMError
 from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
+from d2plm.settings import registry
 from pipelines.command import ACTIONS, parse
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code
 
@@ -34,6 +37,7 @@ COMMAND = re.compile(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2pl
 MANNERS = ("--quiet", "--json")  # of any command, before or after its name
 # What may stand for a command's name in a sentence.
 GENERAL = {"<command>", "COMMAND"}
+OWN = "my_parts.py"  # module that docs/python.md has its reader write
 WRITTEN = re.compile(r"^cat > configs/(\S+) <<'(\w+)'\n(.*?\n)\2$", re.M | re.S)
 
 
@@ -97,13 +101,24 @@ def configurations() -> Path:
         for block in blocks(document):
             for name, _, text in WRITTEN.findall(block.text):
                 (folder / name).write_text(text)
+            if "\nregister(" in block.text:
+                (folder / OWN).write_text(block.text)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _registry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {group: dict(known) for group, known in registry._ENTRIES.items()}
+    monkeypatch.setattr(registry, "_ENTRIES", entries)
+    monkeypatch.setattr(registry, "_loaded", [])
+    sys.modules.pop(Path(OWN).stem, None)
 
 
 @cache
 def refuse(*given: str) -> str | None:
     """Why the command line `d2plm GIVEN` would be rejected, or None."""
     words = [word.replace("…", "x") for word in given if word not in (*LEFT_OUT, *MANNERS)]
+    words = [str(configurations() / OWN) if word == OWN else word for word in words]
     if not words or words[0] in (*HELP, "help", "--version") or words[0] in GENERAL:
         return None
     name, rest = words[0], words[1:]
@@ -128,7 +143,7 @@ def refuse_pipeline(words: list[str]) -> str | None:
     if action == "cancel":
         return None
     overrides = parse(action, words[1:]).overrides
-    compose("pipeline", overrides, configurations(), complete=False)
+    compose("pipeline", parse_arguments("pipeline", overrides).overrides, folder=configurations())
     return None
 
 
@@ -142,20 +157,19 @@ def refuse_command(name: str, words: list[str]) -> str | None:
             return f"there is no action {words[0]}"
         root, command = f"{name}_{words[0]}", command.actions[words[0]]
         words = words[1:]
-    if not (config_dir() / f"{root}.yaml").is_file():
-        return None  # takes no settings
     words = [word for word in words if not word.startswith("--config-file")]  # of a run
     if not [word for word in words if word not in MULTIRUN]:
-        return None  # a root file by itself is composed by tests/unit/test_config.py
+        return None  # a command by itself is composed by tests/unit/test_config.py
     arguments = parse_arguments(root, words, command.first_key)
-    if not arguments.multirun:
-        folder = arguments.folder or configurations()
-        compose(arguments.name, arguments.overrides, folder, complete=False)
-        return None
-    from d2plm.commands.multirun import expand
-
-    for _, overrides in expand(arguments).values():
-        compose(arguments.name, overrides, complete=False)
+    combinations = [arguments.overrides]
+    if arguments.multirun:
+        combinations = [overrides for _, overrides in expand(arguments).values()]
+    for overrides in combinations:
+        try:
+            compose(root, overrides, arguments.name, arguments.folder or configurations())
+        except ConfigError as error:
+            if "is required" not in str(error):  # documents may leave out what is not their topic
+                raise
     return None
 
 

@@ -38,7 +38,7 @@ def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
 def test_the_work_folder_contains_what_the_run_said(finished: Finished) -> None:
     work_dir = finished.work_dir
     config = yaml.safe_load((work_dir / "config.yaml").read_text())
-    assert config["paradigm"]["name"] == "diffusion"
+    assert config.paradigm.name == "diffusion"
     manifest = json.loads((work_dir / "manifest.json").read_text())
     assert manifest["leaking_pairs_after"] == 0
     evaluation = json.loads((work_dir / "evaluation.json").read_text())

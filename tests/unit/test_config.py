@@ -313,6 +313,13 @@ def test_a_configuration_from_a_stranger_names_no_python_object(text: str, tmp_p
         build_callbacks(config, RunContext(None, 8, tmp_path))  # type: ignore[arg-type]  # unused
 
 
+def test_a_configuration_from_a_stranger_does_not_read_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("tracking: {tags: {a: ['https://x/${oc.env:HOME}']}}")
+    with pytest.raises(ConfigError, match=r"tracking\.tags\.a=.*resolver"):
+        read("train", file)
+
+
 def test_a_written_configuration_is_its_owners_alone(tmp_path: Path) -> None:
     save(compose("prepare", []), tmp_path / "config.yaml")
     assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600

@@ -24,7 +24,6 @@ from d2plm.evaluation.profile_hmm import alignment_nats, members_nats
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.flow_matching import MaskFlowMatching
-from d2plm.settings.commands import AdaptSettings
 from tests.conftest import FASTA
 
 FAMILY = FASTA.with_name("family_abc_importers.fasta.gz")
@@ -61,12 +60,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any])
 
 
 @pytest.fixture
-def configured(
-    family: Path, general: Path, base: Path, tmp_path: Path
-) -> Callable[..., AdaptSettings]:
+def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Callable[..., Any]:
     """Overrides → the configuration of an adaptation of a few steps."""
 
-    def of(*words: str) -> AdaptSettings:
+    def of(*words: str) -> Any:
         own = [f"input='{family}'", f"init_from='{base}'", f"general='{general}'"]
         return compose("adapt", [*own, f"work_dir='{tmp_path / 'work'}'", *TINY, *words])
 
@@ -76,7 +73,7 @@ def configured(
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [pytest.param("null", marks=pytest.mark.thorough), "2"])
 def test_a_family_is_adapted_to_compared_and_grown(
-    lora_rank: str, configured: Callable[..., AdaptSettings], base: Path, tmp_path: Path
+    lora_rank: str, configured: Callable[..., Any], base: Path, tmp_path: Path
 ) -> None:
     tracking = "tracking=none" if lora_rank == "null" else "tracking=mlflow"
     words = [f"trainer.lora_rank={lora_rank}", "max_general_loss=9", "identity=0.7", tracking]
@@ -90,7 +87,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
     assert found["verdict"] in page and "of 3 generated proteins" in page
     assert len([*read_fasta(work / "members.fasta")]) == 3
     adapted, before = load_export(work / "model"), load_export(base)
-    assert adapted.paradigm.config == before.paradigm.config
+    assert adapted.paradigm.settings == before.paradigm.settings
     share = adapted.provenance["adaptation"]["share"]
     assert share == min(found["shares"], key=lambda row: row["validation_nelbo"])["share"]
     trained = load_export(work / "training" / "model").model.state_dict()
@@ -115,7 +112,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
 
 @pytest.mark.thorough
 def test_members_as_alike_as_the_identity_are_on_one_side(
-    configured: Callable[..., AdaptSettings], base: Path
+    configured: Callable[..., Any], base: Path
 ) -> None:
     config = configured("identity=auto")
     opened = open_base(config)
@@ -140,15 +137,13 @@ def test_members_as_alike_as_the_identity_are_on_one_side(
     ],
 )
 def test_what_cannot_be_done_is_rejected(
-    words: list[str], error: type, message: str, configured: Callable[..., AdaptSettings]
+    words: list[str], error: type, message: str, configured: Callable[..., Any]
 ) -> None:
     with pytest.raises(error, match=message):
         run(configured(*words))
 
 
-def test_a_family_of_copies_is_rejected(
-    configured: Callable[..., AdaptSettings], tmp_path: Path
-) -> None:
+def test_a_family_of_copies_is_rejected(configured: Callable[..., Any], tmp_path: Path) -> None:
     few = tmp_path / "few.fasta"
     own = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPD"
     write_fasta(few, [(str(n), own[n:] + own[:n]) for n in range(3)])
@@ -160,7 +155,7 @@ def test_a_family_of_copies_is_rejected(
 
 
 def test_three_members_are_rejected_after_one_split(
-    configured: Callable[..., AdaptSettings], tmp_path: Path
+    configured: Callable[..., Any], tmp_path: Path
 ) -> None:
     draw, few = np.random.default_rng(0), tmp_path / "few.fasta"
     proteins = ["".join(draw.choice([*"ACDEFGHIKLMNPQRSTVWY"], 80)) for _ in range(3)]

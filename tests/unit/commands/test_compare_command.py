@@ -36,6 +36,7 @@ def test_the_paradigms_compared_are_three() -> None:
     paradigms = [run_settings(config, arm, 0).paradigm for arm in config.arms]
     assert [getattr(p, "source", None) for p in paradigms] == [None, "mask", "uniform"]
     assert {p.time_sampling for p in paradigms} == {"low_variance"}
+    assert {p.loss for p in paradigms} == {"elbo"}, "a section of another type is replaced whole"
 
 
 def test_changes_keep_the_rest_of_a_section_unless_its_type_changes() -> None:
@@ -48,8 +49,9 @@ def test_changes_keep_the_rest_of_a_section_unless_its_type_changes() -> None:
 
 
 def test_a_misspelt_key_of_an_arm_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"arms\.x: unknown key 'paradigm\.losss'"):
-        changed(compose("train"), {"paradigm": {"losss": "mean"}}, "arms.x")
+    config = compose("compare", ["arms.x.paradigm.losss=mean"])
+    with pytest.raises(ConfigError, match=r"^arms\.x: unknown key 'paradigm\.losss'"):
+        run_settings(config, "x", 0)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,8 @@ def test_a_misspelt_key_of_an_arm_is_rejected() -> None:
 def test_impossible_settings_are_rejected_before_anything_starts(
     override: str, key: str, tmp_path: Path
 ) -> None:
-    words = ["experiment=compare_losses", override, f"work_dir={tmp_path}"]
     with pytest.raises(ConfigError, match=key):
-        run(compose("compare", words))
+        run(compose("compare", ["experiment=compare_losses", override, f"work_dir={tmp_path}"]))
     assert not any(tmp_path.iterdir())
 
 

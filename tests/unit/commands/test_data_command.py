@@ -174,7 +174,7 @@ def test_an_action_s_help_and_configuration(
     text = capsys.readouterr().out
     assert f"usage: d2plm data {action} " in text
     assert COMMANDS["data"].actions[action].example in text
-    assert "store: ???  # folder of a store" in text
+    assert "  store=???" in text and "folder of a store" in text
     assert main(["data", action, "store=x", *GIVEN.get(action, []), "--cfg"]) == 0
     assert "store: x" in capsys.readouterr().out
 

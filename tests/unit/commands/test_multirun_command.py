@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from d2plm.commands import multirun
 from d2plm.commands.multirun import collect, expand, folder_name, sweep_table
 from d2plm.config import flat, parse_arguments
 from d2plm.core.errors import ConfigError
-from d2plm.settings.commands import TrainSettings
 from tests.conftest import write_store
 
 
@@ -87,11 +87,11 @@ def prepared(tmp_path: Path, proteins: list[Any]) -> Path:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, TrainSettings]]:
+def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, Any]]:
     """What would have been started, in place of starting it."""
-    calls: list[dict[str, TrainSettings]] = []
+    calls: list[dict[str, Any]] = []
 
-    def record(runs: dict[str, TrainSettings], commands: list[str], _parallel: int) -> None:
+    def record(runs: dict[str, Any], commands: list[str], _parallel: int) -> None:
         assert list(commands) == ["train"]
         calls.append(runs)
 
@@ -110,8 +110,8 @@ Sweep = Callable[..., Any]
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, started: list[dict[str, TrainSettings]]) -> Sweep:
-    def call(*words: str) -> dict[str, TrainSettings]:
+def sweep(tmp_path: Path, started: list[dict[str, Any]]) -> Sweep:
+    def call(*words: str) -> dict[str, Any]:
         given = [f"work_dir={tmp_path / 'run'}", "tracking=none", *words]
         multirun.run(parse_arguments("train", ["--multirun", *given]))
         return started[-1]
@@ -200,10 +200,8 @@ def test_help_says_how_to_sweep(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--multirun" in capsys.readouterr().out
 
 
-def finished(folder: Path, seed: int, nelbo: float | None, *words: str) -> TrainSettings:
-    run = parse_arguments(
-        "train", [f"output_dir={folder}", f"trainer.seed={seed}", *words]
-    ).compose()
+def finished(folder: Path, seed: int, nelbo: float | None, **changes: Any) -> Any:
+    run = parse_arguments("train", [f"output_dir={folder}", f"trainer.seed={seed}"]).compose()
     rows = [{"step": 1, "validation_nelbo": 9.0, "validation_perplexity": 99.0}]
     rows += [] if nelbo is None else [
         {"step": 2, "validation_nelbo": nelbo, "validation_perplexity": 2 * nelbo}
@@ -211,7 +209,7 @@ def finished(folder: Path, seed: int, nelbo: float | None, *words: str) -> Train
     rows.append({"step": 3, "loss": 1.0})
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run
+    return replace(run, data=replace(run.data, **changes))
 
 
 def test_the_table_has_the_last_figures_the_best_first(tmp_path: Path) -> None:
@@ -238,6 +236,6 @@ def test_a_run_without_a_figure_comes_last_and_is_never_best(tmp_path: Path) -> 
 
 def test_figures_of_different_residues_are_not_to_be_compared(tmp_path: Path) -> None:
     runs = {"s=0": finished(tmp_path / "0", 0, 2.5)}
-    runs["s=1"] = finished(tmp_path / "1", 0, 2.25, "data.prepared_dir=elsewhere")
+    runs["s=1"] = finished(tmp_path / "1", 0, 2.25, prepared_dir="elsewhere")
     results = collect({name: {"s": name[-1]} for name in runs}, runs)
     assert "do not compare" in sweep_table(results)

@@ -15,13 +15,12 @@ from d2plm.config import changed, compose
 from d2plm.core.errors import ConfigError
 from d2plm.evaluation.scaling import Law
 from d2plm.model.flops import training_flops
-from d2plm.settings.commands import ScalingSettings
 
 LENGTHS = np.random.default_rng(0).integers(40, 900, 500)
 LAW = Law(2.7, 1.2, 0.3, 30.0, 0.4)
 
 
-def experiment(*words: str) -> ScalingSettings:
+def experiment(*words: str) -> Any:
     return compose("scaling", ["experiment=scaling", *words])
 
 
@@ -42,9 +41,8 @@ def test_the_experiment_is_three_sizes_with_three_budgets() -> None:
 def test_the_sizes_of_the_text_grid_are_the_shipped_models() -> None:
     config = compose("scaling", ["experiment=scaling_text"])
     for size, changes in config.sizes.items():
-        model = model_config(changed(config, changes, size))
-        shipped = model_config(compose("train", [f"model=text_{size}"]))
-        assert model.settings() == shipped.settings()
+        sized = changed(config, changes, size)
+        assert sized.model == compose("train", [f"model=text_{size}"]).model
 
 
 def test_a_run_s_schedule_ends_with_its_budget() -> None:
@@ -81,13 +79,13 @@ def test_a_budget_of_less_than_a_step_is_rejected() -> None:
     [
         (["steps=[1,2]"], r"steps=\[1, 2\]: must be .*at least 3"),
         (["steps=[1,2,2]"], "at least 3 different"),
-        (["steps=[1,2,0]"], r"steps=\[1, 2, 0\]"),
-        (["steps=[1,2,2.5]"], r"steps=\[1, 2, 2.5\]"),
+        (["steps=[1,2,0]"], r"steps=\[1, 2, 0\]: must be"),
+        (["steps=[1,2,2.5]"], r"steps=\[1, 2, 2.5\]: must be"),
         (["steps=null"], "exactly one"),
         (["flops=[1e12,2e12,3e12]"], "exactly one"),
         (["parallel=0"], "parallel=0"),
         (["sizes.large.model.hidden_size=x"], r"model.hidden_size='x': must be"),
-        (["sizes.small.model.hidden_sizes=64"], "sizes.small: unknown key 'model.hidden_sizes'"),
+        (["sizes.small.model.hidden_sizes=64"], r"sizes.small: unknown key 'model.hidden_sizes'"),
     ],
 )
 def test_what_gives_no_law_is_rejected_before_anything_is_computed(
@@ -111,7 +109,7 @@ def test_sizes_must_differ(tmp_path: Path) -> None:
 def test_a_dry_run_forecasts_every_run_and_starts_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forecast(config: ScalingSettings) -> dict[str, str]:
+    def forecast(config: Any) -> dict[str, str]:
         return {"training": f"{config.trainer.max_steps} steps"}
 
     monkeypatch.setattr("d2plm.assembly.many_runs.forecast", forecast)
@@ -132,7 +130,7 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     class Store:
         lengths = LENGTHS
 
-    def run_all(runs: Mapping[str, ScalingSettings], commands: Any, parallel: int) -> None:
+    def run_all(runs: Mapping[str, Any], commands: Any, parallel: int) -> None:
         seen["runs"], seen["commands"], seen["parallel"] = runs, commands, parallel
 
     def load_scores(folder: Path) -> tuple[dict[str, Any], None]:

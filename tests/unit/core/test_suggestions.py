@@ -33,7 +33,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["train", "paradigm=flowmatching"], "flow_matching"),
         (["train", "tracking=mflow"], "mlflow"),
         (["train", "modle=nano"], "model"),
-        (["train", "--config-name", "trian"], "train"),
+        (["train", "--config-name", "pipelin"], "pipeline"),
         (["pipeline", "run", "workdir=x"], "work_dir"),
         (["pipeline", "submit", "--wiat=true"], "wait"),
     ],

@@ -408,7 +408,7 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
     one = np.zeros(1, dtype=np.int64)
     hits = Hits(one, one, np.ones(1, np.float32), np.ones(1))
     monkeypatch.setattr(MMseqs, "search", lambda *a, **k: hits)
-    with pytest.raises(DataError, match=r"still finds homologs.*raise search_max_seqs"):
+    with pytest.raises(DataError, match=r"still finds homologs.*raise search.max_seqs"):
         prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
     assert not (tmp_path / "out" / "train_lmdb").exists()
 
@@ -437,7 +437,7 @@ def test_impossible_threads_are_rejected_by_name(threads: Any) -> None:
     "word",
     [
         *("data.split_seed=x", "data.test_fraction=1", "data.min_residues=0", "data.threads=0"),
-        *("data.cluster_method=linclst", "data.cluster_coverage=2", "data.search_max_seqs=0"),
+        *("data.cluster.method=linclst", "data.cluster.coverage=2", "data.search.max_seqs=0"),
         *("data.format=fastq", "data.search_directions=back"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.model.flops import token_parameters
+from d2plm.settings.model import ModelSettings
 
 disable_progress_bar()
 
@@ -445,7 +447,7 @@ def test_the_settings_build_the_same_configuration(folder: Path) -> None:
     found = load_esm(folder, time_embedding_dim=32).config
     assert found.time_embedding_dim == 32
     assert DiTConfig(**found.settings()).settings() == found.settings()
-    assert set(compose("train", [])["model"]) == {"_target_", *found.settings()} - {"vocab_size"}
+    assert {one.name for one in fields(ModelSettings)} == {*found.settings()}
 
 
 def test_a_set_dropout_is_applied_and_saved(folder: Path, sequences: list[Row]) -> None:
@@ -490,9 +492,8 @@ def test_each_option_changes_the_model_and_every_weight_of_it_learns(
 def test_a_fresh_model_of_this_kind_predicts_uniformly_with_norms_of_one(
     sequences: list[Row],
 ) -> None:
-    section = compose("train", ["model=esm2_8m", "model.num_hidden_layers=2"])["model"]
-    section.pop("_target_")
-    model = DiT(DiTConfig(**section)).eval()
+    config = compose("train", ["model=esm2_8m", "model.num_hidden_layers=2"])
+    model = DiT(DiTConfig(**vars(config.model))).eval()
     model.initialise(0)
     batch = PackedBatch.pack(sequences)
     assert not model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5)).any()
@@ -528,7 +529,7 @@ def test_impossible_options_are_rejected_by_name(changes: dict[str, Any], key: s
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_shipped_configurations_are_esm2_with_time(name: str) -> None:
-    config = compose("train", [f"model={name}"]).build("model")
+    config = DiTConfig(**vars(compose("train", [f"model={name}"]).model))
     with torch.device("meta"):
         ours, theirs = DiT(config), EsmForMaskedLM(esm_like(*SHIPPED[name]))
     learnt = ("time_embedding", "modulation")
@@ -541,7 +542,7 @@ def test_the_shipped_configurations_are_esm2_with_time(name: str) -> None:
 def test_a_shipped_configuration_is_that_of_a_loaded_checkpoint(tmp_path: Path) -> None:
     esm(6, 320, 20, 1280).save_pretrained(tmp_path)
     loaded = load_esm(tmp_path, time_embedding_dim=64).config.settings()
-    shipped = compose("train", ["model=esm2_8m"]).build("model").settings()
+    shipped = DiTConfig(**vars(compose("train", ["model=esm2_8m"]).model)).settings()
     assert {key for key in shipped if shipped[key] != loaded[key]} == {"rope_frequencies"}
 
 

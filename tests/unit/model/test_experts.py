@@ -256,7 +256,7 @@ def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], messag
     ("size", "millions", "active"), [("moe_8m", 7.9, 3.5), ("moe_450m_a150m", 454.7, 148.0)]
 )
 def test_the_sizes_are_what_their_names_say(size: str, millions: float, active: float) -> None:
-    config = compose("train", [f"model={size}"]).build("model")
+    config = DiTConfig(**vars(compose("train", [f"model={size}"]).model))
     with torch.device("meta"):
         model = DiT(config)
     named = {name: p.numel() for name, p in model.named_parameters()}

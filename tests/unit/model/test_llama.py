@@ -217,7 +217,7 @@ def test_the_shipped_sizes_are_those_of_scaled_up_masked_diffusion(
 ) -> None:
     """Non-embedding parameters as the authors count them (ML-GSAI/SMDM, pretrain/train_mdm.py)."""
     with torch.device("meta"):
-        model = DiT(compose("train", [f"model={size}"]).build("model"))
+        model = DiT(DiTConfig(**vars(compose("train", [f"model={size}"]).model)))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     kept = [n for name, n in sizes.items() if not name.startswith(("token_", "head.proj."))]
     assert sum(kept) == parameters

@@ -1,7 +1,6 @@
 """A paradigm is built from its YAML, and read back from the folder of a model."""
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.configuration_utils import ConfigMixin
 
 from d2plm.assembly.training_run import build_paradigm
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.files import config_dir
-from d2plm.paradigms import PARADIGMS, load_paradigm
+from d2plm.paradigms import load_paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching, flow_matching
 from d2plm.paradigms.noise_schedules import Cubic, Polynomial
 from d2plm.paradigms.paradigm import Paradigm
+from d2plm.settings import registry
+from d2plm.settings.paradigm import FlowMatchingSettings
 
 CHOICES: dict[str, type[Paradigm]] = {
     "diffusion": AbsorbingDiffusion,
@@ -33,24 +33,14 @@ def composed(choice: str, *overrides: str) -> Paradigm:
     return build_paradigm(compose("pipeline", [f"paradigm={choice}", *overrides]))
 
 
-def test_every_paradigm_has_a_file_and_every_file_a_paradigm() -> None:
-    assert sorted(CHOICES) == PARADIGM_FILES
-    assert sorted(PARADIGMS) == sorted(kind.__name__ for kind in CHOICES.values())
-
-
 @pytest.mark.parametrize("choice", PARADIGM_FILES)
 def test_a_file_builds_its_paradigm_under_its_own_name(choice: str) -> None:
     config = compose("pipeline", [f"paradigm={choice}"])
     paradigm = composed(choice)
     assert type(paradigm) is CHOICES[choice]
-    assert paradigm.name == config["paradigm"]["name"] == choice
+    assert paradigm.name == config.paradigm.name == choice
     assert paradigm.source == ("uniform" if choice == "flow_matching_uniform" else "mask")
     assert paradigm.samplers and not set(paradigm.samplers) & set(paradigm.refused_samplers)
-
-
-@pytest.mark.parametrize("choice", PARADIGM_FILES)
-def test_a_file_states_every_default_as_the_class_has_it(choice: str) -> None:
-    assert composed(choice).config == CHOICES[choice]().config
 
 
 @pytest.mark.parametrize(
@@ -71,14 +61,13 @@ def test_an_override_reaches_the_paradigm(
 
 
 def test_the_source_chooses_the_class() -> None:
-    assert type(flow_matching()) is MaskFlowMatching
-    assert type(flow_matching("mask", schedule="linear")) is MaskFlowMatching
-    assert type(flow_matching("uniform", loss="generalised_kl")) is UniformFlowMatching
+    assert type(flow_matching(FlowMatchingSettings())) is MaskFlowMatching
+    assert type(flow_matching(FlowMatchingSettings(source="uniform"))) is UniformFlowMatching
     assert type(composed("flow_matching", "paradigm.source=uniform")) is UniformFlowMatching
     with pytest.raises(ConfigError, match=r"^loss='generalised_kl'"):
-        flow_matching("mask", loss="generalised_kl")
+        flow_matching(FlowMatchingSettings(loss="generalised_kl"))
     with pytest.raises(ConfigError, match=r"did you mean 'uniform'"):
-        flow_matching("unifrom")
+        composed("flow_matching", "paradigm.source=unifrom")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +98,7 @@ def test_settings_survive_saving(paradigm: Any, tmp_path: Path) -> None:
     paradigm.save_config(tmp_path)
     loaded: Any = load_paradigm(tmp_path)
     assert type(loaded) is type(paradigm)
-    assert loaded.config == paradigm.config
+    assert loaded.settings == paradigm.settings
     times = torch.linspace(0, 1, 50, dtype=torch.float64)
     assert torch.equal(loaded.corrupted_fraction(times), paradigm.corrupted_fraction(times))
     assert torch.equal(loaded.corruption_rate(times[1:]), paradigm.corruption_rate(times[1:]))
@@ -118,26 +107,19 @@ def test_settings_survive_saving(paradigm: Any, tmp_path: Path) -> None:
     for name in ("loss_kind", "time_sampling", "default_steps", "max_steps", "shift"):
         assert getattr(loaded, name, None) == getattr(paradigm, name, None)
     saved = json.loads((tmp_path / "paradigm_config.json").read_text())
-    assert saved["_class_name"] in PARADIGMS
-
-
-def test_settings_that_diffusers_has_written_are_read_and_it_reads_ours(tmp_path: Path) -> None:
-    file = tmp_path / "paradigm_config.json"
-    settings = {"_class_name": "MaskFlowMatching", "schedule": "linear", "num_flow_steps": 7}
-    file.write_text(json.dumps({**settings, "_diffusers_version": "0.35.0"}))
-    loaded: Any = load_paradigm(tmp_path)
-    assert (loaded.config["schedule"], loaded.default_steps) == ("linear", 7)
-    loaded.save_config(tmp_path)
-    mixin = type("Theirs", (ConfigMixin,), {"config_name": file.name})
-    assert mixin.load_config(tmp_path) == {"_class_name": "MaskFlowMatching", **loaded.config}
+    assert saved["type"] in registry.registered("paradigm")
 
 
 # --- paradigms of other packages ---------------------------------------------------------------
 
 MODULE = """
+from dataclasses import dataclass
+
 from d2plm.paradigms.flow_matching import MaskFlowMatching
-from d2plm.paradigms.paradigm import register_to_config
 from d2plm.paradigms.noise_schedules import NoiseSchedule
+from d2plm.settings.paradigm import FlowMatchingSettings
+from d2plm.settings.registry import register
+from d2plm.settings.schema import key
 
 
 class Halfway(NoiseSchedule):
@@ -147,61 +129,61 @@ class Halfway(NoiseSchedule):
     def time_at(self, corrupted): return (1 - corrupted) ** (1 / self.power)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ElsewhereSettings(FlowMatchingSettings):
+    type: str = key("elsewhere")
+    power: float = key(3.0)
+
+
 class ElsewhereFlow(MaskFlowMatching):
+    Settings = ElsewhereSettings
     name = "elsewhere"
 
-    @register_to_config
-    def __init__(self, power: float = 3.0) -> None:
-        super().__init__()
-        self.schedule = Halfway(power)
+    def build(self):
+        super().build()
+        self.schedule = Halfway(self.settings.power)
+
+
+register("paradigm", "elsewhere", ElsewhereFlow, ElsewhereSettings)
 """
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A distribution on the path, installed as pip does, whose module is `elsewhere`."""
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Entry points of a distribution on the path, installed as pip does, with this module."""
     site = tmp_path / "site"
     information = site / "elsewhere-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text(
-        "[d2plm.paradigms]\nElsewhereFlow = elsewhere:ElsewhereFlow\nGone = elsewhere:Gone\n"
-    )
+    (information / "entry_points.txt").write_text("[d2plm]\nelsewhere = elsewhere\n")
     (site / "elsewhere.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(site))
-    yield site
+    registry._load_installed.cache_clear()
+    yield information / "entry_points.txt"
     sys.modules.pop("elsewhere", None)
+    registry._ENTRIES["paradigm"].pop("elsewhere", None)
+    registry._load_installed.cache_clear()
 
 
-def test_an_external_paradigm_is_built_by_target_and_its_export_loaded_by_entry_point(
-    elsewhere: Path, tmp_path: Path
+@pytest.mark.usefixtures("installed")
+def test_a_paradigm_of_an_installed_package_is_chosen_by_name_and_its_export_loaded(
+    tmp_path: Path,
 ) -> None:
-    configs = tmp_path / "configs"
-    shutil.copytree(config_dir(), configs)
-    (configs / "paradigm" / "elsewhere.yaml").write_text(
-        "_target_: elsewhere.ElsewhereFlow\nname: elsewhere\npower: 3.0\n"
-    )
-    config = compose("pipeline", ["paradigm=elsewhere", "paradigm.power=5"], configs)
-    paradigm: Any = build_paradigm(config)
-    paradigm.save_config(tmp_path)
-    sys.modules.pop("elsewhere")
+    composed("elsewhere", "paradigm.power=5").save_config(tmp_path)
     loaded: Any = load_paradigm(tmp_path)
     assert type(loaded).__name__ == "ElsewhereFlow"
     assert loaded.schedule.power == 5.0
     assert loaded.kept(0.5) == pytest.approx(0.5**5)
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("ElsewhereFloe", r"unknown paradigm .*did you mean 'ElsewhereFlow'.*entry point"),
-        ("Gaussian", r"unknown paradigm 'Gaussian'; install the package .*d2plm\.paradigms"),
-        ("Gone", r"entry point elsewhere:Gone of paradigm 'Gone' cannot be loaded"),
-    ],
-)
-def test_an_export_of_a_paradigm_that_is_not_installed_says_what_to_install(
-    name: str, message: str, elsewhere: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "paradigm_config.json").write_text(json.dumps({"_class_name": name}))
-    with pytest.raises(ModelError, match=message):
+@pytest.mark.usefixtures("installed")
+def test_an_export_of_a_paradigm_that_is_not_installed_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "paradigm_config.json").write_text(json.dumps({"type": "elsewere"}))
+    with pytest.raises(ModelError, match="did you mean 'elsewhere'"):
         load_paradigm(tmp_path)
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_an_error(installed: Path) -> None:
+    installed.write_text("[d2plm]\ngone = elsewhere_gone\n")
+    with pytest.raises(ConfigError, match="entry point elsewhere_gone"):
+        composed("diffusion")

@@ -15,6 +15,7 @@ from d2plm.paradigms.noise_schedules import (
     NoiseSchedule,
     Polynomial,
 )
+from d2plm.settings.paradigm import FlowMatchingSettings
 from tests.unit.paradigms.closed_forms import (
     ALPHA_BARS,
     CONTINUOUS_ALPHA_BARS,
@@ -144,7 +145,7 @@ def test_linear_beta_masks_as_measured() -> None:
 def test_a_flow_counts_time_from_the_source_whichever_it_is(
     settings: dict[str, object], kappa: Curve, source: str
 ) -> None:
-    flow, times = flow_matching(source, **settings), grid(0, 1, 101)
+    flow, times = flow_matching(FlowMatchingSettings(source=source, **settings)), grid(0, 1, 101)
     expected = [1 - kappa(float(t)) for t in times]
     np.testing.assert_allclose(flow.corrupted_fraction(times), expected, atol=1e-13)
     inverse = flow.time_at_corrupted_fraction(torch.tensor(expected, dtype=torch.float64))

@@ -25,7 +25,7 @@ from d2plm.data.loader import framed
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms import masked as masked_paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import MaskFlowMatching, flow_matching
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import random_subsets
 from d2plm.paradigms.paradigm import Paradigm
 from tests.unit.paradigms.closed_forms import ALPHA_BARS, KAPPAS, Curve
@@ -536,13 +536,13 @@ def test_bound_masks_are_keyed_by_sequence_not_by_batch() -> None:
         (lambda: AbsorbingDiffusion(beta_start=0.1, beta_end=0.01), "beta_end"),
         (lambda: MaskFlowMatching(schedule="sine"), "schedule"),
         (lambda: MaskFlowMatching(loss="mse"), "loss"),
-        (lambda: flow_matching(source="gaussian"), "source"),
-        (lambda: flow_matching(source="uniform", loss="mse"), "loss"),
+        (lambda: MaskFlowMatching(source="gaussian"), "source"),
+        (lambda: UniformFlowMatching(loss="mse"), "loss"),
         (lambda: MaskFlowMatching(polynomial_degree=0), "polynomial_degree"),
         (lambda: MaskFlowMatching(cubic_start_slope=-1), "cubic_start_slope"),
         (lambda: MaskFlowMatching(cubic_end_slope=3.5), "cubic_end_slope"),
         (lambda: MaskFlowMatching(num_flow_steps=0), "num_flow_steps"),
-        (lambda: flow_matching("uniform", loss="mean", time_sampling="low_variance"), "time_s"),
+        (lambda: UniformFlowMatching(loss="mean", time_sampling="low_variance"), "time_s"),
     ],
 )
 def test_impossible_settings_are_rejected_by_name(build: Callable[[], Paradigm], key: str) -> None:
@@ -550,7 +550,7 @@ def test_impossible_settings_are_rejected_by_name(build: Callable[[], Paradigm],
         build()
 
 
-@pytest.mark.parametrize("content", [None, "{", "{}", json.dumps({"_class_name": "Gaussian"})])
+@pytest.mark.parametrize("content", [None, "{", "{}", json.dumps({"type": "gaussian"})])
 def test_a_damaged_paradigm_file_is_a_model_error(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "paradigm_config.json").write_text(content)

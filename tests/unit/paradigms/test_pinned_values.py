@@ -23,7 +23,7 @@ from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import flow_matching
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm, denoise
 
 PROTEINS = ("MKVLAAGXXWY", "ACDEFGHIKLMNPQRSTVWYU", "GG")
@@ -35,10 +35,10 @@ PARADIGMS: dict[str, Paradigm] = {
     "diffusion continuous": AbsorbingDiffusion(
         num_train_timesteps=None, schedule="cosine", time_sampling="low_variance"
     ),
-    "flow": flow_matching("mask"),
-    "uniform": flow_matching("uniform"),
-    "uniform kl": flow_matching("uniform", loss="generalised_kl"),
-    "uniform mean": flow_matching("uniform", loss="mean"),
+    "flow": MaskFlowMatching(),
+    "uniform": UniformFlowMatching(),
+    "uniform kl": UniformFlowMatching(loss="generalised_kl"),
+    "uniform mean": UniformFlowMatching(loss="mean"),
 }
 FILE = Path(__file__).with_name("pinned_values.json")
 

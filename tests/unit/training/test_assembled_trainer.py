@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d2plm.assembly.rehearsal import forecast
 
+from d2plm.assembly.dry_run import forecast
 from d2plm.assembly.training_run import build_trainer, on_one_process, trainer_keys, training_stores
-from d2plm.config import Config, compose
+from d2plm.config import compose
 from d2plm.core.errors import ConfigError
+from d2plm.settings.commands import TrainSettings
+from d2plm.settings.registry import Entry, registered
+from d2plm.settings.training import TrainerSettings
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 
@@ -17,12 +20,13 @@ class Mine(Trainer):
     """A trainer of the user's own."""
 
 
-def configuration(folder: Path, *overrides: str) -> Config:
+def configuration(folder: Path, *overrides: str) -> TrainSettings:
     words = ["experiment=debug", "data.residues=random", f"work_dir={folder}", "tracking=none"]
-    return compose("train", [*words, *overrides])
+    config: TrainSettings = compose("train", [*words, *overrides])
+    return config
 
 
-def built(config: Config) -> Trainer:
+def built(config: TrainSettings) -> Trainer:
     return build_trainer(config, training_stores(config))
 
 
@@ -34,14 +38,14 @@ def test_random_proteins_need_no_prepared_data(tmp_path: Path) -> None:
     assert rows[0]["validation_nelbo"] == pytest.approx(3.0, abs=0.1)  # ln 20 is all there is
 
 
-def test_a_configuration_names_the_class_of_the_trainer(tmp_path: Path) -> None:
-    target = f"trainer._target_={Mine.__module__}.Mine"
-    assert type(built(configuration(tmp_path, target))) is Mine
-
-
-def test_what_is_not_a_trainer_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\._target_='builtins.dict': must be a class"):
-        built(configuration(tmp_path, "trainer._target_=builtins.dict"))
+def test_a_configuration_names_the_class_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (Mine, dict):
+        monkeypatch.setitem(registered("trainer"), kind.__name__, Entry(TrainerSettings, kind))
+    assert type(built(configuration(tmp_path, "trainer.type=Mine"))) is Mine
+    with pytest.raises(ConfigError, match=r"^trainer\.type='dict': must be the name of a class"):
+        built(configuration(tmp_path, "trainer.type=dict"))
 
 
 @pytest.mark.parametrize("way", ["forecast", "build"])
@@ -81,7 +85,7 @@ def test_a_dry_run_knows_the_processes_that_share_rows(tmp_path: Path) -> None:
     config = configuration(tmp_path, *four)
     described = forecast(config)
     assert described["processes"] == "4 = 2 shards × tensor 2"
-    assert described["step"].startswith(f"{2 * config['data']['token_budget']:,} tokens")
+    assert described["step"].startswith(f"{2 * config.data.token_budget:,} tokens")
     three = configuration(tmp_path, "distributed.processes=3", "distributed.context=3")
     with pytest.raises(ConfigError, match=r"^distributed\.context=3: the model's num_attention_he"):
         forecast(three)

@@ -1,21 +1,24 @@
-"""The groups callbacks, schedule and optimizer: every file builds, and what the user may change."""
+"""The chosen callbacks, schedule and optimizer: each builds, and what the user may change."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from d2plm.targets import build, build_with
 
-from d2plm.assembly.training_run import build_callbacks, build_optimizer
-from d2plm.config import compose, read
+from d2plm.assembly.training_run import build_callbacks, build_optimizer, build_schedule
+from d2plm.config import compose, read, save
 from d2plm.core.errors import ConfigError
-from d2plm.core.files import config_dir
 from d2plm.data.store import SequenceStore
 from d2plm.export.export_callback import Export
+from d2plm.settings.callbacks import CallbackSettings
+from d2plm.settings.commands import CALLBACKS
+from d2plm.settings.registry import Entry, registered
+from d2plm.settings.schema import Settings, key
 from d2plm.tracking.runs import Runs
-from d2plm.training.callbacks.callback import Callback
+from d2plm.training.callbacks.callback import Callback, RunContext
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
@@ -42,26 +45,17 @@ DEFAULT = [
 Choose = Callable[..., list[Callback]]
 
 
-def choices(group: str) -> list[str]:
-    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
+@pytest.fixture
+def offered(tiny_store: SequenceStore, tmp_path: Path) -> RunContext:
+    """What a run has for its callbacks."""
+    provenance = {"name": "t", "digests": {}}
+    return RunContext(tiny_store, 64, tmp_path / "model", run=Runs(), provenance=provenance)
 
 
 @pytest.fixture
-def offered(tiny_store: SequenceStore, tmp_path: Path) -> dict[str, Any]:
-    """What the train command has for the callbacks."""
-    return {
-        "run": Runs(),
-        "validation_store": tiny_store,
-        "max_length": 64,
-        "folder": tmp_path / "model",
-        "provenance": {"name": "t", "digests": {}},
-    }
-
-
-@pytest.fixture
-def chosen(offered: dict[str, Any]) -> Choose:
+def chosen(offered: RunContext) -> Choose:
     """Overrides → the callbacks."""
-    return lambda *words: build_callbacks(compose("train", [*words])["callbacks"], **offered)
+    return lambda *words: build_callbacks(compose("train", [*words]), offered)
 
 
 def of_class(callbacks: list[Callback], kind: type) -> Any:
@@ -69,36 +63,48 @@ def of_class(callbacks: list[Callback], kind: type) -> Any:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class MySettings(CallbackSettings):
+    size: int = key()
+    folder: str | None = key(None)
+
+
 class Mine(Callback):
     """A callback of the user's."""
 
-    def __init__(self, provenance: dict[str, Any], size: int, folder: Path | None = None) -> None:
-        self.provenance, self.size, self.folder = provenance, size, folder
+    def __init__(self, settings: MySettings, provenance: dict[str, Any]) -> None:
+        self.settings, self.provenance = settings, provenance
+
+    @classmethod
+    def create(cls, settings: MySettings, context: RunContext) -> "Mine":
+        return cls(settings, context.provenance)
 
 
 class MyMetric(Metric):
     """A metric of the user's."""
 
 
-# --- every file --------------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def of_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    callbacks = registered("callback")
+    monkeypatch.setitem(callbacks, "mine", Entry(MySettings, Mine))
+    monkeypatch.setitem(callbacks, "no_callback", Entry(CallbackSettings, dict))
+    monkeypatch.setitem(registered("metric"), "my_metric", Entry(Settings, MyMetric))
 
 
-@pytest.mark.parametrize("choice", choices("callbacks"))
-def test_every_callbacks_file_gives_callbacks(choice: str, chosen: Choose) -> None:
-    callbacks = chosen(f"callbacks={choice}")
-    assert len(callbacks) == (len(DEFAULT) if choice == "default" else 1)
+# --- every choice ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choice", choices("schedule"))
-def test_every_schedule_file_gives_a_schedule(choice: str) -> None:
-    schedule = build(compose("train", [f"schedule={choice}"])["schedule"], "schedule")(1000)
+@pytest.mark.parametrize("choice", registered("schedule"))
+def test_every_schedule_is_built(choice: str) -> None:
+    schedule = build_schedule(compose("train", [f"schedule={choice}"]))(1000)
     assert 0 < schedule(0) < schedule(100) == 1
     assert schedule(1000) == (1 if choice == "constant" else 0)
 
 
-@pytest.mark.parametrize("choice", choices("optimizer"))
-def test_every_optimizer_file_gives_an_optimizer(choice: str, tiny_dit: DiTFactory) -> None:
-    factory = build(compose("train", [f"optimizer={choice}"])["optimizer"], "optimizer")
+@pytest.mark.parametrize("choice", registered("optimizer"))
+def test_every_optimizer_is_built(choice: str, tiny_dit: DiTFactory) -> None:
+    factory = build_optimizer(compose("train", [f"optimizer={choice}"]))
     assert isinstance(factory(tiny_dit()), torch.optim.Optimizer)
 
 
@@ -110,80 +116,69 @@ def test_the_default_ones_come_in_the_order_in_which_they_must_be_called(chosen:
 
 
 def test_what_only_the_command_has_is_given_to_those_that_take_it(
-    chosen: Choose, offered: dict[str, Any]
+    chosen: Choose, offered: RunContext
 ) -> None:
     callbacks = chosen()
-    assert of_class(callbacks, MetricLogger).run is offered["run"]
+    assert of_class(callbacks, MetricLogger).run is offered.run
     assert of_class(callbacks, Evaluate).max_length == 64
     export = of_class(callbacks, Export)
-    assert export.folder == offered["folder"]
-    assert export.provenance == offered["provenance"]
+    assert export.folder == offered.model_dir
+    assert export.provenance == offered.provenance
 
 
 def test_one_setting_switches_the_optional_ones_on(chosen: Choose) -> None:
     callbacks = chosen()
-    assert of_class(callbacks, EarlyStopping).patience is None
+    assert of_class(callbacks, EarlyStopping).settings.patience is None
     assert of_class(callbacks, Profiler).start is None
     callbacks = chosen("callbacks.early_stopping.patience=3", "callbacks.profiler.start=10")
-    assert of_class(callbacks, EarlyStopping).patience == 3
+    assert of_class(callbacks, EarlyStopping).settings.patience == 3
     assert of_class(callbacks, Profiler).start == 10
 
 
-@pytest.mark.parametrize("name", [name for name in choices("callbacks") if name != "default"])
-def test_null_leaves_one_out(name: str, chosen: Choose) -> None:
-    left = {type(callback) for callback in chosen(f"callbacks.{name}=null")}
-    assert len(left) == len(DEFAULT) - 1
-    assert type(chosen(f"callbacks={name}")[0]) not in left
+@pytest.mark.parametrize(("name", "kind"), zip(CALLBACKS, DEFAULT, strict=True))
+def test_null_leaves_one_out(name: str, kind: type, chosen: Choose) -> None:
+    left = [type(callback) for callback in chosen(f"callbacks.{name}=null")]
+    assert left == [other for other in DEFAULT if other is not kind]
 
 
 def test_null_leaves_one_out_of_a_written_configuration_too(
-    tmp_path: Path, offered: dict[str, Any]
+    tmp_path: Path, offered: RunContext
 ) -> None:
-    compose("train", []).save(tmp_path / "config.yaml")
-    config = read(tmp_path / "config.yaml", ["callbacks.progress=null"])
-    kinds = [type(callback) for callback in build_callbacks(config["callbacks"], **offered)]
+    save(compose("train"), tmp_path / "config.yaml")
+    config = read("train", tmp_path / "config.yaml", ["callbacks.progress=null"])
+    kinds = [type(callback) for callback in build_callbacks(config, offered)]
     assert kinds == [kind for kind in DEFAULT if kind is not ProgressBar]
 
 
 def test_a_class_of_the_user_s_is_called_before_anything_is_saved(
-    chosen: Choose, offered: dict[str, Any], tmp_path: Path
+    chosen: Choose, offered: RunContext
 ) -> None:
-    callbacks = chosen(
-        f"+callbacks.mine._target_={__name__}.Mine",
-        "+callbacks.mine.size=3",
-        f"+callbacks.mine.folder={tmp_path / 'mine'}",
-    )
+    callbacks = chosen("callbacks.mine.size=3")
     last = [type(callback).__name__ for callback in callbacks if callback.called_last]
     assert last == ["SaveCheckpoint", "Export"]
     mine = of_class(callbacks, Mine)
     assert not mine.called_last
-    assert mine.provenance is offered["provenance"]
-    assert (mine.size, str(mine.folder)) == (3, str(tmp_path / "mine"))  # its own setting wins
+    assert mine.provenance is offered.provenance
+    assert mine.settings == MySettings(size=3)
 
 
 def test_a_metric_of_the_user_s_is_measured(chosen: Choose) -> None:
-    logger = of_class(
-        chosen(f"callbacks.metrics.more=[{{_target_: {__name__}.MyMetric}}]"), MetricLogger
-    )
+    logger = of_class(chosen("callbacks.metrics.more=[my_metric]"), MetricLogger)
     assert type(logger.metrics[-1]).__name__ == "MyMetric"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["callbacks.evaluation.evry=3"], "did you mean 'callbacks.evaluation.every'"),
-        (["callbacks.progres=null"], "unknown key 'callbacks.progres'"),
+        (["callbacks.evaluation.evry=3"], "'callbacks.evaluation.evry' (did you mean 'every'?)"),
+        (["callbacks.progres=null"], "did you mean 'progress'"),
         (["callbacks.checkpoint.every=0"], "callbacks.checkpoint.every=0"),
         (["+callbacks.checkpoint.evry=3"], "'callbacks.checkpoint.evry' (did you mean 'every'?)"),
-        (["callbacks.progress=3"], "callbacks.progress"),
-        (
-            ["+callbacks.mine.size=3"],
-            "callbacks.mine={'size': 3}: must be a section with a _target_",
-        ),
-        (["+callbacks.mine._target_=nowhere.Mine"], "callbacks.mine"),
-        ([f"+callbacks.mine._target_={__name__}.Mine"], "missing a required argument: 'size'"),
-        (["+callbacks.mine._target_=builtins.dict"], "callbacks.mine._target_='builtins.dict'"),
-        (["+callbacks.mine._target_=fractions.Fraction"], "must be a class derived from d2plm."),
+        (["callbacks.progress=3"], "callbacks.progress=3: must be a mapping"),
+        (["callbacks.mine.folder=a"], "callbacks.mine.size: is required"),
+        (["callbacks.nowhere={}"], "unknown callback"),
+        (["callbacks.no_callback={}"], "must be the name of a class derived from d2plm."),
+        (["callbacks.metrics.more=[my_metrix]"], "callbacks.metrics.more='my_metrix'"),
     ],
 )
 def test_what_cannot_be_built_is_rejected_by_name(
@@ -192,24 +187,3 @@ def test_what_cannot_be_built_is_rejected_by_name(
     with pytest.raises(ConfigError) as caught:
         chosen(*words)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("torch.optim.SGDD", "^optimizer: No module named 'torch.optim.SGDD'"),
-        ("torch.optim.SGD", "^optimizer: torch.optim.SGD: got an unexpected keyword argument"),
-        ("builtins.dict", "^optimizer._target_='builtins.dict': must be written in Python"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_called_so_is_one_clear_error(
-    target: str, message: str
-) -> None:
-    config = compose("train", [f"optimizer._target_={target}"])
-    with pytest.raises(ConfigError, match=message):
-        build_optimizer(config)(torch.nn.Linear(1, 1), {})
-
-
-def test_a_section_is_built_with_what_its_target_takes() -> None:
-    section = {"_target_": "fractions.Fraction", "numerator": 3}
-    assert build_with(section, "share", denominator=4, colour="red") * 4 == 3

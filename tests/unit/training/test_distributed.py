@@ -5,12 +5,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.data.loader import Collection, PackedLoader
+from d2plm.data.synthetic import SyntheticSequences
 from d2plm.model.dit_config import DiTConfig
+from d2plm.settings.data import LoaderSettings
+from d2plm.settings.training import TrainerSettings
 from d2plm.training.distributed import portable, setup_process
-from d2plm.training.plan import Plan, batch_partition
+from d2plm.training.plan import Plan, packed_loader
 
 
 @pytest.mark.parametrize(
@@ -89,8 +94,10 @@ def six_heads(**changes: Any) -> DiTConfig:
     return DiTConfig(hidden_size=24, num_attention_heads=6, **{"intermediate_size": 32} | changes)
 
 
-def shared(ranks: int, tokens: Any, accumulation: int | str = "auto") -> dict[str, int]:
-    return batch_partition(ranks, 100, tokens, accumulation)
+def shared(ranks: int, tokens: Any, accumulation: Any = "auto") -> PackedLoader:
+    settings = TrainerSettings(global_batch_tokens=tokens, gradient_accumulation_steps=accumulation)
+    rows = [Collection(SyntheticSequences(np.full(999, 98, np.int32)))]
+    return packed_loader(rows, settings, LoaderSettings(token_budget=100), 100, rank=0, ranks=ranks)
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -113,7 +120,7 @@ def test_a_global_batch_is_shared_evenly(
     ranks: int, global_batch_tokens: int | None, accumulation: int | str, expected: tuple[int, int]
 ) -> None:
     found = shared(ranks, global_batch_tokens, accumulation)
-    assert (found["micro_batches"], found["bins_per_micro_batch"]) == expected
+    assert (found.micro_batches, found.bins_per_micro_batch) == expected
 
 
 class TwoWordsError(Exception):

@@ -1,9 +1,13 @@
 """`accelerate launch` sets the same plan as the configuration."""
 
+from dataclasses import replace
+
 import pytest
 
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError
+from d2plm.settings.schema import part
+from d2plm.settings.training import Parallelism
 from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 
 
@@ -30,9 +34,8 @@ def test_accelerate_s_configuration_gives_the_plan_of_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launch(monkeypatch)
-    section = dict(compose("train", ["distributed=fsdp2"])["distributed"])
-    section.pop("processes")
-    assert Plan(**{**section, **plan_of_accelerate()}) == Plan(**section)
+    plan = Plan(**vars(part(Parallelism, compose("train", ["distributed=fsdp2"]).distributed)))
+    assert replace(plan, **plan_of_accelerate()) == plan
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     assert plan_of_accelerate()["activation_checkpointing"] == 1
