@@ -23,6 +23,7 @@ from benchmarks.measure import (
 )
 from benchmarks.workload import model_settings
 from d2plm.config import compose
+from d2plm.settings.model import ModelSettings
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = [
@@ -46,7 +47,7 @@ def test_every_script_has_help_and_is_run_by_the_makefile_or_the_gpu_script(
 
 @pytest.mark.parametrize("name", ["150m", "450m"])
 def test_models_are_read_as_hydra_composes_them(name: str) -> None:
-    assert model_settings(name) == asdict(compose("train", [f"model={name}"]).model)
+    assert ModelSettings(**model_settings(name)) == compose("train", [f"model={name}"]).model
 
 
 def test_a_ratio_is_the_median_of_neighbouring_turns() -> None:
