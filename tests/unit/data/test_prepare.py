@@ -419,7 +419,7 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
         *(("validation_fraction", 0), ("validation_fraction", 1), ("validation_fraction", "abc")),
         *(("validation_fraction", None), ("validation_fraction", float("nan"))),
         *(("test_fraction", -0.1), ("test_fraction", 1), ("search_directions", "back")),
-        *(("seed", "x"), ("seed", 0.5), ("seed", None)),
+        *(("split_seed", "x"), ("split_seed", 0.5), ("split_seed", None)),
     ],
 )
 def test_impossible_splits_are_rejected_by_name(key: str, value: Any) -> None:
