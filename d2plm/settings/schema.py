@@ -420,5 +420,5 @@ def _value_schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
             if limits[name] is not None
         }
         return {"type": "integer" if kind is int else "number", **bounds}
-    name = {NoneType: "null", bool: "boolean", str: "string"}.get(kind)
-    return {"type": name} if name else {}
+    words_of = {NoneType: "null", bool: "boolean", str: "string"}
+    return {"type": words_of[kind]} if kind in words_of else {}
