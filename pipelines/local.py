@@ -84,13 +84,14 @@ def _temporary_folder(work_dir: Path) -> Iterator[dict[str, str]]:
     """
     root = Path(tempfile.gettempdir())
     digest = hashlib.sha256(os.fsencode(work_dir.resolve())).hexdigest()[:12]
-    folder = root / f"d2plm-{os.getuid()}-{digest}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    prefix = f"d2plm-{os.getuid()}-{digest}-"
+    for left in root.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)  # which follows no link
+    folder = tempfile.mkdtemp(prefix=prefix)
     user = user_name() or f"uid_{os.getuid()}"
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(root / f"torchinductor_{user}")
     try:
-        yield {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": str(folder)}
+        yield {"TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": folder}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -49,13 +49,14 @@ def forecast(config: PipelineSettings) -> dict[str, str]:
     collections = training_run.training_collections(config, stores)
     longest = crop_length(data.max_length, model_config.max_position_embeddings)
     with_rows = plan.replicate * int(plan.shard)
+    training_run.trainer_class(config)
     loader = packed_loader(collections, trainer, data, longest, rank=0, ranks=with_rows)
     plan.require_micro_batches(loader.micro_batches)
     steps = number_of_steps(loader, model_config, trainer)
     model = dit_without_memory(model_config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     frozen = sum(sizes[name] for name in names_to_freeze(trainer.freeze, list(sizes)))
-    training_run.build_optimizer(config)(model)
+    training_run.build_optimizer(config)(model, dict(model.named_parameters()))
     training_run.build_schedule(config)(steps)
     longest_input = model_config.max_position_embeddings
     context = RunContext(stores["validation"], longest_input, Path(config.model_dir))

@@ -314,10 +314,7 @@ def build_trainer(
         config, start = load_start(config, vocabulary)
     model, paradigm = model_config(config), build_paradigm(config, vocabulary)
     data = config.data
-    make = find("trainer", config.trainer.type, "trainer.type").factory
-    wanted = "the name of a class derived from d2plm.training.trainer.Trainer"
-    derived = isinstance(make, type) and issubclass(make, Trainer)
-    require(derived, "trainer.type", config.trainer.type, wanted)
+    make = trainer_class(config)
     collections = training_collections(config, stores)
     digests = {split: store.digest for split, store in stores.items()}
     if data.mixture:
@@ -361,6 +358,19 @@ def build_trainer(
             identity=_identity(config, collections, start),
         )
     return trainer
+
+
+def trainer_class(config: PipelineSettings) -> Callable[..., Trainer]:
+    """The registered class of the trainer.
+
+    Raises:
+        ConfigError: if there is none of that name, or it is no trainer.
+    """
+    found = find("trainer", config.trainer.type, "trainer.type").factory
+    wanted = "the name of a class derived from d2plm.training.trainer.Trainer"
+    derived = isinstance(found, type) and issubclass(found, Trainer)
+    require(derived, "trainer.type", config.trainer.type, wanted)
+    return found
 
 
 def on_one_process(config: PipelineSettings) -> PipelineSettings:

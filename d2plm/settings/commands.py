@@ -141,7 +141,7 @@ class DoctorSettings(PipelineSettings):
 class IngestSettings(IngestedSequences):
     """d2plm ingest."""
 
-    input: Any = key(path="any")
+    input: str | list[str] = key(path="any")
     """FASTA (.gz .xz .zst .bz2), LMDB, Parquet, CSV, JSON lines, text, Hugging Face dataset; a
     glob; [a,b]; -; hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT"""
     output: str = key(path="folder")

@@ -190,7 +190,7 @@ class LoaderSettings(Settings):
 class DataSettings(IngestedSequences, SplitSettings, TextSettings, Resources, LoaderSettings):
     """From proteins, other sequences or texts (or a raw store) to packed batches."""
 
-    input: Any = key(None, path="any")
+    input: str | list[str] | None = key(None, path="any")
     """proteins or other sequences or texts to prepare: any input of d2plm ingest, or a raw store"""
     license: str | None = key(None)
     """license of the sequences for the model card, such as CC-BY-4.0"""

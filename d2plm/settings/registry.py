@@ -7,6 +7,7 @@ whose entry point in the group `d2plm` names such a module.
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.errors import ConfigError, did_you_mean, first_line
+from d2plm.core.errors import ConfigError, did_you_mean, first_line, require
 from d2plm.settings import callbacks, paradigm, training
 from d2plm.settings.schema import Settings
 
@@ -115,6 +116,8 @@ def register(
     """
     if group not in _ENTRIES:
         raise ConfigError(f"unknown group {group!r}{did_you_mean(group, GROUPS)}")
+    require(re.fullmatch(r"[A-Za-z][\w-]*", str(name)) is not None, "name", name, "a word")
+    require(callable(factory), "factory", factory, "a class or function")
     known = _ENTRIES[group].get(name)
     if known is not None and _origin(known.location) != _origin(factory):
         raise ConfigError(f"the {group} {name!r} exists already; register another name")
@@ -125,13 +128,17 @@ def register(
         "optimizer": training.OptimizerSettings,
         "schedule": training.ScheduleSettings,
     }.get(group, Settings)
-    _ENTRIES[group][name] = Entry(settings or base, factory)
+    kind = settings or base
+    is_derived = isinstance(kind, type) and issubclass(kind, base)
+    require(is_derived, "settings", settings, f"a class derived from {base.__name__}")
+    _ENTRIES[group][name] = Entry(kind, factory)
 
 
 def _origin(location: Factory | str) -> str:
     if isinstance(location, str):
         return location
-    return f"{location.__module__}:{location.__qualname__}"
+    name = getattr(location, "__qualname__", "<")  # of a lambda, or of an object: its identity
+    return f"{location.__module__}:{name}" if "<" not in name else str(id(location))
 
 
 def registered(group: str) -> dict[str, Entry]:
@@ -180,14 +187,18 @@ def load_modules(names: Sequence[str]) -> None:
         ConfigError: if one does not exist or fails.
     """
     for name in names:
-        file = Path(name).resolve() if name.endswith(".py") else None
+        file = Path(name).resolve() if name.endswith(".py") or "/" in name else None
+        if file is not None and not (file.is_file() and file.suffix == ".py"):
+            raise ConfigError(
+                f"--module {name}: is no Python file; give FILE.py, or the name of a module"
+            )
         if file is not None and str(file.parent) not in sys.path:
             sys.path.insert(0, str(file.parent))
         try:
             module = importlib.import_module(name if file is None else file.stem)
         except ConfigError:
             raise
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise ConfigError(f"--module {name}: {first_line(error)}") from error
         if file is not None and Path(str(module.__file__)).resolve() != file:
             raise ConfigError(f"--module {name}: {file.stem} is another module; rename the file")

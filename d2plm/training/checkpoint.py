@@ -374,8 +374,8 @@ def newest_whole(root: Root, before: float = math.inf) -> str | None:
 
 def split_location(location: str) -> tuple[Root, str]:
     """A checkpoint's location → (its root, its name)."""
-    parent, _, name = location.rstrip("/").rpartition("/")
-    return Root(parent or "."), name
+    parent, slash, name = location.rstrip("/").rpartition("/")
+    return Root(parent or slash or "."), name
 
 
 def set_aside(root: Root, beyond: int = -1) -> None:

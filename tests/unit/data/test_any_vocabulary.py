@@ -107,7 +107,8 @@ def test_an_export_ingests_to_the_same_store(any_vocabulary: Vocabulary, tmp_pat
     assert export_sequences(store, output) == 0
     ingest(output, tmp_path / "again", vocabulary=any_vocabulary)
     again = SequenceStore(tmp_path / "again")
-    assert again.manifest["digests"] == store.manifest["digests"]
+    assert again.digest == store.digest
+    assert [*map(again.names, range(len(again)))] == [*map(store.names, range(len(store)))]
     with pytest.raises(ConfigError, match=r"must be a (\.jsonl or \.jsonl\.gz|FASTA) file"):
         export_sequences(store, tmp_path / ("o.fasta" if any_vocabulary.is_text else "o.jsonl.gz"))
     head = b"".join(first_records(store, 2)).decode()

@@ -183,7 +183,7 @@ def test_a_member_of_another_form_is_rejected_by_name(stores: Stores, member: st
 
 @pytest.mark.parametrize("mixture", ["[x]", "5"])
 def test_a_mixture_of_another_form_is_rejected_by_name(stores: Stores, mixture: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.mixture=.*must be a mapping"):
+    with pytest.raises(ConfigError, match=r"data\.mixture="):
         collections(stores, f"data.mixture={mixture}")
 
 
