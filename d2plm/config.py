@@ -266,7 +266,8 @@ def _sorted_out(
             )
         value = override.value()
         if name not in selectable or value is None or isinstance(value, dict):
-            if isinstance(value, dict) and name not in known:  # a section keeps its other keys
+            # A section keeps its other keys; {} turns on one that has none.
+            if isinstance(value, dict) and value and name not in known:
                 changes += [(f"{name}.{inner}", one) for inner, one in _flatten(value)]
             elif (name, value) != ("experiment", None):  # the default
                 changes.append((name, _as_written(known.get(name), value, word)))

@@ -357,22 +357,17 @@ def part(kind: type[Kind], settings: Settings) -> Kind:
     return kind(**{one.name: getattr(settings, one.name) for one in fields(kind)})
 
 
-def _require_mapping(value: object, where: str) -> None:
-    if not isinstance(value, Mapping):
-        raise ConfigError("must be a mapping, {KEY: VALUE, …}", {where: value})
-
-
 def _built(one: Field[Any], value: Any, where: str) -> Any:
     if not is_section(one) or value is None:
         return value
-    _require_mapping(value, where)
+    if not isinstance(value, Mapping):
+        raise ConfigError("must be a mapping, {KEY: VALUE, …}", {where: value})
     if one.metadata.get("registry") is not None and get_origin(one.type) is dict:
         from d2plm.settings.registry import find
 
         made = dict.fromkeys(value)
         for name, inner in value.items():
             if inner is not None:
-                _require_mapping(inner, f"{where}.{name}")
                 entry = find(one.metadata["registry"], name, where)
                 made[name] = build(entry.settings, inner, f"{where}.{name}")
         return made

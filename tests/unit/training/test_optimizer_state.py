@@ -168,7 +168,7 @@ def test_state_of_another_shape_is_rejected_after_the_first_step(
     build: Callable[..., Trainer],
 ) -> None:
     trainer = build(optimizer=lambda _, parameters: Adafactor(parameters.values(), lr=1e-2))
-    with pytest.raises(ConfigError, match=r"^optimizer=Adafactor: .*'row_var' of "):
+    with pytest.raises(ConfigError, match="'row_var' that Adafactor"):
         trainer.train()
     assert trainer.step == 1
 
