@@ -268,7 +268,7 @@ def _sorted_out(
         if name not in selectable or value is None or isinstance(value, dict):
             # A section keeps its other keys; {} turns on one that has none.
             if isinstance(value, dict) and value and name not in known:
-                changes += [(f"{name}.{inner}", one) for inner, one in _flatten(value)]
+                changes += _changes_of(name, value, known)
             elif (name, value) != ("experiment", None):  # the default
                 changes.append((name, _as_written(known.get(name), value, word)))
         elif any((folder / name / f"{value}.yaml").is_file() for folder in (root, Path("configs"))):
@@ -282,6 +282,20 @@ def _sorted_out(
                 )
             changes.append((f"{name}.type", value))
     return choices, changes
+
+
+def _changes_of(
+    name: str, section: dict[str, Any], known: Mapping[str, Key]
+) -> Iterator[tuple[str, Any]]:
+    """The keys of a section with their values; `NAME.` for a section `{}`, which is only made."""
+    if not section:
+        yield f"{name}.", None
+    for inner, value in section.items():
+        full = f"{name}.{inner}"
+        if isinstance(value, dict) and full not in known:
+            yield from _changes_of(full, value, known)
+        else:
+            yield full, value
 
 
 def _name_of(word: str) -> str:
@@ -335,7 +349,8 @@ def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(values.get(parent), dict):
             values[parent] = {}
         values = values[parent]
-    values[last] = value
+    if last:  # not `NAME.`
+        values[last] = value
 
 
 def read(command: str, file: Path, overrides: Iterable[str] = ()) -> Any:

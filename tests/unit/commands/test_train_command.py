@@ -13,7 +13,9 @@ from d2plm.commands.train import run
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.locks import locked
-from d2plm.settings.registry import register
+from d2plm.settings import registry
+from d2plm.settings.callbacks import CallbackSettings
+from d2plm.settings.registry import Entry
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
@@ -33,8 +35,11 @@ def tiny(tmp_path: Path, *more: str) -> Any:
     )
 
 
-def test_a_training_whose_folder_is_deleted_reports_it(tmp_path: Path) -> None:
-    register("callback", "delete_folder", DeleteFolder)
+def test_a_training_whose_folder_is_deleted_reports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Entry(CallbackSettings, DeleteFolder)
+    monkeypatch.setitem(registry._ENTRIES["callback"], "delete_folder", chosen)
     more = ("callbacks.delete_folder={}", "trainer.max_steps=4")
     with pytest.raises(DataError, match="diffusion: was deleted during training"):
         run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))

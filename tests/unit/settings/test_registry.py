@@ -84,6 +84,7 @@ def test_a_module_is_a_file_or_a_name_and_is_passed_on(tmp_path: Path) -> None:
     )
     config, _ = compose_arguments("train", ["--module", str(file), "callbacks.quiet={}"])
     assert list(config.callbacks)[-1] == "quiet"
+    assert compose("train", ["callbacks={quiet: {}}"]).callbacks == config.callbacks
     assert module_words() == ["--module", str(file)]
     load_modules([str(file)])
     assert module_words() == ["--module", str(file)]
