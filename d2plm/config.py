@@ -160,18 +160,35 @@ def _compose_files(
     if name is None:
         return {}
     from hydra import compose as hydra_compose
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
+
+    shown = f"{root / name}.yaml{''.join(f' with {choice}' for choice in choices)}"
+    searched = _search_path(root, choices)
+    with _readable(shown), hydra_over(root):
+        values = OmegaConf.to_container(hydra_compose(name, overrides=[*choices, *searched]))
+    assert isinstance(values, dict)
+    if isinstance(values.get("experiment"), dict):
+        raise ConfigError(f"{shown}: an experiment's file begins with '# @package _global_'")
+    return {str(name): value for name, value in values.items()}
+
+
+@contextmanager
+def _readable(file: object) -> Iterator[None]:
+    """Report what is no YAML, or cannot be composed, in one line that names the file."""
+    from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
-        with hydra_over(root):
-            composed = hydra_compose(name, overrides=[*choices, *_search_path(root, choices)])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(first_line(error)) from error
-    values = OmegaConf.to_container(composed)
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
+        yield
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: no such configuration{nearest_path(str(file))}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{file}: refers to itself; write the values instead") from error
+    except YAMLError as error:
+        raise ConfigError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from error
+    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {first_line(error)}") from error
 
 
 def _search_path(root: Path, choices: Iterable[str]) -> list[str]:
@@ -265,9 +282,10 @@ def _sorted_out(
                 "d2plm train --multirun sweeps"
             )
         value = override.value()
+        if "???" in str(value):
+            raise ConfigError(f"{word!r}: needs a value")
         if name not in selectable or value is None or isinstance(value, dict):
-            # A section keeps its other keys; {} turns on one that has none.
-            if isinstance(value, dict) and value and name not in known:
+            if isinstance(value, dict) and name not in known:  # a section keeps its other keys
                 changes += _changes_of(name, value, known)
             elif (name, value) != ("experiment", None):  # the default
                 changes.append((name, _as_written(known.get(name), value, word)))
@@ -308,7 +326,8 @@ def _as_written(known: Key | None, value: Any, word: str) -> Any:
         return value
     text = word.partition("=")[2]
     if known.path and value == "":
-        raise ConfigError(f"{_name_of(word)}: is empty; give a path, or null for none")
+        otherwise = ", or null for none" if known.default is None else ""
+        raise ConfigError(f"{_name_of(word)}: is empty; give a path{otherwise}")
     return text if isinstance(value, bool | int | float) else value
 
 
@@ -361,18 +380,12 @@ def read(command: str, file: Path, overrides: Iterable[str] = ()) -> Any:
     Raises:
         ConfigError: if the file is missing or invalid, or an override selects a group's choice.
     """
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf import OmegaConf
 
-    try:
-        loaded = OmegaConf.load(file)
-        assert isinstance(loaded, DictConfig)
-        container = OmegaConf.to_container(loaded)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file}: no such configuration{nearest_path(file)}") from error
-    except (OSError, ValueError, AssertionError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{file}: {first_line(error)}") from error
-    assert isinstance(container, dict)
+    with _readable(file):
+        container = OmegaConf.to_container(OmegaConf.load(file))
+    if not isinstance(container, dict):
+        raise ConfigError(f"{file}: must contain sections, KEY: VALUE")
     values = {str(name): value for name, value in container.items()}
     for name, value in _flatten(values):
         wanted = "without a resolver, which could read the environment"
@@ -460,7 +473,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             else:
                 files[option] = given
         elif option.startswith("--"):
-            if not equals and remaining and not re.match("--|.*=", remaining[0]):
+            if not equals and remaining and not re.match(r"--|[+\w.]+=", remaining[0]):
                 value = remaining.popleft()
             dashed[option] = value
             overrides.append(f"{option.removeprefix('--')}={value}")
@@ -468,7 +481,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             raise _unknown_option(option)
         elif not option:
             raise ConfigError(f"{word!r}: write key=value without spaces around the =")
-        elif equals:
+        elif equals and "/" not in option:
             overrides.append(word)
         elif first_key is not None and not any(o.startswith(f"{first_key}=") for o in overrides):
             overrides.append(f"{first_key}={quoted(word)}")
@@ -485,6 +498,8 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
         if not value:
             raise ConfigError(f"{option}: needs a value")
     root, folder, file = files.values()
+    if file and (root or folder):
+        raise ConfigError("--config-file: is complete; omit --config-name and --config-dir")
     return Arguments(
         command,
         root,
