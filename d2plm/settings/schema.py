@@ -352,7 +352,7 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
         if value == "???":
             continue
         if name not in known:
-            near = did_you_mean(str(name), known)
+            near = did_you_mean(f"{prefix}{name}", [prefix + one for one in known])
             raise ConfigError(f"unknown key {prefix + str(name)!r}{near}")
         made[name] = _built(known[name], value, prefix + name)
     for name, one in known.items():

@@ -32,7 +32,8 @@ def line(entry: str, seed: int, perplexity: float) -> dict[str, Any]:
 
 def test_every_entry_is_a_configuration_of_the_demo() -> None:
     for overrides in yaml.safe_load(speedrun.ENTRIES.read_text()).values():
-        assert compose("train", [*speedrun.ALONE, *overrides]).callbacks["evaluation"] is None
+        config = compose("train", [*speedrun.ALONE, *overrides])
+        assert config.callbacks["evaluation"] is None
 
 
 def test_the_page_has_the_table_of_the_entries_as_they_are() -> None:

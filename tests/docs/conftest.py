@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from d2plm.settings import registry
 from tests.conftest import shared_folder
 from tests.docs.markdown import ROOT, blocks
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
+OWN = "my_parts.py"  # module that docs/python.md has its reader write
 SECONDS = 900
 
 
@@ -36,6 +38,15 @@ class Followed:
     output: str
     exit_code: int
     left: int
+
+
+@pytest.fixture(autouse=True)
+def _registry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a document registers is forgotten after its test."""
+    entries = {group: dict(known) for group, known in registry._ENTRIES.items()}
+    monkeypatch.setattr(registry, "_ENTRIES", entries)
+    monkeypatch.setattr(registry, "_loaded", [])
+    sys.modules.pop(Path(OWN).stem, None)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import atexit
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,8 +20,8 @@ from d2plm.config import MULTIRUN, compose, parse_arguments
 from d2plm.core.errors import ConfigError, D2PLMError
 from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
-from d2plm.settings import registry
 from pipelines.command import ACTIONS, parse
+from tests.docs.conftest import OWN
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code
 
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}
@@ -37,7 +36,6 @@ COMMAND = re.compile(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2pl
 MANNERS = ("--quiet", "--json")  # of any command, before or after its name
 # What may stand for a command's name in a sentence.
 GENERAL = {"<command>", "COMMAND"}
-OWN = "my_parts.py"  # module that docs/python.md has its reader write
 WRITTEN = re.compile(r"^cat > configs/(\S+) <<'(\w+)'\n(.*?\n)\2$", re.M | re.S)
 
 
@@ -104,14 +102,6 @@ def configurations() -> Path:
             if "\nregister(" in block.text:
                 (folder / OWN).write_text(block.text)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _registry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = {group: dict(known) for group, known in registry._ENTRIES.items()}
-    monkeypatch.setattr(registry, "_ENTRIES", entries)
-    monkeypatch.setattr(registry, "_loaded", [])
-    sys.modules.pop(Path(OWN).stem, None)
 
 
 @cache

@@ -61,7 +61,7 @@ def test_a_truncated_gzip_file_is_rejected(tmp_path: Path) -> None:
         ("trainer.max_steps=0", "trainer.max_steps=0"),
         ("data.token_budget=10", "data.token_budget=10"),
         ("model.num_attention_heads=3", "model.num_attention_heads=3"),
-        ("paradigm.prediction_type=epsilon", "no meaning for discrete states"),
+        ("paradigm.prediction_type=epsilon", "must be residue"),
         ("paradigm.schedule=cosin", "did you mean 'cosine'"),
         ("trainer.precision=fp8", "trainer.precision='fp8'"),
         ("schedule.warmup_ratio=2", "schedule.warmup_ratio=2"),

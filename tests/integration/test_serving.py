@@ -179,7 +179,7 @@ def test_on_sigterm_the_requests_that_have_begun_are_finished(
         (["models:/nosuch"], "must be the folder of a model, models:/NAME@ALIAS or"),
         (["{model}", "port=70000"], "port=70000: must be an integer"),
         (["{model}", "port={taken}"], "Address already in use"),
-        (["{model}", "host=nosuch.invalid"], "host=nosuch.invalid port=8080: cannot be used"),
+        (["{model}", "host=nosuch.invalid"], "host='nosuch.invalid', port=8080: cannot be used"),
         (["{model}", "port=0", "max_residues=0"], "max_residues=0: must be an integer"),
         (["{model}", "port=0", "timeout=0"], "timeout=0: must be a number > 0"),
     ],

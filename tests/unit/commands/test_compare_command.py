@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from d2plm.commands.compare import run, run_settings
-from d2plm.config import compose
+from d2plm.config import changed, compose
 from d2plm.core.errors import ConfigError
 
 
@@ -37,6 +37,15 @@ def test_the_paradigms_compared_are_three() -> None:
     assert [getattr(p, "source", None) for p in paradigms] == [None, "mask", "uniform"]
     assert {p.time_sampling for p in paradigms} == {"low_variance"}
     assert {p.loss for p in paradigms} == {"elbo"}, "a section of another type is replaced whole"
+
+
+def test_changes_keep_the_rest_of_a_section_unless_its_type_changes() -> None:
+    base = compose("train", ["optimizer.learning_rate=0.5", "trainer.seed=3"])
+    found = changed(base, {"optimizer": {"weight_decay": 0.25}}, "arms.x")
+    assert (found.optimizer.learning_rate, found.optimizer.weight_decay) == (0.5, 0.25)
+    assert base.optimizer.weight_decay != 0.25 and found.trainer == base.trainer
+    found = changed(base, {"optimizer": {"type": "muon"}}, "arms.x")
+    assert found == compose("train", ["optimizer=muon", "trainer.seed=3"])
 
 
 def test_a_misspelt_key_of_an_arm_is_rejected() -> None:

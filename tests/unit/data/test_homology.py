@@ -305,7 +305,7 @@ def test_proteins_of_the_letters_of_dna_are_found_all_the_same(tmp_path: Path) -
         (lambda: ClusterSettings(min_seq_id=1.1), "min_seq_id"),
         (lambda: SearchSettings(sensitivity=8), "sensitivity"),
         (lambda: SearchSettings(max_seqs=0), "max_seqs"),
-        (lambda: SearchSettings(coverage_mode="ether"), "coverage_mode='ether': must be 'either'"),
+        (lambda: SearchSettings(coverage_mode="ether"), "coverage_mode='ether'"),
         (lambda: SearchSettings(coverage_mode=6), "coverage_mode=6"),
         (lambda: SearchSettings(alignment_mode=1), "alignment_mode=1: must be an integer ≥ 2"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from d2plm.assembly.training_run import training_collections
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.vocabulary import CLS, DNA, EOS
+from d2plm.core.vocabulary import CLS, DNA, EOS, PROTEIN
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
@@ -87,6 +87,7 @@ def prepare(tmp_path: Path, proteins: list[np.ndarray]) -> Prepare:
         folder.mkdir()
         write_store(folder / "train_lmdb", proteins[50:60], [i // 2 for i in range(10)])
         manifest = {
+            "alphabet": PROTEIN.describe(),
             "digests": {"validation": validation},
             "settings": {"split": {"exclude_homologs_of": excluded}},
         }
@@ -182,7 +183,7 @@ def test_a_member_of_another_form_is_rejected_by_name(stores: Stores, member: st
 
 @pytest.mark.parametrize("mixture", ["[x]", "5"])
 def test_a_mixture_of_another_form_is_rejected_by_name(stores: Stores, mixture: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.mixture=.*NAME: {prepared_dir"):
+    with pytest.raises(ConfigError, match=r"data\.mixture=.*must be a mapping"):
         collections(stores, f"data.mixture={mixture}")
 
 

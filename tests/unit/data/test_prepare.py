@@ -178,7 +178,7 @@ def test_what_contains_a_held_out_protein_or_is_contained_in_it_is_not_trained_o
         manifests[coverage_mode] = prepare(
             fasta,
             tmp_path / "out",
-            validation_ids=tmp_path / "ids",
+            validation_ids=str(tmp_path / "ids"),
             clustering=ClusterSettings(method="none"),
             coverage_mode=coverage_mode,
             search_directions=directions,
@@ -253,7 +253,7 @@ def test_the_stores_do_not_depend_on_the_order_of_the_input(
 def test_another_seed_holds_out_others(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta = _fasta(tmp_path, _proteins())
     for seed in (0, 1):
-        prepare(fasta, tmp_path / str(seed), seed=seed)
+        prepare(fasta, tmp_path / str(seed), split_seed=seed)
     assert _sequences(tmp_path / "0" / "validation_lmdb") != _sequences(
         tmp_path / "1" / "validation_lmdb"
     )
@@ -292,10 +292,10 @@ def test_other_settings_or_another_input_are_not_reused(
     fasta = _fasta(tmp_path, _proteins())
     keys = [prepare(fasta, tmp_path / "out")["key"]]
     keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3)["key"])
-    keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, seed=1)["key"])
-    keys.append(prepare(fasta, tmp_path / "out", seed=1, coverage_mode=0)["key"])
+    keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, split_seed=1)["key"])
+    keys.append(prepare(fasta, tmp_path / "out", split_seed=1, coverage_mode=0)["key"])
     _fasta(tmp_path, _proteins(90))
-    keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, seed=1)["key"])
+    keys.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, split_seed=1)["key"])
     assert len(set(keys)) == 5
     # The first four cluster the same proteins in the same way.
     assert fake_mmseqs.count("cluster") == 2
@@ -419,7 +419,7 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
         *(("validation_fraction", 0), ("validation_fraction", 1), ("validation_fraction", "abc")),
         *(("validation_fraction", None), ("validation_fraction", float("nan"))),
         *(("test_fraction", -0.1), ("test_fraction", 1), ("search_directions", "back")),
-        *(("seed", "x"), ("seed", 0.5), ("seed", None)),
+        *(("split_seed", "x"), ("split_seed", 0.5), ("split_seed", None)),
     ],
 )
 def test_impossible_splits_are_rejected_by_name(key: str, value: Any) -> None:
@@ -545,8 +545,8 @@ def test_lists_of_identifiers_are_held_out_by_name_accession_or_duplicate(
     prepare(
         _fasta(tmp_path, records),
         tmp_path / "out",
-        validation_ids=tmp_path / "validation.txt",
-        test_ids=tmp_path / "test.txt",
+        validation_ids=str(tmp_path / "validation.txt"),
+        test_ids=str(tmp_path / "test.txt"),
     )
     held = {encode(str(records[i][1])).tobytes() for i in (3, 5, 7)}
     assert _sequences(tmp_path / "out" / "validation_lmdb") == held
@@ -580,8 +580,8 @@ def test_an_identifier_on_both_lists_is_rejected(tmp_path: Path, fake_mmseqs: li
         prepare(
             _fasta(tmp_path, records),
             tmp_path / "out",
-            validation_ids=tmp_path / "ids",
-            test_ids=tmp_path / "ids",
+            validation_ids=str(tmp_path / "ids"),
+            test_ids=str(tmp_path / "ids"),
         )
 
 
@@ -594,7 +594,7 @@ def test_homologs_of_excluded_sequences_are_not_trained_on(
     if form == "store":
         ingest(excluded, tmp_path / "excluded_lmdb")
         excluded = tmp_path / "excluded_lmdb"
-    prepare(_fasta(tmp_path, records), tmp_path / "out", exclude_homologs_of=(excluded,))
+    prepare(_fasta(tmp_path, records), tmp_path / "out", exclude_homologs_of=[str(excluded)])
     lengths = {len(record[1]) for record in records[:10]}
     assert not lengths & set(SequenceStore(tmp_path / "out" / "train_lmdb").lengths.tolist())
 
@@ -670,7 +670,7 @@ def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
         return MMseqs(**arguments)
 
     monkeypatch.setattr(homology, "MMseqs", mmseqs)
-    resources = Resources(threads=1, memory_limit="1G", temporary_dir=elsewhere)
+    resources = Resources(threads=1, memory_limit="1G", temporary_dir=str(elsewhere))
     prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", resources=resources)
     assert [folder.parent for folder in seen] == [elsewhere]
     assert list(elsewhere.iterdir()) == []
@@ -693,7 +693,7 @@ def test_a_split_that_was_half_replaced_is_not_opened(
     with monkeypatch.context() as patch:
         patch.setattr(module, "_write_split", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare(fasta, out, seed=1)
+            prepare(fasta, out, split_seed=1)
     for split in ("train", "validation"):
         SequenceStore(out / f"{split}_lmdb").verify()
     with pytest.raises(DataError, match="no prepared data there"):

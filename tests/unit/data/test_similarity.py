@@ -31,7 +31,7 @@ BYTES = vocabulary("bytes")
 
 def _split(inputs: Path, output: Path, of: Vocabulary, **settings: Any) -> dict[str, Any]:
     """The manifest of a split, by default of the identifiers in the file `ids` beside it."""
-    split = settings.pop("split", {"validation_ids": output.parent / "ids"})
+    split = settings.pop("split", {"validation_ids": str(output.parent / "ids")})
     return prepare(
         inputs,
         output,
@@ -263,7 +263,7 @@ def test_what_overlaps_with_excluded_texts_is_not_trained_on(tmp_path: Path, for
     if form == "store":
         ingest(excluded, tmp_path / "excluded", vocabulary=BYTES)
         excluded = tmp_path / "excluded"
-    split = {"validation_fraction": 0.1, "exclude_homologs_of": (excluded,)}
+    split = {"validation_fraction": 0.1, "exclude_homologs_of": [str(excluded)]}
     _split(corpus, tmp_path / "out", BYTES, split=split)
     assert "t4" not in _names(tmp_path / "out", "train")
     assert {"t4", "t5"} & _names(tmp_path / "out", "validation") | {"t5"} & _names(
@@ -276,7 +276,7 @@ def test_a_store_of_another_alphabet_is_rejected(tmp_path: Path) -> None:
     ingest(tmp_path / "in.fasta", tmp_path / "raw", vocabulary=vocabulary("dna"))
     with pytest.raises(DataError, match="of the alphabet dna, where bytes is wanted"):
         _split(tmp_path / "raw", tmp_path / "out", BYTES)
-    split = {"validation_fraction": 0.5, "exclude_homologs_of": (tmp_path / "raw",)}
+    split = {"validation_fraction": 0.5, "exclude_homologs_of": [str(tmp_path / "raw")]}
     with pytest.raises(DataError, match="of the alphabet dna, where bytes is wanted"):
         _split(_jsonl(tmp_path / "in.jsonl", _texts(4)), tmp_path / "out", BYTES, split=split)
 

@@ -152,7 +152,7 @@ def test_the_settings_and_resources_reach_the_search(
         min_seq_id=0.0, coverage=0.6, coverage_mode=0, sensitivity=5.5, max_seqs=40
     )
     (tmp_path / "scratch").mkdir()
-    resources = Resources(threads=3, memory_limit="2G", temporary_dir=tmp_path / "scratch")
+    resources = Resources(threads=3, memory_limit="2G", temporary_dir=str(tmp_path / "scratch"))
     nearest_identities(*stores, tmp_path, settings, resources=resources)
     (call,) = calls()
     for option in (
@@ -218,7 +218,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path, stores: Stores, calls: C
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file/nearest-\w+\.lock: cannot be written"):
         nearest_identities(*stores, tmp_path / "file")
-    elsewhere = Resources(temporary_dir=tmp_path / "file" / "below")
+    elsewhere = Resources(temporary_dir=str(tmp_path / "file" / "below"))
     with pytest.raises(DataError, match="cannot be written"):
         nearest_identities(*stores, tmp_path / "kept", resources=elsewhere)
     assert calls() == []

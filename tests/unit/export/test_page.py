@@ -116,7 +116,7 @@ def run(
     rows.append({"step": 40, "validation_perplexity": 17.5})
     (output_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (output_dir / "config.yaml").write_text(
-        f"name: '{EVIL.replace(chr(39), '')}'\nuri: postgresql://me:{PASSWORD}@host/x\n"
+        f"name: '{EVIL.replace(chr(39), '')}'\ntracking: {{uri: postgresql://me:{PASSWORD}@host/x}}\n"
         f"launcher: {{environment: {{HF_TOKEN: {PASSWORD}}}}}\n"
     )
     designs = [

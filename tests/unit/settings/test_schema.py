@@ -238,7 +238,9 @@ def test_an_error_carries_the_key_and_the_reason(
 
 
 def test_unknown_and_missing_keys_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'inner.sise' \(did you mean 'size'\?\)"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'inner.sise' \(did you mean 'inner.size'\?\)"
+    ):
         build(Outer, {"place": "x", "inner": {"sise": 1}})
     with pytest.raises(ConfigError, match="place: is required; set place=…: where results go"):
         build(Outer, {})

@@ -27,6 +27,7 @@ from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
+from tests.trainers import make_trainer
 
 Build = Callable[..., Trainer]
 ALANINE = int(encode("A")[0])
@@ -191,7 +192,8 @@ class OwnData(Trainer):
 def test_a_subclass_chooses_the_data_and_how_they_become_a_batch(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    trainer = OwnData(
+    trainer = make_trainer(
+        OwnData,
         model=DiTConfig(**TINY_SIZES),
         paradigm=AbsorbingDiffusion(),
         collections=[Collection(tiny_store), Collection(tiny_store)],

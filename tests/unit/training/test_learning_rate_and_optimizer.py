@@ -10,10 +10,27 @@ import torch
 from torch import nn
 
 from d2plm.core.errors import ConfigError
-from d2plm.settings.training import AdamWSettings, ConstantSettings, CosineSettings, WsdSettings
+from d2plm.settings.training import (
+    AdamWSettings,
+    ConstantSettings,
+    CosineSettings,
+    ScheduleSettings,
+    WsdSettings,
+)
 from d2plm.training.ema import EMA
 from d2plm.training.learning_rate import Schedule, constant, cosine, linear, wsd
 from d2plm.training.optimizer import build_adamw
+
+SETTINGS: dict[Callable[..., Schedule], type[ScheduleSettings]] = {
+    cosine: CosineSettings,
+    linear: CosineSettings,
+    constant: ConstantSettings,
+    wsd: WsdSettings,
+}
+
+
+def made(schedule: Callable[..., Schedule], steps: int, **settings: Any) -> Schedule:
+    return schedule(steps, SETTINGS[schedule](**settings))
 
 
 def test_the_schedule_at_its_closed_form_points() -> None:
@@ -79,7 +96,7 @@ def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
 def test_a_schedule_rises_without_a_jump_and_then_only_declines(
     schedule: Callable[..., Schedule], settings: dict[str, Any]
 ) -> None:
-    values = [schedule(1000, warmup_ratio=0.1, **settings)(step) for step in range(1001)]
+    values = [made(schedule, 1000, warmup_ratio=0.1, **settings)(step) for step in range(1001)]
     assert values[:101] == sorted(values[:101])
     assert values[100:] == sorted(values[100:], reverse=True)
     assert max(abs(now - before) for before, now in pairwise(values)) < 0.02
@@ -88,7 +105,9 @@ def test_a_schedule_rises_without_a_jump_and_then_only_declines(
 
 @pytest.mark.parametrize("schedule", [cosine, linear, constant, wsd])
 def test_the_ratio_gives_the_same_warm_up_as_its_steps(schedule: Callable[..., Schedule]) -> None:
-    by_ratio, by_steps = schedule(200, warmup_ratio=0.05), schedule(200, warmup_steps=10)
+    by_ratio, by_steps = (
+        made(schedule, 200, **own) for own in ({"warmup_ratio": 0.05}, {"warmup_steps": 10})
+    )
     assert [by_ratio(s) for s in range(200)] == [by_steps(s) for s in range(200)]
     assert by_steps(9) < by_steps(10) == 1
 
@@ -103,8 +122,8 @@ def test_the_ratio_gives_the_same_decay_as_its_steps() -> None:
 
 @pytest.mark.parametrize("schedule", [cosine, linear, constant, wsd])
 def test_without_warm_up_the_first_step_is_at_the_peak(schedule: Callable[..., Schedule]) -> None:
-    assert schedule(1, warmup_ratio=0.0)(0) == 1
-    assert schedule(10, warmup_steps=0)(0) == 1
+    assert made(schedule, 1, warmup_ratio=0.0)(0) == 1
+    assert made(schedule, 10, warmup_steps=0)(0) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +152,7 @@ def test_impossible_schedules_are_rejected_by_name(
     schedule: Callable[..., Schedule], settings: dict[str, Any], key: str
 ) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        schedule(10, **settings)
+        made(schedule, 10, **settings)
 
 
 class Tied(nn.Module):

@@ -48,6 +48,7 @@ from d2plm.training.trainer import Trainer
 from tests.conftest import LLAMA, TINY_SIZES, Tokens
 from tests.ranks import run
 from tests.synchronisations import CUDA, UnknownShape, Waits, counting
+from tests.trainers import make_trainer
 
 PARADIGMS: dict[str, Callable[..., Paradigm]] = {
     "diffusion": AbsorbingDiffusion,
@@ -76,7 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM, "experts": EXPE
 class OnCuda(Trainer):
     """On the stand-in for a CUDA device: no device is set up and no memory is page-locked."""
 
-    def build_process(self, device: str, plan: Plan, deterministic: bool) -> None:
+    def build_process(self, plan: Plan) -> None:
         self.process, self.device, self.plan = Process(device=CUDA), CUDA, plan.resolved(1)
 
     def build_loader(self, *arguments: Any, **settings: Any) -> None:
@@ -86,7 +87,8 @@ class OnCuda(Trainer):
 
 def on_cuda(store: SequenceStore, folder: Path, **settings: Any) -> Trainer:
     """A trainer of the tiny model on the stand-in."""
-    return OnCuda(
+    return make_trainer(
+        OnCuda,
         collections=[Collection(store)],
         output_dir=folder,
         token_budget=256,
@@ -307,7 +309,8 @@ class Watched(Trainer):
 
 
 def train_watched(store: Path, output: Path, optimizer: Callable[..., Optimizer]) -> None:
-    Watched(
+    make_trainer(
+        Watched,
         optimizer=optimizer,
         model=DiTConfig(**TINY_SIZES),
         paradigm=AbsorbingDiffusion(),

@@ -18,6 +18,8 @@ from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
 from d2plm.settings.callbacks import CheckpointSettings, MetricsSettings
+from d2plm.settings.registry import Entry, registered
+from d2plm.settings.schema import Settings
 from d2plm.tracking.runs import Runs
 from d2plm.training import throughput
 from d2plm.training.callbacks.callback import Callback
@@ -267,8 +269,11 @@ class LongestSequence(Metric):
         return {"longest": self.longest}
 
 
-def test_a_metric_of_the_user_s_is_in_the_row(build: Build, tmp_path: Path) -> None:
-    build(MetricLogger(settings=MetricsSettings(every=6), more=[LongestSequence()])).train()
+def test_a_metric_of_the_user_s_is_in_the_row(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registered("metric"), "longest", Entry(Settings, LongestSequence))
+    build(MetricLogger(MetricsSettings(every=6, more=["longest"]))).train()
     (row,) = rows(tmp_path)
     assert row["longest"] == 64  # trainer's max_length, which some proteins exceed
 
@@ -291,7 +296,7 @@ def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> 
     assert not (tmp_path / "run" / METRICS_FILE).exists()
 
 
-@pytest.mark.parametrize("settings", [{"every": 0}, {"peak_tflops": 0}, {"more": ["loss"]}])
+@pytest.mark.parametrize("settings", [{"every": 0}, {"peak_tflops": 0}, {"more": [1]}])
 def test_impossible_settings_are_rejected_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(settings))}="):
         MetricLogger(settings=MetricsSettings(**settings))
