@@ -266,8 +266,8 @@ def _sorted_out(
             )
         value = override.value()
         if name not in selectable or value is None or isinstance(value, dict):
-            if isinstance(value, dict) and name not in known:  # a section keeps its other keys
-                changes += [(f"{name}.{inner}", one) for inner, one in _flatten(value)]
+            if isinstance(value, dict) and name not in known:
+                changes.append((f"{name}.", value))
             elif (name, value) != ("experiment", None):  # the default
                 changes.append((name, _as_written(known.get(name), value, word)))
         elif any((folder / name / f"{value}.yaml").is_file() for folder in (root, Path("configs"))):
@@ -329,12 +329,16 @@ def _mappings(command: str) -> set[str]:
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a key or, with a dot at its end, the keys of a section, which keeps its others."""
     *parents, last = dotted.split(".")
     for parent in parents:
         if not isinstance(values.get(parent), dict):
             values[parent] = {}
         values = values[parent]
-    values[last] = value
+    if last:
+        values[last] = value
+    else:
+        _merged(values, value)
 
 
 def read(command: str, file: Path, overrides: Iterable[str] = ()) -> Any:
