@@ -286,7 +286,7 @@ def _sorted_out(
             raise ConfigError(f"{word!r}: needs a value")
         if name not in selectable or value is None or isinstance(value, dict):
             if isinstance(value, dict) and name not in known:  # a section keeps its other keys
-                changes += _changes_of(name, value, known)
+                changes.append((f"{name}.", value))
             elif (name, value) != ("experiment", None):  # the default
                 changes.append((name, _as_written(known.get(name), value, word)))
         elif any((folder / name / f"{value}.yaml").is_file() for folder in (root, Path("configs"))):
@@ -300,20 +300,6 @@ def _sorted_out(
                 )
             changes.append((f"{name}.type", value))
     return choices, changes
-
-
-def _changes_of(
-    name: str, section: dict[str, Any], known: Mapping[str, Key]
-) -> Iterator[tuple[str, Any]]:
-    """The keys of a section with their values; `NAME.` for a section `{}`, which is only made."""
-    if not section:
-        yield f"{name}.", None
-    for inner, value in section.items():
-        full = f"{name}.{inner}"
-        if isinstance(value, dict) and full not in known:
-            yield from _changes_of(full, value, known)
-        else:
-            yield full, value
 
 
 def _name_of(word: str) -> str:
@@ -363,13 +349,16 @@ def _mappings(command: str) -> set[str]:
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a key or, with a dot at its end, the keys of a section, which keeps its others."""
     *parents, last = dotted.split(".")
     for parent in parents:
         if not isinstance(values.get(parent), dict):
             values[parent] = {}
         values = values[parent]
-    if last:  # not `NAME.`
+    if last:
         values[last] = value
+    else:
+        _merged(values, value)
 
 
 def read(command: str, file: Path, overrides: Iterable[str] = ()) -> Any:

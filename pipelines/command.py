@@ -154,7 +154,7 @@ def cluster_arguments(config: PipelineSettings, request: Request) -> dict[str, A
     require(valid, "work_dir", str(work_dir), wanted)
     arguments["work_dir"] = str(work_dir) if work_dir.is_absolute() else on_volume
     # A relative path of an experiment is in this repository and therefore in the images.
-    if data_input and PurePosixPath(data_input).is_absolute():
+    if isinstance(data_input, str) and PurePosixPath(data_input).is_absolute():
         arguments["input"] = data_input
     return arguments
 

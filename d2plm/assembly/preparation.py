@@ -29,6 +29,7 @@ def prepare_data(config: PipelineSettings) -> dict[str, Any]:
     """Prepare the data, log them to the tracking run, and return the manifest."""
     data = config.data
     require(bool(data.input), "data.input", data.input, "proteins or a raw store")
+    assert data.input is not None
     require_fitting_window(config)
     with Progress("ingesting", 100, unit="%") as progress, within("data"):
         manifest = prepare(

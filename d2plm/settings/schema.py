@@ -8,7 +8,7 @@ schema are all derived from the fields. Nothing here imports torch, transformers
 import ast
 import inspect
 import math
-import textwrap
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -229,15 +229,29 @@ def helps(kind: type[Settings]) -> dict[str, str]:
     """
     found: dict[str, str] = dict.fromkeys((one.name for one in fields(kind)), "")
     for base in reversed(kind.__mro__):
-        with suppress(OSError, TypeError):  # no source
-            if not issubclass(base, Settings):
-                continue
-            (written,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-            assert isinstance(written, ast.ClassDef)
-            for one, below in pairwise(written.body):
+        if issubclass(base, Settings):
+            written = _classes(base.__module__).get(base.__qualname__)
+            for one, below in pairwise(written.body if written else ()):
                 if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
                     found[one.target.id] = _docstring(below) or found[one.target.id]
     return found
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Qualified name → class, of a module's source; `inspect` parses it again for each class."""
+    with suppress(OSError, TypeError, KeyError):  # no source
+        return dict(_defined(ast.parse(inspect.getsource(sys.modules[module]))))
+    return {}
+
+
+def _defined(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassDef]]:
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.ClassDef):
+            yield prefix + child.name, child
+            yield from _defined(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.FunctionDef):
+            yield from _defined(child, f"{prefix}{child.name}.<locals>.")
 
 
 def _docstring(statement: ast.stmt) -> str:
