@@ -15,7 +15,7 @@ from d2plm.config import as_yaml, check_paths, compose_arguments, flat, plain
 from d2plm.core.errors import ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
 from d2plm.settings.commands import PipelineSettings
-from d2plm.settings.registry import module_words
+from d2plm.settings.registry import loaded_modules
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
@@ -254,8 +254,7 @@ def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
             arguments[name] = value
         elif key != "work_dir":
             rest.append(word)
-    modules = [word for word in module_words() if word != "--module"]
-    return {**arguments, "overrides": shlex.join(rest), "modules": shlex.join(modules)}
+    return {**arguments, "overrides": shlex.join(rest), "modules": shlex.join(loaded_modules())}
 
 
 def _read(key: str, value: str) -> Any:

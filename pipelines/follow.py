@@ -11,8 +11,9 @@ from typing import Any
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.core.terminal import done
 from d2plm.launch.kfp_server import Server, reaching
-from pipelines.pipeline import STEPS
+from pipelines.steps import STEPS
 
+TASKS = ("configure", *STEPS, "finish")
 POLL_SECONDS = 5.0
 PATIENCE_SECONDS = 600.0  # with a server that does not answer
 SUCCEEDED = ("SUCCEEDED", "SKIPPED")
@@ -65,8 +66,8 @@ def follow(server: Server, run_id: str) -> None:
 def _steps(run: Any) -> list[Any]:
     """The pipeline's steps in order, without the additional tasks that KFP starts for them."""
     tasks = (run.run_details and run.run_details.task_details) or ()
-    steps = [task for task in tasks if task.display_name in STEPS]
-    return sorted(steps, key=lambda task: STEPS.index(task.display_name))
+    steps = [task for task in tasks if task.display_name in TASKS]
+    return sorted(steps, key=lambda task: TASKS.index(task.display_name))
 
 
 def _failure(server: Server, run: Any) -> str:

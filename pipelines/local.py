@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from threading import Thread
 from typing import Any, TextIO
 
 from d2plm.core.errors import LaunchError
@@ -24,7 +25,7 @@ from d2plm.core.processes import child, described, exit_code
 from d2plm.core.terminal import JSON, output_in, output_modes, result
 from d2plm.evaluation.findings import next_steps, read_evaluation
 from d2plm.settings.commands import PipelineSettings
-from d2plm.settings.registry import module_words
+from d2plm.settings.registry import loaded_modules
 from pipelines import steps
 
 LOG = "pipeline.log"
@@ -73,7 +74,7 @@ def run_locally(config: PipelineSettings) -> dict[str, Any]:
 
 def step_command(name: str, file: Path) -> list[str]:
     """The command of one step, for `steps.main`."""
-    return [sys.executable, "-m", "pipelines.steps", name, str(file), *module_words()]
+    return [sys.executable, "-m", "pipelines.steps", name, str(file), *loaded_modules()]
 
 
 @contextmanager
@@ -99,11 +100,13 @@ def _temporary_folder(work_dir: Path) -> Iterator[dict[str, str]]:
 def _run_step(
     name: str, file: Path, log: TextIO, run_id: str, work_dir: Path, environment: dict[str, str]
 ) -> None:
-    pipe, merged = subprocess.PIPE, subprocess.STDOUT
-    with child(step_command(name, file), environment, stdout=pipe, stderr=merged) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            _show(line.decode(errors="replace"), log)
+    # In a group of its own, the step gets one SIGTERM, from `child`, if a signal goes to the whole
+    # group of this process (Ctrl-C): a second one would end training while it saves.
+    streams: dict[str, Any] = {"stderr": subprocess.STDOUT, "process_group": 0}
+    with (
+        _shown(log) as output,
+        child(step_command(name, file), environment, stdout=output, **streams) as process,
+    ):
         code = exit_code(process.wait())
     if code:
         reason = f"the step {name} ended with {described(code)}"
@@ -114,12 +117,27 @@ def _run_step(
         )
 
 
-def _show(line: str, log: TextIO) -> None:
-    """Write a line to the log and the terminal; a full disk or a lost terminal stops no step."""
-    for stream in (log, sys.stdout):
-        with suppress(OSError, ValueError):
-            stream.write(line)
-            stream.flush()
+@contextmanager
+def _shown(log: TextIO) -> Iterator[int]:
+    """A file descriptor; what is written to it is shown until its last writer has ended."""
+    reading, writing = os.pipe()
+    relay = Thread(target=_show, args=[reading, log], daemon=True)
+    relay.start()
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+        relay.join()
+
+
+def _show(reading: int, log: TextIO) -> None:
+    """Write lines to the log and the terminal; a full disk or a lost terminal stops no step."""
+    with open(reading, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            for stream in (log, sys.stdout):
+                with suppress(OSError, ValueError):
+                    stream.write(line)
+                    stream.flush()
 
 
 def link_latest(config: PipelineSettings) -> None:
@@ -137,11 +155,10 @@ def link_latest(config: PipelineSettings) -> None:
 
 def summary(config: PipelineSettings, evaluation: dict[str, Any], seconds: float) -> str:
     """Summary of the run's results, and where to find more."""
-    from d2plm.evaluation.summary import table
+    from d2plm.evaluation.summary import bounds_table
     from d2plm.export.designs import DESIGNS
 
     output_dir, work_dir = Path(config.output_dir), Path(config.work_dir)
-    bounds, *_ = table(evaluation).split("\n\n")  # the evaluation step has printed the rest
     generated = next(file for name in GENERATED if (file := output_dir / name).is_file())
     described = " ".join(
         name for name in (generated.name, DESIGNS) if (output_dir / name).is_file()
@@ -152,7 +169,7 @@ def summary(config: PipelineSettings, evaluation: dict[str, Any], seconds: float
     following = "\n           ".join(f"{what}: {how}" for what, how in steps)
     return f"""
 ── result: {paradigm.replace("_", " ")} ──
-{bounds}
+{bounds_table(evaluation)}
 
 {first_records(generated)}
 

@@ -11,7 +11,6 @@ from pipelines.pod_settings import set_gpus, set_resources, set_surroundings
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 NAME = "d2plm"
-STEPS = ("configure", "prepare", "train", "evaluate", "register", "generate", "finish")
 RETRIES = 2  # after a lost node or a temporarily unavailable server
 EXAMPLE = "/opt/d2plm/examples/data/uniprot_20k.fasta.gz"  # in the images
 

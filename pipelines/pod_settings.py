@@ -1,4 +1,4 @@
-"""Images, resources, volume and environment of the steps' pods; KFP's local runner ignores them.
+"""Images, resources, volume and environment of the steps' pods.
 
 KFP cannot set a read-only root file system, nor `fsGroup`, which makes a new volume writable for
 our user; the cluster has to set them.

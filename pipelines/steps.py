@@ -250,10 +250,10 @@ STEPS: dict[str, Callable[[str], object]] = {
 
 
 def main(words: list[str]) -> int:
-    """Run one step in this process: `python -m pipelines.steps NAME CONFIGURATION`."""
+    """Run one step in this process: `python -m pipelines.steps NAME CONFIGURATION MODULE…`."""
     end_with_parent()
-    name, config, *options = words
-    load_modules([word for word in options if word != "--module"])
+    name, config, *modules = words
+    load_modules(modules)
     try:
         STEPS[name](config)
     except D2PLMError as error:  # the step has printed it

@@ -186,6 +186,18 @@ def _calibration(scores: SequenceScores, clusters: NDArray[np.integer]) -> list[
 
 def table(evaluation: dict[str, Any]) -> str:
     """The figures as lines of text: the likelihoods, best last, then what else was measured."""
+    parts = [bounds_table(evaluation)]
+    if evaluation["by_identity"] is not None:
+        parts.append("\n".join(_identity_table(evaluation["by_identity"])))
+    if evaluation["given_relatives"] is not None:
+        parts.append("\n".join(relatives_table(evaluation["given_relatives"])))
+    if evaluation["quality"] is not None:
+        parts.append(quality_table(evaluation["quality"]))
+    return "\n\n".join(parts)
+
+
+def bounds_table(evaluation: dict[str, Any]) -> str:
+    """The likelihoods as lines of text, best last, and the model's comparison with each other."""
     rows, terms = likelihoods(evaluation), terms_of(evaluation)
     width = max(map(len, rows)) + 1
     per_unit = f"bits_per_{terms.unit}"
@@ -208,12 +220,6 @@ def table(evaluation: dict[str, Any]) -> str:
         f"{evaluation['clusters']:,} clusters"
         + ("" if mlm15 is None else f"; MLM-15 perplexity {mlm15:.3f}")
     )
-    if evaluation["by_identity"] is not None:
-        lines += ["", *_identity_table(evaluation["by_identity"])]
-    if evaluation["given_relatives"] is not None:
-        lines += ["", *relatives_table(evaluation["given_relatives"])]
-    if evaluation["quality"] is not None:
-        lines += ["", quality_table(evaluation["quality"])]
     return "\n".join(lines)
 
 

@@ -206,6 +206,11 @@ def load_modules(names: Sequence[str]) -> None:
             _loaded.append(name)
 
 
+def loaded_modules() -> list[str]:
+    """The modules that `--module` has named, as written."""
+    return list(_loaded)
+
+
 def module_words() -> list[str]:
     """The options `--module …` of this process, for the commands that it starts."""
     return [word for name in _loaded for word in ("--module", name)]
