@@ -95,12 +95,6 @@ def following(count: int) -> RelativesIndex:
     return RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
 
 
-RATES: dict[Any, Any] = {
-    build_adamw: AdamWSettings(learning_rate=1e-2),
-    build_muon: MuonSettings(learning_rate=1e-2),
-}
-
-
 def build(store: Path, output: Path, **changes: Any) -> Trainer:
     settings: dict[str, Any] = {
         "max_steps": STEPS,
@@ -113,13 +107,14 @@ def build(store: Path, output: Path, **changes: Any) -> Trainer:
     settings |= changes
     model = settings.pop("model", DiTConfig(**SIZES))
     optimizer = settings.pop("optimizer", build_adamw)
+    kind = MuonSettings if optimizer is build_muon else AdamWSettings
     sequences = SequenceStore(store)
     relatives = following(len(sequences)) if settings.get("max_relatives") else None
     return make_trainer(
         model=model() if callable(model) else model,
         collections=[Collection(sequences, relatives=relatives)],
         output_dir=output,
-        optimizer=lambda *both: optimizer(*both, settings=RATES[optimizer]),
+        optimizer=lambda *both: optimizer(*both, settings=kind(learning_rate=1e-2)),
         schedule=lambda steps: cosine(steps, settings=CosineSettings(warmup_ratio=0.1)),
         token_budget=BUDGET,
         max_length=48,

@@ -23,6 +23,7 @@ from d2plm.data.loader import GlobalBatch, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.model import attention, layers
 from d2plm.model.dit_config import DiTConfig
+from d2plm.settings.training import AdamWSettings
 from d2plm.training import trainer as training
 from d2plm.training.optimizer import build_adamw
 from tests.ranks import run
@@ -36,11 +37,11 @@ class WrittenOutAdamW(torch.optim.Optimizer):
     """Loshchilov & Hutter, arXiv:1711.05101, algorithm 2, one parameter at a time."""
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, Tensor], *, learning_rate: float
+        self, model: nn.Module, parameters: Mapping[str, Tensor], settings: AdamWSettings
     ) -> None:
         decayed, kept = (group["params"] for group in build_adamw(model, parameters).param_groups)
         groups = [{"params": decayed, "decay": 0.01}, {"params": kept, "decay": 0.0}]
-        super().__init__(groups, {"lr": learning_rate})
+        super().__init__(groups, {"lr": settings.learning_rate})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
