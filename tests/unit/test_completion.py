@@ -68,17 +68,32 @@ def test_paths_follow_keys_that_take_them(
     assert candidates(line) == expected
 
 
-def test_pressing_tab_imports_nothing_that_is_slow() -> None:
-    code = (
-        "import sys; from d2plm.cli import main;"
-        "main(['completion', 'candidates', 'd2plm train trainer.max_st']);"
+@pytest.mark.parametrize(
+    ("words", "code", "written"),
+    [
+        (["completion", "candidates", "d2plm train trainer.max_st"], 0, "trainer.max_steps=\n"),
+        (["--help"], 0, "usage: d2plm"),
+        (["train", "trainer.max_stepz=1"], 2, "did you mean 'trainer.max_steps'?"),
+    ],
+)
+def test_completion_help_and_a_wrong_key_import_nothing_that_is_slow(
+    words: list[str], code: int, written: str
+) -> None:
+    program = (
+        "import sys; from d2plm.cli import main; code = main(sys.argv[1:]);"
         "slow = {'torch', 'hydra', 'omegaconf', 'numpy', 'rich', 'mlflow'} & set(sys.modules);"
-        "sys.exit(f'{slow}, {len(sys.modules)} modules' if slow or len(sys.modules) > 300 else 0)"
+        "many = len(sys.modules) > 300;"
+        "sys.exit(f'{slow}, {len(sys.modules)} modules' if slow or many else code)"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPOSITORY,
     )
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "trainer.max_steps=\n", "")
+    assert ran.returncode == code, ran.stderr
+    assert written in ran.stdout + ran.stderr
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")

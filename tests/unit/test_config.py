@@ -2,9 +2,15 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
+from functools import cache, reduce
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 from d2plm.assembly.training_run import build_callbacks, model_config
 from d2plm.cli import main as d2plm
@@ -13,6 +19,7 @@ from d2plm.config import (
     changed,
     compose,
     compose_arguments,
+    flat,
     parse_arguments,
     plain,
     read,
@@ -21,7 +28,7 @@ from d2plm.config import (
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir, shipped
 from d2plm.settings.commands import SETTINGS
-from d2plm.settings.schema import build, keys
+from d2plm.settings.schema import Key, Settings, build, keys
 from d2plm.settings.training import AdamWSettings, MuonSettings, WsdSettings
 from d2plm.training.callbacks.callback import RunContext
 
@@ -56,6 +63,87 @@ GIVEN = {
 def test_the_settings_of_a_command_read_back_as_they_are(command: str) -> None:
     settings = compose(command, GIVEN.get(command, []))
     assert build(SETTINGS[command], plain(settings)) == settings
+
+
+TEXTS = ["", " ", "true", "null", "~", "on", "1e3", "0x1f", "1:30", "2024_05", "2024-05-03", ".inf"]
+TEXTS += [
+    "a: b",
+    "- a",
+    "#a",
+    "'a'",
+    '"',
+    "\\",
+    "{a}",
+    "[a",
+    "é\n",
+    "*a",
+    "&a",
+    "!!str a",
+    "%a",
+    "@a",
+]
+
+
+def values_of(kind: Any, limits: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    """What fits the type of a field."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return st.one_of(*(values_of(one, limits) for one in inner))
+    if origin is Literal:
+        return st.sampled_from(inner)
+    if origin is list:
+        return st.lists(values_of(inner[0], limits), max_size=3)
+    if kind in (int, float):
+        low, above = limits["low"], limits["above"]
+        high, below = limits["high"], limits["below"]
+        most = below if high is None else high
+        if kind is int:
+            return st.integers(low, most)
+        return st.floats(
+            above if low is None else low,
+            most,
+            exclude_min=above is not None,
+            exclude_max=below is not None,
+            allow_nan=False,
+            allow_infinity=False,
+        )
+    texts = st.sampled_from(TEXTS) | st.text(st.characters(exclude_characters="$?"))
+    return {str: texts, bool: st.booleans(), NoneType: st.none()}[kind]
+
+
+@cache
+def defaults(command: str) -> tuple[Settings, dict[str, Key]]:
+    """Settings of a command and those of its keys that a file may give any value of their type."""
+    settings = compose(command, GIVEN.get(command, []))
+    known = keys(SETTINGS[command])
+    here = flat(settings)
+    return settings, {
+        name: one
+        for name, one in known.items()
+        if name in here and not one.is_mapping and one.field.name != "type"
+    }
+
+
+@given(st.data())
+def test_any_settings_that_are_accepted_read_back_from_a_file_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    command = data.draw(st.sampled_from(sorted(SETTINGS)))
+    settings, known = defaults(command)
+    nested: dict[str, Any] = {}
+    for name in data.draw(st.lists(st.sampled_from(sorted(known)), max_size=3, unique=True)):
+        field = known[name].field
+        *parents, last = name.split(".")
+        inner = reduce(lambda values, parent: values.setdefault(parent, {}), parents, nested)
+        inner[last] = data.draw(values_of(field.type, field.metadata), label=name)
+    try:
+        settings = changed(settings, nested, "changes")
+    except ConfigError:  # values that exclude each other
+        reject()
+    assert build(SETTINGS[command], plain(settings)) == settings
+    file = tmp_path_factory.mktemp("settings") / "config.yaml"
+    save(settings, file)
+    assert read(command, file) == settings
 
 
 def test_every_command_and_action_has_settings() -> None:
@@ -191,6 +279,35 @@ def test_the_defaults_of_a_section_are_those_of_its_type() -> None:
     assert arm.optimizer == AdamWSettings(eps=1e-6)
     with pytest.raises(ConfigError, match=r"^arms.a: unknown key 'model.width'"):
         changed(config, {"model": {"width": 3}}, "arms.a")
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer"),
+    [
+        (["optimizer.momentum=0.5", "optimizer=muon"], MuonSettings(momentum=0.5)),
+        (["optimizer.type=muon", "optimizer=adamw"], MuonSettings()),
+        (["optimizer=muon", "optimizer.type=adamw"], AdamWSettings()),
+        (
+            ["optimizer={type: muon, momentum: 0.5}", "optimizer={eps: 1e-6}"],
+            MuonSettings(momentum=0.5, eps=1e-6),
+        ),
+        (["optimizer.eps=1e-6", "optimizer.eps=1e-7"], AdamWSettings(eps=1e-7)),
+    ],
+)
+def test_choices_of_files_come_first_then_settings_in_their_order_and_the_type_s_defaults_last(
+    words: list[str], optimizer: AdamWSettings
+) -> None:
+    assert compose("train", words).optimizer == optimizer
+    later = compose("train", [*words, "trainer.max_steps=7", "experiment=debug"])
+    assert later.optimizer == optimizer
+    assert later.trainer.max_steps == 7
+
+
+def test_a_section_without_keys_exists_and_keeps_what_it_has() -> None:
+    config = compose("train", ["callbacks={export: null}", "callbacks.early_stopping={}"])
+    before = compose("train", [])
+    assert config.callbacks == {**before.callbacks, "export": None}
+    assert compose("train", ["callbacks.export=null", "callbacks.export={}"]).callbacks["export"]
 
 
 @pytest.mark.parametrize("written", ["20240503", "2024_05", "true", "1e3"])

@@ -1,12 +1,16 @@
 """Choices by name: those of modules that are given with --module, and of the user's in general."""
 
+import json
+import runpy
 import sys
-import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from d2plm.cli import main
+from d2plm.completion import candidates
 from d2plm.config import compose, compose_arguments
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.paradigms import load_paradigm
@@ -15,17 +19,19 @@ from d2plm.settings import registry
 from d2plm.settings.paradigm import DiffusionSettings
 from d2plm.settings.registry import find, load_modules, module_words, register
 from d2plm.settings.schema import key
-from tests.commands import d2plm
+from tests.commands import ROOT, d2plm
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers and imports is forgotten after it."""
     entries = {group: dict(known) for group, known in registry._ENTRIES.items()}
     monkeypatch.setattr(registry, "_ENTRIES", entries)
     monkeypatch.setattr(registry, "_loaded", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    yield
+    for name in ("my_research", "failing_module"):
+        sys.modules.pop(name, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +57,28 @@ def test_a_registered_paradigm_is_configured_saved_and_loaded(tmp_path: Path) ->
     loaded = load_paradigm(tmp_path)
     assert isinstance(loaded, Mine)
     assert loaded.settings.strength == 0.25
-    with pytest.raises(ConfigError, match="must be a number ≥ 0 and ≤ 1"):
-        compose("train", ["paradigm.type=mine", "paradigm.strength=2"])
     del registry._ENTRIES["paradigm"]["mine"]
     with pytest.raises(ModelError, match=r"unknown paradigm.*--module FILE"):
         load_paradigm(tmp_path)
+
+
+def test_a_field_is_a_key_in_help_completion_documents_validation_and_the_constructor(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    register("paradigm", "mine", Mine, MineSettings)
+    said = "strength of it (≥ 0 and ≤ 1)"
+    assert main(["train", "--help", "--all"]) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["paradigm.strength=0.5", said] in rows
+    assert candidates("d2plm train paradigm.str") == ["paradigm.strength="]
+    page, schema = runpy.run_path(f"{ROOT}/docs/configuration.py")["generated"]().values()
+    assert f"| `paradigm.strength` | `0.5` | {said} |" in page
+    paradigm = json.loads(schema)["properties"]["paradigm"]["properties"]
+    assert paradigm["strength"]["description"] == "strength of it"
+    with pytest.raises(ConfigError) as caught:
+        compose("train", ["paradigm.type=mine", "paradigm.strength=2"])
+    assert caught.value.settings == {"paradigm.strength": 2}
+    assert Mine(MineSettings(strength=1)).settings.strength == 1
 
 
 def test_a_name_and_a_group_that_are_taken_or_unknown_are_rejected() -> None:
@@ -67,27 +90,76 @@ def test_a_name_and_a_group_that_are_taken_or_unknown_are_rejected() -> None:
         register("paradigms", "mine", Mine)
 
 
-def test_a_module_is_a_file_or_a_name_and_is_passed_on(tmp_path: Path) -> None:
-    file = tmp_path / "research_callback.py"
-    file.write_text(
-        textwrap.dedent(
-            """
-            from d2plm.settings.registry import register
-            from d2plm.training.callbacks.callback import Callback
+# A researcher's single file: one of every kind.
+RESEARCH = """
+from dataclasses import dataclass
 
-            class Quiet(Callback):
-                pass
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.paradigm import DiffusionSettings
+from d2plm.settings.registry import register
+from d2plm.settings.schema import key
+from d2plm.settings.training import AdamWSettings
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.metrics import Metric
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.trainer import Trainer
 
-            register("callback", "quiet", Quiet)
-            """
-        )
-    )
-    config, _ = compose_arguments("train", ["--module", str(file), "callbacks.quiet={}"])
-    assert list(config.callbacks)[-1] == "quiet"
-    assert compose("train", ["callbacks={quiet: {}}"]).callbacks == config.callbacks
-    assert module_words() == ["--module", str(file)]
-    load_modules([str(file)])
-    assert module_words() == ["--module", str(file)]
+
+@dataclass(frozen=True, kw_only=True)
+class MySettings(DiffusionSettings):
+    type: str = key("my_paradigm")
+    strength: float = key(0.5, low=0, high=1)
+
+
+class MyParadigm(AbsorbingDiffusion):
+    Settings = MySettings
+
+
+class MyMetric(Metric):
+    def read(self, trainer):
+        return {"strength": trainer.paradigm.settings.strength}
+
+
+class Mark(Callback):
+    def on_train_end(self, trainer):
+        name = f"{type(trainer).__name__}-{type(trainer.optimizer).__name__}-{trainer.process.rank}"
+        (trainer.output_dir / name).touch()
+
+
+class MyTrainer(Trainer):
+    pass
+
+
+def my_optimizer(model, parameters, settings):
+    optimizer = build_adamw(model, parameters, settings)
+    optimizer.__class__ = type("Mine", (type(optimizer),), {})
+    return optimizer
+
+
+register("paradigm", "my_paradigm", MyParadigm, MySettings)
+register("metric", "my_metric", MyMetric)
+register("callback", "mark", Mark)
+register("trainer", "my_trainer", MyTrainer)
+register("optimizer", "my_optimizer", my_optimizer, AdamWSettings)
+"""
+CHOICES = ["paradigm=my_paradigm", "trainer.type=my_trainer", "optimizer.type=my_optimizer"]
+CHOICES += ["callbacks.mark={}", "callbacks.metrics.more=[my_metric]", "paradigm.strength=0.25"]
+
+
+@pytest.fixture
+def research(tmp_path: Path) -> list[str]:
+    file = tmp_path / "my_research.py"
+    file.write_text(RESEARCH)
+    return ["--module", str(file)]
+
+
+def test_a_module_is_named_on_the_command_line_and_passed_on(research: list[str]) -> None:
+    config, _ = compose_arguments("train", [*research, *CHOICES])
+    assert config.paradigm.strength == 0.25
+    assert list(config.callbacks)[-1] == "mark"
+    assert module_words() == research
+    load_modules(research[1:])
+    assert module_words() == research
 
 
 def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_path: Path) -> None:
@@ -104,30 +176,39 @@ def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_pa
         assert str(caught.value).startswith(f"--module {name}: ")
 
 
-@pytest.mark.slow
-def test_a_run_s_processes_know_what_the_module_registers(tmp_path: Path) -> None:
-    (tmp_path / "mark.py").write_text(
-        textwrap.dedent(
-            """
-            import os
-            from d2plm.settings.registry import register
-            from d2plm.training.callbacks.callback import Callback
-
-            class Mark(Callback):
-                def on_train_end(self, trainer):
-                    (trainer.output_dir / f"mark-{trainer.process.rank}").touch()
-
-            register("callback", "mark", Mark)
-            """
-        )
-    )
-    words = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.time_embedding_dim=4"]
-    words += ["data.residues=random", "data.token_budget=1024", "trainer.max_steps=2"]
-    words += ["model.intermediate_size=16", "trainer.global_batch_tokens=2048", "tracking=none"]
+@pytest.mark.parametrize(
+    ("words", "folders", "ranks"),
+    [
+        ([], ["my_paradigm"], 1),
+        pytest.param(["distributed.processes=2"], ["my_paradigm"], 2, marks=pytest.mark.slow),
+        pytest.param(
+            ["--multirun", "trainer.seed=1,2"],
+            [f"multirun/trainer.seed/trainer.seed={seed}" for seed in (1, 2)],
+            1,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_process_of_a_training_has_the_module(
+    words: list[str], folders: list[str], ranks: int, research: list[str], tmp_path: Path
+) -> None:
+    work_dir = tmp_path / "run"
     result = d2plm(
-        *("train", "--module", str(tmp_path / "mark.py"), "callbacks.mark={}", *words),
-        *("distributed.processes=2", f"work_dir={tmp_path / 'run'}"),
+        *("train", *research, *CHOICES, *words, f"work_dir={work_dir}", "tracking=none"),
+        *("model.hidden_size=16", "model.num_hidden_layers=1", "model.time_embedding_dim=4"),
+        *("model.intermediate_size=16", "data.residues=random", "data.token_budget=1024"),
+        *("trainer.max_steps=2", "trainer.global_batch_tokens=2048", "callbacks.evaluation=null"),
     )
     assert result.returncode == 0, result.stderr
-    folder = tmp_path / "run" / "diffusion"
-    assert sorted(file.name for file in folder.glob("mark-*")) == ["mark-0", "mark-1"]
+    for folder in folders:
+        marks = sorted(file.name for file in (work_dir / folder).glob("MyTrainer-*"))
+        assert marks == [f"MyTrainer-Mine-{rank}" for rank in range(ranks)]
+        row = (work_dir / folder / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(row)["strength"] == 0.25
+    model = work_dir / folders[-1] / "model"
+    generate = ["generate", str(model), "generation.number=1", f"output={tmp_path / 'a.fasta'}"]
+    without = d2plm(*generate)
+    assert without.returncode == 1
+    assert "unknown paradigm" in without.stderr and "--module FILE" in without.stderr
+    result = d2plm(*generate, *research, "generation.steps=2", "generation.length=9")
+    assert result.returncode == 0, result.stderr

@@ -194,7 +194,7 @@ class Outer(Settings):
     """where results go"""
 
 
-def test_one_field_is_a_key_in_help_completion_validation_and_the_constructor() -> None:
+def test_fields_are_keys_with_their_sentences_choices_and_defaults() -> None:
     known = keys(Outer)
     assert list(known) == ["inner.size", "inner.mode", "rates", "place"]
     assert known["inner.size"].described == "number of parts, in two lines (≥ 1)"
