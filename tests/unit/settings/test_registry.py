@@ -166,7 +166,7 @@ def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_pa
     (tmp_path / "failing_module.py").write_text("1 / 0")
     (tmp_path / "json.py").touch()
     for name, reason in (
-        (str(tmp_path / "absent_module.py"), "No module named"),
+        (str(tmp_path / "absent_module.py"), "is no Python file; give FILE.py"),
         ("d2plm_absent", "No module named"),
         (str(tmp_path / "failing_module.py"), "division by zero"),
         (str(tmp_path / "json.py"), "json is another module; rename the file"),
