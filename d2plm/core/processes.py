@@ -261,11 +261,16 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
 
 
 def _steps(job: Job, environment: Mapping[str, str]) -> Generator[None, None, None]:
-    """Run a job's commands; yields while one is running. Closing it ends that one."""
+    """Run a job's commands; yields while one is running. Closing it ends that one.
+
+    A command has a process group of its own: a signal to the group of this process reaches it once,
+    from `child`, and not again while it saves.
+    """
+    options: dict[str, Any] = {"stderr": subprocess.STDOUT, "process_group": 0}
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("wb") as log:
         for command in job.commands:
-            with child(command, environment, stdout=log, stderr=subprocess.STDOUT) as process:
+            with child(command, environment, stdout=log, **options) as process:
                 while process.poll() is None:
                     yield
             if process.returncode:
