@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from d2plm.training import checkpoint
 from tests.commands import d2plm, python_m
 from tests.evaluations import BASELINES
 from tests.integration.conftest import Finished, few_proteins
@@ -38,7 +39,7 @@ def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
 def test_the_work_folder_contains_what_the_run_said(finished: Finished) -> None:
     work_dir = finished.work_dir
     config = yaml.safe_load((work_dir / "config.yaml").read_text())
-    assert config.paradigm.name == "diffusion"
+    assert config["paradigm"]["name"] == "diffusion"
     manifest = json.loads((work_dir / "manifest.json").read_text())
     assert manifest["leaking_pairs_after"] == 0
     evaluation = json.loads((work_dir / "evaluation.json").read_text())
@@ -277,16 +278,18 @@ def test_a_pipeline_that_is_terminated_ends_its_steps_too(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
-    metrics = tmp_path / "run" / "diffusion" / "metrics.jsonl"
+    output_dir = tmp_path / "run" / "diffusion"
+    metrics = output_dir / "metrics.jsonl"
     try:
         wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 2)
-        run.send_signal(signal.SIGTERM)
+        os.killpg(run.pid, signal.SIGTERM)  # as service managers do
         assert run.wait(180) == 143
-        wait_for(lambda: any((tmp_path / "run" / "diffusion" / "checkpoints").glob("step-*")))
     finally:
         run.kill()
     rows = len(metrics.read_text().splitlines())
+    assert checkpoint.newest_whole(checkpoint.Root(str(output_dir / "checkpoints"))) is not None
     time.sleep(2)
     assert len(metrics.read_text().splitlines()) == rows
 
