@@ -379,7 +379,7 @@ def test_corrupted_compressed_fasta_is_rejected_unless_it_can_be_decompressed(
     assert refused > 50
 
 
-SMALL_BUFFER = "from d2plm.data import distinct; distinct._BUFFER_BYTES = 300_000"
+SMALL_BUFFER = "from d2plm.data import deduplication; deduplication._BUFFER_BYTES = 300_000"
 
 
 def _opens_whole(path: Path) -> bool:

@@ -317,8 +317,7 @@ def test_damaged_prepared_data_are_prepared_again(
         (out / "manifest.json").write_text("[]")
     again = prepare(fasta, out, report=lines.append)
     assert again["digests"] == first["digests"]
-    assert lines[1].startswith("preparing again: ")
-    assert "prepare the data again" not in lines[1]
+    assert lines[1].startswith(f"preparing again: {out}/")
 
 
 def test_a_run_that_was_killed_is_done_again(
