@@ -25,12 +25,6 @@ CALLBACKS = (  # in the order in which they are called, except that those that s
     *("gradient_health", "garbage_collection", "profiler", "metrics", "progress", "evaluation"),
     *("early_stopping", "checkpoint", "export"),
 )
-MODEL = "an exported model, or models:/NAME@ALIAS in the registry"
-WINDOW = "tokens of the pieces into which longer sequences are cut; null: they are not cut"
-REGISTRY = "address of the registry; MLFLOW_TRACKING_URI takes precedence"
-READABLE = "one file, glob, dataset or store, in any form that d2plm ingest recognises"
-STORE = "folder of a store; d2plm ingest creates one from a file"
-ROOT = "output_dir of a run, its checkpoints folder, or an fsspec URL of one"
 InferencePrecision = Literal["auto", "bf16", "fp32", "fp64"]
 
 
