@@ -1,6 +1,6 @@
 """Building stores, model, paradigm, plan and trainer from a configuration.
 
-The library takes plain arguments; the names of configuration keys are known only here.
+The library takes the settings of a section; which sections there are is known only here.
 """
 
 import hashlib
