@@ -348,15 +348,14 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
     """
     known, made = {one.name: one for one in fields(kind)}, dict[str, Any]()
     prefix = f"{where}." if where else ""
-    for name, value in values.items():
-        if value == "???":
-            continue
+    for name in values:
         if name not in known:
             near = did_you_mean(f"{prefix}{name}", [prefix + one for one in known])
             raise ConfigError(f"unknown key {prefix + str(name)!r}{near}")
-        made[name] = _built(known[name], value, prefix + name)
-    for name, one in known.items():
-        if name not in made and default_of(one) == "???":
+    for name, one in known.items():  # in their order: a reference comes after what it refers to
+        if values.get(name, "???") != "???":
+            made[name] = _built(one, values[name], prefix + name)
+        elif default_of(one) == "???":
             full = prefix + name
             said = keys(kind)[name].help
             raise ConfigError(f"{full}: is required; set {full}=…: {said}")

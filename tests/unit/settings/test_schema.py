@@ -22,6 +22,7 @@ from tests.commands import python_m
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("data.token_budget=abc", "data.token_budget='abc': must be an integer ≥ 3"),
         ("trainer.max_steps=abc", "trainer.max_steps='abc': must be an integer ≥ 1"),
         ("trainer.max_steps=1.5", "must be an integer"),
         ("trainer.max_epochs=abc", "must be an integer ≥ 1"),
