@@ -100,12 +100,11 @@ def _temporary_folder(work_dir: Path) -> Iterator[dict[str, str]]:
 def _run_step(
     name: str, file: Path, log: TextIO, run_id: str, work_dir: Path, environment: dict[str, str]
 ) -> None:
-    # In a group of its own, the step gets one SIGTERM, from `child`, if a signal goes to the whole
-    # group of this process (Ctrl-C): a second one would end training while it saves.
-    streams: dict[str, Any] = {"stderr": subprocess.STDOUT, "process_group": 0}
     with (
         _shown(log) as output,
-        child(step_command(name, file), environment, stdout=output, **streams) as process,
+        child(
+            step_command(name, file), environment, stdout=output, stderr=subprocess.STDOUT
+        ) as process,
     ):
         code = exit_code(process.wait())
     if code:

@@ -125,7 +125,8 @@ def child(
     """Start a program that calls `end_with_parent`; the end of the block ends it, too.
 
     An exception in the block sends SIGTERM, and SIGKILL after `GRACE_SECONDS` or at a second
-    exception.
+    exception. The program has a process group of its own: a signal to the group of this process
+    reaches it once, from here, and not again while it saves.
 
     Args:
         environment: variables in addition to this process's.
@@ -134,7 +135,7 @@ def child(
     variables = {**os.environ, **for_children(), **(environment or {})}
     with ExitStack() as stack:
         with deferred():
-            process = subprocess.Popen(command, env=variables, **options)
+            process = subprocess.Popen(command, env=variables, process_group=0, **options)
             stack.callback(_end, process)
         yield process
 
@@ -172,9 +173,7 @@ def run_program(command: Sequence[str], folder: Path, log: Path) -> int:
     words = ["sh", "-c", _UNTIL_THE_PIPE_CLOSES, "sh", *command]
     pipe, output = subprocess.PIPE, subprocess.STDOUT
     with log.open("ab") as file:
-        return run(
-            words, cwd=folder, stdin=pipe, stdout=file, stderr=output, start_new_session=True
-        )
+        return run(words, cwd=folder, stdin=pipe, stdout=file, stderr=output)
 
 
 def exit_code(code: int) -> int:
@@ -261,16 +260,11 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
 
 
 def _steps(job: Job, environment: Mapping[str, str]) -> Generator[None, None, None]:
-    """Run a job's commands; yields while one is running. Closing it ends that one.
-
-    A command has a process group of its own: a signal to the group of this process reaches it once,
-    from `child`, and not again while it saves.
-    """
-    options: dict[str, Any] = {"stderr": subprocess.STDOUT, "process_group": 0}
+    """Run a job's commands; yields while one is running. Closing it ends that one."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("wb") as log:
         for command in job.commands:
-            with child(command, environment, stdout=log, **options) as process:
+            with child(command, environment, stdout=log, stderr=subprocess.STDOUT) as process:
                 while process.poll() is None:
                     yield
             if process.returncode:

@@ -108,7 +108,8 @@ def values_of(kind: Any, limits: Mapping[str, Any]) -> st.SearchStrategy[Any]:
             allow_infinity=False,
         )
     texts = st.sampled_from(TEXTS) | st.text(st.characters(exclude_characters="$?"))
-    return {str: texts, bool: st.booleans(), NoneType: st.none()}[kind]
+    scalars = {str: texts, bool: st.booleans(), NoneType: st.none()}
+    return scalars[kind] if kind in scalars else st.one_of(*scalars.values())  # of `Any`
 
 
 @cache

@@ -52,7 +52,7 @@ with unwound_by_sigterm():
 """
 # Runs `statement`, after it was told the number of processes; writes their ids once all are there.
 PARENT = """
-import os, subprocess, sys, threading, time, psutil
+import os, signal, subprocess, sys, threading, time, psutil
 from pathlib import Path
 from d2plm.core.processes import *
 def tell(number):
@@ -61,6 +61,7 @@ def tell(number):
     print(*(child.pid for child in children), flush=True)
 python, folder, number, child = sys.executable, Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 threading.Thread(target=tell, args=[number], daemon=True).start()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with unwound_by_sigterm():
     {statement}
 """

@@ -14,10 +14,11 @@ from d2plm.core.errors import LaunchError
 from pipelines import local, steps
 
 RUN = """
-import sys
+import signal, sys
 from pathlib import Path
 from d2plm.core.processes import unwound_by_sigterm
 from pipelines import local
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 folder = Path(sys.argv[1])
 local.step_command = lambda *_: [sys.executable, "-c", (folder / "step.py").read_text(), folder]
 with unwound_by_sigterm(), (folder / "log").open("w", buffering=1) as log:
