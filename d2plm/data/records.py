@@ -6,14 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
+from d2plm.core.vocabulary import PROTEIN, RESIDUES, Tokenised, Vocabulary
 
 ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
 PIECE_SEPARATOR = b"\x02"  # between the name of a record and the number of its piece
 OF_TEXT = "; text is ingested with alphabet=bytes or tokenizer"
-_BASES = b"ACGTUNX \r\n"  # and what masks them
+_MASKED_BASES = b"ACGTUNX \r\n"
 PROSE = re.compile(rb"[a-z][.,;:!?]? [a-z]")
+
+# Letters of nucleotides, tokens of residues alone, the least number of letters that tells the two
+# apart, and the least fraction of A, C, G, T, U and N, which is a quarter in proteins.
+_BASES = b"ACGTUNacgtun"
+_IS_OF_RESIDUES = np.isin(
+    np.arange(256), PROTEIN.encode("".join({*RESIDUES} - {*"ACGTUNRYSWKMBDHV"}), "residues")
+)
+_LEAST_LETTERS, _SHARE = 50, 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +47,17 @@ class RawRecords:
     tokens: Tokenised | None = None
 
     def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
-        """The tokens of the records, in the vocabulary that they were read for."""
-        return vocabulary.tokenise(self.sequences) if self.tokens is None else self.tokens
+        """The tokens of the records, in the vocabulary that they were read for.
+
+        Raises:
+            DataError: nucleotides were read as residues.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        found = vocabulary.tokenise(self.sequences)
+        if vocabulary == PROTEIN:
+            _refuse_nucleotides(self, found)
+        return found
 
 
 def readable(name: bytes) -> bytes:
@@ -73,9 +92,43 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
     fault, place = "has no sequence; remove it", None
     if vocabulary.tokenise([text]).illegal[0]:
         fault, place = vocabulary.fault(text)
-    if place is not None and not vocabulary.is_text:  # a letter is illegal
-        if PROSE.search(text):
-            advice += OF_TEXT
-        elif not PROTEIN.tokenise([text]).illegal[0] and text.upper().translate(None, _BASES):
-            advice += "; proteins are ingested with alphabet=protein"
+    others = text.upper().translate(None, _MASKED_BASES)
+    is_letter = place is not None and not vocabulary.is_text
+    if is_letter and others and not PROTEIN.tokenise([text]).illegal[0]:
+        advice += "; proteins are ingested with alphabet=protein"
     raise DataError(f"{records.where(index, place)}: record {name!r} {fault}{advice}")
+
+
+def _refuse_nucleotides(records: RawRecords, found: Tokenised) -> None:
+    """Refuse nucleotides, IUPAC's codes included, that were read as residues.
+
+    Raises:
+        DataError: a record has nothing else, or the records all together.
+    """
+    if not len(found.starts):
+        return
+    of_residues = np.logical_or.reduceat(_IS_OF_RESIDUES[found.tokens], found.starts)
+    doubtful = ~of_residues & ~found.illegal & (found.lengths > 0)
+    if not doubtful.all():
+        doubtful &= found.lengths >= _LEAST_LETTERS
+    which = np.flatnonzero(doubtful).tolist()
+    texts = [b"".join(records.sequences[i].upper().split()) for i in which]
+    if not doubtful.all():
+        of_bases = [i for i, text in zip(which, texts, strict=True) if _is_of_bases(text)]
+    else:
+        of_bases = which if _is_of_bases(b"".join(texts)) else []
+    if of_bases:
+        first, number = of_bases[0], len(records.names)
+        name = records.names[first].decode("utf-8", "replace")
+        raise DataError(
+            f"{records.where(first, None)}: record {name!r} looks like nucleotides, as do "
+            f"{len(of_bases):,} of {number:,} records here: A, C, G, T, U, N and IUPAC's codes for "
+            "several; read them with alphabet=dna, rna or codon, or translate them"
+        )
+
+
+def _is_of_bases(text: bytes) -> bool:
+    others = len(text.translate(None, _BASES))
+    return (
+        len(text) >= _LEAST_LETTERS and {*b"ACG"} <= {*text} and others <= (1 - _SHARE) * len(text)
+    )

@@ -31,6 +31,7 @@ from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
+from d2plm.data.record_checks import checked
 from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, readable
 from d2plm.data.store import MANIFEST, SequenceStore
 from d2plm.settings.data import Reading
@@ -136,7 +137,8 @@ def read_sources(
         if path == STDIN and kind not in ("fasta", "csv", "jsonl", *TEXT_FORMATS):
             raise DataError(f"standard input: cannot be read as {kind}; give FASTA or CSV there")
         try:
-            for records in _READERS[kind](_Input(path, reading, vocabulary, in_parts)):
+            found = _READERS[kind](_Input(path, reading, vocabulary, in_parts))
+            for records in checked(found, vocabulary, path):
                 yield replace(records, done=(before + records.done * size) / sum(sizes))
         except ModuleNotFoundError as error:
             raise without_pyarrow(path, error) from None
