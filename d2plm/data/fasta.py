@@ -17,7 +17,7 @@ from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
 from d2plm.data.compressed import InputFile, open_input
-from d2plm.data.records import ALIAS_SEPARATOR, OF_TEXT, PROSE, RawRecords, refuse
+from d2plm.data.records import OF_TEXT, PROSE, RawRecords, first_word, refuse, shown
 
 LINE_WIDTH = 60
 
@@ -61,7 +61,7 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
         for index, name in enumerate(records.names):
             if found.illegal[index] or not found.lengths[index]:
                 refuse(records, index, vocabulary)
-            yield FastaRecord(name.decode("utf-8", "replace"), found[index].copy())
+            yield FastaRecord(shown(name), found[index].copy())
 
 
 def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
@@ -72,7 +72,7 @@ def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
     """
     for records in read_fasta_blocks(Path(path)):
         for name, text in zip(records.names, records.sequences, strict=True):
-            yield name.decode("utf-8", "replace"), b"".join(text.split()).decode("latin-1")
+            yield shown(name), b"".join(text.split()).decode("latin-1")
 
 
 def read_fasta_blocks(
@@ -100,7 +100,7 @@ def read_fasta_blocks(
             if number == 0 and vocabulary == PROTEIN:
                 _doubt_nucleotides(path, b"".join(one for _, _, one in split[:_LEAST_LETTERS]))
             yield RawRecords(
-                names=[_first_word(header) for header, _, _ in split],
+                names=[first_word(header) for header, _, _ in split],
                 sequences=[sequence for _, _, sequence in split],
                 where=_places(path, line, texts),
                 done=source.done(),
@@ -216,13 +216,6 @@ def _refuse_other_text(source: InputFile, vocabulary: Vocabulary | None) -> int:
             f"plain or compressed{OF_TEXT if is_text else ''}"
         )
     return line
-
-
-def _first_word(header: bytes) -> bytes:
-    words = header.split(maxsplit=1)
-    if ALIAS_SEPARATOR in header:  # NCBI's nr: the headers of equal sequences in one
-        words = [ALIAS_SEPARATOR.join(_first_word(one) for one in header.split(ALIAS_SEPARATOR))]
-    return words[0] if words else b""
 
 
 def _places(path: Path, first_line: int, texts: list[bytes]) -> Callable[[int, int | None], str]:

@@ -31,7 +31,7 @@ from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
-from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, readable
+from d2plm.data.records import ALIAS_SEPARATOR, WITHOUT_CONTROL, RawRecords, shown
 from d2plm.data.store import MANIFEST, SequenceStore
 from d2plm.data.tables import Table, is_missing, open_table
 from d2plm.settings.data import Reading
@@ -172,8 +172,7 @@ def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[Fast
             if store.vocabulary.lenient() != vocabulary.lenient():
                 store.require_vocabulary(vocabulary)
             for names, tokens in zip(chain.from_iterable(store.name_blocks()), store, strict=True):
-                first = readable(names).partition(ALIAS_SEPARATOR)[0]  # of duplicates
-                yield FastaRecord(first.decode("utf-8", "replace"), tokens)
+                yield FastaRecord(shown(names), tokens)
         else:
             yield from tokenised(read_sources([path], vocabulary=vocabulary), vocabulary)
 
@@ -692,7 +691,7 @@ def _document_place(path: Path, names: list[bytes], record: int, offset: int | N
 
 
 def _one_line(name: bytes) -> bytes:
-    return b" ".join(name.replace(b"\x01", b" ").split())
+    return b" ".join(name.translate(WITHOUT_CONTROL).replace(ALIAS_SEPARATOR, b" ").split())
 
 
 @contextmanager
