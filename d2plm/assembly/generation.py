@@ -161,8 +161,9 @@ def _designs(
             require(value == unset, f"generation.{key}", value, wanted)
         path, designs = Path(settings.templates), []
         templates = [*_read_templates(path, vocabulary)]
-        places_by_name((name for name, _ in templates), path)  # designs are named after them
-        for name, text in templates:
+        names = [name or f"template_{number}" for number, (name, _) in enumerate(templates, 1)]
+        places_by_name(names, path).require_distinct()  # designs are named after them
+        for name, (_, text) in zip(names, templates, strict=True):
             template = parse_template(text, name, vocabulary)
             what, remedy = f"{path}: template {name}", "shorten it around the gaps"
             exported.require_short_enough(what, template, remedy)

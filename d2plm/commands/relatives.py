@@ -33,7 +33,7 @@ def run(config: RelativesSettings) -> dict[str, Any]:
     retrieval = part(RetrievalSettings, config)
     proteins = [*read_fasta(Path(str(source)))]
     names = [record.name for record in proteins]
-    places_by_name(names, source)  # so that the table can be read
+    places_by_name(names, source).require_distinct()  # so that the table can be read
     with Progress("reading the reference", 100, unit="%") as progress:
         found = retrieve_relatives(
             [record.tokens for record in proteins],

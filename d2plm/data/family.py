@@ -132,9 +132,13 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
         family = read_family(path, most)
         return [family] * len(names)
     table, families = read_relatives(path), [Family([], most)] * len(names)
-    for name, place in places_by_name(names, source).items():
-        usable = [one for one in table.get(name, ()) if is_canonical(one).any()]
-        if usable:
+    places, own = places_by_name(names, source), dict[int, list[Tokens]]()
+    places.require_distinct()
+    for name, relatives in table.items():
+        if name in places:
+            own.setdefault(places[name], []).extend(relatives)
+    for place, relatives in own.items():
+        if usable := [one for one in relatives if is_canonical(one).any()]:
             families[place] = Family.of(usable, most)
     return families
 

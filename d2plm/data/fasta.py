@@ -4,7 +4,6 @@ A block is cut into records by two C-level searches, and its sequences are made 
 which takes about a microsecond per record; the longest record bounds the memory.
 """
 
-import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from d2plm.data.alignment_files import alignment_format, read_alignments
 from d2plm.data.compressed import InputFile, open_input
 from d2plm.data.foreign import refuse_foreign
 from d2plm.data.record_checks import checked
-from d2plm.data.records import ALIAS_SEPARATOR, OF_TEXT, PROSE, RawRecords, refuse
+from d2plm.data.records import OF_TEXT, PROSE, RawRecords, first_words, refuse, shown
 
 LINE_WIDTH = 60
 
@@ -28,7 +27,6 @@ _LOOK_BYTES = 1 << 12  # to recognise a format
 _BUFFER_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 16 << 20  # memory is several times that of the largest record
 _NEWLINE = ord("\n")
-_COMMENTS, _COMMENT = (b"\n;", b"\n#", b"\n!"), re.compile(rb"^[;#!].*", re.M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
         for index, name in enumerate(records.names):
             if found.illegal[index] or not found.lengths[index]:
                 refuse(records, index, vocabulary)
-            yield FastaRecord(name.decode("utf-8", "replace"), found[index].copy())
+            yield FastaRecord(shown(name), found[index].copy())
 
 
 def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
@@ -72,7 +70,7 @@ def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
     """
     for records in read_fasta_blocks(Path(path)):
         for name, text in zip(records.names, records.sequences, strict=True):
-            yield name.decode("utf-8", "replace"), b"".join(text.split()).decode("latin-1")
+            yield shown(name), b"".join(text.split()).decode("latin-1")
 
 
 def read_fasta_blocks(
@@ -99,13 +97,11 @@ def read_fasta_blocks(
         line = _first_record(source, vocabulary)
         for block, part in _blocks(source, in_parts):
             line -= bool(part)  # the header is repeated
-            if any(mark in block for mark in _COMMENTS):
-                block = _COMMENT.sub(b"", block)
             texts = block.split(b"\n>")
             texts[0] = texts[0][1:]
             split = [text.partition(b"\n") for text in texts]
             yield RawRecords(
-                names=[_first_word(header) for header, _, _ in split],
+                names=first_words(header for header, _, _ in split),
                 sequences=[sequence for _, _, sequence in split],
                 where=_places(path, line, texts),
                 done=source.done(),
@@ -212,13 +208,6 @@ def _first_record(source: InputFile, vocabulary: Vocabulary | None) -> int:
             f"plain or compressed{OF_TEXT if is_text else ''}"
         )
     return line
-
-
-def _first_word(header: bytes) -> bytes:
-    words = header.split(maxsplit=1)
-    if ALIAS_SEPARATOR in header:  # NCBI's nr: the headers of equal sequences in one
-        words = [ALIAS_SEPARATOR.join(_first_word(one) for one in header.split(ALIAS_SEPARATOR))]
-    return words[0] if words else b""
 
 
 def _places(path: Path, first_line: int, texts: list[bytes]) -> Callable[[int, int | None], str]:

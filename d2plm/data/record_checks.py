@@ -18,17 +18,15 @@ import numpy as np
 from d2plm.core.errors import DataError
 from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import Vocabulary
-from d2plm.data.records import RawRecords
+from d2plm.data.records import RawRecords, is_missing
 
-# Words that tables and databases write for a sequence that they lack.
-MISSING = frozenset(["na", "n/a", "#n/a", "nan", "none", "null", "true", "false"]) | frozenset(
-    ["unavailable", "sequence unavailable", "not available"]
-)
 # Whole names of what HH-suite and the PDB's ss.txt write beside sequences.
 _ANNOTATION = re.compile(
     rb"(?:ss|sa|aa)_(?:pred|dssp|conf)|consensus|\S+_consensus|\w{4}:\w+:secstr", re.I
 )
 _PIR = re.compile(rb"(?:P1|F1|D[LC]|R[LC]|N[13]|XX);(.+)", re.DOTALL)  # kind of molecule; name
+_COMMENT = re.compile(rb"^[;#!].*", re.M)
+_PLAIN = b"ABCDEFGHIKLMNOPQRSTUVWXYZ*\n"
 _WITH_BLANKS = re.compile(rb"^[ \t]*(\S[^\n]*[ \t][^\n]*\S)[ \t]*$", re.M)
 _ONE_WORD = re.compile(rb"^[ \t]*([A-Za-z][a-z]{2,19}[.:!?]*)[ \t]*$", re.M)
 _SHELL = frozenset(b"killed done terminated aborted exit logout error failed eof".split())
@@ -46,7 +44,7 @@ def checked(
 ) -> Iterator[RawRecords]:
     """The records of an input without those of annotation, which are told of at its end.
 
-    A word for a missing sequence becomes an empty text. Text and tokens pass as they are.
+    Text and tokens pass as they are.
 
     Raises (when iterated):
         DataError: words or a header stand in a sequence, a gap in what is no alignment, annotation
@@ -63,20 +61,16 @@ def checked(
         if number == 0:
             _refuse_annotated(records)
             columns = _columns(texts[0]) if texts else None
-        if any(len(text) <= 30 for text in texts):
-            words = (text.strip().lower().decode("latin-1") for text in texts)
-            texts = [
-                b"" if word in MISSING else text for word, text in zip(words, texts, strict=True)
-            ]
-            records = replace(records, sequences=texts)
-        joined = b"\n".join(texts)
-        if b">" in joined:
+        others = b"".join(texts).translate(None, _PLAIN)
+        if any(mark in others for mark in (b";", b"#", b"!")):
+            texts[:] = [_COMMENT.sub(_blanked, text) for text in texts]
+            others = b"".join(texts).translate(None, _PLAIN)
+        if b">" in others:
             _refuse_header(records)
-        has_blanks = b" " in joined or b"\t" in joined
-        if has_blanks or not joined.isupper():
+        if b" " in others or b"\t" in others or others.upper() != others:
             for index, text in enumerate(texts):
                 _refuse_words(records, index, text)
-        if b"." in joined or b"-" in joined:
+        if b"." in others or b"-" in others:
             alone = number == 0 and len(texts) == 1
             _refuse_gaps(records, None if alone or records.part is not None else columns)
         yield records
@@ -116,6 +110,10 @@ def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
     )
 
 
+def _blanked(match: re.Match[bytes]) -> bytes:
+    return b" " * len(match[0])  # so that offsets in the text stay what they are
+
+
 def _refuse_annotated(records: RawRecords) -> None:
     """Refuse records of two lines of one length of which the second is made of long runs."""
     found = [(i, lines) for i, text in enumerate(records.sequences) if (lines := _annotated(text))]
@@ -147,6 +145,8 @@ def _refuse_header(records: RawRecords) -> None:
 
 
 def _refuse_words(records: RawRecords, index: int, text: bytes) -> None:
+    if is_missing(text):
+        return
     for match in _WITH_BLANKS.finditer(text):
         if not _is_in_blocks(match[1]):
             _refuse_line(records, index, match)

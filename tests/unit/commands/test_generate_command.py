@@ -177,8 +177,7 @@ def test_what_cannot_be_done_is_rejected_in_one_line(
             "template t has 127 residues, but the model supports",
         ),
         (">t\n", DataError, "template t: nothing to fill in"),
-        (">t\nM_\n>u\nM_\n>t\nK_\n", DataError, "records 1 and 3 are both named 't'"),
-        (">\nM_\n>\nK_\n", DataError, "records 1 and 2 are both named ''"),
+        (">t\nM_\n>u\nM_\n>t\nK_\n", DataError, "'t' names the record on line 1 and"),
         ("MK_\n", DataError, "not FASTA"),
     ],
 )

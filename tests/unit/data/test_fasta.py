@@ -25,7 +25,7 @@ from d2plm.data.fasta import (
     read_template_fasta,
     write_fasta,
 )
-from d2plm.data.record_checks import MISSING
+from d2plm.data.records import MISSING
 
 TWO = b">a\nMK\n>b\nAC\n"
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -200,7 +200,10 @@ def test_a_byte_order_mark_and_blank_lines_before_the_first_record(tmp_path: Pat
 
 def test_a_header_of_several_proteins_gives_the_names_of_all(tmp_path: Path) -> None:
     path = _file(tmp_path, b">P1 one [a b]\x01P2 two\x01 P3\nMK\n")
-    assert _read(path) == [("P1\x01P2\x01P3", "MK")]
+    assert [name for block in read_fasta_blocks(path) for name in block.names] == [
+        b"P1\x01P2\x01P3"
+    ]
+    assert _read(path) == [("P1", "MK")]  # what people see
 
 
 def test_templates_are_read_as_they_stand(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import decode, vocabulary
 from d2plm.data.ingest import describe, ingest
-from d2plm.data.record_checks import MISSING
+from d2plm.data.records import MISSING
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading
 

@@ -342,7 +342,8 @@ def test_two_proteins_of_one_name_are_not_scored_with_a_table(
     words += ["device=cpu", "pseudo_log_likelihood=false"]
     assert main(["score", *words, f"relatives={table}"]) == 1
     err = capsys.readouterr().err
-    assert f"{source}: records 1 and 3 are both named {name!r}" in err
+    what = f"{name!r} names" if name else "no name:"
+    assert f"{source}: {what} the record on line 1 and the record on line 5" in err
     family = fasta(tmp_path / "family.fasta", {"first": OTHER})  # of all, whatever their names
     assert main(["score", *words, f"relatives={family}"]) == 0
 
@@ -371,7 +372,7 @@ def test_a_wrong_table_is_rejected_in_words(text: str, message: str, tmp_path: P
         ({"reference": "empty.fasta"}, 1, "is empty"),
         ({"reference": "-"}, 2, "not standard input"),
         ({"reference": "itself.fasta"}, 1, "contains no relatives of any protein"),
-        ({"input": "twice.fasta"}, 1, "records 1 and 2 are both named 'first'"),
+        ({"input": "twice.fasta"}, 1, "'first' names the record on line 1 and"),
         ({"output": "itself.fasta"}, 2, "another file"),
         ({"identity_below": "0"}, 2, "identity_below=0: must be"),
         ({"mutual_identity_below": "2"}, 2, "mutual_identity_below=2: must be"),
