@@ -191,7 +191,7 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
     """
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     fault, place = "has no sequence; remove it", None
-    if vocabulary.tokenise([text]).illegal[0]:
+    if vocabulary.tokenise([text]).illegal[0] and not is_missing(text):
         fault, place = vocabulary.fault(text)
     others = text.upper().translate(None, _MASKED_BASES)
     is_letter = place is not None and not vocabulary.is_text
