@@ -45,11 +45,12 @@ class Table:
 
     Attributes:
         columns: names in the header; a first column of row names as R writes them has the name "".
+        source: the open file, which knows how much of it has been read.
         delimiter: tab, `;`, `,` or a blank; `,` for a single column.
     """
 
     def __init__(self, source: InputFile) -> None:
-        self.path, self._source, self._noticed, self._line = source.path, source, False, 0
+        self.path, self.source, self._noticed, self._line = source.path, source, False, 0
         start = source.content.peek(_START)[:_START]
         encoding = _wide_encoding(start)
         refuse_foreign(self.path, start.decode(encoding, "replace").encode() if encoding else start)
@@ -68,10 +69,6 @@ class Table:
         if first and len(first[1]) == len(self.columns) + 1 and first[1][-1].strip():
             self.columns.insert(0, "")
         self._rows = chain([first] if first else [], self._rows)
-
-    def done(self) -> float:
-        """Fraction of the file that has been read, 0 … 1; 0 if its size is unknown."""
-        return self._source.done()
 
     def rows(self) -> Iterator[Row]:
         """(its line in the file, its cells) of each row; empty rows and comments are left out.

@@ -209,7 +209,7 @@ def archive(*names: str) -> bytes:
         (b"HEADER    OXYGEN TRANSPORT                        22-JAN-98   1A6M\n", "PDB format"),
         (b"ATOM      1  N   VAL A   1\n", "PDB format"),
         (b"data_1A6M\n#\n_entry.id 1A6M\n", "mmCIF format"),
-        (b"LOCUS       NP_000198     110 aa            linear   PRI 01-JAN-2024\n", "a GenPept file"),
+        (b"LOCUS       NP_000198     110 aa            linear PRI 01-JAN\n", "a GenPept file"),
         (b"LOCUS       NM_000207     465 bp    mRNA\n", "a GenBank file"),
         (b"ID   MYG_PHYMC               Reviewed;         154 AA.\n", "a UniProt flat file"),
         (b"ID   X56734; SV 1; linear; mRNA; STD; PLN; 1859 BP.\n", "an EMBL flat file"),
@@ -229,7 +229,7 @@ def test_files_of_other_programs_are_named(start: bytes, message: str) -> None:
     "start",
     [
         *(b"", b">sp|P1|X\nMKT\n", b"# STOCKHOLM 1.0\n", b"CLUSTAL W\n", b"mutant,score\nK2A,1\n"),
-        *(b">P1;X\ntitle\nMKT*\n", b"; comment\n>a\nMK", b"HEADER\nMKT", b"ID,sequence\n", b"#12\t1\n"),
+        *(b">P1;X\ntitle\nMKT*\n", b"; comment\n>a\nMK", b"ID,sequence\n", b"#12\t1\n"),
         *(b"PKTL", b"MM", b"BM,score", b"data,score\n"),
     ],
 )  # fmt: skip
