@@ -14,7 +14,7 @@ from d2plm.cli import main
 from d2plm.core.batch import Relatives
 from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.core.vocabulary import decode, encode
-from d2plm.data.family import Family, read_family
+from d2plm.data.family import Family, RelativesCheck, read_family
 from d2plm.data.fasta import read_fasta
 from d2plm.evaluation.new_members import read_members
 from d2plm.evaluation.scoring import bound_draws
@@ -46,33 +46,62 @@ def fasta(tmp_path: Path) -> Path:
     return file
 
 
-def test_members_are_distinct_cut_and_drawn_by_key(fasta: Path) -> None:
+def test_members_are_distinct_and_drawn_by_key(fasta: Path) -> None:
     with fasta.open("a") as file:
         file.write(f">again\n{MEMBERS[0]}\n>none\nXXX\n")
-    family = read_family(fasta, most=2, longest=11)
-    assert [decode(one) for one in family.members] == [text[:11] for text in MEMBERS]
-    drawn = [tuple(decode(one) for one in family.draw(0, key)) for key in range(30)]
+    family = read_family(fasta, most=2)
+    assert [decode(one) for one in family.members] == MEMBERS
+    itself = encode(MEMBERS[3])
+
+    def draw(key: int) -> tuple[str, ...]:
+        return tuple(decode(one) for one in family.draw(0, key, protein=itself))
+
+    drawn = [draw(key) for key in range(30)]
     assert {len(one) for one in drawn} == {2}
     assert len({*drawn}) > 5
-    assert drawn == [tuple(decode(one) for one in family.draw(0, key)) for key in range(30)]
-    itself = encode(MEMBERS[3])
-    assert not any(np.array_equal(m, itself) for k in range(30) for m in family.draw(k, of=itself))
-    whole = Family(family.members, most=9)
-    assert len(whole.draw(0)) == 5
-    assert len(whole.draw(0, of=itself)) == 4
+    assert drawn == [draw(key) for key in range(30)]
+    assert len(Family(family.members, most=9).draw(0, protein=itself)) == 5
 
 
-def test_a_member_that_contains_a_protein_gives_it_away() -> None:
-    family = Family.of([encode("MKTAYIA"), encode("WWWW")], 3)
-    assert family.gives_away(encode("KTAY"))
-    assert family.gives_away(encode("AMKTAYIAA"))
-    assert not family.gives_away(encode("MKTAYIA"))
-    assert not family.gives_away(encode("MKTAYI" + "CC"))
+@pytest.mark.parametrize(
+    ("protein", "given", "away"),
+    [
+        ("KTAY", "w", "m"),
+        ("AMKTAYIAA", "w", "m"),
+        ("MKTAYIA", "w", ""),  # the protein itself needs no word
+        ("MKTAYI" + "CC", "mw", ""),
+        ("W", "m", "w"),
+        ("MKTAYIAWWWW", "", "mw"),
+    ],
+)
+def test_a_protein_is_not_given_what_contains_it_or_is_a_part_of_it(
+    protein: str, given: str, away: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = Family.of([encode("MKTAYIA"), encode("WWWW")], 3, ["m", "w"])
+    check = RelativesCheck("family.fasta", "in.fasta")
+    found = check.add("p", family, encode(protein))
+    assert [*found.names] == [*given] == [*family.given_to(encode(protein)).names]
+    assert [*family.giving_away(encode(protein))] == [*away]
+    check.add("q", family, encode("CCC"))
+    caplog.set_level("INFO")
+    check.report()
+    said = ["left out"] * bool(away) + ["1 of 2 proteins are scored without relatives: p"] * (
+        not given
+    )
+    assert len(caplog.messages) == len(said)
+    assert all(one in line for one, line in zip(said, caplog.messages, strict=True))
+    for name in away:
+        assert f"{name} (of p)" in caplog.text
+    only = RelativesCheck("family.fasta", "in.fasta")
+    only.add("p", family, encode(protein))
+    if not given:
+        with pytest.raises(DataError, match=r"family.fasta: contains no relatives of any .*in\.fa"):
+            only.report()
 
 
 def test_held_out_members_are_drawn_from_families_of_ten() -> None:
     members = [encode("MKT" + letter) for letter in "ACDEFGHIKL"]
-    family = Family.of(members, 3, 126, [f"m{number}" for number in range(10)])
+    family = Family.of(members, 3, [f"m{number}" for number in range(10)])
     given, held_out = family.hold_out(0.25, seed=1)
     assert (len(given.members), len(held_out.members)) == (8, 2)
     assert {*given.names, *held_out.names} == {*family.names}
@@ -84,7 +113,7 @@ def test_held_out_members_are_drawn_from_families_of_ten() -> None:
     assert not family.hold_out(0, seed=1)[1].members
     left, _ = family.hold_out(0.99, seed=1)
     assert len(left.members) == 1
-    assert not Family.of(members[1:], 3, 126).hold_out(0.5, seed=1)[1].members
+    assert not Family.of(members[1:], 3).hold_out(0.5, seed=1)[1].members
     with pytest.raises(ConfigError, match=r"held_out_members=1.*< 1"):
         family.hold_out(1, seed=1)
 
@@ -190,7 +219,7 @@ def test_each_draw_of_masks_draws_other_relatives(model: SequenceModel) -> None:
         families=[family],
     )
     for draw in range(6):
-        one = Family(family.draw(0, 0, draw, of=scored[0]), 1)
+        one = Family(family.draw(0, 0, draw, protein=scored[0]), 1)
         again = bound_draws(
             *(exported.denoiser("fp32"), exported.paradigm, scored),
             masks_per_sequence=6,
@@ -203,10 +232,12 @@ def test_mutations_are_scored_given_relatives_on_average(model: SequenceModel) -
     wild_type, variants = "MKTAYIAKQR", ["A4G", "K8R:R10L", "WT"]
     plain = model.score_mutations(wild_type, variants)
     given = model.score_mutations(wild_type, variants, relatives=MEMBERS, max_relatives=2)
-    family = Family.of([encode(text) for text in MEMBERS], 2)
+    family = Family.of([encode(text) for text in MEMBERS], 2).given_to(encode(wild_type))
     each = [
         model.score_mutations(
-            wild_type, variants, relatives=[decode(one) for one in family.draw(draw)]
+            wild_type,
+            variants,
+            relatives=[decode(m) for m in family.draw(draw, protein=encode(wild_type))],
         )
         for draw in range(4)
     ]
