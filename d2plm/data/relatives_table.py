@@ -61,8 +61,8 @@ def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]] | None:
         if not {PROTEIN, SEQUENCE} <= {*columns}:
             if len(columns) > 1 and any(one.startswith(OF_RELATIVES) for one in columns):
                 raise DataError(
-                    f"{path}: has the columns {', '.join(table.columns)}; a table of relatives needs "
-                    f"{PROTEIN}, the name of a protein, and {SEQUENCE}, the residues of a relative"
+                    f"{path}: has the columns {', '.join(table.columns)}; a table of relatives "
+                    f"needs {PROTEIN}, the name of a protein, and {SEQUENCE}, that of a relative"
                 )
             return None
         places = columns.index(PROTEIN), columns.index(SEQUENCE)
