@@ -62,15 +62,16 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
             yield FastaRecord(shown(name), found[index].copy())
 
 
-def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of each record of a FASTA file of templates, without blanks, unchecked.
+def read_template_fasta(path: Path) -> Iterator[tuple[str, str, str]]:
+    """(name, text, where it is) of each record of a FASTA file of templates, unchecked.
 
     Raises (when iterated):
         DataError: the file is missing, unreadable, empty, damaged or no FASTA.
     """
     for records in read_fasta_blocks(Path(path)):
-        for name, text in zip(records.names, records.sequences, strict=True):
-            yield shown(name), b"".join(text.split()).decode("latin-1")
+        for index, text in enumerate(records.sequences):
+            name, where = shown(records.names[index]), records.where(index, None)
+            yield name, b"".join(text.split()).decode("latin-1"), where
 
 
 def read_fasta_blocks(

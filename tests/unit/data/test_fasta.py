@@ -208,7 +208,8 @@ def test_a_header_of_several_proteins_gives_the_names_of_all(tmp_path: Path) -> 
 
 def test_templates_are_read_as_they_stand(tmp_path: Path) -> None:
     path = _file(tmp_path, b">a b\nMK__\n v?*\n>\n\n")
-    assert list(read_template_fasta(path)) == [("a", "MK__v?*"), ("", "")]
+    lines = [f"{path}, line {number}" for number in (1, 4)]
+    assert [*read_template_fasta(path)] == [("a", "MK__v?*", lines[0]), ("", "", lines[1])]
 
 
 def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
