@@ -140,7 +140,10 @@ def test_written_records_are_read_back(
 def _read_by_lines(content: bytes) -> list[tuple[bytes, bytes]]:
     """(name, text without line breaks) of each record, the slow and obvious way."""
     records: list[tuple[bytes, bytes]] = []
-    for line in content.rstrip(b"\0\x1a").replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"):
+    content = content.rstrip(b"\0\x1a").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    for line in content.split(b"\n"):
+        content.rstrip(b"\0\x1a").replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    ):
         if line.startswith(b">"):
             headers = line[1:].split(b"\x01")
             records.append((b"\x01".join((h.split() or [b""])[0] for h in headers), b""))
