@@ -142,8 +142,6 @@ def _read_by_lines(content: bytes) -> list[tuple[bytes, bytes]]:
     records: list[tuple[bytes, bytes]] = []
     content = content.rstrip(b"\0\x1a").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     for line in content.split(b"\n"):
-        content.rstrip(b"\0\x1a").replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-    ):
         if line.startswith(b">"):
             headers = line[1:].split(b"\x01")
             records.append((b"\x01".join((h.split() or [b""])[0] for h in headers), b""))
