@@ -373,9 +373,9 @@ def test_a_file_of_exactly_that_name_wins(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_path_that_is_empty_is_rejected_and_null_is_none_where_it_may_be() -> None:
     for value in ("", " ", "???"):
-        with pytest.raises(ConfigError, match="output: is empty; give a path$"):
+        with pytest.raises(ConfigError, match=r"output: is empty; give a path$"):
             compose("ingest", ["input=x", f"output={value}"])
-        with pytest.raises(ConfigError, match="output: is empty; give a path, or null for none$"):
+        with pytest.raises(ConfigError, match=r"output: is empty; give a path, or null for none$"):
             compose("score", ["model_dir=m", "input=x", f"output={value}"])
     assert compose("data_verify", ["store=null"]).store == "null"
     assert compose("score", ["model_dir=m", "input=x", "output=null"]).output is None
@@ -388,7 +388,7 @@ def test_a_path_in_a_file_is_text(tmp_path: Path, value: str) -> None:
         read("train", tmp_path / "config.yaml")
 
 
-@pytest.mark.parametrize("value", ["it's", "a=b", "a{1}", 'say "x"', "$HOME=", "a\\(b"])
+@pytest.mark.parametrize("value", ["it's", "a=b", "a{1}", 'say "x"', "$HOME=", "a(b\\c"])
 def test_the_message_on_special_characters_is_the_line_to_type(value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose("train", [f"name={value}"])
