@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=Settings)
 
 PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
+RUN_CONFIG = "config.yaml"  # in the output_dir of every run
 MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
 
 # A member of a list on the command line, such as [a,'b,c'].
@@ -460,7 +461,26 @@ class Arguments:
         overrides = self.overrides if overrides is None else overrides
         if self.file is not None:
             return read(self.command, self.file, overrides)
-        return compose(self.command, overrides, self.name, self.folder)
+        composed = compose(self.command, overrides, self.name, self.folder)
+        if self.command == "export" and self.name is self.folder is None:
+            return _of_its_run(composed, overrides)
+        return composed
+
+
+def _of_its_run(composed: PipelineSettings, overrides: list[str]) -> Any:
+    """The configuration of the run in `output_dir` with `overrides`, if there is a run.
+
+    Groups that are chosen on the command line make it a configuration of its own.
+    """
+    output_dir = Path(composed.output_dir)
+    file, choices = output_dir / RUN_CONFIG, _sorted_out("export", overrides, config_dir())[0]
+    if choices or not file.is_file():
+        return composed
+    run = read("export", file)
+    words = ["trainer.resume=auto", f"output_dir={quoted(composed.output_dir)}"]
+    if Path(run.model_dir) == Path(run.output_dir) / "model":  # also if the run was moved
+        words.append(f"model_dir={quoted(str(output_dir / 'model'))}")
+    return read("export", file, [*words, *overrides])
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:

@@ -160,7 +160,10 @@ def _designs(
             value = getattr(settings, key)
             require(value == unset, f"generation.{key}", value, wanted)
         path, designs = Path(settings.templates), []
-        templates = [*_read_templates(path, vocabulary)]
+        templates = [
+            (name or f"template{number}", text)
+            for number, (name, text) in enumerate(_read_templates(path, vocabulary), start=1)
+        ]
         places_by_name((name for name, _ in templates), path)  # designs are named after them
         for name, text in templates:
             template = parse_template(text, name, vocabulary)
@@ -195,7 +198,7 @@ def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, s
             if text and ".jsonl" in path.suffixes:
                 try:
                     row = json.loads(text)
-                    name, text = str(row.get("name", name)), row["text"]
+                    name, text = str(row.get("name") or name), row["text"]
                     if not isinstance(text, str):
                         raise TypeError(text)
                 except (ValueError, KeyError, TypeError, AttributeError):
