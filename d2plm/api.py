@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from d2plm.core.errors import ConfigError, DataError, did_you_mean, require_number
+from d2plm.core.errors import ConfigError, did_you_mean, require_number
 from d2plm.core.vocabulary import PROTEIN, Tokens, decode
 from d2plm.data import retrieval
-from d2plm.data.family import Family
+from d2plm.data.family import Family, RelativesCheck
 from d2plm.evaluation.embedding import embeddings
 from d2plm.evaluation.mutations import Variant, VariantError, place_variants
 from d2plm.evaluation.scoring import (
@@ -408,11 +408,10 @@ class SequenceModel:
         lists = [given] if for_all else given
         families = [self._family(own or None, most) or Family([], most) for own in lists]
         families *= len(proteins) if for_all else 1
-        pairs = zip(families, proteins, strict=True)
-        if proteins and not any(family.has_others(protein) for family, protein in pairs):
-            raise DataError(
-                "relatives: contains only the proteins themselves; pass others, or omit relatives"
-            )
+        check = RelativesCheck("relatives", "sequences")
+        for number, pair in enumerate(zip(families, proteins, strict=True)):
+            check.add(str(number), *pair)
+        check.report()
         return families
 
     def _family(self, relatives: Sequence[str] | None, most: int) -> Family | None:
@@ -432,7 +431,7 @@ class SequenceModel:
     ) -> list[str]:
         relatives = None
         if family is not None:
-            relatives = family.draw_for_designs(len(templates), sampling.seed)
+            relatives = family.draw_for_designs(templates, sampling.seed)
         rows = sample(
             self._denoiser,
             self.exported.paradigm,

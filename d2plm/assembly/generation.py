@@ -62,7 +62,8 @@ def generate(
         designs = _designs(exported, settings, given)
     relatives = None
     if given is not None and exported.model.config.relatives_dim is not None:
-        relatives = given.draw_for_designs(len(designs), sampling.seed)
+        templates = [template for _, template in designs]
+        relatives = given.draw_for_designs(templates, sampling.seed)
     _make_folder(output)
     began = time.perf_counter()
     with Progress("generating") as progress:

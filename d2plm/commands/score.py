@@ -4,7 +4,6 @@ Proteins are read twice: first to check them before hours are spent on scoring, 
 in chunks, so that memory does not grow with the file. A table of variants is kept in memory.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,8 +20,8 @@ from d2plm.core.batch import of_size
 from d2plm.core.errors import DataError, require, within
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import JSON, done, first_few, output_modes
-from d2plm.data.family import Family, read_families
+from d2plm.core.terminal import JSON, done, output_modes
+from d2plm.data.family import Family, RelativesCheck, read_families
 from d2plm.data.fasta import read_fasta
 from d2plm.data.sources import CUT_IT, is_stream, read_sequences
 from d2plm.evaluation import mutations, scoring
@@ -31,9 +30,6 @@ from d2plm.export.exported_model import ExportedModel
 from d2plm.settings.commands import ScoreSettings
 from d2plm.tracking.locations import open_model
 
-log = logging.getLogger(__name__)
-
-GIVES_AWAY = "a relative of %s contains it or is part of it, so its score is not meaningful"
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numbering of a part)"
 
@@ -69,20 +65,15 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     records = partial(read_sequences, path, vocabulary, config.window)
     once = list(records()) if is_stream(path) else None  # a pipe can be read only once
     families = _families(config, exported, (record.name for record in once or records()))
-    tokens, number, alone = 0, 0, []  # number of proteins; names of those without relatives
+    tokens, check = 0, RelativesCheck(str(config.relatives), str(path))
     remedy = CUT_IT if config.relatives is None else "remove or shorten it"
-    for record in once or records():
+    for number, record in enumerate(once or records()):
         exported.require_short_enough(f"record {record.name!r}", record.tokens, remedy, DataError)
         residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation.masks_per_sequence + residues)
-        family = None if families is None else families[number]
-        if family is not None and not family.has_others(record.tokens):
-            alone.append(record.name)
-        if family is not None and family.gives_away(record.tokens):
-            log.warning(GIVES_AWAY, record.name)
-        number += 1
-    if alone:
-        _report_alone(config, alone, number)
+        if families is not None:
+            check.add(record.name, families[number], record.tokens)
+    check.report()
     model, written, rows = exported.denoiser(config.precision), 0, []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
@@ -135,17 +126,16 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     rows_of = table.rows_by_protein(proteins, source)
     variants = table.place(proteins, rows_of, config.mutation_offset)
     families = _families(config, exported, (protein.name for protein in proteins))
-    tokens, alone = 0, list[str]()
+    tokens, check = 0, RelativesCheck(str(config.relatives), source)
+    given: dict[int, Family] = {}
     for protein, changes in variants.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
-        family = None if families is None else families[protein]
-        passes = 1 if family is None else 1 + scoring.effect_draws(family, wild_type)
+        if families is not None:
+            given[protein] = check.add(name, families[protein], wild_type)
+        passes = 1 if families is None else 1 + scoring.effect_draws(given[protein])
         tokens += passes * (len(wild_type) + 2) * len(scoring.variants_by_positions(changes))
-        if family is not None and not family.has_others(wild_type):
-            alone.append(name)
-    if alone:
-        _report_alone(config, alone, len(variants))
+    check.report()
     model, correlations = exported.denoiser(config.precision), []
     scores: dict[str, NDArray[np.float64]] = {}
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
@@ -153,7 +143,7 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         of_any = partial(scoring.mutational_effects, model, paradigm, **settings)
         for protein, rows in rows_of.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
-            changes, family = variants[protein], None if families is None else families[protein]
+            changes, family = variants[protein], given.get(protein)
             of_model = partial(of_any, wild_type, changes, name=name)
             for column, effects in _by_predictor(of_model, wild_type, changes, family).items():
                 scores.setdefault(column, np.zeros(len(table.cells)))[rows] = effects
@@ -196,17 +186,6 @@ def _families(
     exported.require_taking_relatives("relatives")
     path, most = Path(str(config.relatives)), config.max_relatives
     return read_families(path, most, list(names), str(config.input))
-
-
-def _report_alone(config: ScoreSettings, alone: list[str], number: int) -> None:
-    """Log which proteins have no relatives; raise an error if none has."""
-    if len(alone) == number:
-        raise DataError(
-            f"{config.relatives}: contains no relatives of any protein in {config.input} "
-            "except the protein itself; check the names, add relatives, or omit relatives="
-        )
-    shown = first_few(alone)
-    log.info("%d of %d proteins are scored without relatives: %s", len(alone), number, shown)
 
 
 def _settings(config: ScoreSettings, exported: ExportedModel, progress: Progress) -> dict[str, Any]:
