@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from d2plm.core.errors import ConfigError, did_you_mean, require_number
+from d2plm.core.errors import ConfigError, DataError, did_you_mean, require_number
 from d2plm.core.vocabulary import PROTEIN, Tokens, decode
 from d2plm.data import retrieval
 from d2plm.data.family import Family, RelativesCheck
