@@ -26,6 +26,7 @@ from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.manifest import RAW, PreparedData, is_prepared, open_prepared
 from d2plm.data.retrieval import retrieve_relatives
 from d2plm.data.sources import read_sequences
+from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.export_callback import ADAPTER
 from d2plm.export.exported_model import ExportedModel, load_export, read_provenance, save_export

@@ -443,12 +443,12 @@ def _huggingface_files(path: Path) -> list[Path]:
     files = sorted([*_files_in(path, "*.parquet"), *_files_in(path, "*.arrow")])
     if not files:
         raise DataError(f"{path}: no folder with Parquet or Arrow files; check the path")
-    splits: dict[str, list[Path]] = {}
+    by_split: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[\W\d_]+", str(file.relative_to(path)).lower())
         named = next((split for split in _SPLITS if {*_SPLITS[split]} & {*words}), "other files")
-        splits.setdefault(named, []).append(file)
-    _require_one_split(path, splits)
+        by_split.setdefault(named, []).append(file)
+    _require_one_split(path, by_split)
     return files
 
 
