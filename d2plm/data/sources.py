@@ -25,6 +25,7 @@ import numpy as np
 
 from d2plm.core.errors import DataError, did_you_mean, first_line, require_number
 from d2plm.core.files import nearest_path, shipped
+from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
@@ -138,20 +139,37 @@ def read_sources(
         before += size
 
 
-CUT_IT = "set window to cut such records into pieces, or remove them"  # of `read_sequences`
-
-
 def read_sequences(
-    inputs: str | Path, vocabulary: Vocabulary, window: int | None = None
+    inputs: str | Path,
+    vocabulary: Vocabulary,
+    window: int | None = None,
+    max_residues: int | None = None,
 ) -> Iterator[FastaRecord]:
-    """The records of any input or of a store of this vocabulary, longer ones cut as by `ingest`.
+    """The records of any input or of a store of this vocabulary.
+
+    Args:
+        window, max_residues: longer records are cut or left out, as by `ingest`.
 
     Raises:
-        ConfigError: `window` is out of range.
+        ConfigError: one of them is out of range.
         DataError (when iterated): an input is missing or damaged, or not of the vocabulary.
     """
     require_number("window", window, optional=True, integer=True, low=1)
-    return _cut(_read_sequences(inputs, vocabulary), window)
+    require_number("max_residues", max_residues, optional=True, integer=True, low=1)
+    records = _read_sequences(inputs, vocabulary)
+    return _cut(records if max_residues is None else _short(records, max_residues, inputs), window)
+
+
+def _short(records: Iterator[FastaRecord], most: int, inputs: str | Path) -> Iterator[FastaRecord]:
+    left_out: list[str] = []
+    for record in records:
+        if len(record.tokens) <= most:
+            yield record
+        else:
+            left_out.append(record.name)
+    if left_out:
+        shown = first_few(left_out)
+        _say(f"{inputs}: left out {len(left_out):,} longer than max_residues={most}: {shown}")
 
 
 def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[FastaRecord]:

@@ -228,6 +228,8 @@ class ScoreSettings(InferenceSettings):
     mutations, a FASTA file of the wild types"""
     window: int | None = key(None, low=1)
     """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
+    max_residues: int | None = key(None, low=1)
+    """longer sequences are left out; null: none"""
     output: str | None = key(None, path="any")
     """CSV file; null: standard output"""
     pseudo_log_likelihood: bool | None = key(None)
@@ -262,6 +264,8 @@ class EmbedSettings(InferenceSettings):
     including duplicates)"""
     window: int | None = key(None, low=1)
     """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
+    max_residues: int | None = key(None, low=1)
+    """longer sequences are left out; null: none"""
     output: str = key("embeddings", path="folder")
     """folder of files of about 256 MB; the same command continues an interrupted run"""
     layer: int = key(-1)

@@ -157,20 +157,27 @@ def test_one_draw_leaves_the_interval_empty(
     assert {(row["nats_low"], row["nats_high"]) for row in rows} == {("", "")}
 
 
-def test_a_protein_that_is_too_long_is_rejected_by_name_before_any_is_scored(
+def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_be_left_out(
     models: Path,
     fasta: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(score.scoring, "bound_draws", lambda *_, **__: pytest.fail("scored"))
+    known = len(fasta.read_text().split(">")) - 1
     with fasta.open("a") as file:
-        file.write(f">long\n{'A' * 127}\n")
+        file.write(f">long\n{'A' * 127}\n>longer\n{'L' * 1270}\n")
     output = tmp_path / "scores.csv"
-    line = refusal(capsys, f"model_dir={models / 'masked'}", f"input={fasta}", f"output={output}")
-    assert "record 'long' has 127 residues, but the model supports at most 126" in line
+    words = [f"model_dir={models / 'masked'}", f"input={fasta}", f"output={output}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(score.scoring, "bound_draws", lambda *_, **__: pytest.fail("scored"))
+        line = refusal(capsys, *words)
+    assert f"2 of {known + 2} records have more than the 126 residues that the model" in line
+    assert "long (127), longer (1,270); set max_residues=126 to leave them out, or window" in line
     assert not output.exists()
+    assert main(["score", *words, "max_residues=126"]) == 0
+    assert "left out 2 longer than max_residues=126: long, longer" in capsys.readouterr().err
+    assert len(output.read_text().splitlines()) == 1 + known
 
 
 def test_a_run_that_fails_leaves_what_was_there(
