@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from scipy.stats import spearmanr
 from d2plm.cli import main
 from d2plm.commands import score
 from d2plm.core.vocabulary import encode
+from d2plm.data.ingest import ingest
 from d2plm.evaluation.mutations import parse_variant, place
 from d2plm.evaluation.scoring import (
     bound_draws,
@@ -60,6 +62,28 @@ def wild_type(tmp_path: Path) -> Path:
     file = tmp_path / "wildtype.fasta"
     file.write_text(f">P1\n{PROTEINS['P1']}\n")
     return file
+
+
+@pytest.mark.parametrize("form", ["fasta", "csv", "jsonl", "store"])
+def test_names_are_shown_without_control_characters(
+    models: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
+    if form == "csv":
+        file.write_text("name,sequence\n" + "".join(f"{name},MKT\n" for name in names))
+    elif form == "jsonl":
+        rows = ({"name": name, "sequence": "MKT"} for name in names)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        (tmp_path / "in.fasta").write_text("".join(f">{name} x\nMKT\n" for name in names))
+        if form == "store":
+            ingest(tmp_path / "in.fasta", file)
+    assert main(["score", f"model_dir={models / 'masked'}", f"input={file}", "device=cpu"]) == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    if form == "fasta":
+        shown = [row["name"] for row in csv.DictReader(io.StringIO(text))]
+        assert shown == ["first", "bell_", "two__"]
 
 
 def written(file: Path) -> list[dict[str, str]]:
