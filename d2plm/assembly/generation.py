@@ -201,7 +201,7 @@ def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, s
             if text and ".jsonl" in path.suffixes:
                 try:
                     row = json.loads(text)
-                    name, text = str(row.get("name", name)), row["text"]
+                    name, text = str(row.get("name") or name), row["text"]
                     if not isinstance(text, str):
                         raise TypeError(text)
                 except (ValueError, KeyError, TypeError, AttributeError):

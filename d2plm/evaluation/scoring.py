@@ -290,6 +290,38 @@ def mutational_effects(
     return effects
 
 
+def bound_differences(
+    model: Denoiser,
+    paradigm: Paradigm,
+    wild_type: Tokens,
+    sequences: Sequence[Tokens],
+    masks_per_sequence: int = 16,
+    seed: int = 0,
+    *,
+    family: Family | None = None,
+    name: str = "the wild type",
+    **settings: Any,
+) -> NDArray[np.float64]:
+    """float64 [N]: the wild type's bound less that of each sequence, higher where it is likelier.
+
+    For variants of other lengths, which `mutational_effects` cannot compare. Arguments as of
+    `bound_draws`, errors too.
+    """
+    every = [wild_type, *sequences]
+    draws = bound_draws(
+        model,
+        paradigm,
+        every,
+        masks_per_sequence=masks_per_sequence,
+        seed=seed,
+        families=None if family is None else [family] * len(every),
+        names=[name, *(f"{name}, variant {number}" for number in range(1, len(every)))],
+        **settings,
+    )
+    nats = draws.mean(axis=1)
+    return nats[0] - nats[1:]
+
+
 def effect_draws(given: Family | None) -> int:
     """Draws of relatives over which `mutational_effects` averages: one where all are given."""
     return 1 if given is None or len(given.members) <= given.most else RELATIVES_DRAWS

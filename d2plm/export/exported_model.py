@@ -47,7 +47,7 @@ class ExportedModel:
         model: the model, in evaluation mode.
         paradigm: the paradigm with the settings of the training.
         lengths: lengths of the training proteins.
-        provenance: data digests, step, tracking run, version.
+        provenance: data digests, step, tracking run, version, digests of the files.
     """
 
     folder: Path
@@ -160,6 +160,11 @@ def save_export(
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             lengths.save(partial)
+            content["files"] = {
+                file.name: files_digest(file)
+                for file in sorted(partial.iterdir())
+                if file.is_file()
+            }
             (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
             exported = ExportedModel(partial, model, paradigm, lengths, content)
             (partial / CARD).write_text(exported.card(name=folder.name), encoding="utf-8")
@@ -271,12 +276,14 @@ def weights_digest(folder: Path) -> str:
 
 
 def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:
-    """Whether `folder` contains an export with this provenance."""
+    """Whether `folder` contains an export with this provenance, whose files are as written."""
     try:
-        written = read_provenance(folder)
-    except ModelError:
+        written = read_provenance(folder) or {}
+        files = written.pop("files", {})
+        whole = files and all(files_digest(folder / name) == files[name] for name in files)
+    except (ModelError, DataError):
         return False
-    return written is not None and written == _provenance(written.get("paradigm", ""), provenance)
+    return whole and written == _provenance(written.get("paradigm", ""), provenance)
 
 
 def _provenance(paradigm: str, provenance: dict[str, Any]) -> dict[str, Any]:
