@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from d2plm.core import vocabulary
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 from d2plm.core.number_text import counted
-from d2plm.core.vocabulary import decode
+from d2plm.core.vocabulary import Tokens, decode
+from d2plm.data.fasta import tokenised
+from d2plm.data.record_checks import checked
+from d2plm.data.records import RawRecords, is_missing
 from d2plm.data.retrieval import Relative
-from d2plm.data.tables import is_missing, open_table
+from d2plm.data.tables import open_table
 
 PROTEIN, SEQUENCE = "protein", "sequence"
 COLUMNS = (PROTEIN, "relative", "identity", "coverage", SEQUENCE)
@@ -41,7 +41,7 @@ def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[R
                 print(protein, name, *figures, decode(one.tokens), sep="\t", file=file)
 
 
-def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]] | None:
+def read_relatives(path: Path) -> dict[str, list[Tokens]] | None:
     """Name of each protein of a table → its relatives, uint8 residue tokens.
 
     Only the columns of names and sequences are needed, in any place. None is a file without them.
@@ -50,8 +50,6 @@ def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]] | None:
         DataError: the file is a table of relatives under other names, has no rows, or a cell holds
             no protein.
     """
-    found: dict[str, list[NDArray[np.uint8]]] = {}
-    empty = 0
     with ExitStack() as stack:
         try:
             table = stack.enter_context(open_table(path))
@@ -66,15 +64,19 @@ def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]] | None:
                 )
             return None
         places = columns.index(PROTEIN), columns.index(SEQUENCE)
-        for line, cells in table.rows():
-            protein, sequence = (cells[place].strip() for place in places)
-            if is_missing(protein) or is_missing(sequence):
-                empty += 1
-                continue
-            tokens = vocabulary.PROTEIN.encode(sequence, f"{path}, line {line}")
-            found.setdefault(protein, []).append(tokens)
-    if not found:
+        rows = [(line, *(cells[place].strip() for place in places)) for line, cells in table.rows()]
+    whole = [row for row in rows if row[1] and not is_missing(row[2].encode())]
+    if not whole:
         raise DataError(f"{path}: has no rows; give at least one relative")
-    if empty:
+    if empty := len(rows) - len(whole):
         log.info("%s: left out %s without a protein or a sequence", path, counted(empty, "row"))
+    records = RawRecords(
+        names=[protein.encode() for _, protein, _ in whole],
+        sequences=[sequence.encode() for _, _, sequence in whole],
+        where=lambda record, offset: f"{path}, line {whole[record][0]}",
+        done=1.0,
+    )
+    found: dict[str, list[Tokens]] = {}
+    for record in tokenised(checked([records], vocabulary.PROTEIN, path), vocabulary.PROTEIN):
+        found.setdefault(record.name, []).append(record.tokens)
     return found
