@@ -5,7 +5,7 @@ A row is a relative of a protein. Names are single words, so no cell is quoted.
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 
 from d2plm.core import vocabulary
@@ -14,14 +14,16 @@ from d2plm.core.files import written_beside
 from d2plm.core.number_text import counted
 from d2plm.core.vocabulary import Tokens, decode
 from d2plm.data.fasta import tokenised
-from d2plm.data.record_checks import checked
-from d2plm.data.records import RawRecords, is_missing
 from d2plm.data.retrieval import Relative
+from d2plm.data.sources import read_sources
 from d2plm.data.tables import open_table
+from d2plm.settings.data import Reading
 
 PROTEIN, SEQUENCE = "protein", "sequence"
 COLUMNS = (PROTEIN, "relative", "identity", "coverage", SEQUENCE)
 OF_RELATIVES = (PROTEIN, "relative", "query", "qseq")  # how a column begins in such tables only
+
+FIELDS = frozenset((".parquet", ".arrow", ".jsonl", ".ndjson", ".json"))
 
 log = logging.getLogger(__name__)
 
@@ -50,33 +52,32 @@ def read_relatives(path: Path) -> dict[str, list[Tokens]] | None:
         DataError: the file is a table of relatives under other names, has no rows, or a cell holds
             no protein.
     """
-    with ExitStack() as stack:
-        try:
-            table = stack.enter_context(open_table(path))
-        except DataError:
-            return None
-        columns = [column.lower() for column in table.columns]
-        if not {PROTEIN, SEQUENCE} <= {*columns}:
-            if len(columns) > 1 and any(one.startswith(OF_RELATIVES) for one in columns):
-                raise DataError(
-                    f"{path}: has the columns {', '.join(table.columns)}; a table of relatives "
-                    f"needs {PROTEIN}, the name of a protein, and {SEQUENCE}, that of a relative"
-                )
-            return None
-        places = columns.index(PROTEIN), columns.index(SEQUENCE)
-        rows = [(line, *(cells[place].strip() for place in places)) for line, cells in table.rows()]
-    whole = [row for row in rows if row[1] and not is_missing(row[2].encode())]
-    if not whole:
-        raise DataError(f"{path}: has no rows; give at least one relative")
-    if empty := len(rows) - len(whole):
-        log.info("%s: left out %s without a protein or a sequence", path, counted(empty, "row"))
-    records = RawRecords(
-        names=[protein.encode() for _, protein, _ in whole],
-        sequences=[sequence.encode() for _, _, sequence in whole],
-        where=lambda record, offset: f"{path}, line {whole[record][0]}",
-        done=1.0,
+    columns: dict[str, str] = {}
+    with suppress(DataError), open_table(path) as table:
+        columns = {column.lower(): column for column in table.columns}
+    is_csv = {PROTEIN, SEQUENCE} <= {*columns}
+    if not is_csv and len(columns) > 1 and any(one.startswith(OF_RELATIVES) for one in columns):
+        raise DataError(
+            f"{path}: has the columns {', '.join(columns.values())}; a table of relatives needs "
+            f"{PROTEIN}, the name of a protein, and {SEQUENCE}, that of a relative"
+        )
+    if not is_csv and FIELDS.isdisjoint(path.suffixes):
+        return None
+    reading = Reading(
+        format="csv" if is_csv else "auto",
+        name_field=columns.get(PROTEIN, PROTEIN),
+        sequence_field=columns.get(SEQUENCE, SEQUENCE),
     )
     found: dict[str, list[Tokens]] = {}
-    for record in tokenised(checked([records], vocabulary.PROTEIN, path), vocabulary.PROTEIN):
-        found.setdefault(record.name, []).append(record.tokens)
+    try:
+        for record in tokenised(read_sources([path], reading), vocabulary.PROTEIN):
+            found.setdefault(record.name, []).append(record.tokens)
+    except DataError:
+        if is_csv:
+            raise
+        return None  # without these fields
+    if unnamed := found.pop("", []):
+        log.info("%s: left out %s without a protein", path, counted(len(unnamed), "row"))
+    if not found:
+        raise DataError(f"{path}: has no rows; give at least one relative")
     return found
