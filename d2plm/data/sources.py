@@ -696,13 +696,12 @@ def _readable(path: Path, what: str) -> Iterator[None]:
 
 _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "fasta": lambda given: read_fasta_blocks(given.path, given.vocabulary, given.in_parts),
-    "lmdb": _read_lmdb,
-    "parquet": _read_parquet,
     "csv": _read_csv,
+    "parquet": _read_parquet,
+    "jsonl": _read_jsonl,
     "huggingface": _read_huggingface,
     "hub": _read_hub,
-    "megatron": _read_megatron,
-    "jsonl": _read_jsonl,
+    "lmdb": _read_lmdb,
     "text": lambda given: read_documents(given.path, given.in_parts),
     "lines": lambda given: read_documents(
         given.path, given.in_parts, lambda line: line.endswith(b"\n")
@@ -710,4 +709,32 @@ _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "paragraphs": lambda given: read_documents(
         given.path, given.in_parts, lambda line: not line.strip()
     ),
+    "megatron": _read_megatron,
+}
+# What each reader reads, and an example of the settings, for docs/data.md.
+FORMS = {
+    "fasta": (
+        "FASTA, A2M, A3M, PIR; alignments in Stockholm and Clustal, without their gaps",
+        "input=proteins.fasta.gz",
+    ),
+    "csv": (
+        "tables with a header: CSV, TSV, `;`, comments, UTF-8, UTF-16, Latin-1",
+        "input=table.csv sequence_field=Sequence name_field=Entry",
+    ),
+    "parquet": ("Parquet", "input=table.parquet"),
+    "jsonl": ("JSON lines, an object a line: .jsonl, .ndjson, .json", "'input=shards/*.jsonl.zst'"),
+    "huggingface": (
+        "a folder that `datasets` saved, or of Parquet or Arrow files, of one split",
+        "input=dataset_folder/train",
+    ),
+    "hub": (
+        "a dataset of the Hugging Face hub, streamed (pip install 'd2plm[hub]'); what follows NAME "
+        "is optional, the split train",
+        "input=hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT",
+    ),
+    "lmdb": ("LMDB of plain sequences or of JSON", "input=old_lmdb sequence_field=primary"),
+    "text": ("a plain text, one record (alphabet bytes or tokenizer)", "input=book.txt"),
+    "lines": ("the lines of a plain text", "input=book.txt format=lines"),
+    "paragraphs": ("what blank lines divide in a plain text", "input=book.txt format=paragraphs"),
+    "megatron": ("a corpus of Megatron, .bin and .idx, tokenised already", "input=corpus.idx"),
 }
