@@ -162,7 +162,7 @@ def _designs(
             require(value == unset, f"generation.{key}", value, wanted)
         path, designs = Path(settings.templates), []
         templates = [*_read_templates(path, vocabulary)]
-        names = [one[0] or f"template_{number}" for number, one in enumerate(templates, 1)]
+        names = [one[0] or f"template{number}" for number, one in enumerate(templates, 1)]
         places_by_name(names, path).require_distinct()  # designs are named after them
         for name, (_, text, where) in zip(names, templates, strict=True):
             try:

@@ -54,7 +54,9 @@ def run(config: ScoreSettings) -> dict[str, Any]:
     read = [config.input, config.mutations, config.relatives]
     require_other_output("output", output, read)
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
-    with within("evaluation", {name: name for name in ("precision", "max_relatives")}):
+    with within(
+        "evaluation", {name: name for name in ("precision", "max_relatives", "mutation_offset")}
+    ):
         return (score_proteins if config.mutations is None else score_variants)(config, exported)
 
 

@@ -213,9 +213,9 @@ def numbering_offset(
         return int(best[0])
     shown = ", ".join(map(str, best[:5])) + (", …" if len(best) > 5 else "")
     raise ConfigError(
-        f"the numbering of the variants of {name!r} is not clear: {of_preferred} of "
-        f"{len(expected)} residues agree with it at {preferred}, {most} at {shown}; give the "
-        "position of its first residue less 1",
+        f"{of_preferred} of the {len(expected)} residues in the variants of {name!r} agree with it "
+        f"at the offset {preferred}, {most} at {shown}, and they are too few to tell which is "
+        "meant; give the position of its first residue less 1",
         {"mutation_offset": "auto"},
     )
 

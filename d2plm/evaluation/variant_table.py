@@ -138,12 +138,6 @@ class VariantTable:
                 raise DataError(wrong[0])
             if not wrong:
                 return name, values
-        log.info(
-            "%s: no column of measurements found; the columns are %s; set measured= to one of them "
-            "for a correlation",
-            self.path,
-            ", ".join(self.columns),
-        )
         return None
 
     def rows_by_protein(
@@ -313,6 +307,13 @@ class VariantTable:
             parts += [f"offset of {name} {offset}" for name, offset in offsets.items()]
         else:
             parts += [f"offset {offset}" for offset in {*offsets.values()} - {None}]
+        if not measured:
+            log.info(
+                "%s: no column of measurements found, so there is no correlation; set measured= to "
+                "one of the columns: %s",
+                self.path,
+                ", ".join(self.columns),
+            )
         log.info("%s", ", ".join([*parts, *filter(None, [self._left_out()])]))
 
     def _left_out(self) -> str:

@@ -235,8 +235,9 @@ class ScoreSettings(InferenceSettings):
     pseudo_log_likelihood: bool | None = key(None)
     """also compute the pseudo-log-likelihood, with one forward row per token; null: except for
     text"""
-    relatives: str | None = key(None, path="file")
-    """FASTA for all proteins, or a table of d2plm relatives"""
+    relatives: str | None = key(None, path="any")
+    """relatives of all proteins, in any form that d2plm ingest recognises, or a table of d2plm
+    relatives"""
     max_relatives: int = key(8, low=1)
     """relatives of each protein, drawn anew with each mask"""
     mutations: str | None = key(None, path="file")
@@ -284,7 +285,7 @@ class RelativesSettings(RetrievalSettings, Resources):
     """d2plm relatives."""
 
     input: str = key(path="any")
-    """FASTA, plain or compressed: the proteins"""
+    """the proteins, in any form that d2plm ingest recognises"""
     reference: str = key(path="any")
     """collection to search: FASTA, a store, or prepared data (its training set)"""
     output: str = key("relatives.tsv", path="any")

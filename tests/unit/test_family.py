@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from d2plm import load_model
@@ -162,9 +163,7 @@ def test_effects_are_the_same_wherever_the_homologous_part_of_a_long_relative_is
 
 
 @pytest.mark.parametrize("form", ["csv", "a3m", "store", "jsonl", "fasta.gz"])
-def test_relatives_are_read_in_every_form(
-    folder: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_relatives_are_read_in_every_form(folder: Path, tmp_path: Path, form: str) -> None:
     rows = [*enumerate(RELATIVES)]
     file, texts = tmp_path / f"family.{form}", "".join(f">r{i}\n{one}\n" for i, one in rows)
     if form == "csv":
@@ -181,16 +180,11 @@ def test_relatives_are_read_in_every_form(
     members = [(name, decode(one)) for name, one in _members(file)]
     assert sorted(members) == [(f"r{i}", one) for i, one in rows]
     (tmp_path / "in.fasta").write_text(f">wt\n{WILD_TYPE}\n")
-    common = [f"model_dir={folder}", "device=cpu", f"output={tmp_path / 'out'}"]
-    short = ["evaluation.masks_per_sequence=1", "pseudo_log_likelihood=false"]
-    assert (
-        main(["score", *common, *short, f"input={tmp_path / 'in.fasta'}", f"relatives={file}"]) == 0
-    )
-    few = ["generation.number=1", "generation.steps=2"]
-    common[2] += ".fasta"
-    assert main(["generate", *common, *few, f"generation.relatives={file}"]) == 0, (
-        capsys.readouterr()
-    )
+    common = [f"model_dir={folder}", "device=cpu", f"output={tmp_path / 'out.fasta'}"]
+    scored = [f"input={tmp_path / 'in.fasta'}", "pseudo_log_likelihood=false"]
+    assert main(["score", *common, *scored, f"relatives={file}"]) == 0
+    made = ["generation.number=1", "generation.steps=2"]
+    assert main(["generate", *common, *made, f"generation.relatives={file}"]) == 0
 
 
 def _members(file: Path) -> list[tuple[str, Any]]:
@@ -211,11 +205,27 @@ def test_a_table_of_relatives_is_joined_by_names_in_headers(
     found = read_families(table, 8, names, "in.fasta")
     assert [[decode(one) for one in own.members] for own in found] == [["MKT", "MKV"], ["WWW"], []]
     assert "1 of its 5 proteins not in in.fasta, left out: absent" in caplog.text
-    assert "left out 1 row without a protein or a sequence" in caplog.text
+    assert "1 rows without a sequence left out (lines 7)" in caplog.text
     with pytest.raises(DataError, match="'P02185' names record 1 and record 2,"):
         read_families(table, 8, [*names[:1], "tr|P02185|P02185_CATMA"], "in.fasta")
     with pytest.raises(DataError, match="'plain' names record 2 and record 3,"):
         read_families(table, 8, [*names[:2], "plain"], "in.fasta")
+
+
+@pytest.mark.parametrize("form", ["tsv", "txt", "jsonl", "parquet", "csv.gz"])
+def test_a_table_of_any_form_gives_each_protein_its_own_relatives(
+    tmp_path: Path, form: str
+) -> None:
+    rows = pd.DataFrame({"protein": ["a", "b", "a", ""], "sequence": ["MKT", "MKV", "WWW", "CCC"]})
+    file = tmp_path / f"t.{form}"
+    if form == "jsonl":
+        rows.to_json(file, orient="records", lines=True)
+    elif form == "parquet":
+        rows.to_parquet(file)
+    else:
+        rows.to_csv(file, index=False, sep="," if "csv" in form else "\t")
+    found = read_families(file, 8, ["a", "b", "c"], "in.fasta")
+    assert [[decode(m) for m in one.members] for one in found] == [["MKT", "WWW"], ["MKV"], []]
 
 
 def test_held_out_members_are_drawn_from_families_of_ten() -> None:

@@ -192,7 +192,7 @@ def test_what_cannot_be_done_is_rejected_in_one_line(
         ),
         (">t\n", DataError, "template t: nothing to fill in"),
         (">t\nM_\n>u\nM_\n>t\nK_\n", DataError, "'t' names the record on line 1 and"),
-        (">template_2\nM_\n>\nK_\n", DataError, "'template_2' names record 1 and record 2"),
+        (">template2\nM_\n>\nK_\n", DataError, "'template2' names record 1 and record 2"),
         ("MK_\n", DataError, "not FASTA"),
     ],
 )
@@ -210,7 +210,7 @@ def test_templates_without_names_are_numbered(generate: Generate, tmp_path: Path
     (tmp_path / "t.fasta").write_text(">\nM_\n>a\x01b\nK_\n>\n__\n")
     generate(f"templates='{tmp_path / 't.fasta'}'", "number=2", "steps=2")
     headers, _ = written(tmp_path / "g.fasta")
-    names = [f"{name}_{number}" for name in ("template_1", "a", "template_3") for number in (1, 2)]
+    names = [f"{name}_{number}" for name in ("template1", "a", "template3") for number in (1, 2)]
     assert [header.split()[0] for header in headers] == names
 
 

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from scipy.stats import spearmanr
 
 from d2plm.cli import main
 from d2plm.commands import score
-from d2plm.core.vocabulary import encode
+from d2plm.core.vocabulary import CANONICAL, encode
+from d2plm.data.ingest import ingest
+from d2plm.data.tables import open_table
 from d2plm.evaluation.mutations import parse_variant, place
 from d2plm.evaluation.scoring import (
     bound_draws,
@@ -60,6 +63,28 @@ def wild_type(tmp_path: Path) -> Path:
     file = tmp_path / "wildtype.fasta"
     file.write_text(f">P1\n{PROTEINS['P1']}\n")
     return file
+
+
+@pytest.mark.parametrize("form", ["fasta", "csv", "jsonl", "store"])
+def test_names_are_shown_without_control_characters(
+    models: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
+    if form == "csv":
+        file.write_text("name,sequence\n" + "".join(f"{name},MKT\n" for name in names))
+    elif form == "jsonl":
+        rows = ({"name": name, "sequence": "MKT"} for name in names)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        (tmp_path / "in.fasta").write_text("".join(f">{name} x\nMKT\n" for name in names))
+        if form == "store":
+            ingest(tmp_path / "in.fasta", file)
+    assert main(["score", f"model_dir={models / 'masked'}", f"input={file}", "device=cpu"]) == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    if form == "fasta":
+        shown = [row["name"] for row in csv.DictReader(io.StringIO(text))]
+        assert shown == ["first", "bell_", "two__"]
 
 
 def written(file: Path) -> list[dict[str, str]]:
@@ -250,7 +275,7 @@ def test_a_uniform_source_is_rejected_with_the_reason(
 
 def test_the_help_says_what_the_keys_mean(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["score", "--help"]) == 0
-    assert "CSV or TSV with a column mutant" in capsys.readouterr().out
+    assert "CSV or TSV of variants" in capsys.readouterr().out
 
 
 # --- mutations -------------------------------------------------------------------------------
@@ -263,7 +288,7 @@ def effects_of(models: Path, protein: str, mutants: list[str]) -> list[float]:
     """By the library, in fp64."""
     exported, tokens = load_export(models / "masked"), encode(PROTEINS[protein])
     assert isinstance(exported.paradigm, MaskedParadigm)
-    variants = [place(parse_variant(mutant), tokens) for mutant in mutants]
+    variants = [place(parse_variant(mutant), PROTEINS[protein]) for mutant in mutants]
     return mutational_effects(
         exported.denoiser("fp64"), exported.paradigm, tokens, variants
     ).tolist()
@@ -301,8 +326,16 @@ def test_a_table_of_variants_gets_a_column_of_scores(
 
     known = [0, 1, 2, 4, 6]
     rho = spearmanr([expected[i] for i in known], [float(MEASURED[i]) for i in known]).statistic
-    line = rf"P1: Spearman's rho with DMS_score {rho:.3f} \[-?\d\.\d+, -?\d\.\d+\] \(5 variants\)\n"
-    assert re.fullmatch(line, captured.err)
+    singles = [0, 4, 6]
+    of_singles = spearmanr(
+        [expected[i] for i in singles], [float(MEASURED[i]) for i in singles]
+    ).statistic
+    assert captured.err.splitlines() == [
+        f"{table}: 7 variants in column 'Mutant', measured in 'DMS_score', offset 0",
+        f"P1: Spearman's rho {rho:.3f} (5 measured variants)",
+        f"P1, 1 change: Spearman's rho {of_singles:.3f} (3 measured variants)",
+        "P1, 2 changes: no rank correlation, too few different values (1 measured variant)",
+    ]
 
 
 def test_variants_of_several_proteins_keep_their_order(
@@ -328,8 +361,9 @@ def test_variants_of_several_proteins_keep_their_order(
         atol=1e-6,
     )
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("P3: Spearman's rho with DMS_score ")
-    assert said[1] == "P1: no rank correlation with DMS_score: 2 variants, no spread"
+    assert said[0].endswith("measured in 'DMS_score', offset 0")
+    assert said[1].startswith("P3: no rank correlation, too few different values (2 measured")
+    assert said[2].startswith("P1: no rank correlation, too few different values (2 measured")
 
 
 def test_a_single_column_needs_no_quotes(models: Path, wild_type: Path, tmp_path: Path) -> None:
@@ -348,24 +382,184 @@ def test_an_offset_shifts_the_numbering(models: Path, wild_type: Path, tmp_path:
     np.testing.assert_allclose(scores, effects_of(models, "P1", ["M1A", "R10W"]), atol=1e-6)
 
 
+CASES = {
+    "comments": "# project: toy; filtered\nmutant,DMS_score\nM1A,1\nK2G,2\nR10W,3\n",
+    "other names, tabs": "id\tmutants\tlog_fitness\na\tM1A\t1\nb\tK2G\t2\nc\tR10W\t3\n",
+    "letters apart": "site,wt,mutant,mutation,score\n1,M,A,M1A,1\n2,K,G,K2G,2\n10,R,W,R10W,3\n",
+    "only letters apart": "wt,pos,mut,fitness\nM,1,A,1\nK,2,G,2\nR,10,W,3\n",
+    "HGVS": "hgvs_nt,hgvs_pro,score\nc.1A>G,p.Met1Ala,1\nNA,p.Lys2Gly,2\nNA,p.(Arg10Trp),3\n",
+    "decimal comma": "mutant;DMS_score\nM1A;0,1\nK2G;0,2\nR10W;0,3\n",
+    "row names of R": '"mutant" "score"\n"1" "M1A" 1\n"2" "K2G" 2\n"3" "R10W" 3\n',
+    "another numbering": "mutant,DMS-score\nM25A,1\nK26G,2\nR34W,3\n",
+    "labelled": "mutant,score\nSM1A,1\nSK2G,2\nSR10W,3\n",
+    "same lengths": "mutated_sequence,score\nAKTAYIAKQR,1\nMGTAYIAKQR,2\nMKTAYIAKQW,3\n",
+    "sequence beside": "mutant,mut_seq,score\nM1A,AKTAYIAKQR,1\nK2G,MGTAYIAKQR,2\nR10W,,3\n",
+    "names of variants": "name,mutant,score\nv1,M1A,1\nv2,K2G,2\nv3,R10W,3\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", CASES.values(), ids=CASES)
+def test_a_table_of_any_dialect_gets_the_same_scores(
+    content: str, models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
+    table.write_text(content)
+    assert main(words_for(models, wild_type, table, output)) == 0
+    said = capsys.readouterr().err.splitlines()
+    with open_table(output) as found:
+        scores = [float(cells[-1]) for _, cells in found.rows()]
+    np.testing.assert_allclose(scores, effects_of(models, "P1", ["M1A", "K2G", "R10W"]), atol=1e-6)
+    assert "3 variants in column" in said[0] and "measured in" in said[0]
+    assert said[1].startswith("P1: Spearman's rho ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "left_out"),
+    [
+        (["M1A,1", "T3*,2", "K2A,3", "K2L,5"], "1 with a stop (line 3: T3*)"),
+        (["M1A,1", "T300L,2", "K2A,3", "K2L,5"], "1 beyond the end (line 3: T300L)"),
+        (["M1A,1", "NA,2", "K2A,3", "K2L,5"], "1 without a variant (line 3: 'NA')"),
+        (["M1A,1", "p.Thr3del,2", "K2A,3", "K2L,5"], "1 with an insertion or deletion (line 3: p."),
+        (["M1A,1", "T3J,2", "K2A,3", "K2L,5"], "1 with an unknown residue (line 3: T3J)"),
+        (["M1A,1", "W3A,2", *["K2A,3", "K2L,5"] * 20], "1 with another wild type (line 3: W3A)"),
+        (["M1A,1", "mean,2", *["K2A,3", "K2L,5"] * 20], "1 not a variant (line 3: mean)"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_left_out_unless_strict(
+    rows: list[str],
+    left_out: str,
+    models: Path,
+    wild_type: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
+    table.write_text("\n".join(["mutant,score", *rows]))
+    words = words_for(models, wild_type, table, output)
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"wrote {output} ({len(rows) - 1} variants)\n"
+    assert f"offset 0, 1 row left out: {left_out}" in captured.err
+    assert [row["d2plm_score"] == "" for row in written(output)] == [
+        number == 1 for number in range(len(rows))
+    ]
+    if "without" not in left_out:
+        assert f"{table}, line 3: " in refusal(capsys, *words[1:], "strict=true")
+
+
+def test_rows_of_other_proteins_are_left_out_and_counted(
+    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
+    table.write_text("name,mutant,score\nP1,M1A,1\nother,M1A,9\nP1,K2A,2\nother,K2A,8\n")
+    assert main(words_for(models, wild_type, table, output)) == 0
+    said = capsys.readouterr().err
+    assert "2 rows left out: 2 of another protein (line 3: 'other', line 5: 'other')" in said
+    assert "(2 measured variants)" in said
+    table.write_text("name,mutant,score\nother,M1A,9\nother,K2A,8\n")
+    line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
+    assert "has no record 'other' (column name); use one of its names, or set name=" in line
+
+
+def test_two_proteins_have_offsets_of_their_own(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fasta, table, output = (tmp_path / name for name in ("two.fasta", "v.csv", "effects.csv"))
+    fasta.write_text(">sp|P00001|ONE_TEST\nMKTAYIAKQR\n>Q2/11-20\nGSHMALVAGG\n")
+    table.write_text("name,mutant\nP00001,M25A\nP00001,K26A\nP00001,T27A\nQ2,M14A\n")
+    assert main(words_for(models, fasta, table, output)) == 0
+    said = capsys.readouterr().err
+    assert "4 variants in column 'mutant', offset of sp|P00001|ONE_TEST 24, offset of Q2/" in said
+    assert "set measured= to one of the columns: name, mutant" in said
+    assert all(row["d2plm_score"] for row in written(output))
+    table.write_text("name,mutant\nP00001,M25A\nQ2,M14A\n")
+    line = refusal(capsys, *words_for(models, fasta, table, output)[1:])
+    assert "mutation_offset='auto': 0 of the 1 residues in the variants of 'sp|P0" in line
+    assert main([*words_for(models, fasta, table, output), "mutation_offset=24"]) == 0
+    assert "offset 24, 1 row left out: 1 beyond the end (line 3: M14A)" in capsys.readouterr().err
+
+
+def test_whole_sequences_of_other_lengths_are_compared_by_their_bounds(
+    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
+    sequences = ["MKTAYIAKQR", "MKTAYIAKQRW", "MKTAYIAKQRRRR", "TAYIAKQRKK"]
+    table.write_text("mutant,score\n" + "".join(f"{s},{i}\n" for i, s in enumerate(sequences)))
+    assert main(words_for(models, wild_type, table, output)) == 0
+    exported = load_export(models / "masked")
+    every = [encode(text) for text in (PROTEINS["P1"], *sequences)]
+    nats = bound_draws(exported.denoiser("fp64"), exported.paradigm, every).mean(axis=1)
+    scores = [float(row["d2plm_score"]) for row in written(output)]
+    np.testing.assert_allclose(scores, nats[0] - nats[1:], atol=1e-6)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == (
+        f"{table}: 4 variants in column 'mutant' (whole sequences), measured in 'score'"
+    )
+    assert said[1].endswith("(4 measured variants)") and len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["variant=note"], "line 2: 'first' is not a variant"),
+        (["variant=mutants"], "no column 'mutants' (did you mean 'mutant'?); set variant= to one"),
+        (["measured=note"], "line 2: note 'first' is not a number"),
+        (["name=note"], "has no record 'first' (column note)"),
+    ],
+)
+def test_columns_may_be_named(
+    words: list[str],
+    message: str,
+    models: Path,
+    wild_type: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
+    table.write_text("mutant,other,note,score,x\nM1A,K2A,first,1,3\nK2A,T3A,second,2,4\n")
+    line = refusal(capsys, *words_for(models, wild_type, table, output)[1:], *words)
+    assert message in line
+    assert main([*words_for(models, wild_type, table, output), "variant=other", "measured=x"]) == 0
+    assert "2 variants in column 'other', measured in 'x'" in capsys.readouterr().err
+    scores = [float(row["d2plm_score"]) for row in written(output)]
+    np.testing.assert_allclose(scores, effects_of(models, "P1", ["K2A", "T3A"]), atol=1e-6)
+
+
+def test_a_whole_sequence_that_contradicts_its_variant_is_a_mistake(
+    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
+    table.write_text("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n")
+    line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
+    assert "line 3: 'K2G' contradicts its mutated_sequence (1 of 2 variants of 'P1')" in line
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "variants.csv: no such file"),
         ("", "variants.csv: is empty; give another file"),
         ("mutant\n", "variants.csv: has no rows"),
-        ("mutants,x\nM1A,1\n", "no column of variants; name it mutant or mutation or variant (did"),
-        ("a,b\nM1A,1\n", "(it has: 'a', 'b')"),
+        ("a,b\nx,1\n", "no column of variants such as A24G; name it mutant, or set variant="),
+        ("a,b\nx,1\n", "(it has: 'a', 'b')"),
         ("mutant,d2plm_score\nM1A,1\n", "has a column d2plm_score already; rename or remove it"),
-        ("mutant,x\nM1A,1\nM1A,K2G,1\n", "(Expected 2 fields in line 3, saw 3); quote cells"),
-        ("mutant,x\nM1A,1\nM1A\n", "row 2: has fewer cells than the header"),
-        ('mutant,x\nM1A,"1"2\n', "not a readable CSV file"),
-        ("mutant\nM1A\nM1\n", "row 2: 'M1' is not a variant; write"),
-        ("mutant\nM1A\nM1B\n", "row 2: 'M1B' has 'B', which has no probability under the model"),
-        ("mutant\nM1A\nM11A\n", "row 2: M11A: 'P1' has the positions 1 to 10; check the sequence"),
-        ("mutant\nK1A\n", "row 1: K1A: 'P1' has M at position 1, not K; check the sequence and"),
-        ("mutant\nM25A\nT27L\nR34W\n", "row 1: M25A: 'P1' has the positions 1 to 10; all its va"),
-        ("mutant,DMS_score\nM1A,high\n", "row 1: DMS_score 'high' is not a number; leave it empty"),
+        ("mutant,x\nM1A,1\nM1A,K2G,1\n", "line 3: has 3 cells where the header has 2; quote"),
+        ("mutant,x\nM1A,1\nM1A\n", "line 3: has 1 cells where the header has 2"),
+        ('mutant,x\nM1A,"1"2\n', "line 2: not readable as CSV"),
+        ("mutant\nM1A\nM1\n", "line 3: 'M1' is not a variant; write"),
+        (
+            "mutant\nM1B\n",
+            "no variant to score: 1 row left out: 1 with an unknown residue (line 2:",
+        ),
+        ("mutant\nK1A\nM1A\n", "line 2: K1A: 'P1' has M at position 1, not K (1 of 2 variants of"),
+        ("mutant,DMS_score\nM1A,high\n", "line 2: DMS_score 'high' is not a number, such as -0.3"),
+        ("mutant,score\nM1A,inf\nK2A,1\n", "line 2: score 'inf' is not a number"),
+        (
+            f"position,{','.join(CANONICAL)}\n1{',0.1' * 20}\n",
+            "is a matrix of positions × residues",
+        ),
+        ("\n".join(["aa,1,2", *(f"{one},1,2" for one in CANONICAL)]), "is a matrix of positions"),
+        (">P1\nMKV\n", "no column of variants"),
     ],
 )
 def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
@@ -391,7 +585,7 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     [
         (">P1\nMK\n>P2\nMK\n", "mutant\nM1A\n", "has 2 proteins; add a column name"),
         (">P1\nMK\n>P1\nMK\n", "mutant,name\nM1A,P1\n", "'P1' names the record on line 1 and"),
-        (">P1\nMK\n>Q9\nMK\n", "mutant,name\nM1A,P2\n", "row 1: "),
+        (">P1\nMK\n>Q9\nMK\n", "mutant,name\nM1A,P2\n", "has no record 'P2' (column name)"),
         (f">P1\n{'M' * 127}\n", "mutant\nM1A\n", "record 'P1' has 127 residues"),
         ("", "mutant\nM1A\n", "is empty"),
     ],

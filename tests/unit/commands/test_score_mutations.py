@@ -81,7 +81,8 @@ def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_sc
     measured = np.array([float(row["DMS_score"]) for row in rows])
     found = {name: rank_correlation(scores[name], measured, singles()) for name in COLUMNS}
     said = capsys.readouterr().err.splitlines()
-    assert said == [f"WT, {name}: {found[name]}" for name in COLUMNS]
+    assert said[0].endswith("1,140 variants in column 'mutant', measured in 'DMS_score', offset 0")
+    assert said[1:] == [f"WT, {name}: {found[name]}" for name in COLUMNS]
     assert found["d2plm_profile_score"].low > 0.6
     assert found["d2plm_score_alone"].low < 0 < found["d2plm_score_alone"].high  # random weights
 
@@ -92,7 +93,7 @@ def test_the_correlations_are_numbers_for_another_program(
     assert main([*words(folder, scan), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (correlation,) = document["correlations"]
-    assert {*correlation} == {"name", "score", "variants", "rho", "low", "high"}
+    assert {*correlation} == {"name", "score", "changes", "variants", "rho", "low", "high"}
     assert (correlation["name"], correlation["score"]) == ("WT", "d2plm_score")
     assert correlation["variants"] == len(singles())
     assert correlation["low"] < correlation["rho"] < correlation["high"]

@@ -83,30 +83,33 @@ def test_only_measured_variants_count_and_the_text_has_the_figures() -> None:
     found = rank_correlation(scores, measured, of_positions(5))
     assert found.variants == 4
     assert found.rho == pytest.approx(0.8)
-    text = f"Spearman's rho with DMS_score 0.800 [{found.low:.3f}, {found.high:.3f}] (4 variants)"
-    assert str(found) == text
+    assert str(found) == "Spearman's rho 0.800 (4 measured variants)"
     assert rank_correlation(scores, measured, of_positions(5)) == found
 
 
 @pytest.mark.parametrize(
     ("scores", "measured", "variants", "text"),
     [
-        ([1, 1, 1], [1, 2, 3], 3, "no rank correlation with DMS_score: 3 variants, no spread"),
-        ([1, 2, 3], [math.nan] * 3, 0, "no rank correlation with DMS_score: 0 variants, no spread"),
-        ([1, 2, 3], [1, 1, math.nan], 2, "no rank correlation with DMS_score: 2 variants, no s"),
+        ([1, 1, 1], [1, 2, 3], 3, "(3 measured variants)"),
+        ([1, 2, 3], [math.nan] * 3, 0, "(0 measured variants)"),
+        ([1, 2, 3], [1, 2, 2], 3, "(3 measured variants)"),
+        ([1, 2, 3], [1, math.nan, math.nan], 1, "(1 measured variant)"),
     ],
 )
-def test_without_a_spread_there_is_no_correlation(
+def test_of_too_few_different_values_there_is_no_correlation(
     scores: list[float], measured: list[float], variants: int, text: str
 ) -> None:
     found = rank_correlation(np.array(scores), np.array(measured), of_positions(3))
     assert found.variants == variants
     assert math.isnan(found.rho) and math.isnan(found.low)
-    assert str(found).startswith(text)
+    assert str(found) == f"no rank correlation, too few different values {text}"
 
 
-def test_a_single_position_has_no_interval() -> None:
-    found = rank_correlation(np.arange(3.0), np.arange(3.0), of_positions(1, each=3))
+@pytest.mark.parametrize(("positions", "has_interval"), [(1, False), (9, False), (10, True)])
+def test_of_few_positions_there_is_no_interval(positions: int, has_interval: bool) -> None:
+    values = np.arange(3.0 * positions)
+    found = rank_correlation(values, values, of_positions(positions, each=3))
     assert found.rho == pytest.approx(1)
-    assert math.isnan(found.low) and math.isnan(found.high)
-    assert str(found) == "Spearman's rho with DMS_score 1.000 (3 variants)"
+    assert math.isnan(found.low) == math.isnan(found.high) == (not has_interval)
+    interval = " [1.000, 1.000]" if has_interval else ""
+    assert str(found) == f"Spearman's rho 1.000{interval} ({len(values)} measured variants)"

@@ -7,23 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 from torch import Tensor
 
 from d2plm.core.batch import segment_ids, segment_sum
-from d2plm.core.errors import ConfigError, DataError, ModelError
-from d2plm.core.vocabulary import CANONICAL, CLS, EOS, MASK, encode
+from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.vocabulary import CANONICAL, CLS, EOS, MASK, decode, encode
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.evaluation.mutations import (
-    Substitution,
-    Variant,
-    fitting_offset,
-    parse_variant,
-    place,
-)
+from d2plm.evaluation.mutations import Variant, parse_variant, place
 from d2plm.evaluation.scoring import (
     bound_draws,
     bound_interval,
@@ -218,13 +210,13 @@ def test_effects_are_those_of_masking_the_changed_positions_at_once(
         effect((12, "Y")),  # what stays as it is, is not masked
         effect((1, "C"), (10, "N"), (12, "F")),
     ]
-    variants = [place(parse_variant(text), WILD_TYPE) for text in MUTANTS]
+    variants = [place(parse_variant(text), decode(WILD_TYPE)) for text in MUTANTS]
     found = mutational_effects(model, paradigm, WILD_TYPE, variants)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
 
 
 def test_effects_add_up_where_residues_are_independent() -> None:
-    variants = [place(parse_variant(text), WILD_TYPE) for text in ("K2C", "K2C:A5L")]
+    variants = [place(parse_variant(text), decode(WILD_TYPE)) for text in ("K2C", "K2C:A5L")]
     single = log_frequency("C") - log_frequency("K")
     double = single + log_frequency("L") - log_frequency("A")
     found = mutational_effects(frequency_model, DIFFUSION, WILD_TYPE, variants)
@@ -254,99 +246,6 @@ def test_nothing_but_the_wild_type_calls_no_model() -> None:
     model = Counting(context_model)
     assert mutational_effects(model, DIFFUSION, WILD_TYPE, [Variant()] * 2).tolist() == [0, 0]
     assert model.calls == 0
-
-
-# --- the notation of variants ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("A24G", ["A24G"]),
-        (" a24g ", ["A24G"]),
-        ("A24G:L30P", ["A24G", "L30P"]),
-        ("A24G; L30P", ["A24G", "L30P"]),
-        ("A24G, L30P", ["A24G", "L30P"]),
-        ("A24G L30P", ["A24G", "L30P"]),
-        ("A-3G", ["A-3G"]),
-        ("WT", []),
-        ("wt", []),
-        ("_wt", []),
-    ],
-)
-def test_a_variant_is_read(text: str, expected: list[str]) -> None:
-    assert [str(one) for one in parse_variant(text)] == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "'' is not a variant; write wild-type residue, position, mutant residue"),
-        ("A24", "'A24' is not a variant"),
-        ("24G", "is not a variant"),
-        ("AA24G", "is not a variant"),
-        ("p.Ala24Gly", "is not a variant"),
-        ("A24G::", "is not a variant"),
-        ("A24G:L3P3", "is not a variant"),
-        ("A24*", "'*', which has no probability under the model"),
-        ("A24X", "'X', which has no probability"),
-        ("B24A", "'B', which has no probability"),
-        ("A24G:A24L", "changes position 24 twice"),
-    ],
-)
-def test_what_is_not_a_variant_is_rejected(text: str, message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        parse_variant(text)
-    assert message in str(caught.value)
-
-
-@given(
-    st.text(CANONICAL, min_size=1, max_size=30),
-    st.sampled_from([":", ";", ",", " "]),
-    st.integers(-50, 500),
-    st.data(),
-)
-def test_a_placed_variant_changes_what_is_written(
-    text: str, separator: str, offset: int, data: st.DataObject
-) -> None:
-    positions = data.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, unique=True))
-    mutants = [data.draw(st.sampled_from(CANONICAL)) for _ in positions]
-    written = [
-        f"{text[i]}{i + 1 + offset}{mutant}" for i, mutant in zip(positions, mutants, strict=True)
-    ]
-    changed = encode(text).copy()
-    variant = place(parse_variant(separator.join(written)), changed, offset=offset)
-    changed[list(variant.positions)] = variant.mutants
-    letters = list(text)
-    for i, mutant in zip(positions, mutants, strict=True):
-        letters[i] = mutant
-    assert changed.tolist() == encode("".join(letters)).tolist()
-    assert list(variant.positions) == [i for i in range(len(text)) if letters[i] != text[i]]
-
-
-@pytest.mark.parametrize(
-    ("text", "offset", "message"),
-    [
-        ("A24G", 0, "A24G: 'P1' has the positions 1 to 4"),
-        ("M0A", 0, "positions 1 to 4"),
-        ("M1A", 10, "positions 11 to 14"),
-        ("A2G", 0, "A2G: 'P1' has K at position 2, not A"),
-        ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K"),
-    ],
-)
-def test_a_variant_of_another_protein_is_rejected(text: str, offset: int, message: str) -> None:
-    with pytest.raises(DataError) as caught:
-        place(parse_variant(text), encode("MKXT"), offset=offset, name="P1")
-    assert message in str(caught.value)
-
-
-def test_the_offset_that_fits_all_variants_is_found() -> None:
-    sequence = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
-    written = [Substitution(sequence[i], i + 25, "A") for i in (0, 3, 8, 17)]
-    assert fitting_offset(written, encode(sequence)) == 24
-    assert fitting_offset(written[:2], encode(sequence)) is None  # two may fit by chance
-    assert fitting_offset([*written, Substitution("W", 26, "A")], encode(sequence)) is None
-    assert fitting_offset([], encode(sequence)) is None
 
 
 # --- the bound and its interval --------------------------------------------------------------

@@ -1,0 +1,168 @@
+"""The notations of variants, and the offset of their numbering."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d2plm.core.errors import ConfigError
+from d2plm.core.vocabulary import CANONICAL, encode
+from d2plm.evaluation.mutations import (
+    BEYOND,
+    DISAGREES,
+    INDEL,
+    MALFORMED,
+    STOP,
+    UNKNOWN,
+    VariantError,
+    label_of,
+    parse_variant,
+    place,
+    place_variants,
+)
+
+SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A24G", ["A24G"]),
+        (" a24g ", ["A24G"]),
+        ("A-3G", ["A-3G"]),
+        *((f"A24G{separator}L30P", ["A24G", "L30P"]) for separator in ":;,/_+- "),
+        ("A24G, L30P", ["A24G", "L30P"]),
+        ("A-3G-L-1P", ["A-3G", "L-1P"]),
+        ("p.Ala24Gly", ["A24G"]),
+        ("p.(Ala24Gly)", ["A24G"]),
+        ("p.[Ala24Gly;Leu30Pro]", ["A24G", "L30P"]),
+        ("p.[(Ala24Gly);(Leu30Pro)]", ["A24G", "L30P"]),
+        ("p.Ala24Gly;p.Leu30Pro", ["A24G", "L30P"]),
+        ("NP_000240.1:p.Ala24Gly", ["A24G"]),
+        ("ALA24GLY", ["A24G"]),
+        ("Lys2Ala", ["K2A"]),
+        ("p.A24G", ["A24G"]),
+        ("p.Ala24=", ["A24A"]),
+        ("A24=", ["A24A"]),
+        ("SA108D:SN144D", ["A108D", "N144D"]),
+        *((text, []) for text in ("WT", "wt", "_wt", "p.=", "p.(=)", "=", "_sy", "wild-type")),
+    ],
+)
+def test_a_variant_is_read(text: str, expected: list[str]) -> None:
+    assert [str(one) for one in parse_variant(text, label_of([text]))] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        *((text, MALFORMED) for text in ("", "A24", "24G", "AA24G", "A24G::", "A24G:L3P3", "KRAS")),
+        *((text, MALFORMED) for text in ("A24G:A24L", "c.76A>T", "p.?", "A99999999999999999999G")),
+        *((text, STOP) for text in ("A24*", "A24X", "p.Ala24Ter", "p.Ala24*", "A2G:L30*")),
+        *((text, INDEL) for text in ("A24-", "A24del", "p.Ala24del", "p.Lys23_Ala24insGly")),
+        *((text, INDEL) for text in ("p.Ala24_Leu30del", "p.Arg97ProfsTer23", "p.Ala24fs")),
+        *((text, UNKNOWN) for text in ("B24A", "A24J", "X24A", "p.Ala24Sec")),
+    ],
+)
+def test_what_cannot_be_scored_has_a_reason(text: str, reason: str) -> None:
+    with pytest.raises(VariantError) as caught:
+        parse_variant(text)
+    assert caught.value.reason == reason
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "label"),
+    [
+        (["A24G", "p.Ala24Gly", "WT"], ""),
+        (["SA108D:SN144D", "SN144K"], "first"),  # the protein S
+        (["LA38G", "KA40G"], "second"),  # chain A
+    ],
+)
+def test_the_letter_of_a_protein_or_chain_is_the_one_that_stays(
+    texts: list[str], label: str
+) -> None:
+    assert label_of(texts) == label
+
+
+@given(
+    st.text(CANONICAL, min_size=1, max_size=30),
+    st.sampled_from([":", ";", ",", " ", "/", "_", "+", "-"]),
+    st.integers(-50, 500),
+    st.data(),
+)
+def test_a_placed_variant_changes_what_is_written(
+    text: str, separator: str, offset: int, data: st.DataObject
+) -> None:
+    positions = data.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, unique=True))
+    mutants = [data.draw(st.sampled_from(CANONICAL)) for _ in positions]
+    written = [
+        f"{text[i]}{i + 1 + offset}{mutant}" for i, mutant in zip(positions, mutants, strict=True)
+    ]
+    changed = encode(text).copy()
+    variant = place(parse_variant(separator.join(written)), text, offset=offset)
+    changed[list(variant.positions)] = variant.mutants
+    letters = list(text)
+    for i, mutant in zip(positions, mutants, strict=True):
+        letters[i] = mutant
+    assert changed.tolist() == encode("".join(letters)).tolist()
+    assert list(variant.positions) == [i for i in range(len(text)) if letters[i] != text[i]]
+
+
+@pytest.mark.parametrize(
+    ("text", "offset", "message", "reason"),
+    [
+        ("A24G", 0, "A24G: 'P1' has the positions 1 to 4", BEYOND),
+        ("M0A", 0, "positions 1 to 4", BEYOND),
+        ("M1A", 10, "positions 11 to 14", BEYOND),
+        ("A2G", 0, "A2G: 'P1' has K at position 2, not A", DISAGREES),
+        ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K", DISAGREES),
+    ],
+)
+def test_a_variant_of_another_protein_is_rejected(
+    text: str, offset: int, message: str, reason: str
+) -> None:
+    with pytest.raises(VariantError) as caught:
+        place(parse_variant(text), "MKXT", offset=offset, name="P1")
+    assert message in str(caught.value)
+    assert caught.value.reason == reason
+
+
+def numbered(places: list[int], offset: int) -> list[str]:
+    return [f"{SEQUENCE[i]}{i + 1 + offset}W" for i in places]
+
+
+@pytest.mark.parametrize(
+    ("texts", "name", "offset"),
+    [
+        (numbered([0, 3, 8, 17], 24), "P1", 24),
+        (numbered([0, 3, 8, 17], -5), "P1", -5),
+        (numbered([3, 8], 0), "P1", 0),  # as it is usual, however few
+        ([*numbered([*range(29)], 24), "W26A"], "P1", 24),  # one is mistaken
+        ([*numbered([*range(29)], 24), "A2000G", "A30*", "?"], "P1", 24),
+        (numbered([3], 10), "P1/11-40", 10),
+        (numbered([3], 0), "P1/11-90", 0),  # which is of another length
+        (numbered([0, 3, 8, 17], 24), "P1/11-40", 24),  # the name is mistaken
+        (["W1A", "W2A", "W3A", "W4A"], "P1", 0),  # of another protein
+        (["WT"], "P1", 0),
+        ([], "P1", 0),
+    ],
+)
+def test_the_offset_at_which_nearly_all_agree_is_found(
+    texts: list[str], name: str, offset: int
+) -> None:
+    assert place_variants(texts, encode(SEQUENCE), name=name)[1] == offset
+
+
+@pytest.mark.parametrize(
+    ("texts", "sequence", "message"),
+    [
+        (numbered([0, 3], 24), SEQUENCE, "2 at 24"),  # two may agree by chance
+        (["A11G", "K12G", "L13G"], "MAKLMAKL", "3 at 5, 9"),
+    ],
+)
+def test_a_numbering_that_is_not_clear_is_refused_with_the_candidates(
+    texts: list[str], sequence: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place_variants(texts, encode(sequence), name="P1")
+    assert message in str(caught.value)
+    assert "mutation_offset" in str(caught.value)
