@@ -31,7 +31,7 @@ WITHOUT_CONTROL = bytes.maketrans(_CONTROL, len(_CONTROL) * b"_")  # for names a
 MISSING = tables.MISSING | {
     *("true", "false", "unavailable", "sequence unavailable", "not available"),
 }
-_LONGEST_WORD = max(map(len, MISSING))
+LONGEST_WORD = max(map(len, MISSING))
 # Letters of nucleotides, tokens of residues alone, the least number of letters that tells the two
 # apart, and the least fraction of A, C, G, T, U and N, which is a quarter in proteins.
 _BASES = b"ACGTUNacgtun"
@@ -73,7 +73,7 @@ class RawRecords:
             return self.tokens
         found = vocabulary.tokenise(self.sequences)
         if not vocabulary.is_text:
-            for index in np.flatnonzero(found.lengths <= _LONGEST_WORD):
+            for index in np.flatnonzero(found.lengths <= LONGEST_WORD):
                 if is_missing(self.sequences[index]):
                     found.lengths[index], found.illegal[index] = 0, False
         if vocabulary == PROTEIN:

@@ -32,7 +32,14 @@ from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_
 from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
 from d2plm.data.record_checks import checked
-from d2plm.data.records import ALIAS_SEPARATOR, MISSING, WITHOUT_CONTROL, RawRecords, shown
+from d2plm.data.records import (
+    ALIAS_SEPARATOR,
+    LONGEST_WORD,
+    MISSING,
+    WITHOUT_CONTROL,
+    RawRecords,
+    shown,
+)
 from d2plm.data.store import MANIFEST, SequenceStore
 from d2plm.data.tables import Table, is_missing, open_table
 from d2plm.settings.data import Reading
@@ -304,7 +311,9 @@ def _csv_rows(given: _Input, table: Table) -> Iterator[Document]:
     prefix = path.name + ":" if vocabulary.is_text else "row"
     for row, (line, cells) in enumerate(chain(examined, rows), start=1):
         text = cells[sequence]
-        if not text.strip() or (not vocabulary.is_text and text.strip().lower() in MISSING):
+        if len(text) <= LONGEST_WORD and (
+            text.strip().lower() in MISSING if not vocabulary.is_text else not text.strip()
+        ):
             without.append(str(line))
             continue
         name = f"{prefix}{row}" if named is None else cells[named].partition("\x01")[0]

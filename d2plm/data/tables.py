@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -78,7 +79,7 @@ class Table:
         """
         width = len(self.columns)
         for line, cells in self._rows:
-            if not any(map(str.strip, cells)):
+            if not "".join(cells).strip():
                 continue
             if len(cells) > width and not any(map(str.strip, cells[width:])):
                 del cells[width:]
@@ -91,7 +92,7 @@ class Table:
                 )
 
     def _decoded(self) -> Iterator[str]:
-        for line in iter(lambda: self.text.readline(_LONGEST), ""):
+        for line in iter(partial(self.text.readline, _LONGEST), ""):
             if len(line) >= _LONGEST:
                 raise DataError(f"{self.path}: has a line of {_LONGEST:,} characters; split it")
             if not line.isascii() and _UNDECODED.search(line):
@@ -103,7 +104,10 @@ class Table:
                         self.path,
                     )
                 self._noticed = True
-            yield line.rstrip("\x1a\0")  # ends of files of DOS, and of reserved space
+            # The end of files of DOS, and reserved space.
+            yield line if line[-1] == "\n" else line.rstrip("\x1a\0")
+                line if line[-1] == "\n" else line.rstrip("\x1a\0")
+            )  # ends of files of DOS, and of reserved space
 
     def _beginning(self, lines: Iterator[Line]) -> tuple[Line, Line | None, str]:
         """The header, the line after it, and the delimiter that a line `sep=` names."""
