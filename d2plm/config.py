@@ -8,6 +8,7 @@ takes them as arguments.
 
 import os
 import re
+import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=Settings)
 
 PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
+RUN_CONFIG = "config.yaml"  # in the output_dir of every run
 MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
+
+# A member of a list on the command line, such as [a,'b,c'].
+_LISTED = re.compile(r"""\s*(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")\s*(?=,|$)|[^,]+""")
 
 
 Values = Settings | Mapping[str, Any]
@@ -262,8 +267,11 @@ def parse_overrides(words: list[str], loader: "ConfigLoader | None" = None) -> l
 def _in_quotes(word: str) -> str:
     """Hint on quoting a setting whose value has special characters."""
     name, equals, value = word.partition("=")
-    fits = equals and not {*value} & {*"'\"[{"}
-    return f"; quote it for the shell and for Hydra: \"{name}='{value}'\"" if fits else ""
+    if not equals or value[:1] in ("'", '"', "[", "{"):
+        return ""
+    full = f"{name}={quoted(value)}"
+    full = shlex.quote(full) if {*full} & {*'"$`!\\'} else f'"{full}"'
+    return f"; quote it for the shell and for Hydra: {full}"
 
 
 def _sorted_out(
@@ -275,12 +283,13 @@ def _sorted_out(
     for word, name in zip(words, names, strict=True):
         _require_known(word, name, known, selectable, command)
     choices, changes = [], list[tuple[str, Any]]()
-    for word, name, override in zip(words, names, parse_overrides(words), strict=True):
+    for word, name in zip(words, names, strict=True):
+        if name in known and known[name].path and "=" in word:
+            changes.append((name, _path(known[name], word)))
+            continue
+        override = parse_overrides([word])[0]
         if override.is_sweep_override():
-            raise ConfigError(
-                f"{word!r}: has several values; write a list as [a,b]{_in_quotes(word)}; "
-                "d2plm train --multirun sweeps"
-            )
+            raise _several_values(word)
         value = override.value()
         if "???" in str(value):
             raise ConfigError(f"{word!r}: needs a value")
@@ -307,14 +316,46 @@ def _name_of(word: str) -> str:
 
 
 def _as_written(known: Key | None, value: Any, word: str) -> Any:
-    """A path or a text stays as it was written if YAML takes it for a number or a truth value."""
-    if known is None or not (known.path or known.takes_text_only):
-        return value
-    text = word.partition("=")[2]
-    if known.path and value == "":
+    """A text stays as it was written if YAML takes it for a number or a truth value."""
+    is_text = known is not None and known.takes_text_only and isinstance(value, bool | int | float)
+    return word.partition("=")[2] if is_text else value
+
+
+def _path(known: Key, word: str) -> str | list[str] | None:
+    """The value of a path key, as written: only `null`, [a,b] and quotes have a meaning of Hydra's.
+
+    A file named exactly so takes precedence over that meaning, except of `null`.
+    """
+    name, text = _name_of(word), word.partition("=")[2]
+    if text == "null" and known.default is None:
+        return None
+    if not text.strip() or text == "???":
         otherwise = ", or null for none" if known.default is None else ""
-        raise ConfigError(f"{_name_of(word)}: is empty; give a path{otherwise}")
-    return text if isinstance(value, bool | int | float) else value
+        raise ConfigError(f"{name}: is empty; give a path{otherwise}")
+    if os.path.lexists(text):
+        return text
+    if known.is_list and text[0] + text[-1] == "[]":
+        return [_unquoted(one.strip()) for one in _LISTED.findall(text[1:-1]) if one.strip()]
+    if "," in text and all(map(os.path.lexists, text.split(","))):
+        raise _several_values(word)
+    return _unquoted(text)
+
+
+def _unquoted(text: str) -> str:
+    """The inverse of `quoted`, for either quotation mark; other text is returned unchanged."""
+    mark = text[:1]
+    if len(text) < 2 or mark not in "'\"" or text[-1] != mark:
+        return text
+    return re.sub(
+        rf"(\\+)({mark}|$)", lambda found: found[1][: len(found[1]) // 2] + found[2], text[1:-1]
+    )
+
+
+def _several_values(word: str) -> ConfigError:
+    return ConfigError(
+        f"{word!r}: has several values; write a list as [a,b]{_in_quotes(word)}; "
+        "d2plm train --multirun sweeps"
+    )
 
 
 def _require_known(
@@ -420,7 +461,26 @@ class Arguments:
         overrides = self.overrides if overrides is None else overrides
         if self.file is not None:
             return read(self.command, self.file, overrides)
-        return compose(self.command, overrides, self.name, self.folder)
+        composed = compose(self.command, overrides, self.name, self.folder)
+        if self.command == "export" and self.name is None and self.folder is None:
+            return _of_its_run(composed, overrides)
+        return composed
+
+
+def _of_its_run(composed: PipelineSettings, overrides: list[str]) -> Any:
+    """The configuration of the run in `output_dir` with `overrides`, if there is a run.
+
+    Groups that are chosen on the command line make it a configuration of its own.
+    """
+    output_dir = Path(composed.output_dir)
+    file, choices = output_dir / RUN_CONFIG, _sorted_out("export", overrides, config_dir())[0]
+    if choices or not file.is_file():
+        return composed
+    run = read("export", file)
+    words = ["trainer.resume=auto", f"output_dir={quoted(composed.output_dir)}"]
+    if Path(run.model_dir) == Path(run.output_dir) / "model":  # also if the run was moved
+        words.append(f"model_dir={quoted(str(output_dir / 'model'))}")
+    return read("export", file, [*words, *overrides])
 
 
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
@@ -470,7 +530,7 @@ def parse_arguments(command: str, words: list[str], first_key: str | None = None
             raise _unknown_option(option)
         elif not option:
             raise ConfigError(f"{word!r}: write key=value without spaces around the =")
-        elif equals and "/" not in option:
+        elif equals and "/" not in option and not (first_key and os.path.lexists(word)):
             overrides.append(word)
         elif first_key is not None and not any(o.startswith(f"{first_key}=") for o in overrides):
             overrides.append(f"{first_key}={quoted(word)}")
@@ -513,7 +573,8 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Any, Arguments]:
 
 
 def quoted(value: str) -> str:
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """A value as Hydra reads it as text: backslashes are doubled before a quotation mark only."""
+    return "'" + re.sub(r"(\\*)('|$)", r"\1\1\2", value).replace("'", "\\'") + "'"
 
 
 def _unknown_option(option: str, known: Iterable[str] = ()) -> ConfigError:

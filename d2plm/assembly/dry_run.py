@@ -15,7 +15,7 @@ import torch
 
 from d2plm.assembly import training_run
 from d2plm.core.errors import ConfigError
-from d2plm.core.precision import DTYPES, resolve_device
+from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.data.loader import PackedLoader
 from d2plm.model.dit import dit_without_memory
 from d2plm.model.dit_config import DiTConfig
@@ -45,7 +45,8 @@ def forecast(config: PipelineSettings) -> dict[str, str]:
     paradigm = training_run.build_paradigm(config, vocabulary)
     ranks = int(os.environ.get("WORLD_SIZE", config.distributed.processes))
     plan = training_run.fitting_plan(config, model_config, ranks)
-    dtype = DTYPES.get(training_run.precision_of(config), torch.bfloat16)
+    device = torch.device(resolve_device("auto") if trainer.device == "auto" else trainer.device)
+    dtype = resolve_precision(training_run.precision_of(config), device)
     collections = training_run.training_collections(config, stores)
     longest = crop_length(data.max_length, model_config.max_position_embeddings)
     with_rows = plan.replicate * int(plan.shard)
@@ -61,9 +62,8 @@ def forecast(config: PipelineSettings) -> dict[str, str]:
     longest_input = model_config.max_position_embeddings
     context = RunContext(stores["validation"], longest_input, Path(config.model_dir))
     training_run.build_callbacks(config, context)
-    device = resolve_device("auto") if trainer.device == "auto" else trainer.device
     flops = steps * flops_per_step(loader, model_config)
-    compiled = is_to_compile(trainer.compile, torch.device(device), flops) and plan.expert == 1
+    compiled = is_to_compile(trainer.compile, device, flops) and plan.expert == 1
     copies = "" if plan.replicate == 1 else f"{plan.replicate} copies × "
     shared = {name: getattr(plan, name) for name in ("context", "tensor", "pipeline")}
     rows = "".join(f" × {name} {size}" for name, size in shared.items() if size > 1)

@@ -23,7 +23,7 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
 from d2plm.data.fasta import FastaRecord
 from d2plm.data.ingest import source_digest
-from d2plm.data.sources import CUT_IT, read_sequences
+from d2plm.data.sources import read_sequences
 from d2plm.evaluation.embedding import embeddings, layer_number
 from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.settings.commands import EmbedSettings
@@ -46,6 +46,7 @@ def run(config: EmbedSettings) -> dict[str, Any]:
         "model": weights_digest(exported.folder),
         "input": source_digest(source),
         "window": config.window,
+        "max_residues": config.max_residues,
         "layer": layer_number(exported.model, config.layer),
         "width": exported.model.config.hidden_size,
         **{key: getattr(config, key) for key in ("pooled", "format", "precision")},
@@ -77,9 +78,10 @@ def _embed(config: EmbedSettings, exported: ExportedModel, source: str, output: 
     def size(record: FastaRecord) -> int:
         return 4 * width * len(record.tokens)
 
-    records = partial(read_sequences, source, exported.vocabulary, config.window)
-    for record in records():  # rejected before hours of work, not after them
-        exported.require_short_enough(f"record {record.name!r}", record.tokens, CUT_IT, DataError)
+    records = partial(
+        read_sequences, source, exported.vocabulary, config.window, config.max_residues
+    )
+    for record in exported.all_short_enough(records()):  # rejected before hours of work
         total += len(record.tokens) + 2
     model, number = exported.denoiser(config.precision), 0
     with Progress("embedding", total, unit="tokens") as progress:

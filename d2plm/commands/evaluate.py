@@ -6,15 +6,18 @@ fraction, and whether generated proteins resemble natural ones.
 
 import json
 import logging
-from dataclasses import asdict
+import os
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from d2plm.assembly.preparation import resources
 from d2plm.assembly.tracked_run import describe, tracked_run
 from d2plm.assembly.training_run import open_stores
-from d2plm.core.errors import require_choice, within
-from d2plm.core.files import write_text
+from d2plm.config import read
+from d2plm.core.errors import ConfigError, require_choice, within
+from d2plm.core.files import is_writable, write_text
 from d2plm.core.terminal import done, result
 from d2plm.data.cache import ArrayCache
 from d2plm.data.relatives import RelativesIndex
@@ -34,12 +37,12 @@ from d2plm.export.model_evaluation import (
     open_rival,
     reusable_evaluation,
 )
-from d2plm.export.report_content import Sources
+from d2plm.export.report_content import CONFIG, Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.evaluation import EvaluationSettings
-from d2plm.tracking.locations import open_export
+from d2plm.tracking.locations import open_model
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
 PLOT = "evaluation.png"
@@ -51,16 +54,26 @@ log = logging.getLogger(__name__)
 def run(config: PipelineSettings) -> dict[str, Any]:
     """Evaluate, write the figures beside the model and into its folder, log and print them."""
     device, uri = config.trainer.device, config.tracking.uri
-    exported = open_export(config.model_dir, device, uri)  # a folder: the figures go into it
+    exported = open_model(config.model_dir, device, uri, key="model_dir")
+    is_local = exported.folder == Path(os.path.expanduser(config.model_dir))
+    config = _with_results_folder(config, is_local)
     output_dir, stores = Path(config.output_dir), open_stores(config)
+    if not is_writable(output_dir):
+        raise ConfigError(
+            "cannot be written; choose another folder", {"output_dir": config.output_dir}
+        )
     _check(exported, config, stores)
     recorded = _recorded(config)
     digests = {split: store.digest for split, store in stores.items()}
-    evaluation = reusable_evaluation(exported.folder, recorded, digests)
+    digests["model"] = weights_digest(exported.folder)
+    folder = exported.folder if is_local and is_writable(exported.folder) else output_dir
+    evaluation = reusable_evaluation(folder, recorded, digests)
     if evaluation is not None:
-        done(f"reusing {exported.folder / EVALUATION} (same model, data and masks)")
+        done(f"reusing {folder / EVALUATION} (same model, data and masks)")
     else:
-        evaluation = _evaluate(exported, config, stores, settings=recorded, digests=digests)
+        evaluation = _evaluate(
+            exported, config, stores, folder=folder, settings=recorded, digests=digests
+        )
     write_text(output_dir / EVALUATION, json.dumps(evaluation, indent=2))
     title = f"{config.name}: {exported.paradigm.name.replace('_', ' ')}"
     plot(evaluation, read_metrics(output_dir / METRICS_FILE), output_dir / PLOT, title)
@@ -74,6 +87,35 @@ def run(config: PipelineSettings) -> dict[str, Any]:
     result(table(evaluation))
     done(f"the report is {report}")
     return evaluation
+
+
+def _with_results_folder(config: PipelineSettings, is_local: bool) -> PipelineSettings:
+    """The configuration with an `output_dir` that is not of another model's run.
+
+    If it is, or is the default, the results are written beside the model, or to `evaluations` in
+    `work_dir` if that is impossible.
+    """
+    output_dir, model_dir = Path(config.output_dir), Path(os.path.expanduser(config.model_dir))
+    is_default = output_dir == Path(config.work_dir) / config.paradigm.name
+    has_run = (output_dir / CONFIG).is_file()
+    if _is_model_of(output_dir, model_dir) or not (is_default or has_run):
+        return config
+    run = model_dir.parent
+    is_of_a_run = (run / CONFIG).is_file() and _is_model_of(run, model_dir)
+    folder = run if is_of_a_run else run / f"{model_dir.name}-evaluation"
+    if not (is_local and is_writable(folder)):
+        name = re.sub(r"[^\w.@-]+", "-", config.model_dir).strip("-")
+        folder = Path(config.work_dir) / "evaluations" / name
+    done(f"the results are written to {folder}, because {output_dir} is of another model")
+    return replace(config, output_dir=str(folder))
+
+
+def _is_model_of(output_dir: Path, model_dir: Path) -> bool:
+    """Whether a run in `output_dir` exports, or would export, the model to `model_dir`."""
+    file, model = output_dir / CONFIG, model_dir.absolute()
+    if model == output_dir.absolute() / "model":
+        return True
+    return file.is_file() and Path(read("train", file).model_dir).absolute() == model
 
 
 def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
@@ -133,6 +175,8 @@ def _evaluate(
     nearest = nearest_search(settings.nearest_sensitivity)
     longest = min(exported.max_length, int(held_out.lengths.max()) + 2)
     device, prepared = exported.model.device, Path(config.data.prepared_dir)
+    if not is_writable(prepared):
+        prepared = Path(config.output_dir) / "cache"
     others = {
         str(rival): open_rival(Path(rival), held_out.vocabulary, longest, device, precision)
         for rival in settings.compare_with

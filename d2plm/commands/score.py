@@ -24,7 +24,7 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, output_modes
 from d2plm.data.family import Family, RelativesCheck, read_families
 from d2plm.data.fasta import read_fasta
-from d2plm.data.sources import CUT_IT, is_stream, read_sequences
+from d2plm.data.sources import is_stream, read_sequences
 from d2plm.evaluation import scoring
 from d2plm.evaluation.mutations import Variant
 from d2plm.evaluation.rank_correlation import rank_correlation
@@ -73,13 +73,12 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
         masked = scoring.require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config.evaluation, Path(str(config.input))
-    records = partial(read_sequences, path, vocabulary, config.window)
+    records = partial(read_sequences, path, vocabulary, config.window, config.max_residues)
     once = list(records()) if is_stream(path) else None  # a pipe can be read only once
     families = _families(config, exported, (record.name for record in once or records()))
     tokens, check = 0, RelativesCheck(str(config.relatives), str(path))
-    remedy = CUT_IT if config.relatives is None else "remove or shorten it"
-    for number, record in enumerate(once or records()):
-        exported.require_short_enough(f"record {record.name!r}", record.tokens, remedy, DataError)
+    given = exported.all_short_enough(once or records(), can_cut=config.relatives is None)
+    for number, record in enumerate(given):
         residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation.masks_per_sequence + residues)
         if families is not None:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,16 @@ def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
             f"{path}: cannot be written ({error.strerror or error}); check the folder, its "
             "permissions and the free space"
         ) from error
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be created in a folder, or in the nearest parent of a missing one."""
+    try:
+        existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            return True
+    except OSError:
+        return False
 
 
 def require_other_output(key: str, output: Any, read: Iterable[Any]) -> None:

@@ -28,13 +28,15 @@ def resolve_device(device: str) -> str:
 def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; `auto` takes bf16 where the hardware has instructions for it.
 
-    On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32.
+    On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32. A GPU that is not in
+    this machine is taken for one with bf16.
     """
     require_choice("precision", precision, ("auto", *DTYPES))
     if precision != "auto":
         return DTYPES[precision]
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        absent = not torch.cuda.is_available()
+        fast = absent or torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32

@@ -94,11 +94,11 @@ class Family:
             key: integers that determine the draw.
             protein: what they are drawn for, long members cut to what aligns with it.
         """
-        which = np.arange(len(self.members))
-        if len(which) > self.most:
+        drawn, count = self.members, len(self.members)
+        if count > self.most:
             random = np.random.default_rng(key)
-            which = np.sort(random.choice(len(which), self.most, replace=False))
-        return [aligned_part(self.members[i], protein) for i in which]
+            drawn = [drawn[i] for i in np.sort(random.choice(count, self.most, replace=False))]
+        return [aligned_part(one, protein) for one in drawn]
 
     def draw_for_designs(self, templates: Sequence[Tokens], seed: int) -> list[list[Tokens]]:
         """The result of `draw` for each of the templates of designs."""

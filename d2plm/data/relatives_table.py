@@ -5,23 +5,25 @@ A row is a relative of a protein. Names are single words, so no cell is quoted.
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from d2plm.core import vocabulary
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 from d2plm.core.number_text import counted
-from d2plm.core.vocabulary import decode
+from d2plm.core.vocabulary import Tokens, decode
+from d2plm.data.fasta import tokenised
 from d2plm.data.retrieval import Relative
-from d2plm.data.tables import is_missing, open_table
+from d2plm.data.sources import read_sources
+from d2plm.data.tables import open_table
+from d2plm.settings.data import Reading
 
 PROTEIN, SEQUENCE = "protein", "sequence"
 COLUMNS = (PROTEIN, "relative", "identity", "coverage", SEQUENCE)
 OF_RELATIVES = (PROTEIN, "relative", "query", "qseq")  # how a column begins in such tables only
+
+FIELDS = frozenset((".parquet", ".arrow", ".jsonl", ".ndjson", ".json"))
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[R
                 print(protein, name, *figures, decode(one.tokens), sep="\t", file=file)
 
 
-def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]] | None:
+def read_relatives(path: Path) -> dict[str, list[Tokens]] | None:
     """Name of each protein of a table → its relatives, uint8 residue tokens.
 
     Only the columns of names and sequences are needed, in any place. None is a file without them.
@@ -50,31 +52,32 @@ def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]] | None:
         DataError: the file is a table of relatives under other names, has no rows, or a cell holds
             no protein.
     """
-    found: dict[str, list[NDArray[np.uint8]]] = {}
-    empty = 0
-    with ExitStack() as stack:
-        try:
-            table = stack.enter_context(open_table(path))
-        except DataError:
-            return None
-        columns = [column.lower() for column in table.columns]
-        if not {PROTEIN, SEQUENCE} <= {*columns}:
-            if len(columns) > 1 and any(one.startswith(OF_RELATIVES) for one in columns):
-                raise DataError(
-                    f"{path}: has the columns {', '.join(table.columns)}; a table of relatives has "
-                    f"{PROTEIN}, the name of a protein, and {SEQUENCE}, that of a relative of it"
-                )
-            return None
-        places = columns.index(PROTEIN), columns.index(SEQUENCE)
-        for line, cells in table.rows():
-            protein, sequence = (cells[place].strip() for place in places)
-            if is_missing(protein) or is_missing(sequence):
-                empty += 1
-                continue
-            tokens = vocabulary.PROTEIN.encode(sequence, f"{path}, line {line}")
-            found.setdefault(protein, []).append(tokens)
+    columns: dict[str, str] = {}
+    with suppress(DataError), open_table(path) as table:
+        columns = {column.lower(): column for column in table.columns}
+    is_csv = {PROTEIN, SEQUENCE} <= {*columns}
+    if not is_csv and len(columns) > 1 and any(one.startswith(OF_RELATIVES) for one in columns):
+        raise DataError(
+            f"{path}: has the columns {', '.join(columns.values())}; a table of relatives needs "
+            f"{PROTEIN}, the name of a protein, and {SEQUENCE}, that of a relative"
+        )
+    if not is_csv and FIELDS.isdisjoint(path.suffixes):
+        return None
+    reading = Reading(
+        format="csv" if is_csv else "auto",
+        name_field=columns.get(PROTEIN, PROTEIN),
+        sequence_field=columns.get(SEQUENCE, SEQUENCE),
+    )
+    found: dict[str, list[Tokens]] = {}
+    try:
+        for record in tokenised(read_sources([path], reading), vocabulary.PROTEIN):
+            found.setdefault(record.name, []).append(record.tokens)
+    except DataError:
+        if is_csv:
+            raise
+        return None  # without these fields
+    if unnamed := found.pop("", []):
+        log.info("%s: left out %s without a protein", path, counted(len(unnamed), "row"))
     if not found:
         raise DataError(f"{path}: has no rows; give at least one relative")
-    if empty:
-        log.info("%s: left out %s without a protein or a sequence", path, counted(empty, "row"))
     return found

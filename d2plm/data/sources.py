@@ -7,12 +7,11 @@ parts. The format of an input is recognised by its content and its name, unless 
 """
 
 import glob
-import io
 import json
 import logging
 import os
-import pickle  # read only by `_PlainUnpickler`, which creates only plain data
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,12 +25,14 @@ import numpy as np
 
 from d2plm.core.errors import DataError, did_you_mean, first_line, require_number
 from d2plm.core.files import nearest_path, shipped
+from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
-from d2plm.data.records import ALIAS_SEPARATOR, WITHOUT_CONTROL, RawRecords, shown
+from d2plm.data.record_checks import checked
+from d2plm.data.records import ALIAS_SEPARATOR, MISSING, WITHOUT_CONTROL, RawRecords, shown
 from d2plm.data.store import MANIFEST, SequenceStore
 from d2plm.data.tables import Table, is_missing, open_table
 from d2plm.settings.data import Reading
@@ -54,24 +55,13 @@ _LMDB_PASS_BYTES = 8 << 20
 _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
 _FASTA = (".fasta", ".fa", ".fas", ".fna", ".ffn", ".frn", ".faa")
 _HUGGINGFACE_FILES = ("state.json", "dataset_dict.json", "**/*.parquet", "**/*.arrow")
+_SPLITS = {  # split → words for it in the names of files and folders
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
-_PLAIN_OPCODES = b"".join(
-    (
-        *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
-        *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1),
-        *(pickle.BININT2, pickle.LONG, pickle.LONG1, pickle.FLOAT, pickle.BINFLOAT),
-        *(pickle.STRING, pickle.BINSTRING, pickle.SHORT_BINSTRING),
-        *(pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
-        *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
-        *(pickle.EMPTY_DICT, pickle.DICT, pickle.SETITEM, pickle.SETITEMS),
-        *(pickle.EMPTY_LIST, pickle.LIST, pickle.APPEND, pickle.APPENDS),
-        *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
-        *(pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
-        *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.INST),  # to name what is rejected
-    )
-)
-_WHAT_IS_READ = "only dictionaries of plain text and numbers are read, as pickles can run programs"
 _LMDB_METADATA = frozenset(
     b"num_examples num_samples length __len__ keys __keys__ metadata __metadata__".split()
 )
@@ -142,27 +132,44 @@ def read_sources(
             raise DataError(f"standard input: cannot be read as {kind}; give FASTA or CSV there")
         given = _Input(path, chosen, vocabulary, in_parts, reading is not None)
         try:
-            for records in _READERS[kind](given):
+            for records in checked(_READERS[kind](given), vocabulary, path):
                 yield replace(records, done=(before + records.done * size) / sum(sizes))
         except ModuleNotFoundError as error:
             raise without_pyarrow(path, error) from None
         before += size
 
 
-CUT_IT = "set window to cut such records into pieces, or remove them"  # of `read_sequences`
-
-
 def read_sequences(
-    inputs: str | Path, vocabulary: Vocabulary, window: int | None = None
+    inputs: str | Path,
+    vocabulary: Vocabulary,
+    window: int | None = None,
+    max_residues: int | None = None,
 ) -> Iterator[FastaRecord]:
-    """The records of any input or of a store of this vocabulary, longer ones cut as by `ingest`.
+    """The records of any input or of a store of this vocabulary.
+
+    Args:
+        window, max_residues: longer records are cut or left out, as by `ingest`.
 
     Raises:
-        ConfigError: `window` is out of range.
+        ConfigError: one of them is out of range.
         DataError (when iterated): an input is missing or damaged, or not of the vocabulary.
     """
     require_number("window", window, optional=True, integer=True, low=1)
-    return _cut(_read_sequences(inputs, vocabulary), window)
+    require_number("max_residues", max_residues, optional=True, integer=True, low=1)
+    records = _read_sequences(inputs, vocabulary)
+    return _cut(records if max_residues is None else _short(records, max_residues, inputs), window)
+
+
+def _short(records: Iterator[FastaRecord], most: int, inputs: str | Path) -> Iterator[FastaRecord]:
+    left_out: list[str] = []
+    for record in records:
+        if len(record.tokens) <= most:
+            yield record
+        else:
+            left_out.append(record.name)
+    if left_out:
+        shown = first_few(left_out)
+        _say(f"{inputs}: left out {len(left_out):,} longer than max_residues={most}: {shown}")
 
 
 def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[FastaRecord]:
@@ -194,7 +201,15 @@ def input_files(path: Path) -> list[Path]:
         return [path.with_suffix(DATA), path.with_suffix(INDEX)]
     if not path.is_dir():
         return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb")
+    return sorted(file for file in _files_in(path, "*") if file.name != "lock.mdb")
+
+
+def _files_in(folder: Path, pattern: str) -> Iterator[Path]:
+    """The files in a folder and its folders, without hidden ones such as `.cache` and `.git`."""
+    for file in folder.rglob(pattern):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if not hidden and file.is_file():
+            yield file
 
 
 def is_stream(path: Path) -> bool:
@@ -289,17 +304,13 @@ def _csv_rows(given: _Input, table: Table) -> Iterator[Document]:
     prefix = path.name + ":" if vocabulary.is_text else "row"
     for row, (line, cells) in enumerate(chain(examined, rows), start=1):
         text = cells[sequence]
-        if not text.strip() or (not vocabulary.is_text and len(text) < 10 and _is_none(text)):
+        if not text.strip() or (not vocabulary.is_text and text.strip().lower() in MISSING):
             without.append(str(line))
             continue
         name = f"{prefix}{row}" if named is None else cells[named].partition("\x01")[0]
         yield Document(_one_line(name.encode("utf-8", "replace")), vocabulary.raw(text), line)
     if without:
         _say(f"{path}: {len(without)} rows without a sequence left out (lines {_listed(without)})")
-
-
-def _is_none(cell: str) -> bool:
-    return is_missing(cell) or cell.strip().lower() in ("true", "false")
 
 
 @cache  # once for a file, however often it is read
@@ -432,6 +443,7 @@ def _huggingface_files(path: Path) -> list[Path]:
     try:
         if (path / "dataset_dict.json").is_file():
             splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+            _require_one_split(path, {split: [path / split] for split in splits})
             return [file for split in splits for file in _huggingface_files(path / split)]
         if (path / "state.json").is_file():
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -446,10 +458,30 @@ def _huggingface_files(path: Path) -> list[Path]:
             f"{path}: not a whole Hugging Face dataset folder ({error!r}); save it again with "
             "save_to_disk()"
         ) from None
-    files = sorted([*path.rglob("*.parquet"), *path.rglob("*.arrow")])
+    files = sorted([*_files_in(path, "*.parquet"), *_files_in(path, "*.arrow")])
     if not files:
         raise DataError(f"{path}: no folder with Parquet or Arrow files; check the path")
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.split(r"[\W\d_]+", str(file.relative_to(path)).lower())
+        named = next((split for split in _SPLITS if {*_SPLITS[split]} & {*words}), "other files")
+        by_split.setdefault(named, []).append(file)
+    _require_one_split(path, by_split)
     return files
+
+
+def _require_one_split(path: Path, splits: Mapping[str, list[Path]]) -> None:
+    """Reject a dataset of several splits, with what to give for each of them."""
+    if len(splits) < 2:
+        return
+    said = []
+    for split, files in splits.items():
+        start = os.path.commonprefix([*map(str, files)])  # noqa: RUF071  # of a pattern, not a path
+        pattern = glob.escape(start) + "*"
+        several = pattern if sorted(glob.glob(pattern)) == [str(file) for file in files] else None
+        given = str(files[0]) if len(files) == 1 else several or f"[{','.join(map(str, files))}]"
+        said.append(f"{split}: {shlex.quote(given)}")
+    raise DataError(f"{path}: has several splits; give one of them, {'; '.join(said)}")
 
 
 def _from_tables(
@@ -598,26 +630,22 @@ def _lmdb_records(given: _Input, items: list[tuple[bytes, bytes]], done: float) 
 
 
 def _lmdb_value(where: str, key: bytes, value: bytes, given: _Input) -> tuple[bytes, bytes]:
-    """(name, sequence) of a value: a plain sequence, JSON, or a pickle of plain data."""
+    """(name, sequence) of a value: a plain sequence, or JSON."""
+    if value.startswith(b"\x80"):
+        raise DataError(
+            f"{where}: is a pickle, which could run programs; convert the LMDB to JSON lines: "
+            f"python examples/lmdb_of_pickles.py {shlex.quote(str(given.path))} proteins.jsonl"
+        )
+    if not value.startswith((b"{", b'"')):
+        return _one_line(key), value
     try:
-        if value.startswith(b"\x80"):
-            content = _PlainUnpickler(io.BytesIO(value)).load()
-        elif value.startswith((b"{", b'"')):
-            content = json.loads(value)
-        else:
-            return _one_line(key), value
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
-    except Exception as error:  # a broken pickle may raise anything
+        content = json.loads(value)
+    except (ValueError, RecursionError) as error:
         reason = repr(error)[:200]
         raise DataError(f"{where}: a value that cannot be read ({reason})") from None
     name = _one_line(key)
     if isinstance(content, dict):
-        fields = {
-            k.decode("utf-8", "replace") if isinstance(k, bytes) else str(k): v
-            for k, v in content.items()
-        }
-        found, content = _name_and_text(fields, _columns(list(fields), given, where), where)
+        found, content = _name_and_text(content, _columns(list(content), given, where), where)
         name = name if found is None else found
     if isinstance(content, str):
         content = given.vocabulary.raw(content)
@@ -646,30 +674,6 @@ def _name_and_text(
         None if name is None else ALIAS_SEPARATOR.join(map(_one_line, texts)),
         b"" if content is None else content,
     )
-
-
-class _Opcodes(dict[int, Any]):
-    """The unpickler's actions for the bytes of `_PLAIN_OPCODES`; any other byte is rejected."""
-
-    def __missing__(self, code: int) -> Any:
-        raise DataError(f"a pickle of more than plain data (byte {code:#x}); {_WHAT_IS_READ}")
-
-
-class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]  # typeshed lacks it
-    """Loads dictionaries and lists of text, bytes and numbers, and rejects everything else.
-
-    Written in Python, at about twenty microseconds per record, because the C unpickler allocates
-    memory for as many objects as a pickle claims to have: gigabytes for eight bytes. Tuples and
-    sets are excluded, since nested as keys of a dictionary they may take forever to hash.
-    """
-
-    dispatch = _Opcodes(
-        {code: pickle._Unpickler.dispatch[code] for code in _PLAIN_OPCODES}  # type: ignore[attr-defined]
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        named = ascii(f"{module}.{name}")[1:-1][:80]
-        raise DataError(f"a pickle that would load {named}; {_WHAT_IS_READ}")
 
 
 def _read_megatron(given: _Input) -> Iterator[RawRecords]:
@@ -710,13 +714,12 @@ def _readable(path: Path, what: str) -> Iterator[None]:
 
 _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "fasta": lambda given: read_fasta_blocks(given.path, given.vocabulary, given.in_parts),
-    "lmdb": _read_lmdb,
-    "parquet": _read_parquet,
     "csv": _read_csv,
+    "parquet": _read_parquet,
+    "jsonl": _read_jsonl,
     "huggingface": _read_huggingface,
     "hub": _read_hub,
-    "megatron": _read_megatron,
-    "jsonl": _read_jsonl,
+    "lmdb": _read_lmdb,
     "text": lambda given: read_documents(given.path, given.in_parts),
     "lines": lambda given: read_documents(
         given.path, given.in_parts, lambda line: line.endswith(b"\n")
@@ -724,4 +727,32 @@ _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "paragraphs": lambda given: read_documents(
         given.path, given.in_parts, lambda line: not line.strip()
     ),
+    "megatron": _read_megatron,
+}
+# What each reader reads, and an example of the settings, for docs/data.md.
+FORMS = {
+    "fasta": (
+        "FASTA, A2M, A3M, PIR; alignments in Stockholm and Clustal, without their gaps",
+        "input=proteins.fasta.gz",
+    ),
+    "csv": (
+        "tables with a header: CSV, TSV, `;`, comments, UTF-8, UTF-16, Latin-1",
+        "input=table.csv sequence_field=Sequence name_field=Entry",
+    ),
+    "parquet": ("Parquet", "input=table.parquet"),
+    "jsonl": ("JSON lines, an object a line: .jsonl, .ndjson, .json", "'input=shards/*.jsonl.zst'"),
+    "huggingface": (
+        "a folder that `datasets` saved, or of Parquet or Arrow files, of one split",
+        "input=dataset_folder/train",
+    ),
+    "hub": (
+        "a dataset of the Hugging Face hub, streamed (pip install 'd2plm[hub]'); what follows NAME "
+        "is optional, the split train",
+        "input=hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT",
+    ),
+    "lmdb": ("LMDB of plain sequences or of JSON", "input=old_lmdb sequence_field=primary"),
+    "text": ("a plain text, one record (alphabet bytes or tokenizer)", "input=book.txt"),
+    "lines": ("the lines of a plain text", "input=book.txt format=lines"),
+    "paragraphs": ("what blank lines divide in a plain text", "input=book.txt format=paragraphs"),
+    "megatron": ("a corpus of Megatron, .bin and .idx, tokenised already", "input=corpus.idx"),
 }

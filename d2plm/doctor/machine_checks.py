@@ -7,6 +7,7 @@ demo, the smallest useful training run.
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -16,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -216,22 +217,36 @@ def disk(folder: Path, key: str) -> Verdict:
     return ok(found)
 
 
+# Ends with IS_HELD if the lock is held by another process.
+_TAKES_LOCK = """
+import sys
+from filelock import FileLock, Timeout
+try:
+    FileLock(sys.argv[1], blocking=False, fallback_to_soft=False).acquire()
+except Timeout:
+    sys.exit(int(sys.argv[2]))
+"""
+_IS_HELD = 17
+
+
 def file_locks(folder: Path) -> Verdict:
-    """Whether file locks are exclusive, which some network file systems only pretend."""
+    """Whether a second process is denied a lock, which some network file systems only pretend."""
     place = existing(folder)
     fix = "run one preparation at a time in it, and store MLflow's SQLite elsewhere (tracking.uri)"
     try:
         with tempfile.TemporaryDirectory(dir=place) as temporary:
             file = Path(temporary) / "lock"
-            with FileLock(file, blocking=False):
-                try:
-                    FileLock(file, blocking=False).acquire()
-                except Timeout:
-                    return ok(f"work at {place}")
+            with FileLock(file, blocking=False, fallback_to_soft=False):
+                words = [sys.executable, "-c", _TAKES_LOCK, str(file), str(_IS_HELD)]
+                code = subprocess.run(words, capture_output=True, timeout=60).returncode
     except PermissionError:
         return skipped(f"{place} cannot be written")
     except (OSError, NotImplementedError) as error:
         return warning(f"not supported at {place} ({first_line(error)})", fix)
+    if code == _IS_HELD:
+        return ok(f"work at {place}")
+    if code:
+        return warning(f"a second process cannot try a lock at {place}", fix)
     return warning(f"two processes can hold the same lock at {place}", fix)
 
 

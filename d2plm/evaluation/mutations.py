@@ -27,6 +27,17 @@ MOST_MISTAKEN = 0.05  # of the variants of a protein
 
 MIN_POSITIONS = 3  # fewer fit some other numbering by chance
 
+# The same two changes in each of the notations, and whose it is, for docs/family.md.
+NOTATIONS = (
+    ("A24G:L30P", "ProteinGym"),
+    ("A24G,L30P", "EVmutation"),
+    ("A24G_L30P", "FLIP"),
+    ("A24G-L30P", "tables of the laboratory, also with `+`, `/`, `;` or blanks"),
+    ("p.[Ala24Gly;Leu30Pro]", "MaveDB (HGVS)"),
+    ("NP_000240.1:p.(Ala24Gly;Leu30Pro)", "ClinVar (HGVS)"),
+    ("SA24G:SL30P", "a letter for the chain before each change"),
+)
+
 _NAMES = "AlaArgAsnAspCysGlnGluGlyHisIleLeuLysMetPheProSerThrTrpTyrValAsxGlxXaaSecPylTer"
 _LETTERS = dict(zip(re.findall("...", _NAMES.upper()), "ARNDCQEGHILKMFPSTWYVBZXUO*", strict=True))
 _RESIDUE = f"{'|'.join(_LETTERS)}|[A-Z*]"

@@ -21,6 +21,7 @@ from pyhmmer.plan7 import HMM, Background, Builder, Hit, Pipeline, TraceAligner
 
 from d2plm.core.machine import usable_cores
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens, decode, is_canonical
+from d2plm.data.relatives import aligned_part
 
 BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
 
@@ -76,7 +77,8 @@ def family_hmm(
     HMM.
 
     Args:
-        members: uint8 residue tokens, at least one.
+        members: uint8 residue tokens, at least one; of several, long ones are cut, see
+            `aligned_part`.
         effective_number: of the members, how HMMER finds it: `clust` counts clusters at 62 %
             identity, the best likelihood; `entropy`, HMMER's own for searches, flattens the HMM.
         simulated: sequences that the E-values are calibrated with; HMMER's own number is 200.
@@ -85,6 +87,8 @@ def family_hmm(
     first = hmm_builder(alphabet, effective_number="clust")
     last = hmm_builder(alphabet, simulated, effective_number=effective_number)
     ordered = sorted(members, key=lambda one: (len(one), one.tobytes()))
+    if len(ordered) > 1:  # HMMER's memory is quadratic in the columns of an alignment
+        ordered = [aligned_part(one, ordered[len(ordered) // 2]) for one in ordered]
     block = _digital_block(ordered, alphabet)
     if len(block) == 1:
         return last.build(block[0], background)[0]

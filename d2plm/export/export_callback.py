@@ -1,7 +1,8 @@
 """Callback that exports the averaged model as a self-describing folder after the last step.
 
 A LoRA model is exported twice: merged into its base, and alone in the folder `adapter` beside it.
-If nothing was trained since, an existing export is kept together with its evaluation.
+If nothing was trained since, an existing export is kept together with its evaluation, unless a file
+of it is damaged or missing.
 """
 
 from pathlib import Path
@@ -49,8 +50,14 @@ class Export(Callback):
             "settings": trainer.identity,
         }
         process = trainer.process
-        nothing_new = trainer.first_step == trainer.step
-        if nothing_new and process.on_main(lambda: is_export_of(self.folder, provenance)):
+        folders, base = [self.folder], provenance.get("init_from")
+        if trainer.lora_rank and base is not None and not (Path(base).is_dir() and is_esm(base)):
+            folders.append(self.folder.with_name(ADAPTER))
+
+        def is_written() -> bool:
+            return all(is_export_of(folder, provenance) for folder in folders)
+
+        if trainer.first_step == trainer.step and process.on_main(is_written):
             return
         with trainer.ema.swapped_in():
             weights = full_weights(trainer.model, process)
@@ -66,9 +73,8 @@ class Export(Callback):
             if trainer.lora_rank is None or weights is None:
                 save_export(self.folder, whole, *content, weights)
                 return
-            base = provenance.get("init_from")
-            if base is not None and not (Path(base).is_dir() and is_esm(base)):
-                save_export(self.folder.with_name(ADAPTER), whole, *content, weights)
+            for adapter in folders[1:]:
+                save_export(adapter, whole, *content, weights)
             save_export(self.folder, whole, *content, lora.merged(weights))
 
         process.on_main(write)

@@ -8,7 +8,7 @@ its data and masks. Generation, scoring and the registry need nothing else.
 import copy
 import json
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ from transformers.utils.logging import disable_progress_bar
 from d2plm import __version__
 from d2plm.core.errors import D2PLMError, DataError, ModelError
 from d2plm.core.files import files_digest, nearest_path, read_json, written_beside
+from d2plm.core.number_text import counted
 from d2plm.core.precision import resolve_precision
+from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
+from d2plm.data.fasta import FastaRecord
 from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
 from d2plm.export.model_card import model_card
 from d2plm.generation.lengths import LengthHistogram
@@ -47,7 +50,7 @@ class ExportedModel:
         model: the model, in evaluation mode.
         paradigm: the paradigm with the settings of the training.
         lengths: lengths of the training proteins.
-        provenance: data digests, step, tracking run, version.
+        provenance: data digests, step, tracking run, version, digests of the files.
     """
 
     folder: Path
@@ -80,6 +83,29 @@ class ExportedModel:
             raise error(
                 f"{what} has {len(tokens)} {units}, but the model supports at most "
                 f"{self.max_residues}: {remedy}"
+            )
+
+    def all_short_enough(
+        self, records: Iterable[FastaRecord], can_cut: bool = True
+    ) -> Iterator[FastaRecord]:
+        """The records, with one error at their end for all that the model cannot take.
+
+        Raises (when iterated):
+            DataError: a record is longer than the model supports.
+        """
+        too_long, number = list[str](), 0
+        for record in records:
+            number += 1
+            if len(record.tokens) > self.max_residues:
+                too_long.append(f"{record.name} ({len(record.tokens):,})")
+            yield record
+        if too_long:
+            cut = ", or window to cut them into pieces" * can_cut
+            raise DataError(
+                f"{len(too_long):,} of {counted(number, 'record')} have more than the "
+                f"{self.max_residues} {self.vocabulary.nouns.token}s that the model supports: "
+                f"{first_few(too_long)}; set max_residues={self.max_residues} to leave them "
+                f"out{cut}"
             )
 
     def require_taking_relatives(self, key: str) -> None:
@@ -160,6 +186,11 @@ def save_export(
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             lengths.save(partial)
+            content["files"] = {
+                file.name: files_digest(file)
+                for file in sorted(partial.iterdir())
+                if file.is_file()
+            }
             (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
             exported = ExportedModel(partial, model, paradigm, lengths, content)
             (partial / CARD).write_text(exported.card(name=folder.name), encoding="utf-8")
@@ -271,12 +302,14 @@ def weights_digest(folder: Path) -> str:
 
 
 def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:
-    """Whether `folder` contains an export with this provenance."""
+    """Whether `folder` contains an export with this provenance, whose files are as written."""
     try:
-        written = read_provenance(folder)
-    except ModelError:
+        written = read_provenance(folder) or {}
+        files = written.pop("files", {})
+        whole = files and all(files_digest(folder / name) == files[name] for name in files)
+    except (ModelError, DataError):
         return False
-    return written is not None and written == _provenance(written.get("paradigm", ""), provenance)
+    return whole and written == _provenance(written.get("paradigm", ""), provenance)
 
 
 def _provenance(paradigm: str, provenance: dict[str, Any]) -> dict[str, Any]:

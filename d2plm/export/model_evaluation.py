@@ -65,6 +65,7 @@ def evaluate(
     choice: RelativesChoice = RelativesChoice(),
     cache: ArrayCache | None = None,
     quality: Callable[[], dict[str, Any]] | None = None,
+    folder: Path | None = None,
     settings: dict[str, Any] | None = None,
     digests: dict[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -90,6 +91,7 @@ def evaluate(
         choice: which relatives a protein is given.
         cache: cache of the profile HMMs' figures, which are the same for every model.
         quality: returns the result of `compare_quality`; called last, because it takes longest.
+        folder: where the figures are written, instead of the model's folder and card.
         settings, digests: recorded unchanged; None records those of this call.
 
     Returns:
@@ -172,12 +174,14 @@ def evaluate(
         settings=settings or {**draws, "precision": precision},
         digests=digests or {"train": train.digest, "validation": held_out.digest},
     )
-    with written_beside(exported.folder / SEQUENCE_SCORES) as partial:
+    folder = folder or exported.folder
+    with written_beside(folder / SEQUENCE_SCORES) as partial:
         np.savez_compressed(
             partial, nats=scores.nats, residues=scores.residues, clusters=proteins.clusters
         )
-    write_text(exported.folder / EVALUATION, json.dumps(evaluation, indent=2))
-    write_text(exported.folder / CARD, exported.card(evaluation))
+    write_text(folder / EVALUATION, json.dumps(evaluation, indent=2))
+    if folder == exported.folder:
+        write_text(folder / CARD, exported.card(evaluation))
     return evaluation
 
 
@@ -267,10 +271,7 @@ def open_rival(
 def reusable_evaluation(
     folder: Path, settings: dict[str, Any], digests: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """The evaluation in an export, if it was computed with these settings on these data.
-
-    A new export replaces the folder, so an evaluation in it always belongs to its weights.
-    """
+    """The evaluation in a folder, if it was computed with these settings of what has `digests`."""
     try:
         evaluation, _ = load_scores(folder)
     except ModelError:

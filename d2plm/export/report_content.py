@@ -140,7 +140,8 @@ def _model(
     if provenance is None:
         missing["model"] = f"There is no exported model in {folder}: run d2plm export."
         return None
-    if evaluation is not None and read_evaluation(folder) != evaluation:
+    weights = weights_digest(folder)
+    if evaluation is not None and evaluation["digests"].get("model") != weights:
         missing["model"] = (
             f"The model in {folder} is not the evaluated one: run d2plm evaluate with model_dir=…."
         )
@@ -149,7 +150,7 @@ def _model(
         **provenance,
         "parameters": parameters_of(folder),
         "architecture": read_json(folder / "config.json") or {},
-        "weights": weights_digest(folder),
+        "weights": weights,
     }
 
 

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from d2plm.core.errors import ConfigError, DataError, did_you_mean, require
 from d2plm.core.precision import resolve_precision
 from d2plm.core.vocabulary import PROTEIN, Tokens
-from d2plm.data.family import Family
+from d2plm.data.family import Family, RelativesCheck
 from d2plm.evaluation.scoring import bound_draws, score_columns
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.lengths import lengths_of, require_length, wanted_lengths
@@ -226,6 +226,11 @@ class Service:
         sequences = [self.vocabulary.encode(*one) for one in zip(texts, names, strict=True)]
         self._require_within_limit(sum(map(len, sequences)))
         self._require_short_enough(sequences)
+        if family is not None:
+            check = RelativesCheck("relatives", "the request")
+            for name, one in zip(names, sequences, strict=True):
+                check.add(name, family, one)
+            check.report()
         draws = bound_draws(
             self.denoiser,
             self.exported.paradigm,

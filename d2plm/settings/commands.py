@@ -228,13 +228,16 @@ class ScoreSettings(InferenceSettings):
     mutations, a FASTA file of the wild types"""
     window: int | None = key(None, low=1)
     """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
+    max_residues: int | None = key(None, low=1)
+    """longer sequences are left out; null: none"""
     output: str | None = key(None, path="any")
     """CSV file; null: standard output"""
     pseudo_log_likelihood: bool | None = key(None)
     """also compute the pseudo-log-likelihood, with one forward row per token; null: except for
     text"""
-    relatives: str | None = key(None, path="file")
-    """FASTA for all proteins, or a table of d2plm relatives"""
+    relatives: str | None = key(None, path="any")
+    """relatives of all proteins, in any form that d2plm ingest recognises, or a table of d2plm
+    relatives"""
     max_relatives: int = key(8, low=1)
     """relatives of each protein, drawn anew with each mask"""
     mutations: str | None = key(None, path="file")
@@ -262,6 +265,8 @@ class EmbedSettings(InferenceSettings):
     including duplicates)"""
     window: int | None = key(None, low=1)
     """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
+    max_residues: int | None = key(None, low=1)
+    """longer sequences are left out; null: none"""
     output: str = key("embeddings", path="folder")
     """folder of files of about 256 MB; the same command continues an interrupted run"""
     layer: int = key(-1)
@@ -280,7 +285,7 @@ class RelativesSettings(RetrievalSettings, Resources):
     """d2plm relatives."""
 
     input: str = key(path="any")
-    """FASTA, plain or compressed: the proteins"""
+    """the proteins, in any form that d2plm ingest recognises"""
     reference: str = key(path="any")
     """collection to search: FASTA, a store, or prepared data (its training set)"""
     output: str = key("relatives.tsv", path="any")

@@ -82,9 +82,9 @@ class GenerationSettings(SamplerSettings):
     """minimum of drawn lengths, tokens"""
     max_length: int | None = key(None, low=1)
     """maximum of drawn lengths, tokens; null: the model's limit"""
-    relatives: str | None = key(None, path="file")
-    """FASTA of a family, for a model that takes relatives: generate new members with lengths of
-    the family"""
+    relatives: str | None = key(None, path="any")
+    """a family in any form that d2plm ingest recognises, for a model that takes relatives:
+    generate new members with lengths of the family"""
     max_relatives: int = key(8, low=1)
     """relatives drawn for each protein"""
     held_out_members: float = key(0.2, low=0, below=1)

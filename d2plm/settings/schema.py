@@ -191,6 +191,11 @@ class Key:
         return all(kind is str or get_origin(kind) is list for kind in kinds) and str in kinds
 
     @property
+    def is_list(self) -> bool:
+        """Whether the value may be a list."""
+        return any(get_origin(kind) is list for kind in _alternatives(self.field.type))
+
+    @property
     def is_mapping(self) -> bool:
         """Whether the value is a mapping with names of the user's."""
         return any(get_origin(kind) is dict for kind in _alternatives(self.field.type))

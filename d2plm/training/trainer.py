@@ -520,7 +520,8 @@ class Trainer:
         if changed is not None:
             raise CheckpointError(
                 f"checkpoint {location} belongs to a run with other settings ({changed}); restore "
-                "them, start anew with resume=none, or choose another output_dir"
+                "them, start anew with resume=none, or choose another output_dir, where "
+                "init_from=… with this run's exported model trains it further"
             )
         with checkpoint.fitting(location):
             elsewhere = set() if self.pipeline is None else self.pipeline.elsewhere

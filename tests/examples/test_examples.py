@@ -1,7 +1,9 @@
 """The scripts in examples/ as a user runs them, and the model card of a model that one trained."""
 
+import gzip
 import importlib.metadata
 import json
+import pickle
 import re
 import runpy
 import shutil
@@ -10,7 +12,9 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import pytest
 from huggingface_hub import ModelCard
 from packaging.requirements import Requirement
@@ -268,3 +272,35 @@ def test_the_closure_of_the_core_dependencies_leaves_out_what_is_optional() -> N
     _, modules = core()
     assert {"torch", "transformers", "numpy", "lmdb", "mlflow"} <= modules
     assert not modules & {"pytest", "kfp", "kubernetes", "tensorboard", "wandb", "hypothesis"}
+
+
+class Harmful:
+    """Unpickled by the standard library it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_an_lmdb_of_pickles_is_converted_and_runs_nothing(run: Run, tmp_path: Path) -> None:
+    def store(name: str, values: dict[bytes, object]) -> Path:
+        with lmdb.open(str(tmp_path / name)) as environment, environment.begin(write=True) as to:
+            for key, value in values.items():
+                to.put(key, pickle.dumps(value))
+        return tmp_path / name
+
+    rows = {b"0": {"id": "a", "primary": "MK"}, b"1": {b"Seq": b"AC"}, b"2": "WY", b"length": 3}
+    output = tmp_path / "proteins.jsonl.gz"
+    assert "3 records" in run("lmdb_of_pickles.py", store("plain", rows), output)
+    lines = gzip.decompress(output.read_bytes()).splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"id": "a", "primary": "MK"},
+        {"Seq": "AC"},
+        {"id": "2", "sequence": "WY"},
+    ]
+    harmful = store("harmful", {b"k": {"primary": "MK", "more": Harmful(tmp_path / "harm")}})
+    with pytest.raises(SystemExit, match=r"key b'k': names pathlib"):
+        run("lmdb_of_pickles.py", harmful, output)
+    assert not (tmp_path / "harm").exists()

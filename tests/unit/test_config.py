@@ -1,5 +1,6 @@
 """Composing the settings of commands from defaults, YAML files and the command line."""
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,7 +22,9 @@ from d2plm.config import (
     compose_arguments,
     flat,
     parse_arguments,
+    parse_overrides,
     plain,
+    quoted,
     read,
     save,
 )
@@ -311,18 +314,86 @@ def test_a_section_without_keys_exists_and_keeps_what_it_has() -> None:
     assert compose("train", ["callbacks.export=null", "callbacks.export={}"]).callbacks["export"]
 
 
-@pytest.mark.parametrize("written", ["20240503", "2024_05", "true", "1e3"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("20240503", "2024_05", "true", "1e3", "010", "2024-05-03", "no", "nan", "~x", "-"),
+        *(
+            "a=b",
+            "a,b",
+            "a b",
+            " a",
+            "a\\b",
+            "a\\",
+            "it's",
+            "a{1}",
+            "[old].fasta",
+            "(a)",
+            "#1",
+            "!a",
+        ),
+        *("ü", "a?*", "range(1,3)", '"a', "100%", "a:b", "@x"),
+    ],
+)
 def test_a_path_stays_as_it_was_written(written: str) -> None:
-    assert compose("ingest", ["input=x", f"output={written}"]).output == written
-    assert compose("train", [f"name={written}"]).name == written
+    config = compose("ingest", [f"input={written}", f"output={written}"])
+    assert (config.input, config.output) == (written, written)
+    assert compose("score", ["model_dir=m", f"output={written}", "input=x"]).output == written
 
 
-def test_a_path_that_is_empty_or_null_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="output: is empty; give a path"):
-        compose("ingest", ["input=x", "output="])
+_TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1).filter(
+    lambda text: text.strip() and "$" not in text and text not in ("null", "???")
+)
+
+
+@given(_TEXT, _TEXT)
+def test_a_path_is_the_same_quoted_or_in_a_list(one: str, other: str) -> None:
+    words = [f"input=[{quoted(one)}, {quoted(other)}]", f"output={quoted(one)}"]
+    config = compose("ingest", words)
+    assert (config.input, config.output) == ([one, other], one)
+    assert parse_overrides([f"name={quoted(one)}"])[0].value() == one
+
+
+def test_the_members_of_a_list_stay_as_they_were_written() -> None:
+    words = "[1e3, true,it's,'a,b',\"c,d\",x=[1]]"
+    wanted = ["1e3", "true", "it's", "a,b", "c,d", "x=[1]"]
+    assert compose("ingest", [f"input={words}", "output=o"]).input == wanted
+
+
+def test_a_file_of_exactly_that_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("[a]", "'q'", "a,b", "a=b"):
+        (tmp_path / name).write_text(">p\nMK\n")
+        assert compose("ingest", [f"input={name}", "output=o"]).input == name
+    assert parse_arguments("data_head", ["a=b"], "store").compose().store == "a=b"
+    (tmp_path / "a").touch()
+    with pytest.raises(ConfigError, match=r"several values; write a list as \[a,b\]"):
+        compose("ingest", ["input=a,a", "output=o"])
+
+
+def test_a_path_that_is_empty_is_rejected_and_null_is_none_where_it_may_be() -> None:
+    for value in ("", " ", "???"):
+        with pytest.raises(ConfigError, match=r"output: is empty; give a path$"):
+            compose("ingest", ["input=x", f"output={value}"])
+        with pytest.raises(ConfigError, match=r"output: is empty; give a path, or null for none$"):
+            compose("score", ["model_dir=m", "input=x", f"output={value}"])
+    assert compose("data_verify", ["store=null"]).store == "null"
+    assert compose("score", ["model_dir=m", "input=x", "output=null"]).output is None
+
+
+@pytest.mark.parametrize("value", ["20240503", "true", "[a]"])
+def test_a_path_in_a_file_is_text(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"output_dir: {value}\n")
+    with pytest.raises(ConfigError, match=r"output_dir=.*must be text"):
+        read("train", tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("value", ["it's", "a=b", "a{1}", 'say "x"', "$HOME=", "a(b\\c"])
+def test_the_message_on_special_characters_is_the_line_to_type(value: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose("data_verify", ["store=null"])
-    assert caught.value.settings == {"store": None}
+        compose("train", [f"name={value}"])
+    typed = str(caught.value).partition("for the shell and for Hydra: ")[2]
+    assert compose("train", shlex.split(typed)).name == value
 
 
 def test_several_values_without_multirun_say_what_could_be_meant() -> None:

@@ -154,6 +154,23 @@ def test_a_family_of_copies_is_rejected(configured: Callable[..., Any], tmp_path
         run(configured(f"input={few}"))
 
 
+@pytest.mark.parametrize(("copies", "substitutions"), [(300, 1), (60, 3)])
+def test_variants_of_one_protein_are_refused_after_one_split_and_told_of_mutations(
+    copies: int, substitutions: int, configured: Callable[..., Any], tmp_path: Path
+) -> None:
+    draw, file = np.random.default_rng(0), tmp_path / "variants.fasta"
+    letters = [*"ACDEFGHIKLMNPQRSTVWY"]
+    wild_type, records = draw.choice(letters, 90), [("longer", "".join(draw.choice(letters, 93)))]
+    for number in range(copies):
+        variant = wild_type.copy()
+        variant[draw.choice(90, substitutions)] = draw.choice(letters, substitutions)
+        records.append((str(number), "".join(variant)))
+    write_fasta(file, records)
+    with pytest.raises(DataError, match=r"variants of one protein of 90 residues.*mutations="):
+        run(configured(f"input={file}"))
+    assert len([*tmp_path.glob("**/below_*")]) == 1
+
+
 def test_three_members_are_rejected_after_one_split(
     configured: Callable[..., Any], tmp_path: Path
 ) -> None:

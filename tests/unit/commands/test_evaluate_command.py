@@ -85,6 +85,95 @@ def test_the_figures_are_written_and_used_again(
     assert "reusing" not in capsys.readouterr().out
 
 
+@pytest.fixture
+def of_a_demo(tmp_path: Path, run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Evaluates a model with the settings of a demo that has a run, which must stay as it is."""
+    work = tmp_path / "demo"
+    work.mkdir()
+    demo = {"config.yaml": f"model_dir: {work / 'model'}\n", "evaluation.json": "{}"}
+    for name, text in demo.items():
+        (work / name).write_text(text)
+
+    def call(model: object, *overrides: str) -> dict[str, Any]:
+        found = run(model, f"output_dir={work}", f"work_dir={work}", *overrides)
+        assert {name: (work / name).read_text() for name in demo} == demo
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_results_on_a_model_of_another_run_are_written_beside_that_model(
+    of_a_run: bool,
+    export: Export,
+    of_a_demo: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "other").mkdir()
+    if of_a_run:
+        (tmp_path / "other" / "config.yaml").write_text("{}")
+    model = export("other/model")
+    found = of_a_demo(model)
+    folder = tmp_path / "other" / ("" if of_a_run else "model-evaluation")
+    assert json.loads((folder / "evaluation.json").read_text()) == found
+    assert (folder / "report.html").is_file()
+    assert f"written to {folder}" in capsys.readouterr().out
+    assert json.loads((model / "evaluation.json").read_text()) == found
+
+
+def test_results_are_written_to_a_given_folder(
+    export: Export, of_a_demo: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    found = of_a_demo(export("other/model"), f"output_dir={tmp_path / 'given'}")
+    assert json.loads((tmp_path / "given" / "evaluation.json").read_text()) == found
+    assert [*(tmp_path / "other").iterdir()] == [tmp_path / "other" / "model"]
+
+
+def test_nothing_is_written_to_read_only_folders(
+    export: Export,
+    of_a_demo: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, prepared = export("other/model"), tmp_path / "prepared"
+    prepared.mkdir()
+
+    def is_writable(folder: Path) -> bool:
+        return not {tmp_path / "other", prepared} & {folder, *folder.parents}
+
+    def identities(*stores: object, **_: Any) -> NDArray[np.float64]:
+        caches.append(stores[2])
+        return np.zeros(6)
+
+    caches: list[object] = []
+    monkeypatch.setattr(evaluate, "is_writable", is_writable)
+    monkeypatch.setattr(evaluate, "nearest_identities", identities)
+    before = [*(tmp_path / "other").rglob("*")]
+    words = f"data.prepared_dir={prepared}", "evaluation.nearest_identity=true"
+    found = of_a_demo(model, *words)
+    (folder,) = (tmp_path / "demo" / "evaluations").iterdir()
+    assert json.loads((folder / "evaluation.json").read_text()) == found
+    assert caches == [folder / "cache" / "nearest"]
+    assert [*(tmp_path / "other").rglob("*")] == before
+    assert not [*prepared.iterdir()]
+    capsys.readouterr()
+    assert of_a_demo(model, *words) == found
+    assert f"reusing {folder / 'evaluation.json'}" in capsys.readouterr().out
+    assert "not the evaluated one" not in (folder / "report.html").read_text()
+    export("other/model", seed=5)
+    assert of_a_demo(model, *words)["model"] != found["model"]
+
+
+def test_a_folder_for_results_that_cannot_be_written_is_rejected_before_anything_is_computed(
+    export: Export, run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "_evaluate", None)
+    with pytest.raises(ConfigError, match="output_dir='/dev/null/out': cannot be written"):
+        run(export(), "output_dir=/dev/null/out")
+
+
 def test_another_export_is_scored_on_the_same_masks(
     export: Export, run: Callable[..., dict[str, Any]]
 ) -> None:

@@ -94,6 +94,16 @@ def test_templates_are_filled_in_and_kept(generate: Generate, tmp_path: Path, mo
     assert len(sequences[3]) == 5
 
 
+def test_designs_of_nameless_templates_have_names_of_their_own(
+    generate: Generate, tmp_path: Path
+) -> None:
+    (tmp_path / "t.fasta").write_text(">\nM_\n> \nK_\n>a\nK_\n>a_1\nK_\n")
+    generate("number=2", f"templates={tmp_path / 't.fasta'}", "steps=1")
+    headers, _ = written(tmp_path / "g.fasta")
+    names = ["template1", "template2", "a", "a_1"]
+    assert [h.split()[0] for h in headers] == [f"{one}_{n}" for one in names for n in (1, 2)]
+
+
 def test_headers_have_every_setting_that_matters(generate: Generate, tmp_path: Path) -> None:
     settings = ["number=1", "length=8", "sampler=remdm", "steps=4", "temperature=0.8", "top_k=5"]
     generate(*settings, "remdm_schedule=rescale", "seed=11")
@@ -170,7 +180,11 @@ def test_what_cannot_be_done_is_rejected_in_one_line(
     ("text", "error", "message"),
     [
         (">t\nMKV\n", DataError, "template t: nothing to fill in"),
-        (">t\nMK_?\n", DataError, "template t: illegal letter '?' at position 4"),
+        (">t\nMK_?\n", DataError, "t.fasta, line 1: template t: illegal letter '?' at position 4"),
+        (">s\nM_\n>t\nMK\nT--__A\n", DataError, "line 3: template t: '-' at position 4; write '_'"),
+        (">t\nM---K\n", DataError, "template t: '-' at position 2; write '_' for each residue"),
+        (">t\nM_K...K\n", DataError, "template t: '.' at position 4; write '_' for each residue"),
+        (">t\nM_K.\n", DataError, "template t: '.' at position 4"),
         (
             ">t\n" + "_" * 127 + "\n",
             ModelError,
@@ -178,6 +192,7 @@ def test_what_cannot_be_done_is_rejected_in_one_line(
         ),
         (">t\n", DataError, "template t: nothing to fill in"),
         (">t\nM_\n>u\nM_\n>t\nK_\n", DataError, "'t' names the record on line 1 and"),
+        (">template2\nM_\n>\nK_\n", DataError, "'template2' names record 1 and record 2"),
         ("MK_\n", DataError, "not FASTA"),
     ],
 )
@@ -189,6 +204,14 @@ def test_templates_that_cannot_be_used_are_named(
     with pytest.raises(error) as caught:
         generate(f"templates='{templates}'")
     assert message in str(caught.value)
+
+
+def test_templates_without_names_are_numbered(generate: Generate, tmp_path: Path) -> None:
+    (tmp_path / "t.fasta").write_text(">\nM_\n>a\x01b\nK_\n>\n__\n")
+    generate(f"templates='{tmp_path / 't.fasta'}'", "number=2", "steps=2")
+    headers, _ = written(tmp_path / "g.fasta")
+    names = [f"{name}_{number}" for name in ("template1", "a", "template3") for number in (1, 2)]
+    assert [header.split()[0] for header in headers] == names
 
 
 def test_an_output_of_another_form_is_rejected(generate: Generate, tmp_path: Path) -> None:

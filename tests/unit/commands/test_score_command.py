@@ -3,6 +3,8 @@
 import csv
 import gzip
 import io
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from scipy.stats import spearmanr
 from d2plm.cli import main
 from d2plm.commands import score
 from d2plm.core.vocabulary import CANONICAL, encode
+from d2plm.data.ingest import ingest
 from d2plm.data.tables import open_table
 from d2plm.evaluation.mutations import parse_variant, place
 from d2plm.evaluation.scoring import (
@@ -60,6 +63,28 @@ def wild_type(tmp_path: Path) -> Path:
     file = tmp_path / "wildtype.fasta"
     file.write_text(f">P1\n{PROTEINS['P1']}\n")
     return file
+
+
+@pytest.mark.parametrize("form", ["fasta", "csv", "jsonl", "store"])
+def test_names_are_shown_without_control_characters(
+    models: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
+    if form == "csv":
+        file.write_text("name,sequence\n" + "".join(f"{name},MKT\n" for name in names))
+    elif form == "jsonl":
+        rows = ({"name": name, "sequence": "MKT"} for name in names)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        (tmp_path / "in.fasta").write_text("".join(f">{name} x\nMKT\n" for name in names))
+        if form == "store":
+            ingest(tmp_path / "in.fasta", file)
+    assert main(["score", f"model_dir={models / 'masked'}", f"input={file}", "device=cpu"]) == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    if form == "fasta":
+        shown = [row["name"] for row in csv.DictReader(io.StringIO(text))]
+        assert shown == ["first", "bell_", "two__"]
 
 
 def written(file: Path) -> list[dict[str, str]]:
@@ -157,20 +182,27 @@ def test_one_draw_leaves_the_interval_empty(
     assert {(row["nats_low"], row["nats_high"]) for row in rows} == {("", "")}
 
 
-def test_a_protein_that_is_too_long_is_rejected_by_name_before_any_is_scored(
+def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_be_left_out(
     models: Path,
     fasta: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(score.scoring, "bound_draws", lambda *_, **__: pytest.fail("scored"))
+    known = len(fasta.read_text().split(">")) - 1
     with fasta.open("a") as file:
-        file.write(f">long\n{'A' * 127}\n")
+        file.write(f">long\n{'A' * 127}\n>longer\n{'L' * 1270}\n")
     output = tmp_path / "scores.csv"
-    line = refusal(capsys, f"model_dir={models / 'masked'}", f"input={fasta}", f"output={output}")
-    assert "record 'long' has 127 residues, but the model supports at most 126" in line
+    words = [f"model_dir={models / 'masked'}", f"input={fasta}", f"output={output}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(score.scoring, "bound_draws", lambda *_, **__: pytest.fail("scored"))
+        line = refusal(capsys, *words)
+    assert f"2 of {known + 2} records have more than the 126 residues that the model" in line
+    assert "long (127), longer (1,270); set max_residues=126 to leave them out, or window" in line
     assert not output.exists()
+    assert main(["score", *words, "max_residues=126"]) == 0
+    assert "left out 2 longer than max_residues=126: long, longer" in capsys.readouterr().err
+    assert len(output.read_text().splitlines()) == 1 + known
 
 
 def test_a_run_that_fails_leaves_what_was_there(

@@ -1,6 +1,7 @@
 """d2plm train in a folder that another training uses."""
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from d2plm.assembly.dry_run import forecast
+from d2plm.cli import main
 from d2plm.commands.train import run
 from d2plm.config import compose
-from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.errors import CheckpointError, ConfigError, DataError
 from d2plm.core.locks import locked
+from d2plm.export.exported_model import load_export, weights_digest
 from d2plm.settings import registry
 from d2plm.settings.callbacks import CallbackSettings
 from d2plm.settings.registry import Entry
@@ -93,3 +97,70 @@ def test_a_training_waits_for_another_one_in_its_folder(
     assert "another training run is writing to" in caplog.text
     assert (output_dir / "checkpoints" / "step-00000001").is_dir()
     assert not (output_dir / ".lock").exists()
+
+
+def damage(name: str, model: Path) -> None:
+    file = model / name
+    if name.endswith(".safetensors"):
+        file.write_bytes(file.read_bytes()[:-5])
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "paradigm_config.json"])
+def test_a_damaged_export_of_a_complete_run_is_written_again(name: str, tmp_path: Path) -> None:
+    config = tiny(tmp_path, "callbacks.export={}")
+    run(config)
+    model = Path(config.model_dir)
+    whole = weights_digest(model)
+    (model / "mine").touch()
+    run(config)
+    assert (model / "mine").exists(), "a whole export is kept"
+    damage(name, model)
+    run(config)
+    load_export(model)
+    assert weights_digest(model) == whole
+
+
+def test_all_files_of_an_export_are_as_readable_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        config = tiny(tmp_path, "callbacks.export={}")
+        run(config)
+    finally:
+        os.umask(before)
+    modes = {file.stat().st_mode & 0o777 for file in Path(config.model_dir).rglob("*")}
+    assert modes == {0o644}
+
+
+def test_other_steps_for_a_complete_run_name_what_trains_its_model_further(tmp_path: Path) -> None:
+    run(tiny(tmp_path))
+    with pytest.raises(CheckpointError, match=r"max_steps: 1 → 2.*init_from="):
+        run(tiny(tmp_path, "trainer.max_steps=2"))
+
+
+def test_export_takes_the_run_s_own_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(tmp_path / "here", "callbacks.export={}")
+    run(config)
+    whole = weights_digest(Path(config.model_dir))
+    moved = (tmp_path / "here").rename(tmp_path / "20240503") / "diffusion"
+    damage("model.safetensors", moved / "model")
+    assert main(["export", f"output_dir={moved}"]) == 0
+    assert f"to {moved / 'model'}" in capsys.readouterr().out
+    assert weights_digest(moved / "model") == whole
+    assert main(["export", str(moved), f"model_dir={tmp_path / 'other'}"]) == 0
+    assert weights_digest(tmp_path / "other") == whole
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
+def test_a_dry_run_says_the_precision_of_the_training(
+    precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny(tmp_path, f"trainer.precision={precision}")
+    found = forecast(config)["model"].rpartition(", ")[2]
+    with caplog.at_level(logging.INFO):
+        run(config)
+    assert f"parameters, {found}, 1 steps" in caplog.text

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import decode
+from d2plm.data.ingest import ingest
 from d2plm.data.joined_clusters import merged, records_of, with_equal
+from d2plm.data.split import find_ids
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 
@@ -89,6 +92,24 @@ def test_names_say_nothing_about_records(tmp_path: Path) -> None:
     store = _store(tmp_path / "cut", [[], [], []], window=3)
     assert np.array_equal(records_of(store), [0, 1, 2])  # type: ignore[arg-type]
     assert records_of(_store(tmp_path / "whole", [[], []])) is None
+
+
+def test_records_named_like_pieces_are_records_of_their_own(tmp_path: Path) -> None:
+    names = ["read/1", "read/2", "read", "read/3", "read/1"]
+    texts = ["MKTA", "MKVA", "ACDEFGHIKL", "WWWW", "WYWY"]
+    pairs = zip(names, texts, strict=True)
+    (tmp_path / "in.fasta").write_text("".join(f">{name}\n{text}\n" for name, text in pairs))
+    ingest(tmp_path / "in.fasta", tmp_path / "store", window=5)
+    store = SequenceStore(tmp_path / "store")
+    records = records_of(store)
+    assert records is not None
+    of_text = dict(zip(map(decode, store), records.tolist(), strict=True))
+    assert of_text["ACDEF"] == of_text["GHIKL"]
+    assert len({*of_text.values()}) == 5
+    (tmp_path / "ids").write_text("read\n")  # the record and its pieces, no more
+    everything = np.ones(len(store), dtype=np.bool_)
+    held = np.flatnonzero(find_ids(store, tmp_path / "ids", everything))
+    assert {decode(store[int(i)]) for i in held} == {"ACDEF", "GHIKL"}
 
 
 def test_a_cut_store_without_its_pieces_is_refused(tmp_path: Path) -> None:

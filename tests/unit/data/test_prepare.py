@@ -572,6 +572,24 @@ def test_identifiers_that_name_nothing_are_rejected(tmp_path: Path) -> None:
         find_ids(store, tmp_path / "none", everything)
 
 
+def test_an_identifier_is_a_whole_one(tmp_path: Path) -> None:
+    names = ["gnl|extdb|one", "gnl|extdb|two", "sp|P1|A_B", "lcl|sp", "Homo|extdb|three", "nr|x"]
+    names = [*names, "nr\x01gb|Q9.1|\x01other words"]
+    texts = ["".join(CANONICAL[i : i + 9]) for i in range(len(names))]
+    pairs = zip(names, texts, strict=True)
+    (tmp_path / "in.fasta").write_text("".join(f">{name}\n{text}\n" for name, text in pairs))
+    ingest(tmp_path / "in.fasta", tmp_path / "store")
+    store, ids = SequenceStore(tmp_path / "store"), tmp_path / "ids"
+    everything = np.ones(len(store), dtype=np.bool_)
+    for part in ("extdb", "gnl", "gnl|extdb", "sp", "gb", "words"):
+        ids.write_text(part)
+        with pytest.raises(DataError, match="1 of 1 identifiers name no sequence"):
+            find_ids(store, ids, everything)
+    ids.write_text("gnl|extdb|two P1 Q9.1")
+    held = np.flatnonzero(find_ids(store, ids, everything))
+    assert {decode(store[int(i)]) for i in held} == {texts[1], texts[2], texts[6]}
+
+
 def test_an_identifier_on_both_lists_is_rejected(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     records = _proteins(20)
     (tmp_path / "ids").write_text(f"{records[3][0]}\n")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN, decode
-from d2plm.data.records import RawRecords, first_word, identifiers, places_by_name, refuse, shown
+from d2plm.data.records import RawRecords, first_words, identifiers, places_by_name, refuse, shown
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY" + "UOBZX"
 
@@ -230,6 +230,6 @@ def test_identifiers_are_whole_words_of_known_forms(name: bytes, others: list[by
 
 @given(st.binary(max_size=20))
 def test_a_name_has_one_word_and_no_control_characters(header: bytes) -> None:
-    name = shown(first_word(header))
+    name = shown(first_words([header])[0])
     assert not re.search(r"[\x00-\x20\x7f]", name)
-    assert shown(first_word(b"first\x01second")) == "first"
+    assert shown(first_words([b"first\x01second"])[0]) == "first"

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import pickle
+import shlex
 import sys
 import threading
 from collections import defaultdict
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.ingest import ingest, source_digest
-from d2plm.data.sources import read_sequences, read_sources, resolve_inputs
+from d2plm.data.sources import input_files, read_sequences, read_sources, resolve_inputs
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading
 
@@ -105,10 +106,6 @@ def _json(name: str, sequence: str) -> bytes:
     return json.dumps({"length": len(sequence), "id": name, "sequence": sequence}).encode()
 
 
-def _pickle(name: str, sequence: str) -> bytes:
-    return pickle.dumps({"id": name, "primary": sequence, "protein_length": len(sequence)})
-
-
 def _parquet(path: Path, records: list[Record], **options: Any) -> Path:
     pyarrow.parquet.write_table(_table(records), path, **options)
     return path
@@ -141,9 +138,8 @@ def _hugging_face(folder: Path, records: list[Record], shards: int = 2) -> Path:
 def _hugging_face_splits(folder: Path, records: list[Record]) -> Path:
     """A folder as `DatasetDict.save_to_disk` writes it."""
     folder.mkdir()
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    _hugging_face(folder / "train", records[:8])
-    _hugging_face(folder / "test", records[8:], shards=1)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    _hugging_face(folder / "train", records)
     return folder
 
 
@@ -162,20 +158,10 @@ FORMS: dict[str, Callable[[Path, list[Record]], Path]] = {
     "fasta.zst": lambda p, r: _write(p / "a.fasta.zst", _zstd(_fasta(r))),
     "fasta.bz2": lambda p, r: _write(p / "a.fasta.bz2", bz2.compress(_fasta(r))),
     "lmdb of JSON": lambda p, r: _lmdb(p / "l", _numbered(r, _json)),
-    "lmdb of pickles": lambda p, r: _lmdb(p / "l", _numbered(r, _pickle)),
     "lmdb of letters": lambda p, r: _lmdb(p / "l", _items(r, lambda name, text: text.encode())),
     "lmdb in a file": lambda p, r: _lmdb(p / "l.lmdb", _numbered(r, _json), subdir=False),
     "lmdb of JSON strings": lambda p, r: _lmdb(
         p / "l", _items(r, lambda name, text: json.dumps(text).encode())
-    ),
-    "lmdb of pickled strings": lambda p, r: _lmdb(
-        p / "l", _items(r, lambda name, text: pickle.dumps(text))
-    ),
-    "lmdb of pickled bytes": lambda p, r: _lmdb(
-        p / "l",
-        _numbered(
-            r, lambda name, text: pickle.dumps({b"ID": name.encode(), b"Seq": text.encode()})
-        ),
     ),
     "parquet": lambda p, r: _parquet(p / "a.parquet", r, row_group_size=5),
     "parquet without suffix": lambda p, r: _parquet(p / "a", r),
@@ -246,7 +232,7 @@ def test_a_dataset_that_hugging_face_saved(few: list[Record]) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        *("fasta.gz", "lmdb of letters", "lmdb of JSON", "lmdb of pickles"),
+        *("fasta.gz", "lmdb of letters", "lmdb of JSON"),
         *("parquet", "csv", "Hugging Face dataset"),
     ],
 )
@@ -337,7 +323,7 @@ def test_the_digest_of_an_input_is_of_its_bytes(tmp_path: Path, few: list[Record
     one = FORMS["Hugging Face splits"](tmp_path, few)
     digest = source_digest(one)
     assert digest == source_digest(one.rename(tmp_path / "moved"))
-    with open(tmp_path / "moved" / "test" / "dataset_info.json", "a") as file:
+    with open(tmp_path / "moved" / "train" / "dataset_info.json", "a") as file:
         file.write(" ")
     assert digest != source_digest(tmp_path / "moved")
     with pytest.raises(DataError, match="no such file"):
@@ -424,7 +410,7 @@ def test_the_fields_may_be_named(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", b"sequence,heavy,light,clone\nMMM,MK,AC,x\n")
     assert _read(path, sequence_field="light", name_field="clone") == [("x", "AC")]
     assert _read(path, sequence_field="heavy", name_field="heavy") == [("MK", "MK")]
-    value = pickle.dumps({1: "MK", "clone": "x"})
+    value = json.dumps({"1": "MK", "clone": "x"}).encode()
     store = _lmdb(tmp_path / "l", [(b"k", value)])
     assert _read(store, sequence_field="1", name_field="clone") == [("x", "MK")]
 
@@ -452,43 +438,13 @@ def test_names_are_one_line_whatever_they_contain(tmp_path: Path) -> None:
     assert sorted(store.names(index) for index in range(3)) == [["3"], ["?"], ["two lines more"]]
 
 
-class _Harmful:
-    """Unpickled by the standard library it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.path}",)
-
-
-def test_a_pickle_that_runs_a_program_is_rejected_and_runs_nothing(tmp_path: Path) -> None:
-    value = pickle.dumps({"sequence": "MK", "more": _Harmful(tmp_path / "harm")})
-    message = _refusal(_lmdb(tmp_path / "l", [(b"k", value)]), tmp_path / "out")
-    assert "key 'k': a pickle that would load posix.system" in message
-    assert not (tmp_path / "harm").exists()
-    pickle.loads(value)
-    assert (tmp_path / "harm").exists()  # so the pickle does what it is said to do
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (pickle.dumps({"primary": "MK", "mask": np.ones(2)}), "a pickle that would load numpy"),
-        (pickle.dumps({"primary": "MK", "length": np.int64(2)}), "a pickle that would load numpy"),
-        (pickle.dumps({"primary": "MK"})[:-3], "a value that cannot be read"),
-        (b"\x80", "a value that cannot be read"),
-        # Object number 2⁴⁰ and 2³²: pickle.Unpickler would allocate as many and fail.
-        (b"\x80\x04Np1099511627776\n.", "holds NoneType, not a sequence"),
-        (b"\x80\x04Nr\xff\xff\xff\xff.", "holds NoneType, not a sequence"),
-        (b"\x80\x04}\x8c\x01x\x96\0\0\0\0\1\0\0\0.", "a pickle of more than plain data"),
-        (b"\x80\x04})" + 150_000 * b"\x85" + b"K\1s.", "a pickle of more than plain data"),
-        (b"\x80\x04})" + 40 * b"2\x86" + b"K\1s.", "a pickle of more than plain data"),
-        (pickle.dumps({"id": [["a"]], "sequence": "MK"}), "a name that is list, not text"),
-        (pickle.dumps({"id": 1 << 9999, "sequence": "MK"}), "a pickle of more than plain data"),
-        (pickle.dumps(["MK"]), "holds list, not a sequence"),
-        (pickle.dumps({"primary": 3}), "holds int, not a sequence"),
-        (pickle.dumps({"aaa": "MK", "bbb": 1}), "Set sequence_field to one of aaa, bbb"),
+        (b"\x80", "is a pickle"),
+        (pickle.dumps({"primary": "MK"}), "python examples/lmdb_of_pickles.py"),
+        (b'{"id": [["a"]], "sequence": "MK"}', "a name that is list, not text"),
+        (b'{"primary": 3}', "holds int, not a sequence"),
         (b'{"aaa": "MK", "bbb": 1}', "Set sequence_field to one of aaa, bbb"),
         (b"{}", "Set sequence_field to one of none"),
         (b'{"a\\nb": "MK"}', r"Set sequence_field to one of 'a\nb'"),
@@ -516,9 +472,7 @@ def test_a_bad_value_of_an_lmdb_is_named_by_its_key(
         st.binary(max_size=40),
         st.binary(max_size=40).map(b"\x80\x04".__add__),
         st.binary(max_size=40).map(b"{".__add__),
-        st.tuples(st.sampled_from([_json("a", "MK"), _pickle("a", "MK")]), st.integers(0, 60)).map(
-            lambda pair: pair[0][: pair[1]] + pair[0][pair[1] + 1 :]
-        ),
+        st.integers(0, 60).map(lambda cut: _json("a", "MK")[:cut] + _json("a", "MK")[cut + 1 :]),
     )
 )
 def test_any_value_of_an_lmdb_is_read_or_rejected_in_one_line(
@@ -589,7 +543,7 @@ def test_a_stream_of_which_whole_batches_are_missing_is_rejected(
         ("a.csv", b"id,sequence\na,MK\nb,MK,W\n", "line 3: has 3 cells where the header has 2"),
         ("a.csv", b"id,sequence\na,MK\nb\n", "line 3: has 1 cells where the header has 2"),
         ("a.csv", b"id,sequence,sequence\na,MK,AC\n", "has several columns 'sequence'"),
-        ("a.h5", b"\x89HDF\r\n\x1a\n" * 9, "not FASTA"),
+        ("a.h5", b"\x89HDF\r\n\x1a\n" * 9, "is an HDF5 file"),
     ],
 )
 def test_a_bad_file_is_rejected(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -667,7 +621,7 @@ def test_a_dataset_of_a_damaged_state_is_rejected(
 
 @pytest.mark.parametrize(
     ("lost", "message"),
-    [("test/*.arrow", "no such file"), ("test/*", "test: no folder with Parquet or Arrow files")],
+    [("train/*.arrow", "no such file"), ("train/*", "train: no folder with Parquet or Arrow")],
 )
 def test_a_dataset_without_its_files_is_rejected(
     tmp_path: Path, few: list[Record], lost: str, message: str
@@ -676,6 +630,52 @@ def test_a_dataset_without_its_files_is_rejected(
     for file in path.glob(lost):
         file.unlink()
     _refused(path, tmp_path / "out", message)
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        (["train.parquet", "test.parquet"], ["train.parquet", "test.parquet"]),
+        (["a/train-0.parquet", "a/train-1.parquet", "a/validation-0.parquet"], ["a/train-*", None]),
+        (["valid/x.arrow", "train/x.parquet", "train/y.arrow"], [None, "train/*"]),
+        (["dev_1.parquet", "extra.parquet"], [None, "extra.parquet"]),
+    ],
+)
+def test_splits_are_named_and_never_merged(
+    files: list[str], wanted: list[str | None], tmp_path: Path, few: list[Record]
+) -> None:
+    folder = tmp_path / "h"
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (_arrow if file.endswith("arrow") else _parquet)(folder / file, few[:2])
+    said = _refusal(folder, tmp_path / "out")
+    assert said.startswith(f"{folder}: has several splits; give one of them, ")
+    for one in filter(None, wanted):
+        pattern = next(
+            word for word in shlex.split(said.replace(";", " ")) if word.endswith(one[-9:])
+        )
+        assert _read([*resolve_inputs(pattern)])[:2] == few[:2]
+
+
+def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path, few: list[Record]) -> None:
+    path = _hugging_face_splits(tmp_path / "h", few)
+    _hugging_face(path / "test", few)
+    (path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    said = f"give one of them, train: {path / 'train'}; test: {path / 'test'}"
+    _refused(path, tmp_path / "out", said)
+    assert _read(path / "test") == few
+
+
+@pytest.mark.parametrize("folder", [".ipynb_checkpoints", ".cache/huggingface", ".git", "x/.y"])
+def test_hidden_files_are_skipped(folder: str, tmp_path: Path, few: list[Record]) -> None:
+    path = _parquet_shards(tmp_path / ".kept" / "h", few)  # hidden by what is around it alone
+    digest = source_digest(path)
+    (path / folder).mkdir(parents=True)
+    _parquet(path / folder / "data.parquet", few)
+    _arrow(path / ".data.arrow", few)
+    assert _read(path) == few
+    assert source_digest(path) == digest
+    assert not [one for one in input_files(path) if "/.kept/h/." in str(one)]
 
 
 def test_other_bad_inputs_are_rejected(tmp_path: Path, few: list[Record]) -> None:

@@ -207,8 +207,9 @@ def test_a_folder_that_cannot_be_written_fails(
 def test_locks_that_do_not_lock_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    assert "two processes can hold the same lock" in machine_checks.file_locks(tmp_path).found
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", lambda *_: None)
+        assert "two processes can hold the same lock" in machine_checks.file_locks(tmp_path).found
 
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -212,7 +212,7 @@ def test_what_cannot_be_done_is_rejected(
 
 def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_path: Path) -> None:
     write_fasta(tmp_path / "long.fasta", [("short", "MKTA"), ("titin", "M" * 127)])
-    with pytest.raises(DataError, match="record 'titin' has 127 residues, but the model supports"):
+    with pytest.raises(DataError, match=r"1 of 2 records have .*: titin \(127\); set max_residues"):
         command(f"input='{tmp_path / 'long.fasta'}'")
     assert command()["complete"]  # the rejected run leaves no files that break the next one
     (tmp_path / "out" / "manifest.json").write_text('{"complete": true}')

@@ -33,7 +33,7 @@ FAMILY = Path(__file__).parents[3] / "examples" / "data" / "family_abc_importers
 
 @pytest.fixture(scope="module")
 def family() -> Family:
-    whole = read_family(FAMILY, most=8, longest=1022)
+    whole = read_family(FAMILY, most=8)
     return Family(whole.members[:30], 8, whole.names[:30])
 
 

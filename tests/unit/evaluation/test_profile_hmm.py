@@ -44,6 +44,16 @@ def test_the_order_of_the_members_does_not_matter(family: list[Tokens]) -> None:
     assert found[0].tolist() == found[1].tolist()
 
 
+def test_a_very_long_member_is_cut_to_what_aligns_with_the_others(family: list[Tokens]) -> None:
+    random = np.random.default_rng(2)
+    ahead = encode("".join(random.choice(RESIDUES, 30_000)))
+    long = np.concatenate([ahead, family[8]])
+    found, expected = (
+        family_log_ratios(family_hmm([*family[:8], one]), family[9:]) for one in (long, family[8])
+    )
+    assert found == pytest.approx(expected, rel=0.05)
+
+
 def test_natural_members_are_distinguished_from_shuffled_and_from_unrelated_proteins(
     family: list[Tokens], proteins: list[Tokens]
 ) -> None:

@@ -109,6 +109,18 @@ def test_relatives_that_cannot_be_taken_are_rejected_in_a_short_answer(
     assert len(document["message"]) < 600
 
 
+def test_what_gives_a_protein_away_is_left_out_of_its_relatives(ask: Ask) -> None:
+    away = [f"GG{PROTEINS[0]}GG", PROTEINS[0], PROTEINS[0][3:9]]
+    first, second = (
+        rows_of(ask({"sequence": PROTEINS[:1]}, relatives=given), "nats")
+        for given in (FAMILY, [*FAMILY, *away])
+    )
+    assert first == second
+    status, document = ask({"sequence": PROTEINS[:1]}, relatives=away)
+    assert status == 400
+    assert "relatives: contains no relatives of any protein in the request" in document["message"]
+
+
 def test_long_relatives_are_cut_as_by_the_library(ask: Ask, library: SequenceModel) -> None:
     long = (FAMILY[0] * 200)[:3000]
     found = rows_of(ask({"sequence": PROTEINS}, relatives=[long]), "nats")

@@ -3,7 +3,6 @@
 import math
 import pickle
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -86,16 +85,6 @@ def test_a_first_word_is_the_value_of_the_obvious_key() -> None:
         parse_arguments("score", ["input", "=", "p.fasta"], "input")
 
 
-@pytest.mark.parametrize("name", ["a(1).fasta", "a=b.fasta", "a,b.fasta", "~/a.fasta"])
-def test_a_name_with_special_characters_is_rejected_with_a_word_that_works(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_arguments("ingest", [f"input={name}", "output=raw"])
-    said = str(caught.value).partition("for Hydra: ")[2].partition(";")[0]
-    (word,) = shlex.split(said)
-    config, _ = compose_arguments("ingest", [word, "output=raw"])
-    assert config.input == name
-
-
 def test_a_missing_required_key_is_described() -> None:
     with pytest.raises(ConfigError, match=r"^model_dir: is required; set model_dir=…: an exported"):
         compose_arguments("generate", [])
@@ -150,7 +139,7 @@ def test_wrong_words_are_rejected_before_torch_is_imported(words: list[str]) -> 
     assert run.returncode in (1, 2)
     assert "nowhere" in run.stderr or "'abc'" in run.stderr
     assert not re.search(r"\| +torch$", run.stderr, re.MULTILINE)
-    assert "hydra" in run.stderr
+    assert "omegaconf" in run.stderr
 
 
 @pytest.mark.parametrize("path", ["M" * 300, "~nobody/p.fasta", "deep/**/*.fasta"])
