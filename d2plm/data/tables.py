@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class Table:
                 )
 
     def _decoded(self) -> Iterator[str]:
-        for line in iter(lambda: self.text.readline(_LONGEST), ""):
+        for line in iter(partial(self.text.readline, _LONGEST), ""):
             if len(line) >= _LONGEST:
                 raise DataError(f"{self.path}: has a line of {_LONGEST:,} characters; split it")
             if not line.isascii() and _UNDECODED.search(line):
