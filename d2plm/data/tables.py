@@ -88,7 +88,8 @@ class Table:
             elif not cells[0].startswith("#"):
                 raise DataError(
                     f"{self.path}, line {line}: has {len(cells)} cells where the header has "
-                    f"{width}; quote cells that hold a {self.delimiter!r}"
+                    f"{width}; quote cells that hold a {self.delimiter!r}, and remove titles above "
+                    "the header"
                 )
 
     def _decoded(self) -> Iterator[str]:

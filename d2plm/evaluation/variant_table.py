@@ -127,14 +127,14 @@ class VariantTable:
             DataError: for a cell that is not a number, or if there is no such column.
         """
         for name in _candidates(self.path, self.columns, MEASURED_COLUMNS, wanted, "measured"):
-            values, wrong = np.full(len(self.cells), np.nan), list[str]()
-            for row, cell in enumerate(self.column(name)):
+            values, wrong, cells = np.full(len(self.cells), np.nan), list[str](), self.column(name)
+            for row, cell in enumerate(cells):
                 try:
                     values[row] = number(cell, self.delimiter)
                 except DataError as error:
-                    wrong.append(f"{self.path}, line {self.lines[row]}: {name} {error}")
-            sure = wanted or _plain(name) == MEASURED_COLUMNS[0]
-            if wrong and (sure or np.isfinite(values).any()):
+                    wrong.append(f"{self._where(row)}: {name} {error}")
+            of_words = not wanted and _plain(name) != MEASURED_COLUMNS[0]  # such as high, low
+            if wrong and not (of_words and not any(map(str.isdigit, "".join(cells)))):
                 raise DataError(wrong[0])
             if not wrong:
                 return name, values
@@ -388,6 +388,8 @@ def _candidates(
     """The column that the setting `key` wants, or those with usual names, the likeliest first."""
     if wanted is None:
         found = [name for name in columns if _plain(name) in usual]
+        if repeated := [name for name in found if columns.count(name) > 1]:
+            raise DataError(f"{path}: has several columns {repeated[0]!r}; rename all but one")
         return sorted(found, key=lambda name: usual.index(_plain(name)))
     if wanted not in columns:
         raise DataError(
@@ -398,7 +400,8 @@ def _candidates(
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    without_unit = re.sub(r"[(\[].*", "", name.lower())  # fitness (log2)
+    return re.sub(r"[^a-z0-9]+", "_", without_unit).strip("_")
 
 
 def _are_variants(cells: Sequence[str]) -> bool:

@@ -388,7 +388,7 @@ CASES = {
     "letters apart": "site,wt,mutant,mutation,score\n1,M,A,M1A,1\n2,K,G,K2G,2\n10,R,W,R10W,3\n",
     "only letters apart": "wt,pos,mut,fitness\nM,1,A,1\nK,2,G,2\nR,10,W,3\n",
     "HGVS": "hgvs_nt,hgvs_pro,score\nc.1A>G,p.Met1Ala,1\nNA,p.Lys2Gly,2\nNA,p.(Arg10Trp),3\n",
-    "decimal comma": "mutant;DMS_score\nM1A;0,1\nK2G;0,2\nR10W;0,3\n",
+    "decimal comma, unit": "mutant;Fitness (log2)\nM1A;0,1\nK2G;0,2\nR10W;0,3\n",
     "row names of R": '"mutant" "score"\n"1" "M1A" 1\n"2" "K2G" 2\n"3" "R10W" 3\n',
     "another numbering": "mutant,DMS-score\nM25A,1\nK26G,2\nR34W,3\n",
     "labelled": "mutant,score\nSM1A,1\nSK2G,2\nSR10W,3\n",
@@ -560,6 +560,8 @@ def test_a_whole_sequence_that_contradicts_its_variant_is_a_mistake(
         ),
         ("\n".join(["aa,1,2", *(f"{one},1,2" for one in CANONICAL)]), "is a matrix of positions"),
         (">P1\nMKV\n", "no column of variants"),
+        ("mutant,score,score\nM1A,1,2\n", "has several columns 'score'; rename all but one"),
+        ("mutant,score\nM1A,50%\n", "line 2: score '50%' is not a number"),
     ],
 )
 def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
