@@ -462,7 +462,7 @@ class Arguments:
         if self.file is not None:
             return read(self.command, self.file, overrides)
         composed = compose(self.command, overrides, self.name, self.folder)
-        if self.command == "export" and self.name is self.folder is None:
+        if self.command == "export" and self.name is None and self.folder is None:
             return _of_its_run(composed, overrides)
         return composed
 
