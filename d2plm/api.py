@@ -15,7 +15,7 @@ from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from d2plm.core.errors import ConfigError, DataError, did_you_mean, require, require_number
 from d2plm.core.vocabulary import PROTEIN, Tokens, decode
 from d2plm.data import retrieval
-from d2plm.data.family import Family
+from d2plm.data.family import Family, RelativesCheck
 from d2plm.evaluation.embedding import embeddings
-from d2plm.evaluation.mutations import place_variants
+from d2plm.evaluation.mutations import Variant, VariantError, place_variants
 from d2plm.evaluation.scoring import (
     ProteinScore,
     bound_draws,
@@ -348,7 +348,7 @@ class SequenceModel:
         wild_type: str,
         variants: str | Sequence[str],
         *,
-        mutation_offset: int = 0,
+        mutation_offset: int | Literal["auto"] = "auto",
         relatives: Sequence[str] | None = None,
         max_relatives: int = 8,
     ) -> list[float]:
@@ -361,13 +361,14 @@ class SequenceModel:
 
         Args:
             variants: wild-type residue, position from 1 and mutant residue, such as `A4G`;
-                several substitutions are separated by `:`.
-            mutation_offset: 24 if the first residue of `wild_type` has number 25.
+                several substitutions are separated by `:`. HGVS is read, too: `p.Ala4Gly`.
+            mutation_offset: 24 if the first residue of `wild_type` has number 25; "auto" takes the
+                offset that fits.
             relatives: relatives of the wild type, for a model that takes relatives. If there are
                 more than `max_relatives`, the score is the mean over several samples of them.
 
         Raises:
-            ConfigError: if the offset is not an integer.
+            ConfigError: if the offset is not an integer, or cannot be told.
             DataError: if a variant is malformed or does not match the wild type.
             ModelError: if the wild type is too long, a score is not finite, or the model has a
                 uniform source and therefore no masked prediction.
@@ -375,10 +376,17 @@ class SequenceModel:
         self.exported.require_proteins("score_mutations")
         remedy = "use a model of diffusion, or of flow matching from masks"
         paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
-        require_number("mutation_offset", mutation_offset, integer=True)
         tokens = PROTEIN.encode(wild_type, "wild_type")
         self.exported.require_short_enough("the wild type", tokens, "shorten it")
-        placed = place_variants(_several(variants, "variants"), tokens, offset=mutation_offset)
+        texts = _several(variants, "variants")
+        for index, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise DataError(f"variant {index}: {text!r} is not text; give one such as 'A4G'")
+        found, _ = place_variants(texts, tokens, offset=mutation_offset)
+        placed = [one for one in found if isinstance(one, Variant)]
+        for index, one in enumerate(found):
+            if isinstance(one, VariantError):
+                raise DataError(f"variant {index}: {one}")
         families = self._families(relatives, max_relatives, [tokens])
         family = None if families is None else families[0]
         return mutational_effects(
@@ -405,11 +413,10 @@ class SequenceModel:
         lists = [given] if for_all else given
         families = [self._family(own or None, most) or Family([], most) for own in lists]
         families *= len(proteins) if for_all else 1
-        pairs = zip(families, proteins, strict=True)
-        if proteins and not any(family.has_others(protein) for family, protein in pairs):
-            raise DataError(
-                "relatives: contains only the proteins themselves; pass others, or omit relatives"
-            )
+        check = RelativesCheck("relatives", "sequences")
+        for number, pair in enumerate(zip(families, proteins, strict=True)):
+            check.add(str(number), *pair)
+        check.report()
         return families
 
     def _family(self, relatives: Sequence[str] | None, most: int) -> Family | None:
@@ -430,7 +437,7 @@ class SequenceModel:
     ) -> list[str]:
         relatives = None
         if family is not None:
-            relatives = family.draw_for_designs(len(templates), sampling.seed)
+            relatives = family.draw_for_designs(templates, sampling.seed)
         rows = sample(
             self._denoiser,
             self.exported.paradigm,

@@ -19,12 +19,13 @@ from d2plm.assembly.preparation import prepare_data, resources
 from d2plm.assembly.training_run import build_paradigm, load_start, refuse_adapter
 from d2plm.config import save
 from d2plm.core.errors import DataError, ModelError, SplitError
-from d2plm.core.files import nearest_path, shipped, written_beside
+from d2plm.core.files import shipped, written_beside
 from d2plm.core.processes import train_locally
 from d2plm.core.progress import Progress
-from d2plm.data.fasta import read_fasta
-from d2plm.data.manifest import MANIFEST, RAW, PreparedData, is_prepared, open_prepared
+from d2plm.core.vocabulary import PROTEIN
+from d2plm.data.manifest import RAW, PreparedData, is_prepared, open_prepared
 from d2plm.data.retrieval import retrieve_relatives
+from d2plm.data.sources import read_sequences
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.export_callback import ADAPTER
@@ -194,13 +195,7 @@ def general_proteins(config: AdaptSettings, longest: int) -> list[Tokens]:
     path = shipped(str(config.general))
     if is_prepared(path):
         return [tokens[:longest] for tokens in open_prepared(path).splits["validation"]]
-    if (path / MANIFEST).is_file():
-        return [tokens[:longest] for tokens in SequenceStore(path)]
-    if not path.is_file():
-        raise DataError(
-            f"general={path}: no such file{nearest_path(path)}; give a FASTA file or a store"
-        )
-    return [record.tokens[:longest] for record in read_fasta(path)]
+    return [record.tokens[:longest] for record in read_sequences(path, PROTEIN)]
 
 
 def nats(

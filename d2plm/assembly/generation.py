@@ -62,7 +62,8 @@ def generate(
         designs = _designs(exported, settings, given)
     relatives = None
     if given is not None and exported.model.config.relatives_dim is not None:
-        relatives = given.draw_for_designs(len(designs), sampling.seed)
+        templates = [template for _, template in designs]
+        relatives = given.draw_for_designs(templates, sampling.seed)
     _make_folder(output)
     began = time.perf_counter()
     with Progress("generating") as progress:
@@ -160,13 +161,14 @@ def _designs(
             value = getattr(settings, key)
             require(value == unset, f"generation.{key}", value, wanted)
         path, designs = Path(settings.templates), []
-        templates = [
-            (name or f"template{number}", text)
-            for number, (name, text) in enumerate(_read_templates(path, vocabulary), start=1)
-        ]
-        places_by_name((name for name, _ in templates), path)  # designs are named after them
-        for name, text in templates:
-            template = parse_template(text, name, vocabulary)
+        templates = [*_read_templates(path, vocabulary)]
+        names = [one[0] or f"template_{number}" for number, one in enumerate(templates, 1)]
+        places_by_name(names, path).require_distinct()  # designs are named after them
+        for name, (_, text, where) in zip(names, templates, strict=True):
+            try:
+                template = parse_template(text, name, vocabulary)
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from None
             what, remedy = f"{path}: template {name}", "shorten it around the gaps"
             exported.require_short_enough(what, template, remedy)
             designs += [(f"{name}_{design + 1}", template) for design in range(number)]
@@ -183,8 +185,8 @@ def _designs(
     return [(f"d2plm_{index + 1}", template) for index, template in enumerate(of_template)]
 
 
-def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, str]]:
-    """(name, text) of each template: FASTA, or for text JSON lines or lines.
+def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, str, str]]:
+    """(name, text, where it is) of each template: FASTA, or for text JSON lines or lines.
 
     Raises (when iterated):
         DataError: the file is missing, damaged, or of another form.
@@ -194,7 +196,8 @@ def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, s
         return
     with open_input(path) as source:
         for number, line in enumerate(source.content, start=1):
-            name, text = f"line{number}", line.decode("utf-8", "replace").rstrip("\r\n")
+            where, name = f"{path}, line {number}", f"line{number}"
+            text = line.decode("utf-8", "replace").rstrip("\r\n")
             if text and ".jsonl" in path.suffixes:
                 try:
                     row = json.loads(text)
@@ -203,11 +206,11 @@ def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, s
                         raise TypeError(text)
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise DataError(
-                        f'{path}, line {number}: is not {{"text": "…"}}; write one such object a '
+                        f'{where}: is not {{"text": "…"}}; write one such object a '
                         "line, or give a .txt file with one template a line"
                     ) from None
             if text:
-                yield name, text
+                yield name, text, where
 
 
 def _make_folder(output: Path) -> None:

@@ -11,10 +11,11 @@ from d2plm.core.errors import DataError
 from d2plm.core.files import require_other_output
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, first_few
-from d2plm.data.fasta import read_fasta
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.records import places_by_name
 from d2plm.data.relatives_table import write_relatives
 from d2plm.data.retrieval import retrieve_relatives
+from d2plm.data.sources import read_sequences
 from d2plm.settings.commands import RelativesSettings
 from d2plm.settings.data import Resources, RetrievalSettings
 from d2plm.settings.schema import part
@@ -31,9 +32,9 @@ def run(config: RelativesSettings) -> dict[str, Any]:
     source, reference, output = config.input, config.reference, config.output
     require_other_output("output", output, [source, reference])
     retrieval = part(RetrievalSettings, config)
-    proteins = [*read_fasta(Path(str(source)))]
+    proteins = [*read_sequences(source, PROTEIN)]
     names = [record.name for record in proteins]
-    places_by_name(names, source)  # so that the table can be read
+    places_by_name(names, source).require_distinct()  # so that the table can be read
     with Progress("reading the reference", 100, unit="%") as progress:
         found = retrieve_relatives(
             [record.tokens for record in proteins],

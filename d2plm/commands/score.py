@@ -4,7 +4,6 @@ Proteins are read twice: first to check them before hours are spent on scoring, 
 in chunks, so that memory does not grow with the file. A table of variants is kept in memory.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,20 +19,26 @@ from numpy.typing import NDArray
 from d2plm.core.batch import of_size
 from d2plm.core.errors import DataError, require, within
 from d2plm.core.files import require_other_output, written_beside
+from d2plm.core.number_text import counted
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import JSON, done, first_few, output_modes
-from d2plm.data.family import Family, read_families
+from d2plm.core.terminal import JSON, done, output_modes
+from d2plm.data.family import Family, RelativesCheck, read_families
 from d2plm.data.fasta import read_fasta
 from d2plm.data.sources import CUT_IT, is_stream, read_sequences
-from d2plm.evaluation import mutations, scoring
+from d2plm.evaluation import scoring
+from d2plm.evaluation.mutations import Variant
 from d2plm.evaluation.rank_correlation import rank_correlation
+from d2plm.evaluation.variant_table import (
+    ALONE_COLUMN,
+    PROFILE_COLUMN,
+    SCORE_COLUMN,
+    Placed,
+    read_variants,
+)
 from d2plm.export.exported_model import ExportedModel
 from d2plm.settings.commands import ScoreSettings
 from d2plm.tracking.locations import open_model
 
-log = logging.getLogger(__name__)
-
-GIVES_AWAY = "a relative of %s contains it or is part of it, so its score is not meaningful"
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numbering of a part)"
 
@@ -69,20 +74,15 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     records = partial(read_sequences, path, vocabulary, config.window)
     once = list(records()) if is_stream(path) else None  # a pipe can be read only once
     families = _families(config, exported, (record.name for record in once or records()))
-    tokens, number, alone = 0, 0, []  # number of proteins; names of those without relatives
+    tokens, check = 0, RelativesCheck(str(config.relatives), str(path))
     remedy = CUT_IT if config.relatives is None else "remove or shorten it"
-    for record in once or records():
+    for number, record in enumerate(once or records()):
         exported.require_short_enough(f"record {record.name!r}", record.tokens, remedy, DataError)
         residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation.masks_per_sequence + residues)
-        family = None if families is None else families[number]
-        if family is not None and not family.has_others(record.tokens):
-            alone.append(record.name)
-        if family is not None and family.gives_away(record.tokens):
-            log.warning(GIVES_AWAY, record.name)
-        number += 1
-    if alone:
-        _report_alone(config, alone, number)
+        if families is not None:
+            check.add(record.name, families[number], record.tokens)
+    check.report()
     model, written, rows = exported.denoiser(config.precision), 0, []
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
@@ -124,68 +124,111 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     site-independent profile of the wild type and the relatives.
 
     Returns:
-        The `output`, the `scores` in the order of the rows, with relatives also the other columns,
-        and the correlation of each column by protein.
+        The `output`, the `scores` in the order of the rows (NaN where a row is left out), with
+        relatives also the other columns, and the correlation of each column by protein, of all
+        variants and by their number of changes.
     """
     exported.require_proteins("mutations")
     remedy = "use a model of diffusion, or of flow matching from masks"
     paradigm = scoring.require_masked(exported.paradigm, "mutations", remedy)
-    table, source = mutations.read_variants(Path(str(config.mutations))), str(config.input)
-    measured, proteins = table.measured(), list(read_fasta(Path(source)))
-    rows_of = table.rows_by_protein(proteins, source)
-    variants = table.place(proteins, rows_of, config.mutation_offset)
+    table, source = read_variants(Path(str(config.mutations)), config.variant), str(config.input)
+    measured, proteins = table.measured(config.measured), list(read_fasta(Path(source)))
+    rows_of = table.rows_by_protein(proteins, source, config.name)
+    placed = table.place(proteins, rows_of, config.mutation_offset, config.strict)
     families = _families(config, exported, (protein.name for protein in proteins))
-    tokens, alone = 0, list[str]()
-    for protein, changes in variants.items():
+    tokens, check = 0, RelativesCheck(str(config.relatives), source)
+    given: dict[int, Family] = {}
+    for protein, own in placed.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
-        family = None if families is None else families[protein]
-        passes = 1 if family is None else 1 + scoring.effect_draws(family, wild_type)
-        tokens += passes * (len(wild_type) + 2) * len(scoring.variants_by_positions(changes))
-        if family is not None and not family.has_others(wild_type):
-            alone.append(name)
-    if alone:
-        _report_alone(config, alone, len(variants))
-    model, correlations = exported.denoiser(config.precision), []
+        if families is not None:
+            given[protein] = check.add(name, families[protein], wild_type)
+        for row, sequence in zip(own.rows, own.sequences or (), strict=False):
+            what = f"{table.path}, line {table.lines[row]}: the sequence"
+            exported.require_short_enough(what, sequence, "remove it", DataError)
+        if own.sequences is not None:
+            residues = sum(len(one) + 2 for one in (wild_type, *own.sequences))
+            passes = 1 if families is None else 2
+            tokens += passes * residues * config.evaluation.masks_per_sequence
+        else:
+            passes = 1 if families is None else 1 + scoring.effect_draws(given[protein])
+            sites = len(scoring.variants_by_positions(own.variants))
+            tokens += passes * (len(wild_type) + 2) * sites
+    check.report()
+    table.report(placed, [one.name for one in proteins], measured[0] if measured else "")
+    model, correlations = exported.denoiser(config.precision), list[dict[str, Any]]()
     scores: dict[str, NDArray[np.float64]] = {}
     with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
-        of_any = partial(scoring.mutational_effects, model, paradigm, **settings)
-        for protein, rows in rows_of.items():
+        for protein, own in placed.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
-            changes, family = variants[protein], None if families is None else families[protein]
-            of_model = partial(of_any, wild_type, changes, name=name)
-            for column, effects in _by_predictor(of_model, wild_type, changes, family).items():
-                scores.setdefault(column, np.zeros(len(table.cells)))[rows] = effects
-                if measured is not None:
-                    correlation = rank_correlation(effects, measured[rows], changes)
-                    correlations.append({"name": name, "score": column, **asdict(correlation)})
-                    label = name if family is None else f"{name}, {column}"
-                    progress.say(f"{label}: {correlation}")
+            of_model = partial(
+                scoring.mutational_effects, model, paradigm, wild_type, own.variants, **settings
+            )
+            if own.sequences is not None:
+                draws = config.evaluation.masks_per_sequence, config.evaluation.seed
+                of_model = partial(
+                    scoring.bound_differences,
+                    model,
+                    paradigm,
+                    wild_type,
+                    own.sequences,
+                    *draws,
+                    **settings,
+                )
+            family = given.get(protein)
+            for column, effects in _by_predictor(
+                partial(of_model, name=name), wild_type, own, family
+            ).items():
+                every = scores.setdefault(column, np.full(len(table.cells), np.nan))
+                every[own.rows] = effects
+                if measured is None:
+                    continue
+                for group, which in _by_changes(own.variants).items():
+                    correlation = rank_correlation(
+                        effects[which],
+                        measured[1][own.rows[which]],
+                        [own.variants[i] for i in which.tolist()],
+                    )
+                    found = {"name": name, "score": column, "changes": group}
+                    correlations.append({**found, **asdict(correlation)})
+                    label = [name, *[column] * (family is not None), *[group] * (group != "all")]
+                    progress.say(f"{', '.join(label)}: {correlation}")
         if target or JSON not in output_modes():
             table.write(target or sys.stdout, scores)
     if config.output is not None:
-        done(f"wrote {config.output} ({len(table.cells)} variants)")
-    document = {"output": config.output, "scores": scores.pop(mutations.SCORE_COLUMN), **scores}
+        number = sum(len(own.rows) for own in placed.values())
+        done(f"wrote {config.output} ({counted(number, 'variant')})")
+    document = {"output": config.output, "scores": scores.pop(SCORE_COLUMN), **scores}
     return {**document, "correlations": correlations}
 
 
 def _by_predictor(
     of_model: Callable[..., NDArray[np.float64]],
     wild_type: NDArray[np.uint8],
-    variants: Sequence[mutations.Variant],
+    own: Placed,
     family: Family | None,
 ) -> dict[str, NDArray[np.float64]]:
-    """Effects by column; `of_model` is `mutational_effects` without the argument `family`."""
+    """Effects by column; `of_model` lacks the argument `family`. Indels have no profile's."""
     if family is None:
-        return {mutations.SCORE_COLUMN: of_model()}
+        return {SCORE_COLUMN: of_model()}
+    of_both = {SCORE_COLUMN: of_model(family=family), ALONE_COLUMN: of_model()}
+    if own.sequences is not None:
+        return of_both
     from d2plm.evaluation.site_independent import site_independent_effects  # imports HMMER
 
-    return {
-        mutations.SCORE_COLUMN: of_model(family=family),
-        mutations.ALONE_COLUMN: of_model(),
-        mutations.PROFILE_COLUMN: site_independent_effects(wild_type, variants, family.members),
-    }
+    profile = site_independent_effects(wild_type, own.variants, family.members)
+    return {**of_both, PROFILE_COLUMN: profile}
+
+
+def _by_changes(variants: Sequence[Variant]) -> dict[str, NDArray[np.int64]]:
+    """Which of the variants there are, all and by their number of changes if that differs."""
+    changes = np.minimum([len(one.positions) for one in variants], 3)
+    found = {"all": np.arange(len(variants))}
+    if len({*changes.tolist()} - {0}) > 1:
+        groups = enumerate(("1 change", "2 changes", "3 or more changes"), start=1)
+        found |= {name: np.flatnonzero(changes == number) for number, name in groups}
+    return {name: which for name, which in found.items() if len(which)}
 
 
 def _families(
@@ -196,17 +239,6 @@ def _families(
     exported.require_taking_relatives("relatives")
     path, most = Path(str(config.relatives)), config.max_relatives
     return read_families(path, most, list(names), str(config.input))
-
-
-def _report_alone(config: ScoreSettings, alone: list[str], number: int) -> None:
-    """Log which proteins have no relatives; raise an error if none has."""
-    if len(alone) == number:
-        raise DataError(
-            f"{config.relatives}: contains no relatives of any protein in {config.input} "
-            "except the protein itself; check the names, add relatives, or omit relatives="
-        )
-    shown = first_few(alone)
-    log.info("%d of %d proteins are scored without relatives: %s", len(alone), number, shown)
 
 
 def _settings(config: ScoreSettings, exported: ExportedModel, progress: Progress) -> dict[str, Any]:

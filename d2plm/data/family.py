@@ -1,8 +1,10 @@
 """A family of proteins, given as relatives to a model that takes them."""
 
+import logging
 from codecs import BOM_UTF8
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +12,18 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.files import shipped
-from d2plm.core.vocabulary import is_canonical
+from d2plm.core.number_text import counted
+from d2plm.core.terminal import first_few
+from d2plm.core.vocabulary import PROTEIN, Tokens, is_canonical
 from d2plm.data.compressed import open_input
-from d2plm.data.fasta import read_fasta
 from d2plm.data.records import places_by_name
-from d2plm.data.relatives import LONGEST_RELATIVE
+from d2plm.data.relatives import LONGEST_RELATIVE, aligned_part
 from d2plm.data.relatives_table import read_relatives
+from d2plm.data.sources import read_sequences
 
 HOLD_OUT_FROM = 10  # members; a smaller family is given whole
 
-Tokens = NDArray[np.uint8]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,17 +43,10 @@ class Family:
         require_number("max_relatives", self.most, integer=True, low=1)
 
     @classmethod
-    def of(
-        cls,
-        sequences: Sequence[Tokens],
-        most: int,
-        longest: int = LONGEST_RELATIVE,
-        names: Sequence[str] = (),
-    ) -> "Family":
+    def of(cls, sequences: Sequence[Tokens], most: int, names: Sequence[str] = ()) -> "Family":
         """The distinct `sequences` with at least one canonical residue.
 
         Args:
-            longest: longer sequences are cut to this number of residues.
             names: names of the sequences; their numbers if empty.
 
         Raises:
@@ -57,7 +54,7 @@ class Family:
         """
         names = names or [str(number) for number in range(len(sequences))]
         distinct: dict[bytes, tuple[str, Tokens]] = {}
-        for name, one in zip(names, (one[:longest] for one in sequences), strict=True):
+        for name, one in zip(names, sequences, strict=True):
             if is_canonical(one).any():
                 distinct.setdefault(one.tobytes(), (name, one))
         if not distinct:
@@ -79,75 +76,150 @@ class Family:
         drawn = np.random.default_rng(seed).permutation(count)
         return self._only(np.sort(drawn[number:])), self._only(np.sort(drawn[:number]))
 
-    def has_others(self, protein: Tokens) -> bool:
-        """Whether there is a member other than the protein itself."""
-        return any(not np.array_equal(one, protein) for one in self.members)
-
-    def gives_away(self, protein: Tokens) -> bool:
-        """Whether another member contains the protein, or is a part of it."""
+    def given_to(self, protein: Tokens) -> "Family":
+        """The family without the protein itself, what contains it and what is a part of it."""
         own = protein.tobytes()
-        others = (one.tobytes() for one in self.members)
-        return any(one != own and (own in one or one in own) for one in others)
+        kept = [own not in one and one not in own for one in self._texts]
+        return self if all(kept) else self._only(np.flatnonzero(kept))
 
-    def draw(self, *key: int, of: Tokens | None = None) -> list[Tokens]:
+    def giving_away(self, protein: Tokens) -> list[str]:
+        """Names of the members, but for the protein itself, that are not `given_to` it."""
+        own, named = protein.tobytes(), zip(self.names, self._texts, strict=True)
+        return [name for name, one in named if one != own and (own in one or one in own)]
+
+    def draw(self, *key: int, protein: Tokens) -> list[Tokens]:
         """`most` random members, or all members if there are no more.
 
         Args:
             key: integers that determine the draw.
-            of: the protein whose relatives are drawn, which is left out itself.
+            protein: what they are drawn for, long members cut to what aligns with it.
         """
-        others = [one for one in self.members if of is None or not np.array_equal(one, of)]
-        if len(others) <= self.most:
-            return others
-        random = np.random.default_rng(key)
-        return [others[i] for i in np.sort(random.choice(len(others), self.most, replace=False))]
+        drawn, count = self.members, len(self.members)
+        if count > self.most:
+            random = np.random.default_rng(key)
+            drawn = [drawn[i] for i in np.sort(random.choice(count, self.most, replace=False))]
+        return [aligned_part(one, protein) for one in drawn]
 
-    def draw_for_designs(self, number: int, seed: int) -> list[list[Tokens]]:
-        """The result of `draw` for each of `number` designs."""
-        return [self.draw(seed, index) for index in range(number)]
+    def draw_for_designs(self, templates: Sequence[Tokens], seed: int) -> list[list[Tokens]]:
+        """The result of `draw` for each of the templates of designs."""
+        return [self.draw(seed, index, protein=one) for index, one in enumerate(templates)]
+
+    @cached_property
+    def _texts(self) -> list[bytes]:
+        return [one.tobytes() for one in self.members]
 
     def _only(self, which: NDArray[np.int64]) -> "Family":
         names = [self.names[i] for i in which] if self.names else []
         return Family([self.members[i] for i in which], self.most, names)
 
 
+class RelativesCheck:
+    """Collects, protein by protein, what is to be said about their relatives.
+
+    Args:
+        relatives, proteins: where they are from, for messages.
+    """
+
+    def __init__(self, relatives: str | Path, proteins: str | Path) -> None:
+        self.relatives, self.proteins, self.number = relatives, proteins, 0
+        self.alone, self.left_out = list[str](), list[str]()
+
+    def add(self, name: str, family: Family, protein: Tokens) -> Family:
+        """The members of its family that are given to the protein."""
+        given = family.given_to(protein)
+        self.number += 1
+        if not given.members:
+            self.alone.append(name)
+        if len(given.members) < len(family.members):
+            self.left_out += [f"{one} (of {name})" for one in family.giving_away(protein)]
+        return given
+
+    def report(self) -> None:
+        """Log what is left out, and which proteins have no relatives.
+
+        Raises:
+            DataError: if none has.
+        """
+        if self.left_out:
+            log.warning(
+                "%s: left out %s that would give its protein away, as it contains it or is a part "
+                "of it: %s",
+                self.relatives,
+                counted(len(self.left_out), "relative"),
+                first_few(self.left_out),
+            )
+        if self.number and len(self.alone) == self.number:
+            raise DataError(
+                f"{self.relatives}: contains no relatives of any protein in {self.proteins} except "
+                "the protein itself, what contains it or is a part of it; check the names, add "
+                "relatives, or omit relatives="
+            )
+        if self.alone:
+            shown, ratio = first_few(self.alone), f"{len(self.alone)} of {self.number} proteins"
+            log.info("%s are scored without relatives: %s", ratio, shown)
+
+
 def read_families(path: Path, most: int, names: Sequence[str], source: str | Path) -> list[Family]:
-    """The family of each protein of `source`: the same for all from FASTA, its own from a table.
+    """The family of each protein of `source`: the same for all, or its own from a table.
 
     A protein that is not in a table of relatives has a family without members.
 
     Args:
+        path: a table of relatives, or what `read_family` reads.
         most: as of `Family`.
         names: of the proteins, by which a table refers to them.
 
     Raises:
         DataError: the file cannot be read, is neither, or holds no protein; or it is a table, and
-            two of the proteins have the same name.
+            it is not clear which of the proteins a name means.
     """
-    start, path = b"", shipped(path)
-    if path.is_file():  # an input that can be read only once is FASTA
+    path, table = shipped(path), None
+    if path.is_file():  # what can be read only once is no table
         with open_input(path) as file:
-            start = file.content.peek(64)[:64].removeprefix(BOM_UTF8).lstrip()
-    if not start or start.startswith(b">"):
-        family = read_family(path, most)
-        return [family] * len(names)
-    table, families = read_relatives(path), [Family([], most)] * len(names)
-    for name, place in places_by_name(names, source).items():
-        usable = [one for one in table.get(name, ()) if is_canonical(one).any()]
-        if usable:
+            is_fasta = file.content.peek(64)[:64].removeprefix(BOM_UTF8).lstrip().startswith(b">")
+        table = None if is_fasta else read_relatives(path)
+    if table is None:
+        return [read_family(path, most)] * len(names)
+    places, own = places_by_name(names, source), dict[int, list[Tokens]]()
+    places.require_distinct()
+    for name, relatives in table.items():
+        if name in places:
+            own.setdefault(places[name], []).extend(relatives)
+    if others := [name for name in table if name not in places]:
+        number = f"{len(others):,} of its {counted(len(table), 'protein')}"
+        log.info("%s: %s not in %s, left out: %s", path, number, source, first_few(others))
+    families = [Family([], most)] * len(names)
+    for place, relatives in own.items():
+        if usable := [one for one in relatives if is_canonical(one).any()]:
             families[place] = Family.of(usable, most)
+    _report_long(path, (one for family in families for one in family.members))
     return families
 
 
-def read_family(path: Path, most: int, longest: int = LONGEST_RELATIVE) -> Family:
-    """The family in a FASTA file; arguments as of `Family.of`.
+def read_family(path: Path, most: int) -> Family:
+    """The family in an input of any form that `read_sequences` reads; arguments as of `Family.of`.
 
     Raises:
-        DataError: the file cannot be read, is no FASTA, or holds no protein.
+        DataError: the input cannot be read, or holds no protein.
     """
-    records = [*read_fasta(shipped(path))]
+    records = [*read_sequences(path, PROTEIN)]
     names = [record.name for record in records]
     try:
-        return Family.of([record.tokens for record in records], most, longest, names)
+        family = Family.of([record.tokens for record in records], most, names)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
+    _report_long(path, family.members)
+    return family
+
+
+def _report_long(path: Path, members: Iterable[Tokens]) -> None:
+    lengths = [len(one) for one in members if len(one) > LONGEST_RELATIVE]
+    if lengths:
+        log.info(
+            "%s: %s more than %s residues (up to %s); only the part that aligns with a protein is "
+            "given, or the beginning if none does",
+            path,
+            "1 relative has" if len(lengths) == 1 else f"{len(lengths):,} relatives have",
+            f"{LONGEST_RELATIVE:,}",
+            f"{max(lengths):,}",
+        )

@@ -1,14 +1,12 @@
-"""Reading and writing FASTA in blocks of whole records.
+"""Reading and writing FASTA, and its kin A2M, A3M and PIR, in blocks of whole records.
 
 A block is cut into records by two C-level searches, and its sequences are made tokens of together,
 which takes about a microsecond per record; the longest record bounds the memory.
 """
 
-import logging
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +14,19 @@ import numpy as np
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
 from d2plm.core.vocabulary import PROTEIN, Tokens, Vocabulary
+from d2plm.data.alignment_files import alignment_format, read_alignments
 from d2plm.data.compressed import InputFile, open_input
-from d2plm.data.records import ALIAS_SEPARATOR, OF_TEXT, PROSE, RawRecords, refuse
+from d2plm.data.foreign import refuse_foreign
+from d2plm.data.record_checks import checked
+from d2plm.data.records import OF_TEXT, PROSE, RawRecords, first_words, refuse, shown
 
 LINE_WIDTH = 60
 
 _BLOCK_BYTES = 256 << 10
+_LOOK_BYTES = 1 << 12  # to recognise a format
 _BUFFER_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 16 << 20  # memory is several times that of the largest record
 _NEWLINE = ord("\n")
-# Letters examined, the least number that distinguishes nucleotides from proteins, and the fraction
-# of A, C, G, T, U and N in them, which is a quarter in proteins.
-_EXAMINED, _LEAST_LETTERS, _DOUBTFUL = 4096, 50, 0.9
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,8 @@ def read_fasta(path: Path, vocabulary: Vocabulary = PROTEIN) -> Iterator[FastaRe
         DataError: the file is missing, unreadable, empty, damaged or no FASTA, or a record is empty
             or holds a letter that is not of the vocabulary.
     """
-    return tokenised(read_fasta_blocks(Path(path), vocabulary), vocabulary)
+    path = Path(path)
+    return tokenised(checked(read_fasta_blocks(path, vocabulary), vocabulary, path), vocabulary)
 
 
 def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[FastaRecord]:
@@ -61,24 +59,27 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
         for index, name in enumerate(records.names):
             if found.illegal[index] or not found.lengths[index]:
                 refuse(records, index, vocabulary)
-            yield FastaRecord(name.decode("utf-8", "replace"), found[index].copy())
+            yield FastaRecord(shown(name), found[index].copy())
 
 
-def read_template_fasta(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of each record of a FASTA file of templates, without blanks, unchecked.
+def read_template_fasta(path: Path) -> Iterator[tuple[str, str, str]]:
+    """(name, text, where it is) of each record of a FASTA file of templates, unchecked.
 
     Raises (when iterated):
         DataError: the file is missing, unreadable, empty, damaged or no FASTA.
     """
     for records in read_fasta_blocks(Path(path)):
-        for name, text in zip(records.names, records.sequences, strict=True):
-            yield name.decode("utf-8", "replace"), b"".join(text.split()).decode("latin-1")
+        for index, text in enumerate(records.sequences):
+            name, where = shown(records.names[index]), records.where(index, None)
+            yield name, b"".join(text.split()).decode("latin-1"), where
 
 
 def read_fasta_blocks(
     path: Path, vocabulary: Vocabulary | None = None, in_parts: bool = False
 ) -> Iterator[RawRecords]:
     """The records of a FASTA file (`-`: standard input), plain or compressed, block by block.
+
+    Alignments in the formats Stockholm and Clustal are read, too; see `checked` for the records.
 
     Args:
         vocabulary: of the letters; None for any, as of templates.
@@ -89,18 +90,19 @@ def read_fasta_blocks(
             where it should be of proteins.
     """
     with open_input(path) as source:
-        line = _refuse_other_text(source, vocabulary)
-        for number, (block, part) in enumerate(_blocks(source, in_parts)):
+        start = source.content.peek(_LOOK_BYTES)[:_LOOK_BYTES]
+        refuse_foreign(path, start)
+        if form := alignment_format(start):
+            yield from read_alignments(source, form)
+            return
+        line = _first_record(source, vocabulary)
+        for block, part in _blocks(source, in_parts):
             line -= bool(part)  # the header is repeated
-            if b"\r" in block:  # line ends of Windows or of old Macs
-                block = block.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             texts = block.split(b"\n>")
             texts[0] = texts[0][1:]
             split = [text.partition(b"\n") for text in texts]
-            if number == 0 and vocabulary == PROTEIN:
-                _doubt_nucleotides(path, b"".join(one for _, _, one in split[:_LEAST_LETTERS]))
             yield RawRecords(
-                names=[_first_word(header) for header, _, _ in split],
+                names=first_words(header for header, _, _ in split),
                 sequences=[sequence for _, _, sequence in split],
                 where=_places(path, line, texts),
                 done=source.done(),
@@ -131,29 +133,17 @@ def fasta_text(header: bytes | str, sequence: bytes | str) -> bytes:
     return b"\n".join([b">" + name, *lines, b""])
 
 
-def _doubt_nucleotides(path: Path, beginning: bytes) -> None:
-    """Refuse or warn if the first records look like nucleotides, whose letters are residues' too.
-
-    Of all letters of real proteins a quarter are these, so whatever has none other within dozens
-    of letters is refused.
-    """
-    letters = b"".join(beginning.split()).upper()[:_EXAMINED]
-    if len(letters) < _LEAST_LETTERS or not set(b"ACG") <= {*letters}:
-        return
-    others = letters.translate(None, b"ACGTUN")
-    if not others:
-        raise DataError(
-            f"{path}: its first {len(letters)} letters are nothing but A, C, G, T, U and N, which "
-            "are nucleotides; read them with alphabet=dna, rna or codon, or translate them; if "
-            "they are residues indeed, put a protein with others first"
-        )
-    if len(others) <= (1 - _DOUBTFUL) * len(letters):
-        _warn_of_nucleotides(path)
-
-
-@cache  # once for a file, however often it is read
-def _warn_of_nucleotides(path: Path) -> None:
-    log.warning("%s: looks like DNA or RNA, read as residues; see alphabet=dna", path)
+def _pieces(source: InputFile) -> Iterator[bytes]:
+    """The content, with the line ends of Windows and of old Macs as newlines."""
+    held = b""
+    for piece in iter(lambda: source.content.read(_BLOCK_BYTES), b""):
+        piece = held + piece
+        held = piece[-1:] if piece.endswith(b"\r") else b""
+        if b"\r" in piece:
+            piece = piece.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        yield piece
+    if held:
+        yield b"\n"
 
 
 def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | None]]:
@@ -163,12 +153,12 @@ def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | No
     """
     pieces: list[bytes] = []
     size, part = 0, None  # of them
-    for piece in iter(lambda: source.content.read(_BLOCK_BYTES), b""):
+    for piece in _pieces(source):
         if pieces and pieces[-1].endswith(b"\n") and piece.startswith(b">"):
             yield b"".join(pieces), part
             pieces, size, part = [], 0, None
         cut = piece.rfind(b"\n>")
-        if cut >= 0:
+        if cut >= 0 and (part is not None or source.content.peek(1)):  # the rest goes together
             view = memoryview(piece)
             if part is not None:
                 end = piece.find(b"\n>") + 1
@@ -193,11 +183,11 @@ def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | No
                 part = part or 0
                 yield block, part
                 pieces, size, part = [header + newline], 0, part + 1
-    yield b"".join(pieces), part
+    yield b"".join(pieces).rstrip(b"\0\x1a"), part  # what DOS and ColabFold write at the end
 
 
-def _refuse_other_text(source: InputFile, vocabulary: Vocabulary | None) -> int:
-    """Skip to the first `>` and return its line number; reject input that begins otherwise."""
+def _first_record(source: InputFile, vocabulary: Vocabulary | None) -> int:
+    """Skip blank lines and comments to the first `>`; returns its line, or rejects other text."""
     # Looking before reading keeps a binary file without line breaks out of memory.
     line = 1
     while True:
@@ -205,9 +195,12 @@ def _refuse_other_text(source: InputFile, vocabulary: Vocabulary | None) -> int:
         blank = len(start) - len(start.removeprefix(BOM_UTF8).lstrip())
         if not start:
             raise DataError(f"{source.path}: is empty; give a FASTA file with at least one record")
-        if not blank:
+        if blank:
+            line += source.content.read(blank).count(b"\n")
+        elif start.startswith((b";", b"#", b"!")):
+            line += source.content.readline(_BUFFER_BYTES).count(b"\n")
+        else:
             break
-        line += source.content.read(blank).count(b"\n")
     if not start.startswith(b">"):
         shown = start.splitlines()[0][:20].decode("ascii", "backslashreplace")
         is_text = vocabulary is not None and PROSE.search(start)
@@ -216,13 +209,6 @@ def _refuse_other_text(source: InputFile, vocabulary: Vocabulary | None) -> int:
             f"plain or compressed{OF_TEXT if is_text else ''}"
         )
     return line
-
-
-def _first_word(header: bytes) -> bytes:
-    words = header.split(maxsplit=1)
-    if ALIAS_SEPARATOR in header:  # NCBI's nr: the headers of equal sequences in one
-        words = [ALIAS_SEPARATOR.join(_first_word(one) for one in header.split(ALIAS_SEPARATOR))]
-    return words[0] if words else b""
 
 
 def _places(path: Path, first_line: int, texts: list[bytes]) -> Callable[[int, int | None], str]:

@@ -23,7 +23,7 @@ from d2plm.core.batch import PackedBatch, Relatives
 from d2plm.core.errors import DataError, require_number
 from d2plm.core.vocabulary import CLS, EOS, PAD, Tokens, Vocabulary
 from d2plm.data.packing import Bin, EpochPlan, PackingSampler
-from d2plm.data.relatives import IDENTITIES, LONGEST_RELATIVE, RelativesIndex
+from d2plm.data.relatives import IDENTITIES, LONGEST_RELATIVE, RelativesIndex, aligned_part
 from d2plm.data.sampling import Draws, Part
 from d2plm.data.store import Windows
 
@@ -412,8 +412,8 @@ def pack_all(
         sequences: tokens; those too long for `max_length` are cut at their end.
         token_budget: tokens of a batch; at least `max_length`, and no more than there are.
         max_length: tokens of a sequence, `<cls>` and `<eos>` included.
-        relatives: residue tokens of those of each sequence, cut to `LONGEST_RELATIVE`; None for
-            batches without.
+        relatives: residue tokens of those of each sequence, None for batches without; see
+            `aligned_part`.
 
     Raises:
         DataError: if there are none.
@@ -437,7 +437,10 @@ def pack_all(
             relatives=None
             if relatives is None
             else Relatives.pack(
-                [[own[:LONGEST_RELATIVE] for own in relatives[i]] for i in packed.sequences]
+                [
+                    [aligned_part(own, tokens[int(i)]) for own in relatives[i]]
+                    for i in packed.sequences
+                ]
             ),
         )
         for (packed,) in sampler.plan(0).batches(1)

@@ -1,19 +1,44 @@
 """Raw records of an input, which a vocabulary makes tokens of, and the error for a bad one."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
+from d2plm.core.vocabulary import PROTEIN, RESIDUES, Tokenised, Vocabulary
+from d2plm.data import tables
+from d2plm.data.compressed import open_input
 
 ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
 PIECE_SEPARATOR = b"\x02"  # between the name of a record and the number of its piece
 OF_TEXT = "; text is ingested with alphabet=bytes or tokenizer"
-_BASES = b"ACGTUNX \r\n"  # and what masks them
+_MASKED_BASES = b"ACGTUNX \r\n"
 PROSE = re.compile(rb"[a-z][.,;:!?]? [a-z]")
+# Accession, and name of the entry, in headers of UniProt, UniRef and NCBI. In `gnl|extdb|one` the
+# second word is the database.
+_IDENTIFIERS = re.compile(
+    rb"(?:gi\|\d+\|)?(?:sp|tr|ref|gb|emb|dbj|pir|prf|tp[dge])\|([^|]*)\|([^|]*)|UniRef\d+_(.+)"
+)
+_REGION = re.compile(rb"/\d+-\d+$")
+_CONTROL = bytes({*range(32), 127} - {*ALIAS_SEPARATOR, *b"\t\n\v\f\r"})
+WITHOUT_CONTROL = bytes.maketrans(_CONTROL, len(_CONTROL) * b"_")  # for names as they are read
+
+MISSING = tables.MISSING | {
+    *("true", "false", "unavailable", "sequence unavailable", "not available"),
+}
+_LONGEST_WORD = max(map(len, MISSING))
+# Letters of nucleotides, tokens of residues alone, the least number of letters that tells the two
+# apart, and the least fraction of A, C, G, T, U and N, which is a quarter in proteins.
+_BASES = b"ACGTUNacgtun"
+_IS_OF_RESIDUES = np.isin(
+    np.arange(256), PROTEIN.encode("".join({*RESIDUES} - {*"ACGTUNRYSWKMBDHV"}), "residues")
+)
+_LEAST_LETTERS, _SHARE = 50, 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +62,28 @@ class RawRecords:
     tokens: Tokenised | None = None
 
     def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
-        """The tokens of the records, in the vocabulary that they were read for."""
-        return vocabulary.tokenise(self.sequences) if self.tokens is None else self.tokens
+        """The tokens of the records, in the vocabulary that they were read for.
+
+        A word for a missing sequence has none.
+
+        Raises:
+            DataError: nucleotides were read as residues.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        found = vocabulary.tokenise(self.sequences)
+        if not vocabulary.is_text:
+            for index in np.flatnonzero(found.lengths <= _LONGEST_WORD):
+                if is_missing(self.sequences[index]):
+                    found.lengths[index], found.illegal[index] = 0, False
+        if vocabulary == PROTEIN:
+            _refuse_nucleotides(self, found)
+        return found
+
+
+def is_missing(text: bytes) -> bool:
+    """Whether it is a word that tables and databases write for a sequence that they lack."""
+    return text.strip().lower().decode("latin-1") in MISSING
 
 
 def readable(name: bytes) -> bytes:
@@ -46,21 +91,96 @@ def readable(name: bytes) -> bytes:
     return name.replace(PIECE_SEPARATOR, b"/")
 
 
-def places_by_name(names: Iterable[str], source: str | Path) -> dict[str, int]:
+def first_words(headers: Iterable[bytes]) -> list[bytes]:
+    """The name in each header, of one line without `>`: its first word."""
+    return [*map(_first_word, b"\n".join(headers).translate(WITHOUT_CONTROL).split(b"\n"))]
+
+
+def _first_word(header: bytes) -> bytes:
+    if ALIAS_SEPARATOR in header:  # of NCBI's nr: the names of equal sequences
+        return ALIAS_SEPARATOR.join(map(_first_word, header.split(ALIAS_SEPARATOR)))
+    words = header.split(maxsplit=1)
+    return words[0] if words else b""
+
+
+def shown(name: bytes) -> str:
+    """The first of the names of a stored or raw record, as people see it."""
+    return readable(name).partition(ALIAS_SEPARATOR)[0].decode("utf-8", "replace")
+
+
+def identifiers(name: bytes) -> list[bytes]:
+    """What a name may be referred to by: itself, and `P1` and `A_B` of `sp|P1|A_B`."""
+    found = _IDENTIFIERS.fullmatch(name)
+    return [name, *filter(None, found.groups())] if found else [name]
+
+
+class Places(Mapping[str, int]):
+    """The place among records of each name that refers to one, see `places_by_name`."""
+
+    def __init__(self, names: Iterable[str], source: str | Path) -> None:
+        self.names, self.source = list(names), source
+        self._exact: dict[str, list[int]] = {}
+        self._alike: dict[bytes, list[int]] = {}
+        for place, name in enumerate(self.names):
+            self._exact.setdefault(name, []).append(place)
+            for one in _references(name):
+                self._alike.setdefault(one, []).append(place)
+
+    def __getitem__(self, name: str) -> int:
+        alike = (self._alike.get(one, ()) for one in _references(name))
+        found = self._exact.get(name) or sorted({place for places in alike for place in places})
+        if not name or not found:
+            raise KeyError(name)
+        if len(found) > 1:
+            raise DataError(
+                f"{self.source}: {name!r} names {self._where(found)}, so it does not tell which is "
+                "meant; give each record a name of its own, and use that"
+            )
+        return found[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._exact)
+
+    def __len__(self) -> int:
+        return len(self._exact)
+
+    def require_distinct(self) -> None:
+        """Raise a `DataError` unless each record has a name, and one of its own."""
+        if "" in self._exact:
+            where = self._where(self._exact[""])
+            raise DataError(f"{self.source}: no name: {where}; give each record one of its own")
+        for name in self._exact:
+            self[name]
+
+    def _where(self, found: list[int]) -> str:
+        """The first two of the places found, as lines if the source is a file of FASTA."""
+        lines, meant = list[int](), {self.names[place] for place in found}
+        with suppress(DataError):
+            if Path(self.source).is_file():
+                with open_input(Path(self.source)) as file:
+                    for number, line in enumerate(file.content, 1):
+                        if line.startswith(b">") and shown(first_words([line[1:-1]])[0]) in meant:
+                            lines.append(number)
+        if len(lines) != len(found):
+            return " and ".join(f"record {place + 1:,}" for place in found[:2])
+        return " and ".join(f"the record on line {line:,}" for line in lines[:2])
+
+
+def places_by_name(names: Iterable[str], source: str | Path) -> Places:
     """Each name → its place among the records of `source`, for what refers to them by name.
 
-    Raises:
-        DataError: two records have the same name.
+    `P02185` and `MYG_PHYMC` also refer to `sp|P02185|MYG_PHYMC` and `UniRef90_P02185`, and these to
+    each other, and `toy` to `toy/11-47`; a record without a name cannot be referred to. To ask for
+    a name that may mean two records is a `DataError` with the places of both.
     """
-    places: dict[str, int] = {}
-    for place, name in enumerate(names):
-        first = places.setdefault(name, place)
-        if first != place:
-            raise DataError(
-                f"{source}: records {first + 1:,} and {place + 1:,} are both named {name!r}, "
-                "so the name does not say which is meant; rename one"
-            )
-    return places
+    return Places(names, source)
+
+
+def _references(name: str) -> set[bytes]:
+    """What may stand for a name: its first word, identifiers in it, all also without a region."""
+    named = identifiers(_first_word(name.encode()))
+    named += [one for word in named for one in identifiers(_REGION.sub(b"", word))]
+    return {*named} - {b""}
 
 
 def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str = "") -> NoReturn:
@@ -71,11 +191,45 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
     """
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     fault, place = "has no sequence; remove it", None
-    if vocabulary.tokenise([text]).illegal[0]:
+    if vocabulary.tokenise([text]).illegal[0] and not is_missing(text):
         fault, place = vocabulary.fault(text)
-    if place is not None and not vocabulary.is_text:  # a letter is illegal
-        if PROSE.search(text):
-            advice += OF_TEXT
-        elif not PROTEIN.tokenise([text]).illegal[0] and text.upper().translate(None, _BASES):
-            advice += "; proteins are ingested with alphabet=protein"
+    others = text.upper().translate(None, _MASKED_BASES)
+    is_letter = place is not None and not vocabulary.is_text
+    if is_letter and others and not PROTEIN.tokenise([text]).illegal[0]:
+        advice += "; proteins are ingested with alphabet=protein"
     raise DataError(f"{records.where(index, place)}: record {name!r} {fault}{advice}")
+
+
+def _refuse_nucleotides(records: RawRecords, found: Tokenised) -> None:
+    """Refuse nucleotides, IUPAC's codes included, that were read as residues.
+
+    Raises:
+        DataError: a record has nothing else, or the records all together.
+    """
+    if not len(found.starts):
+        return
+    of_residues = np.logical_or.reduceat(_IS_OF_RESIDUES[found.tokens], found.starts)
+    doubtful = ~of_residues & ~found.illegal & (found.lengths > 0)
+    if not doubtful.all():
+        doubtful &= found.lengths >= _LEAST_LETTERS
+    which = np.flatnonzero(doubtful).tolist()
+    texts = [b"".join(records.sequences[i].upper().split()) for i in which]
+    if not doubtful.all():
+        of_bases = [i for i, text in zip(which, texts, strict=True) if _is_of_bases(text)]
+    else:
+        of_bases = which if _is_of_bases(b"".join(texts)) else []
+    if of_bases:
+        first, number = of_bases[0], len(records.names)
+        name = records.names[first].decode("utf-8", "replace")
+        raise DataError(
+            f"{records.where(first, None)}: record {name!r} looks like nucleotides, as do "
+            f"{len(of_bases):,} of {number:,} records here: A, C, G, T, U, N and IUPAC's codes for "
+            "several; read them with alphabet=dna, rna or codon, or translate them"
+        )
+
+
+def _is_of_bases(text: bytes) -> bool:
+    others = len(text.translate(None, _BASES))
+    return (
+        len(text) >= _LEAST_LETTERS and {*b"ACG"} <= {*text} and others <= (1 - _SHARE) * len(text)
+    )

@@ -18,6 +18,10 @@ from d2plm.data.store import mapped_array
 FILES = {"bounds": np.int64, "targets": np.int32, "identities": np.float32}
 IDENTITIES = (0.5, 0.7, 0.9)  # bounds between close and distant relatives
 LONGEST_RELATIVE = 2048  # residues that a relative is cut to: an alignment's memory is bounded
+DIAGONALS = 64  # neighbouring ones that count as one alignment, so that it may have gaps
+MOST_REPEATS = 16  # in a relative; a word with more occurrences says nothing about where it aligns
+
+Tokens = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +103,35 @@ class RelativesIndex:
         if not len(bounds) or bounds[-1] != hits or len(arrays["identities"]) != hits:
             raise DataError(f"{folder}: its arrays do not fit each other; prepare the data again")
         return cls(**arrays)
+
+
+def aligned_part(relative: Tokens, protein: Tokens) -> Tokens:
+    """At most LONGEST_RELATIVE residues of a relative: those around where it aligns with a protein.
+
+    That is where the two share the most words of three residues on neighbouring diagonals; without
+    any, the part is the beginning.
+
+    Args:
+        relative, protein: residue tokens [L]; of a protein, some may be masked.
+    """
+    if len(relative) <= LONGEST_RELATIVE:
+        return relative
+    words, own = _words(relative), _words(protein)
+    order = np.argsort(words, kind="stable")
+    first, last = (np.searchsorted(words[order], own, side) for side in ("left", "right"))
+    counts = np.where(last - first > MOST_REPEATS, 0, last - first)
+    starts = np.repeat(first - np.cumsum(counts) + counts, counts)
+    shared = order[starts + np.arange(len(starts))]  # places in the relative
+    diagonals = shared - np.repeat(np.arange(len(own)), counts) + len(protein)
+    if not len(diagonals):
+        return relative[:LONGEST_RELATIVE]
+    near = np.convolve(np.bincount(diagonals), np.ones(DIAGONALS, dtype=np.int64), "same")
+    middle = int(near.argmax()) - len(protein) + len(protein) // 2
+    start = min(max(middle - LONGEST_RELATIVE // 2, 0), len(relative) - LONGEST_RELATIVE)
+    return relative[start : start + LONGEST_RELATIVE]
+
+
+def _words(tokens: Tokens) -> NDArray[np.int32]:
+    """int32 [max(L - 2, 0)]: each three consecutive tokens as a number."""
+    wide = tokens.astype(np.int32)
+    return wide[:-2] << 12 | wide[1:-1] << 6 | wide[2:]

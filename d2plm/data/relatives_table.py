@@ -3,8 +3,9 @@
 A row is a relative of a protein. Names are single words, so no cell is quoted.
 """
 
-import io
+import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,16 @@ from numpy.typing import NDArray
 from d2plm.core import vocabulary
 from d2plm.core.errors import DataError
 from d2plm.core.files import written_beside
+from d2plm.core.number_text import counted
 from d2plm.core.vocabulary import decode
-from d2plm.data.compressed import open_input
 from d2plm.data.retrieval import Relative
+from d2plm.data.tables import is_missing, open_table
 
 PROTEIN, SEQUENCE = "protein", "sequence"
 COLUMNS = (PROTEIN, "relative", "identity", "coverage", SEQUENCE)
+OF_RELATIVES = (PROTEIN, "relative", "query", "qseq")  # how a column begins in such tables only
+
+log = logging.getLogger(__name__)
 
 
 def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[Relative]]) -> None:
@@ -36,35 +41,40 @@ def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[R
                 print(protein, name, *figures, decode(one.tokens), sep="\t", file=file)
 
 
-def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]]:
+def read_relatives(path: Path) -> dict[str, list[NDArray[np.uint8]]] | None:
     """Name of each protein of a table → its relatives, uint8 residue tokens.
 
-    Only the columns of names and sequences are needed, in any place. The file may be compressed.
+    Only the columns of names and sequences are needed, in any place. None is a file without them.
 
     Raises:
-        DataError: the file cannot be read, lacks a column, has no rows, or a cell holds no protein.
+        DataError: the file is a table of relatives under other names, has no rows, or a cell holds
+            no protein.
     """
     found: dict[str, list[NDArray[np.uint8]]] = {}
-    with open_input(path) as source:
-        lines = io.TextIOWrapper(source.content, "utf-8-sig", "replace")
-        header = next(lines, "").rstrip("\n").split("\t")
-        if not {PROTEIN, SEQUENCE} <= {*header}:
-            raise DataError(
-                f"{path}: is neither FASTA nor a table with the columns {PROTEIN} and {SEQUENCE}, "
-                "separated by tabs; give one of them"
-            )
-        for number, line in enumerate(lines, 2):
-            if not line.strip():
-                continue
-            cells = line.rstrip("\n").split("\t")
-            if len(cells) != len(header):
+    empty = 0
+    with ExitStack() as stack:
+        try:
+            table = stack.enter_context(open_table(path))
+        except DataError:
+            return None
+        columns = [column.lower() for column in table.columns]
+        if not {PROTEIN, SEQUENCE} <= {*columns}:
+            if len(columns) > 1 and any(one.startswith(OF_RELATIVES) for one in columns):
                 raise DataError(
-                    f"{path}, line {number}: has {len(cells)} cells where the header has "
-                    f"{len(header)}; separate them by single tabs"
+                    f"{path}: has the columns {', '.join(table.columns)}; a table of relatives "
+                    f"needs {PROTEIN}, the name of a protein, and {SEQUENCE}, that of a relative"
                 )
-            row = dict(zip(header, cells, strict=True))
-            tokens = vocabulary.PROTEIN.encode(row[SEQUENCE], f"{path}, line {number}")
-            found.setdefault(row[PROTEIN], []).append(tokens)
+            return None
+        places = columns.index(PROTEIN), columns.index(SEQUENCE)
+        for line, cells in table.rows():
+            protein, sequence = (cells[place].strip() for place in places)
+            if is_missing(protein) or is_missing(sequence):
+                empty += 1
+                continue
+            tokens = vocabulary.PROTEIN.encode(sequence, f"{path}, line {line}")
+            found.setdefault(protein, []).append(tokens)
     if not found:
         raise DataError(f"{path}: has no rows; give at least one relative")
+    if empty:
+        log.info("%s: left out %s without a protein or a sequence", path, counted(empty, "row"))
     return found

@@ -6,17 +6,17 @@ All are streamed: memory is bounded by a block of records, and records of many m
 parts. The format of an input is recognised by its content and its name, unless `format` states it.
 """
 
-import csv
 import glob
 import json
+import logging
 import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,10 @@ from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
-from d2plm.data.records import ALIAS_SEPARATOR, RawRecords, readable
+from d2plm.data.record_checks import checked
+from d2plm.data.records import ALIAS_SEPARATOR, MISSING, WITHOUT_CONTROL, RawRecords, shown
 from d2plm.data.store import MANIFEST, SequenceStore
+from d2plm.data.tables import Table, is_missing, open_table
 from d2plm.settings.data import Reading
 
 # A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
@@ -44,8 +46,7 @@ NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "
 
 _ROWS = 4096
 _NAMES_SHOWN = 20
-_CSV_BLOCK_BYTES = 4 << 20
-_HEADER_BYTES = 128 << 10
+_ROWS_EXAMINED = 50  # of a table, to recognise the column of sequences
 _LONGEST_LINE = 64 << 20  # of JSON
 _HUB = "hf://datasets/"
 _HUB_DATASET = re.compile(_HUB + r"([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?")
@@ -64,6 +65,8 @@ _LMDB_METADATA = frozenset(
     b"num_examples num_samples length __len__ keys __keys__ metadata __metadata__".split()
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class _Input:
@@ -73,6 +76,7 @@ class _Input:
     reading: Reading
     vocabulary: Vocabulary
     in_parts: bool
+    has_fields: bool = True  # whether the command has settings that name the fields
 
 
 def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -101,7 +105,7 @@ def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def read_sources(
     paths: Sequence[Path],
-    reading: Reading = Reading(),
+    reading: Reading | None = None,
     vocabulary: Vocabulary = PROTEIN,
     in_parts: bool = False,
 ) -> Iterator[RawRecords]:
@@ -109,6 +113,7 @@ def read_sources(
 
     Args:
         paths: as `resolve_inputs` returns them.
+        reading: None where no setting can name the format or the fields.
         vocabulary: of the sequences: decides between plain text and FASTA, and which tokens the ids
             of a Megatron corpus are.
         in_parts: whether a record of many megabytes may come in parts.
@@ -116,15 +121,17 @@ def read_sources(
     Raises (when iterated):
         DataError: an input is missing, damaged, of no known form, or lacks the field.
     """
+    chosen = reading or Reading()
     files = [[file for file in input_files(path) if file.exists()] for path in paths]
     sizes = [max(sum(file.stat().st_size for file in one), 1) for one in files]
     before = 0
     for path, size in zip(paths, sizes, strict=True):
-        kind = _format_of(path, vocabulary) if reading.format == "auto" else reading.format
+        kind = _format_of(path, vocabulary) if chosen.format == "auto" else chosen.format
         if path == STDIN and kind not in ("fasta", "csv", "jsonl", *TEXT_FORMATS):
             raise DataError(f"standard input: cannot be read as {kind}; give FASTA or CSV there")
+        given = _Input(path, chosen, vocabulary, in_parts, reading is not None)
         try:
-            for records in _READERS[kind](_Input(path, reading, vocabulary, in_parts)):
+            for records in checked(_READERS[kind](given), vocabulary, path):
                 yield replace(records, done=(before + records.done * size) / sum(sizes))
         except ModuleNotFoundError as error:
             raise without_pyarrow(path, error) from None
@@ -154,8 +161,7 @@ def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[Fast
             if store.vocabulary.lenient() != vocabulary.lenient():
                 store.require_vocabulary(vocabulary)
             for names, tokens in zip(chain.from_iterable(store.name_blocks()), store, strict=True):
-                first = readable(names).partition(ALIAS_SEPARATOR)[0]  # of duplicates
-                yield FastaRecord(first.decode("utf-8", "replace"), tokens)
+                yield FastaRecord(shown(names), tokens)
         else:
             yield from tokenised(read_sources([path], vocabulary=vocabulary), vocabulary)
 
@@ -259,36 +265,39 @@ def _read_parquet(given: _Input) -> Iterator[RawRecords]:
 
 
 def _read_csv(given: _Input) -> Iterator[RawRecords]:
-    import pyarrow.csv
-
-    path = given.path
-    with open_input(path) as source, _readable(path, "CSV file"):
-        start = source.content.peek(_HEADER_BYTES)[:_HEADER_BYTES].decode("utf-8-sig", "replace")
-        if not start.strip():
-            raise DataError(f"{path}: is empty; give a table with a header and at least one row")
-        header = start.lstrip("\r\n").splitlines()[0]
-        delimiter = max("\t;,", key=header.count)
-        header_names = next(csv.reader([header], delimiter=delimiter), [])
-        columns = _columns(header_names, given, path)
-        wanted = _without_repeats(columns)
-        batches = pyarrow.csv.open_csv(
-            source.content,
-            read_options=pyarrow.csv.ReadOptions(
-                block_size=_CSV_BLOCK_BYTES,
-                use_threads=False,  # with several threads it may not know the row of an error
-            ),
-            # In a table with tabs a quotation mark is a letter of a name, unless the header is
-            # quoted, too: taken for a quote it would swallow the rows up to the next one.
-            parse_options=pyarrow.csv.ParseOptions(
-                delimiter=delimiter,
-                quote_char='"' if delimiter != "\t" or '"' in header else False,
-                newlines_in_values=True,
-            ),
-            convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=wanted, column_types=dict.fromkeys(wanted, pyarrow.binary())
-            ),
+    with open_table(given.path) as table:
+        yield from in_blocks(
+            _csv_rows(given, table),
+            table.source,
+            lambda one, offset: f"{given.path}, line {one.line}",
         )
-        yield from _from_tables(batches, columns, given, lambda read: source.done())
+
+
+def _csv_rows(given: _Input, table: Table) -> Iterator[Document]:
+    path, vocabulary, rows, without = given.path, given.vocabulary, table.rows(), list[str]()
+    examined = [*islice(rows, _ROWS_EXAMINED)]
+    by_column = zip(*(cells for _, cells in examined), strict=True)
+    cells_of = dict(zip(table.columns, by_column, strict=False))  # none without rows
+    sequence, named = (
+        None if column is None else table.columns.index(column)
+        for column in _columns(table.columns, given, path, cells_of)
+    )
+    assert sequence is not None
+    prefix = path.name + ":" if vocabulary.is_text else "row"
+    for row, (line, cells) in enumerate(chain(examined, rows), start=1):
+        text = cells[sequence]
+        if not text.strip() or (not vocabulary.is_text and text.strip().lower() in MISSING):
+            without.append(str(line))
+            continue
+        name = f"{prefix}{row}" if named is None else cells[named].partition("\x01")[0]
+        yield Document(_one_line(name.encode("utf-8", "replace")), vocabulary.raw(text), line)
+    if without:
+        _say(f"{path}: {len(without)} rows without a sequence left out (lines {_listed(without)})")
+
+
+@cache  # once for a file, however often it is read
+def _say(notice: str) -> None:
+    log.info(notice)
 
 
 def _read_huggingface(given: _Input) -> Iterator[RawRecords]:
@@ -434,12 +443,12 @@ def _huggingface_files(path: Path) -> list[Path]:
     files = sorted([*_files_in(path, "*.parquet"), *_files_in(path, "*.arrow")])
     if not files:
         raise DataError(f"{path}: no folder with Parquet or Arrow files; check the path")
-    splits: dict[str, list[Path]] = {}
+    by_split: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[\W\d_]+", str(file.relative_to(path)).lower())
         named = next((split for split in _SPLITS if {*_SPLITS[split]} & {*words}), "other files")
-        splits.setdefault(named, []).append(file)
-    _require_one_split(path, splits)
+        by_split.setdefault(named, []).append(file)
+    _require_one_split(path, by_split)
     return files
 
 
@@ -496,8 +505,17 @@ def _binary(batch: Any, name: str, path: Path) -> list[bytes]:
         ) from None
 
 
-def _columns(names: Sequence[str], given: _Input, where: str | Path) -> tuple[str, str | None]:
-    """The columns (or fields) of the sequence and of the name, if any."""
+def _columns(
+    names: Sequence[str],
+    given: _Input,
+    where: str | Path,
+    cells: Mapping[str, Sequence[str]] = {},
+) -> tuple[str, str | None]:
+    """The columns (or fields) of the sequence and of the name, if any.
+
+    Args:
+        cells: some of each column, by which a column without a usual name may be recognised.
+    """
 
     def choose(wanted: str | None, usual: Sequence[str], key: str) -> str | None:
         if wanted is None:
@@ -513,11 +531,28 @@ def _columns(names: Sequence[str], given: _Input, where: str | Path) -> tuple[st
         return wanted
 
     reading = given.reading
-    sequence = choose(reading.sequence_field, SEQUENCE_FIELDS, "sequence_field")
+    of_residues = [name for name in names if _hold_residues(cells.get(name, ()))]
+    usual = [
+        # `protein` may hold names such as KRAS, whose letters are those of residues, too
+        *(one for one in SEQUENCE_FIELDS if one != "protein" or not cells),
+        *(one.lower() for one in of_residues if one.lower() == "protein"),
+    ]
+    sequence = choose(reading.sequence_field, usual, "sequence_field")
+    if sequence is None and len(of_residues) == 1 and not given.vocabulary.is_text:
+        [sequence] = of_residues
+        _say(f"{where}: the sequences are taken from column {sequence!r}")
     if sequence is None:
         what = "field holds the text" if given.vocabulary.is_text else "column holds the sequence"
-        raise DataError(f"{where}: which {what}? Set sequence_field to one of {_listed(names)}")
+        remedy = f"Set sequence_field to one of {_listed(names)}"
+        if not given.has_fields:
+            remedy = f"Name it sequence; the columns are {_listed(names)}"
+        raise DataError(f"{where}: which {what}? {remedy}")
     return sequence, choose(reading.name_field, NAME_FIELDS, "name_field")
+
+
+def _hold_residues(cells: Sequence[str]) -> bool:
+    known = [cell.strip() for cell in cells if not is_missing(cell)]
+    return bool(known) and all(re.fullmatch(r"[A-Za-z*-]{20,}", cell) for cell in known)
 
 
 def _without_repeats(columns: tuple[str, str | None]) -> list[str]:
@@ -642,7 +677,7 @@ def _document_place(path: Path, names: list[bytes], record: int, offset: int | N
 
 
 def _one_line(name: bytes) -> bytes:
-    return b" ".join(name.replace(b"\x01", b" ").split())
+    return b" ".join(name.translate(WITHOUT_CONTROL).replace(ALIAS_SEPARATOR, b" ").split())
 
 
 @contextmanager
@@ -661,13 +696,12 @@ def _readable(path: Path, what: str) -> Iterator[None]:
 
 _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "fasta": lambda given: read_fasta_blocks(given.path, given.vocabulary, given.in_parts),
-    "lmdb": _read_lmdb,
-    "parquet": _read_parquet,
     "csv": _read_csv,
+    "parquet": _read_parquet,
+    "jsonl": _read_jsonl,
     "huggingface": _read_huggingface,
     "hub": _read_hub,
-    "megatron": _read_megatron,
-    "jsonl": _read_jsonl,
+    "lmdb": _read_lmdb,
     "text": lambda given: read_documents(given.path, given.in_parts),
     "lines": lambda given: read_documents(
         given.path, given.in_parts, lambda line: line.endswith(b"\n")
@@ -675,4 +709,32 @@ _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "paragraphs": lambda given: read_documents(
         given.path, given.in_parts, lambda line: not line.strip()
     ),
+    "megatron": _read_megatron,
+}
+# What each reader reads, and an example of the settings, for docs/data.md.
+FORMS = {
+    "fasta": (
+        "FASTA, A2M, A3M, PIR; alignments in Stockholm and Clustal, without their gaps",
+        "input=proteins.fasta.gz",
+    ),
+    "csv": (
+        "tables with a header: CSV, TSV, `;`, comments, UTF-8, UTF-16, Latin-1",
+        "input=table.csv sequence_field=Sequence name_field=Entry",
+    ),
+    "parquet": ("Parquet", "input=table.parquet"),
+    "jsonl": ("JSON lines, an object a line: .jsonl, .ndjson, .json", "'input=shards/*.jsonl.zst'"),
+    "huggingface": (
+        "a folder that `datasets` saved, or of Parquet or Arrow files, of one split",
+        "input=dataset_folder/train",
+    ),
+    "hub": (
+        "a dataset of the Hugging Face hub, streamed (pip install 'd2plm[hub]'); what follows NAME "
+        "is optional, the split train",
+        "input=hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT",
+    ),
+    "lmdb": ("LMDB of plain sequences or of JSON", "input=old_lmdb sequence_field=primary"),
+    "text": ("a plain text, one record (alphabet bytes or tokenizer)", "input=book.txt"),
+    "lines": ("the lines of a plain text", "input=book.txt format=lines"),
+    "paragraphs": ("what blank lines divide in a plain text", "input=book.txt format=paragraphs"),
+    "megatron": ("a corpus of Megatron, .bin and .idx, tokenised already", "input=corpus.idx"),
 }

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, SplitError
 from d2plm.data.ingest import source_digest
-from d2plm.data.records import ALIAS_SEPARATOR, PIECE_SEPARATOR, readable
+from d2plm.data.records import ALIAS_SEPARATOR, PIECE_SEPARATOR, identifiers, readable
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import SplitSettings
 
@@ -142,8 +142,8 @@ def choose_clusters(
 def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
     """The sequences that a list of identifiers names, one a line: bool [N].
 
-    An identifier is the first word of a FASTA header, or the accession in one of UniProt's form
-    (`P12345` names `sp|P12345|NAME_SPECIES`). A duplicate's names the sequence that it equals, that
+    An identifier is the first word of a FASTA header, or what `identifiers` finds in it (`P12345`
+    names `sp|P12345|NAME_SPECIES`). A duplicate's names the sequence that it equals, that
     of a record that was cut names its pieces, and that of several records names all of them.
 
     Raises:
@@ -217,7 +217,7 @@ def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[l
     return sets
 
 
-def _identifiers(name: bytes) -> list[bytes]:
+def _identifiers(name: bytes) -> set[bytes]:
     aliases = [alias.partition(PIECE_SEPARATOR)[0] for alias in name.split(ALIAS_SEPARATOR)]
     aliases += readable(name).split(ALIAS_SEPARATOR)  # pieces by the names that people see
-    return aliases + [alias.split(b"|")[1] for alias in aliases if alias.count(b"|") == 2]
+    return {one for alias in aliases for one in identifiers(alias)}

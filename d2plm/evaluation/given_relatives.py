@@ -89,7 +89,7 @@ def evaluate_given_relatives(
     targets = [collection[number][:longest] for number in scored]
 
     def of(which: Indices) -> list[list[Tokens]]:
-        return [[collection[i][:LONGEST_RELATIVE] for i in own] for own in which]
+        return [[collection[i] for i in own] for own in which]
 
     chosen = {
         identity: [index.below(number, identity)[: choice.most].tolist() for number in scored]

@@ -1,42 +1,68 @@
-"""Variants of proteins: their notation, and reading and writing tables of variants with scores.
+"""Variants of proteins: their notations, and the numbering of a table against its wild type.
 
-The cells of a table remain text, so the output equals the input with added columns of scores.
+ProteinGym's, EVmutation's and MaveDB's (HGVS) notations are read. A variant that cannot be scored
+is an error with its `reason`, so that whoever reads a table may leave it out and count it.
 """
 
-import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Literal, ParamSpec, TypeVar
 
 import numpy as np
-import pandas as pd
-from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, did_you_mean, nearest
-from d2plm.core.vocabulary import CANONICAL, decode, encode
-from d2plm.data.compressed import open_input
-from d2plm.data.fasta import FastaRecord
-from d2plm.data.records import places_by_name
+from d2plm.core.errors import ConfigError, DataError, require_number
+from d2plm.core.vocabulary import CANONICAL, Tokens, decode, encode
 
-VARIANT_COLUMNS = ("mutant", "mutation", "variant")  # in this order of preference
-NAME_COLUMN, MEASURED_COLUMN = "name", "DMS_score"
-# What is written: of the model, given relatives where there are any; with relatives also of the
-# model alone, and of the site-independent profile.
-SCORE_COLUMN, ALONE_COLUMN, PROFILE_COLUMN = SCORE_COLUMNS = (
-    "d2plm_score",
-    "d2plm_score_alone",
-    "d2plm_profile_score",
+WILD_TYPE = frozenset(
+    ("wt", "_wt", "wildtype", "wild-type", "wild type", "_sy", "p.=", "p.(=)", "=")
 )
-UNMEASURED = ("", "na", "nan")
-WILD_TYPE = ("wt", "_wt")  # how tables of variants call the unchanged protein, in either case
 
-_HEADER_BYTES = 128 << 10
-_SUBSTITUTION = re.compile(r"([A-Za-z*])(-?\d+)([A-Za-z*])")
-_SEPARATORS = re.compile(r"[:;,\s]+")
-_MIN_POSITIONS = 3  # fewer fit some other numbering by chance
+# Reasons for which a variant cannot be scored. The last two are mistakes of a table or of its
+# numbering; the others are in many tables.
+STOP, INDEL = "with a stop", "with an insertion or deletion"
+UNKNOWN, BEYOND = "with an unknown residue", "beyond the end"
+MALFORMED, DISAGREES = "not a variant", "with another wild type"
+MOST_MISTAKEN = 0.05  # of the variants of a protein
+
+MIN_POSITIONS = 3  # fewer fit some other numbering by chance
+
+# The same two changes in each of the notations, and whose it is, for docs/family.md.
+NOTATIONS = (
+    ("A24G:L30P", "ProteinGym"),
+    ("A24G,L30P", "EVmutation"),
+    ("A24G_L30P", "FLIP"),
+    ("A24G-L30P", "tables of the laboratory, also with `+`, `/`, `;` or blanks"),
+    ("p.[Ala24Gly;Leu30Pro]", "MaveDB (HGVS)"),
+    ("NP_000240.1:p.(Ala24Gly;Leu30Pro)", "ClinVar (HGVS)"),
+    ("SA24G:SL30P", "a letter for the chain before each change"),
+)
+
+_NAMES = "AlaArgAsnAspCysGlnGluGlyHisIleLeuLysMetPheProSerThrTrpTyrValAsxGlxXaaSecPylTer"
+_LETTERS = dict(zip(re.findall("...", _NAMES.upper()), "ARNDCQEGHILKMFPSTWYVBZXUO*", strict=True))
+_RESIDUE = f"{'|'.join(_LETTERS)}|[A-Z*]"
+_CHANGE = re.compile(rf"(?:P\.)?({_RESIDUE})(-?\d{{1,9}})({_RESIDUE}|[=-])", re.IGNORECASE)
+_SEPARATORS = re.compile(r"[:;,/_+\s]+|(?<=[A-Za-z*=])-(?=[A-Za-z])")
+_REFERENCE = re.compile(r"[\w.]+:(?=p\.)")  # NP_000240.1:p.Ala24Gly
+_INDEL = re.compile(r"\d(del|ins|dup|ext)|\d[A-Za-z]{0,3}fs")
+_LABELLED = re.compile(r"(?<![A-Za-z])([A-Z])([A-Z])(?=-?\d+[A-Z*](?![a-z]))")
+_BRACKETS = str.maketrans("", "", "()[]")
+_TOKENS = dict(zip(CANONICAL, encode(CANONICAL).tolist(), strict=True))
+_REGION = re.compile(r".*/(\d+)-(\d+)")
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class VariantError(DataError):
+    """A variant that cannot be scored; `reason` is one of those above."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,140 +90,68 @@ class Variant:
     mutants: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class VariantTable:
-    """A table of N variants.
+def parse_variant(text: str, label: Literal["", "first", "second"] = "") -> list[Substitution]:
+    """The changes of a variant: `A24G`, `A24G:L30P`, `p.[Ala24Gly;Leu30Pro]`; none for `WT`.
 
-    Attributes:
-        cells: the N rows as text, under the names of the header.
-    """
+    Changes are separated by `:`, `;`, `,`, `/`, `_`, `+`, `-` or blanks.
 
-    path: Path
-    cells: pd.DataFrame
-    delimiter: str
-
-    def column(self, *names: str) -> "pd.Series[str] | None":
-        """The first of these columns that exists, in upper or lower case."""
-        lower = [column.strip().lower() for column in self.cells.columns]
-        found = next((lower.index(name.lower()) for name in names if name.lower() in lower), None)
-        return None if found is None else self.cells.iloc[:, found]
-
-    def measured(self) -> NDArray[np.float64] | None:
-        """float64 [N]: the measured effects, NaN where there is none; None without their column.
-
-        Raises:
-            DataError: for a cell that is not a number.
-        """
-        cells = self.column(MEASURED_COLUMN)
-        if cells is None:
-            return None
-        cells = cells.mask(cells.str.strip().str.lower().isin(UNMEASURED))
-        values = pd.to_numeric(cells, errors="coerce")
-        wrong = values.isna() & cells.notna()
-        if wrong.any():
-            raise DataError(
-                f"{self._row(wrong.idxmax())}: {MEASURED_COLUMN} {cells[wrong.idxmax()]!r} is not "
-                "a number; leave it empty where nothing was measured"
-            )
-        return values.to_numpy(np.float64)
-
-    def rows_by_protein(
-        self, proteins: Sequence[FastaRecord], source: str
-    ) -> dict[int, NDArray[np.int64]]:
-        """Index of each wild type → the rows with its variants.
-
-        The column of names is ignored with a single wild type: it may hold the variants' own.
-
-        Args:
-            source: the file that holds them, for messages.
-
-        Raises:
-            DataError: with several wild types, for a missing column, an unknown name or two wild
-                types of one name.
-        """
-        if len(proteins) == 1:
-            return {0: np.arange(len(self.cells))}
-        names, cells = [record.name for record in proteins], self.column(NAME_COLUMN)
-        if cells is None:
-            raise DataError(
-                f"{self.path}: {source} has {len(proteins)} proteins; add a column {NAME_COLUMN} "
-                "with the record that each variant changes"
-            )
-        places = places_by_name(names, source)
-        groups = cells.str.strip().groupby(cells.str.strip(), sort=False).indices
-        for name, rows in groups.items():
-            if name not in places:
-                raise DataError(
-                    f"{self._row(rows[0])}: {source} has no record {name!r}"
-                    f"{did_you_mean(name, names)}; use one of its names"
-                )
-        return {places[name]: rows for name, rows in groups.items()}
-
-    def place(
-        self, proteins: Sequence[FastaRecord], rows_of: dict[int, NDArray[np.int64]], offset: int
-    ) -> dict[int, list[Variant]]:
-        """Index of each wild type → the variants of its rows; `rows_of` is from `rows_by_protein`.
-
-        Raises:
-            DataError: for a cell that is no variant, or does not fit its wild type.
-        """
-        cells = self.column(*VARIANT_COLUMNS)
-        assert cells is not None
-        variants = {}
-        for protein, rows in rows_of.items():
-            places = [f"{self._row(row)}: " for row in rows]
-            name, tokens = proteins[protein].name, proteins[protein].tokens
-            variants[protein] = place_variants(
-                cells.iloc[rows], tokens, offset=offset, name=name, places=places
-            )
-        return variants
-
-    def write(self, file: Path | TextIO, scores: Mapping[str, NDArray[np.float64]]) -> None:
-        """Write the table and, as its last columns, the scores [N] of its rows by column."""
-        table = self.cells.copy()
-        for column, values in scores.items():
-            table[column] = [f"{score:.6f}" for score in values]
-        # Bytes that are not UTF-8 are written as they were read.
-        table.to_csv(file, sep=self.delimiter, index=False, errors="surrogateescape")
-
-    def _row(self, row: Any) -> str:
-        return f"{self.path}, row {row + 1}"
-
-
-def parse_variant(text: str) -> list[Substitution]:
-    """`A24G`, or several separated by `:`, `;`, `,` or blanks; none for `WT`.
+    Args:
+        label: which of the letters before a position is no residue; see `label_of`.
 
     Raises:
-        DataError: if that is not how it is written, a letter is none of the twenty residues, or a
-            position is named twice.
+        VariantError: if that is not how it is written, a position is named twice, or it has a
+            letter of no residue.
     """
     text = text.strip()
     if text.lower() in WILD_TYPE:
         return []
+    written = _REFERENCE.sub("", text).translate(_BRACKETS)
+    if _INDEL.search(written):
+        raise VariantError(f"{text!r} is an insertion, deletion or frameshift", INDEL)
+    if label:
+        written = _LABELLED.sub(r"\2" if label == "first" else r"\1", written)
     found: dict[int, Substitution] = {}
-    for word in _SEPARATORS.split(text):
-        match = _SUBSTITUTION.fullmatch(word)
+    for word in _SEPARATORS.split(written):
+        match = _CHANGE.fullmatch(word)
         if match is None:
-            raise DataError(
+            raise VariantError(
                 f"{text!r} is not a variant; write wild-type residue, position, mutant residue, as "
-                "in A24G, several as in A24G:L30P, or WT"
+                "in A24G, several as in A24G:L30P, or WT",
+                MALFORMED,
             )
-        substitution = Substitution(match[1].upper(), int(match[2]), match[3].upper())
-        for letter in (substitution.wild_type, substitution.mutant):
+        before, after = (_LETTERS.get(one.upper(), one.upper()) for one in match.group(1, 3))
+        after = before if after == "=" else after
+        if after in "*X-":
+            reason = INDEL if after == "-" else STOP
+            raise VariantError(f"{text!r}: {reason}, which has no score", reason)
+        for letter in (before, after):
             if letter not in CANONICAL:
-                raise DataError(
+                raise VariantError(
                     f"{text!r} has {letter!r}, which has no probability under the model; only the "
-                    f"residues {''.join(sorted(CANONICAL))} can be scored"
+                    f"residues {''.join(sorted(CANONICAL))} can be scored",
+                    UNKNOWN,
                 )
-        if substitution.position in found:
-            raise DataError(f"{text!r} changes position {substitution.position} twice; write once")
-        found[substitution.position] = substitution
+        position = int(match[2])
+        if position in found:
+            raise VariantError(f"{text!r} changes position {position} twice; write once", MALFORMED)
+        found[position] = Substitution(before, position, after)
     return list(found.values())
+
+
+def label_of(texts: Iterable[str]) -> Literal["", "first", "second"]:
+    """Which letter of `SA108D:SN144D` names a protein or a chain: the one that is always the same.
+
+    The first before the residue (a protein's), or the second, after it (a chain's); "" without.
+    """
+    found = {letters for text in texts for letters in _LABELLED.findall(text)}
+    if not found:
+        return ""
+    return "second" if len({first for first, _ in found}) > 1 else "first"
 
 
 def place(
     substitutions: Sequence[Substitution],
-    wild_type: NDArray[np.uint8],
+    wild_type: str,
     *,
     offset: int = 0,
     name: str = "the wild type",
@@ -205,126 +159,106 @@ def place(
     """The variant of `wild_type` that has these substitutions; synonymous ones change nothing.
 
     Args:
-        wild_type: uint8 [L], residue tokens, of which the first is at position `offset` + 1.
+        wild_type: letters of its residues, of which the first is at position `offset` + 1.
         offset: what the numbering of the substitutions is ahead of 1, 2, 3, ….
         name: what an error calls the wild type.
 
     Raises:
-        DataError: if a position is not in the wild type, or has another residue there.
+        VariantError: if a position is not in the wild type, or has another residue there.
     """
     changed: dict[int, int] = {}
-    for substitution in substitutions:
-        index = substitution.position - 1 - offset
+    for one in substitutions:
+        index = one.position - 1 - offset
         if not 0 <= index < len(wild_type):
-            raise DataError(
-                f"{substitution}: {name!r} has the positions {1 + offset} to "
-                f"{len(wild_type) + offset}"
-            )
-        found = decode(wild_type[index : index + 1])
-        if found != substitution.wild_type:
-            raise DataError(
-                f"{substitution}: {name!r} has {found} at position {substitution.position}, not "
-                f"{substitution.wild_type}"
-            )
-        if substitution.mutant != substitution.wild_type:
-            changed[index] = int(encode(substitution.mutant)[0])
+            covered = f"{1 + offset} to {len(wild_type) + offset}"
+            raise VariantError(f"{one}: {name!r} has the positions {covered}", BEYOND)
+        if wild_type[index] != one.wild_type:
+            at = f"{wild_type[index]} at position {one.position}"
+            raise VariantError(f"{one}: {name!r} has {at}, not {one.wild_type}", DISAGREES)
+        if one.mutant != one.wild_type:
+            changed[index] = _TOKENS[one.mutant]
     positions = tuple(sorted(changed))
     return Variant(positions, tuple(changed[position] for position in positions))
 
 
-def fitting_offset(
-    substitutions: Iterable[Substitution], wild_type: NDArray[np.uint8]
-) -> int | None:
-    """The offset nearest to 0 at which all `substitutions` agree with `wild_type` (see `place`).
+def numbering_offset(
+    variants: Iterable[Sequence[Substitution]], wild_type: Tokens, name: str
+) -> int:
+    """The offset at which the most of the positions in the variants agree with the wild type.
 
-    None where there is none, or the positions are too few to tell it from chance.
+    What a name `toy/11-47` of the right length says (10), or else 0, is preferred unless another
+    one agrees better; it is also the result where no offset agrees with nearly all.
+
+    Raises:
+        ConfigError: if the positions are too few to tell, or several offsets agree equally.
     """
-    expected = {(one.position, one.wild_type) for one in substitutions}
+    region, preferred = _REGION.fullmatch(name), 0
+    if region and int(region[2]) - int(region[1]) + 1 == len(wild_type):
+        preferred = int(region[1]) - 1
+    expected = {(one.position, one.wild_type) for changes in variants for one in changes}
+    if not expected:
+        return preferred
     positions = np.array([position for position, _ in expected])
-    if len(set(positions.tolist())) < _MIN_POSITIONS:
-        return None
     residues = encode("".join(letter for _, letter in expected))
-    offsets = range(int(positions.max()) - len(wild_type), int(positions.min()))
-    for offset in sorted(offsets, key=abs):
-        if np.array_equal(wild_type[positions - 1 - offset], residues):
-            return offset
-    return None
+    agreeing = [
+        (positions[residues == residue][:, None] - 1 - np.flatnonzero(wild_type == residue)).ravel()
+        for residue in np.unique(residues)
+    ]
+    offsets, counts = np.unique(np.concatenate(agreeing), return_counts=True)
+    of_preferred, most = int(counts[offsets == preferred].sum()), int(counts.max(initial=0))
+    if of_preferred == most or most < (1 - 2 * MOST_MISTAKEN) * len(expected):
+        return preferred
+    best = offsets[counts == most].tolist()
+    if len(best) == 1 and len({*positions.tolist()}) >= MIN_POSITIONS:
+        return int(best[0])
+    shown = ", ".join(map(str, best[:5])) + (", …" if len(best) > 5 else "")
+    raise ConfigError(
+        f"the numbering of the variants of {name!r} is not clear: {of_preferred} of "
+        f"{len(expected)} residues agree with it at {preferred}, {most} at {shown}; give the "
+        "position of its first residue less 1",
+        {"mutation_offset": "auto"},
+    )
 
 
 def place_variants(
-    texts: Iterable[str],
-    wild_type: NDArray[np.uint8],
+    texts: Sequence[str],
+    wild_type: Tokens,
     *,
-    offset: int = 0,
+    offset: int | Literal["auto"] = "auto",
     name: str = "the wild type",
-    places: Sequence[str] | None = None,
-) -> list[Variant]:
-    """The variants of a wild type, from text; see `parse_variant` and `place`.
+    label: Literal["", "first", "second"] | None = None,
+) -> tuple[list[Variant | VariantError], int]:
+    """The variants of a wild type, or why they cannot be scored, and the offset of their numbering.
 
     Args:
-        wild_type: uint8 [L], residue tokens.
-        places: N prefixes of a message.
+        wild_type: residue tokens [L].
+        offset: see `place`; "auto" is that of `numbering_offset`.
+        label: see `label_of`; None: that of the texts.
 
     Raises:
-        DataError: for a malformed variant, or one that does not fit the wild type, with the
-            offset that fits all of them.
+        ConfigError: if the offset is no integer, or cannot be told.
     """
-    parsed: list[list[Substitution]] = []
-    variants: list[Variant] = []
-    hint = ""
+    if offset != "auto":
+        require_number("mutation_offset", offset, integer=True)
+    label = label_of(texts) if label is None else label
+    letters, parsed = decode(wild_type), [_result(parse_variant, text, label) for text in texts]
+    if offset == "auto":
+        understood = (one for one in parsed if not isinstance(one, VariantError))
+        offset = numbering_offset(understood, wild_type, name)
+    placed = [
+        one
+        if isinstance(one, VariantError)
+        else _result(place, one, letters, offset=offset, name=name)
+        for one in parsed
+    ]
+    return placed, offset
+
+
+def _result(
+    of: Callable[Given, Result], *given: Given.args, **named: Given.kwargs
+) -> Result | VariantError:
+    """What `of` returns or, where it raises one, the error."""
     try:
-        for text in texts:
-            parsed.append(parse_variant(text))
-        fitting = fitting_offset(chain.from_iterable(parsed), wild_type)
-        hint = f"; all its variants fit with mutation_offset={fitting}"
-        if fitting is None:
-            hint = "; check the sequence and the numbering, which mutation_offset shifts"
-        for substitutions in parsed:
-            variants.append(place(substitutions, wild_type, offset=offset, name=name))
-    except DataError as error:
-        failed = len(variants) if hint else len(parsed)
-        raise DataError(f"{places[failed] if places else ''}{error}{hint}") from None
-    return variants
-
-
-def read_variants(path: Path) -> VariantTable:
-    """Read a CSV or TSV file of variants, plain or compressed; `-` is standard input.
-
-    Raises:
-        DataError: it is missing, damaged, empty, lacks the variants, is scored already, or has a
-            row with too many or too few cells.
-    """
-    with open_input(path) as source:
-        start = source.content.peek(_HEADER_BYTES)[:_HEADER_BYTES].decode("utf-8-sig", "replace")
-        header = next(iter(start.lstrip().splitlines()), "")
-        # A header without a comma has one column, whose variants may hold commas: A24G,L30P.
-        delimiter = max("\t;,", key=header.count)
-        text = io.TextIOWrapper(source.content, "utf-8-sig", "surrogateescape", newline="")
-        options = {"header": None, "dtype": object, "keep_default_na": False}
-        try:  # the engine in Python tells a missing cell from an empty one
-            cells = pd.read_csv(text, sep=delimiter, engine="python", **options)
-        except pd.errors.EmptyDataError:
-            raise DataError(f"{path}: is empty; give a table with a header") from None
-        except pd.errors.ParserError as error:
-            raise DataError(
-                f"{path}: not a readable CSV file ({error}); quote cells that hold a "
-                f"{delimiter!r} or a quote"
-            ) from None
-    short = cells.isna().any(axis=1)
-    if short.any():
-        raise DataError(f"{path}, row {short.idxmax()}: has fewer cells than the header")
-    cells = cells[1:].set_axis(cells.iloc[0].tolist(), axis=1).reset_index(drop=True)
-    table = VariantTable(path, cells, delimiter if delimiter in header else ",")
-    if cells.empty:
-        raise DataError(f"{path}: has no rows; give at least one variant")
-    for column in SCORE_COLUMNS:
-        if table.column(column) is not None:
-            raise DataError(f"{path}: has a column {column} already; rename or remove it")
-    if table.column(*VARIANT_COLUMNS) is None:
-        near = next((name for name in cells.columns if nearest(name, VARIANT_COLUMNS)), None)
-        known = ", ".join(map(repr, cells.columns))
-        raise DataError(
-            f"{path}: has no column of variants; name it {' or '.join(VARIANT_COLUMNS)} "
-            f"({f'did you mean {near!r}?' if near else f'it has: {known}'})"
-        )
-    return table
+        return of(*given, **named)
+    except VariantError as error:
+        return error.with_traceback(None)  # which would keep what was given

@@ -12,19 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.number_text import counted
 from d2plm.evaluation.likelihood import CONFIDENCE, RESAMPLES
-from d2plm.evaluation.mutations import MEASURED_COLUMN, Variant
+from d2plm.evaluation.mutations import Variant
 
 BATCH_RANKS = 4_000_000  # of resamples that are held at once
+MIN_VALUES, MIN_POSITIONS = 3, 10  # measured ones that differ; sets of positions for an interval
 
 
 @dataclass(frozen=True, slots=True)
 class RankCorrelation:
-    """Spearman's rho of scores with measured effects, NaN where one of them has no spread.
+    """Spearman's rho of scores with measured effects, NaN of too few values that differ.
 
     Attributes:
         variants: measured ones.
-        low, high: its 95 % interval, NaN where all variants change the same positions.
+        low, high: its 95 % interval, NaN where the variants change too few positions.
     """
 
     variants: int
@@ -33,15 +35,11 @@ class RankCorrelation:
     high: float = math.nan
 
     def __str__(self) -> str:
+        measured = f"({counted(self.variants, 'measured variant')})"
         if math.isnan(self.rho):
-            return (
-                f"no rank correlation with {MEASURED_COLUMN}: {self.variants} variants, no spread"
-            )
+            return f"no rank correlation, too few different values {measured}"
         interval = "" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]"
-        return (
-            f"Spearman's rho with {MEASURED_COLUMN} {self.rho:.3f}{interval} "
-            f"({self.variants} variants)"
-        )
+        return f"Spearman's rho {self.rho:.3f}{interval} {measured}"
 
 
 def rank_correlation(
@@ -58,13 +56,13 @@ def rank_correlation(
     """
     known = np.flatnonzero(np.isfinite(measured))
     scores, measured = scores[known], measured[known]
-    if min(len(np.unique(values)) for values in (scores, measured)) < 2:
+    if len(np.unique(measured)) < MIN_VALUES or len(np.unique(scores)) < 2:
         return RankCorrelation(len(known))
     numbers: dict[tuple[int, ...], int] = {}
     sites = [numbers.setdefault(variants[i].positions, len(numbers)) for i in known.tolist()]
     every = np.ones((1, len(known)))
     rho = float(_weighted_spearman(scores, measured, every)[0])
-    if len(numbers) < 2:
+    if len(numbers) < MIN_POSITIONS:
         return RankCorrelation(len(known), rho)
     random, count, resampled = np.random.default_rng(0), len(numbers), []
     batch = max(1, BATCH_RANKS // len(known))

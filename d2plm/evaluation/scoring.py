@@ -94,7 +94,7 @@ def bound_draws(
         masks_per_sequence: draws of each sequence, stratified.
         first_id: number of the first sequence; together with the seed it keys the draws.
         families: of the sequences, N of them, for a model that takes relatives: other members are
-            drawn with each draw, the sequence itself left out.
+            drawn with each draw of those `given_to` the sequence.
         token_budget: tokens of one forward pass; a longer sequence has one to itself.
         names: what an error calls the sequences; their numbers unless given.
         progress: called with the tokens of each forward pass that is done.
@@ -112,11 +112,13 @@ def bound_draws(
             batch = PackedBatch.pack(
                 [framed(row.tokens) for row in batch_rows], draw_ids=first_id + numbers
             ).to(device)
+            if families is not None:
+                given = [families[row.index].given_to(row.tokens) for row in batch_rows]
             for draw in range(masks_per_sequence):
                 if families is not None:
                     related = [
-                        families[row.index].draw(seed, first_id + row.index, draw, of=row.tokens)
-                        for row in batch_rows
+                        family.draw(seed, first_id + row.index, draw, protein=row.tokens)
+                        for family, row in zip(given, batch_rows, strict=True)
                     ]
                     batch = replace(batch, relatives=Relatives.pack(related))
                 drawn = paradigm.bound(model, batch, Key(seed), draw=draw, draws=masks_per_sequence)
@@ -225,7 +227,7 @@ def pseudo_log_likelihoods(
     relatives: list[list[Tokens] | None] = [None] * len(sequences)
     if families is not None:
         pairs = zip(families, sequences, strict=True)
-        relatives = [family.draw(0, of=tokens) for family, tokens in pairs]
+        relatives = [family.given_to(one).draw(0, protein=one) for family, one in pairs]
     rows = (
         MaskedRow(index, sequences[index], (position,), relatives[index])
         for index in _longest_first(sequences)
@@ -261,7 +263,7 @@ def mutational_effects(
     Args:
         wild_type: residue tokens [L], not too long for `model`.
         variants: N of them; see `mutations.place`.
-        family: relatives of the wild type, which itself is left out, for a model that takes them;
+        family: relatives of the wild type, see `Family.given_to`, for a model that takes them;
             the effect is the mean over RELATIVES_DRAWS draws where there are more than are given.
         name: what an error calls the wild type.
 
@@ -272,9 +274,10 @@ def mutational_effects(
     """
     effects = np.zeros(len(variants))
     sharing = variants_by_positions(variants)
-    draws = effect_draws(family, wild_type)
+    given = None if family is None else family.given_to(wild_type)
+    draws = effect_draws(given)
     for draw in range(draws):
-        relatives = None if family is None else family.draw(draw, of=wild_type)
+        relatives = None if given is None else given.draw(draw, protein=wild_type)
         rows = (MaskedRow(0, wild_type, positions, relatives) for positions in sharing)
         for row, log_p_MK in masked_predictions(
             model, paradigm, rows, token_budget=token_budget, device=device, progress=progress
@@ -287,12 +290,41 @@ def mutational_effects(
     return effects
 
 
-def effect_draws(family: Family | None, wild_type: Tokens) -> int:
+def bound_differences(
+    model: Denoiser,
+    paradigm: Paradigm,
+    wild_type: Tokens,
+    sequences: Sequence[Tokens],
+    masks_per_sequence: int = 16,
+    seed: int = 0,
+    *,
+    family: Family | None = None,
+    name: str = "the wild type",
+    **settings: Any,
+) -> NDArray[np.float64]:
+    """float64 [N]: the wild type's bound less that of each sequence, higher where it is likelier.
+
+    For variants of other lengths, which `mutational_effects` cannot compare. Arguments as of
+    `bound_draws`, errors too.
+    """
+    every = [wild_type, *sequences]
+    draws = bound_draws(
+        model,
+        paradigm,
+        every,
+        masks_per_sequence=masks_per_sequence,
+        seed=seed,
+        families=None if family is None else [family] * len(every),
+        names=[name, *(f"{name}, variant {number}" for number in range(1, len(every)))],
+        **settings,
+    )
+    nats = draws.mean(axis=1)
+    return nats[0] - nats[1:]
+
+
+def effect_draws(given: Family | None) -> int:
     """Draws of relatives over which `mutational_effects` averages: one where all are given."""
-    if family is None:
-        return 1
-    others = sum(not np.array_equal(one, wild_type) for one in family.members)
-    return 1 if others <= family.most else RELATIVES_DRAWS
+    return 1 if given is None or len(given.members) <= given.most else RELATIVES_DRAWS
 
 
 def variants_by_positions(variants: Sequence[Variant]) -> dict[tuple[int, ...], list[int]]:

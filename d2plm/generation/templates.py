@@ -24,6 +24,11 @@ def parse_template(text: str, name: str, vocabulary: Vocabulary = PROTEIN) -> To
     mark, pattern = "<mask>", r"<mask(?::(?P<number>[1-9]\d{0,5}))?>"
     if isinstance(vocabulary, Letters | Codons):
         mark = vocabulary.decode(np.array([vocabulary.mask]))
+        if gap := re.search(r"[-.]", text):  # nothing in sequences; here it would lose a position
+            raise DataError(
+                f"template {name}: {gap[0]!r} at position {gap.start() + 1}; write '{mark}' for "
+                f"each {vocabulary.nouns.token} to design, and remove gaps of alignments"
+            )
         pattern += f"|(?P<letters>{GAP}+)"
     if isinstance(vocabulary, Codons):
         vocabulary = Codons(stop_codons=vocabulary.stop_codons)

@@ -254,7 +254,7 @@ class Service:
         sampling, relatives = Sampling.of(vars(params)).resolved(paradigm), None
         settings = sampling.note(paradigm, resolve_precision("auto", device))
         if family is not None:
-            relatives = family.draw_for_designs(len(templates), sampling.seed)
+            relatives = family.draw_for_designs(templates, sampling.seed)
             settings += f" relatives={len(family.members)} max_relatives={family.most}"
         designs = sample(
             self.denoiser,

@@ -238,9 +238,18 @@ class ScoreSettings(InferenceSettings):
     max_relatives: int = key(8, low=1)
     """relatives of each protein, drawn anew with each mask"""
     mutations: str | None = key(None, path="file")
-    """CSV or TSV with a column mutant (A24G:L30P): score these variants instead"""
-    mutation_offset: int = key(0)
-    """position offset: 24 if the first residue of the input is number 25 in the mutations"""
+    """CSV or TSV of variants (A24G:L30P, p.Ala24Gly, whole sequences): score these instead"""
+    mutation_offset: int | Literal["auto"] = key("auto")
+    """position offset: 24 if the first residue of the input is number 25 in the mutations; auto:
+    the one that fits, of each protein"""
+    variant: str | None = key(None)
+    """column of the variants in mutations; null: recognised by name and content"""
+    measured: str | None = key(None)
+    """column of measured effects in mutations, for the correlation; null: recognised by name"""
+    name: str | None = key(None)
+    """column in mutations that names the protein of each row; null: recognised"""
+    strict: bool = key(False)
+    """a variant that cannot be scored is an error; false: it is left out and counted"""
     evaluation: BoundSettings = section(BoundSettings)
 
 

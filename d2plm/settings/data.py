@@ -10,15 +10,16 @@ EITHER = "either"  # coverage mode: not one of MMseqs2's, but the union of its m
 Format = Literal[
     "auto",
     "fasta",
-    "lmdb",
-    "parquet",
     "csv",
-    "huggingface",
-    "megatron",
+    "parquet",
     "jsonl",
+    "huggingface",
+    "hub",
+    "lmdb",
     "text",
     "lines",
     "paragraphs",
+    "megatron",
 ]
 Alphabet = Literal["protein", "dna", "rna", "codon", "bytes", "tokenizer"]
 STOP_CODONS = ("TAA", "TAG", "TGA")

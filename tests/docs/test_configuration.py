@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -13,7 +13,10 @@ from jsonschema import Draft7Validator
 from d2plm.commands.table import COMMANDS
 from d2plm.config import groups
 from d2plm.core.files import config_dir
+from d2plm.data import sources
+from d2plm.evaluation import mutations
 from d2plm.settings.commands import SETTINGS
+from d2plm.settings.data import Format
 from d2plm.settings.schema import keys
 from tests.docs.markdown import ROOT
 
@@ -36,7 +39,7 @@ print(json.dumps([{str(file): text for file, text in texts.items()}, list(keys(P
 def test_the_generated_files_are_current_and_have_every_key() -> None:
     words = [sys.executable, "-c", GENERATE]
     texts, names = json.loads(subprocess.check_output(words, cwd=ROOT))
-    assert len(texts) == 2
+    assert len(texts) == 4
     assert not [file for file in texts if Path(file).read_text() != texts[file]], "run: make docs"
     page = texts[str(ROOT / "docs" / "configuration.md")]
     assert "trainer.max_steps" in names
@@ -81,3 +84,11 @@ def test_the_usual_keys_of_every_command_exist() -> None:
             known = keys(SETTINGS[f"{name}_{action}".strip("_")])
             starts = {*known, *groups(), *(f"{key.split('.')[0]}." for key in known)}
             assert not {*one.usual_keys} - starts
+
+
+def test_every_form_of_input_and_every_notation_in_the_tables_is_read() -> None:
+    assert ("auto", *sources.FORMS) == get_args(Format)
+    assert set(sources.FORMS) == set(sources._READERS)
+    for text, _ in mutations.NOTATIONS:
+        label = mutations.label_of([text])
+        assert [*map(str, mutations.parse_variant(text, label))] == ["A24G", "L30P"]

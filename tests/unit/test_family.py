@@ -1,6 +1,7 @@
 """A family given as relatives: to generate, fill in and score, in Python and by commands."""
 
 import csv
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from d2plm.cli import main
 from d2plm.core.batch import Relatives
 from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.core.vocabulary import decode, encode
-from d2plm.data.family import Family, read_family
+from d2plm.data.family import Family, RelativesCheck, read_families, read_family
 from d2plm.data.fasta import read_fasta
+from d2plm.data.ingest import ingest
 from d2plm.evaluation.new_members import read_members
 from d2plm.evaluation.scoring import bound_draws
 from d2plm.export.exported_model import save_export
@@ -46,33 +48,179 @@ def fasta(tmp_path: Path) -> Path:
     return file
 
 
-def test_members_are_distinct_cut_and_drawn_by_key(fasta: Path) -> None:
+def test_members_are_distinct_and_drawn_by_key(fasta: Path) -> None:
     with fasta.open("a") as file:
         file.write(f">again\n{MEMBERS[0]}\n>none\nXXX\n")
-    family = read_family(fasta, most=2, longest=11)
-    assert [decode(one) for one in family.members] == [text[:11] for text in MEMBERS]
-    drawn = [tuple(decode(one) for one in family.draw(0, key)) for key in range(30)]
+    family = read_family(fasta, most=2)
+    assert [decode(one) for one in family.members] == MEMBERS
+    itself = encode(MEMBERS[3])
+
+    def draw(key: int) -> tuple[str, ...]:
+        return tuple(decode(one) for one in family.draw(0, key, protein=itself))
+
+    drawn = [draw(key) for key in range(30)]
     assert {len(one) for one in drawn} == {2}
     assert len({*drawn}) > 5
-    assert drawn == [tuple(decode(one) for one in family.draw(0, key)) for key in range(30)]
-    itself = encode(MEMBERS[3])
-    assert not any(np.array_equal(m, itself) for k in range(30) for m in family.draw(k, of=itself))
-    whole = Family(family.members, most=9)
-    assert len(whole.draw(0)) == 5
-    assert len(whole.draw(0, of=itself)) == 4
+    assert drawn == [draw(key) for key in range(30)]
+    assert len(Family(family.members, most=9).draw(0, protein=itself)) == 5
 
 
-def test_a_member_that_contains_a_protein_gives_it_away() -> None:
-    family = Family.of([encode("MKTAYIA"), encode("WWWW")], 3)
-    assert family.gives_away(encode("KTAY"))
-    assert family.gives_away(encode("AMKTAYIAA"))
-    assert not family.gives_away(encode("MKTAYIA"))
-    assert not family.gives_away(encode("MKTAYI" + "CC"))
+@pytest.mark.parametrize(
+    ("protein", "given", "away"),
+    [
+        ("KTAY", "w", "m"),
+        ("AMKTAYIAA", "w", "m"),
+        ("MKTAYIA", "w", ""),  # the protein itself needs no word
+        ("MKTAYI" + "CC", "mw", ""),
+        ("W", "m", "w"),
+        ("MKTAYIAWWWW", "", "mw"),
+    ],
+)
+def test_a_protein_is_not_given_what_contains_it_or_is_a_part_of_it(
+    protein: str, given: str, away: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = Family.of([encode("MKTAYIA"), encode("WWWW")], 3, ["m", "w"])
+    check = RelativesCheck("family.fasta", "in.fasta")
+    found = check.add("p", family, encode(protein))
+    assert [*found.names] == [*given] == [*family.given_to(encode(protein)).names]
+    assert [*family.giving_away(encode(protein))] == [*away]
+    check.add("q", family, encode("CCC"))
+    caplog.set_level("INFO")
+    check.report()
+    said = ["left out"] * bool(away) + ["1 of 2 proteins are scored without relatives: p"] * (
+        not given
+    )
+    assert len(caplog.messages) == len(said)
+    assert all(one in line for one, line in zip(said, caplog.messages, strict=True))
+    for name in away:
+        assert f"{name} (of p)" in caplog.text
+    only = RelativesCheck("family.fasta", "in.fasta")
+    only.add("p", family, encode(protein))
+    if not given:
+        with pytest.raises(DataError, match=r"family.fasta: contains no relatives of any .*in\.fa"):
+            only.report()
+
+
+WILD_TYPE = "MKTLAVGSEWQDRNHFPYICKLM"
+RELATIVES = ["PKTLTVGSSWQDWNGSDYICKLM", "MSCLAVWSNWQDRNHFPHIFKLM", "MSTLAVLSEWDDRQDFPDICQSM"]
+AWAY = {
+    "precursor": f"MLLKAG{WILD_TYPE}TAEG",
+    "with a tag": f"{WILD_TYPE}HHHHHH",
+    "a domain": WILD_TYPE[4:18],
+    "far inside a long one": 3000 * "A" + WILD_TYPE + 200 * "G",
+}
+
+
+@pytest.mark.parametrize("away", AWAY.values(), ids=AWAY)
+def test_what_gives_a_protein_away_changes_no_score(
+    model: SequenceModel,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    away: str,
+) -> None:
+    (tmp_path / "in.fasta").write_text(f">wt\n{WILD_TYPE}\n>other\nMKTAYIAKQRLL\n")
+    (tmp_path / "scan.csv").write_text("mutant,name\nK2A,wt\nV6K,wt\n")
+    words = [f"model_dir={folder}", f"input={tmp_path / 'in.fasta'}", "device=cpu"]
+    words += ["precision=fp32", "evaluation.masks_per_sequence=2", "max_relatives=2"]
+    plain, with_away = tmp_path / "plain.fasta", tmp_path / "away.fasta"
+    plain.write_text("".join(f">r{i}\n{text}\n" for i, text in enumerate(RELATIVES)))
+    with_away.write_text(f">away\n{away}\n{plain.read_text()}")
+    outputs = []
+    for number, file in enumerate((plain, with_away)):
+        for more in ([], [f"mutations={tmp_path / 'scan.csv'}"]):
+            out = tmp_path / f"{number}{len(more)}.csv"
+            assert main(["score", *words, *more, f"relatives={file}", f"output={out}"]) == 0
+            said = f"{file}: left out 1 relative that would give its protein away"
+            err = capsys.readouterr().err
+            assert err.count("left out") == err.count(said) == number
+            assert ("away (of wt)" in err) == bool(number)
+            rows = [*csv.DictReader(out.open(newline=""))]
+            outputs.append([row for row in rows if row.get("name") != "other"])
+    assert outputs[:2] == outputs[2:]
+    for score in (
+        lambda given: model.score(WILD_TYPE, relatives=given, masks_per_sequence=2)[0].nats,
+        lambda given: model.score_mutations(WILD_TYPE, "V6K", relatives=given)[0],
+    ):
+        assert score([*RELATIVES, away]) == score(RELATIVES)
+        with pytest.raises(DataError, match="relatives: contains no relatives of any protein"):
+            score([away])
+
+
+def test_effects_are_the_same_wherever_the_homologous_part_of_a_long_relative_is(
+    model: SequenceModel,
+) -> None:
+    homolog = RELATIVES[1]
+    ahead, behind = 4000 * "A" + homolog, homolog + 4000 * "A"
+    alone = model.score_mutations(WILD_TYPE, ["V6K", "W10G"])
+    first, last = (
+        model.score_mutations(WILD_TYPE, ["V6K", "W10G"], relatives=[one])
+        for one in (behind, ahead)
+    )
+    assert first == pytest.approx(last, abs=0.05)
+    assert first != pytest.approx(alone, abs=1e-3)
+
+
+@pytest.mark.parametrize("form", ["csv", "a3m", "store", "jsonl", "fasta.gz"])
+def test_relatives_are_read_in_every_form(
+    folder: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*enumerate(RELATIVES)]
+    file, texts = tmp_path / f"family.{form}", "".join(f">r{i}\n{one}\n" for i, one in rows)
+    if form == "csv":
+        file.write_text("id;sequence\n" + "".join(f"r{i};{one}\n" for i, one in rows))
+    elif form == "jsonl":
+        file.write_text("".join(f'{{"id": "r{i}", "sequence": "{one}"}}\n' for i, one in rows))
+    elif form == "a3m":
+        file.write_text("".join(f">r{i}\n{one[:5]}--{one[5:].lower()}\n" for i, one in rows))
+    elif form == "store":
+        (tmp_path / "family.fasta").write_text(texts)
+        ingest(tmp_path / "family.fasta", file)
+    else:
+        file.write_bytes(gzip.compress(texts.encode()))
+    members = [(name, decode(one)) for name, one in _members(file)]
+    assert sorted(members) == [(f"r{i}", one) for i, one in rows]
+    (tmp_path / "in.fasta").write_text(f">wt\n{WILD_TYPE}\n")
+    common = [f"model_dir={folder}", "device=cpu", f"output={tmp_path / 'out'}"]
+    short = ["evaluation.masks_per_sequence=1", "pseudo_log_likelihood=false"]
+    assert (
+        main(["score", *common, *short, f"input={tmp_path / 'in.fasta'}", f"relatives={file}"]) == 0
+    )
+    few = ["generation.number=1", "generation.steps=2"]
+    common[2] += ".fasta"
+    assert main(["generate", *common, *few, f"generation.relatives={file}"]) == 0, (
+        capsys.readouterr()
+    )
+
+
+def _members(file: Path) -> list[tuple[str, Any]]:
+    family = read_family(file, 8)
+    return [*zip(family.names, family.members, strict=True)]
+
+
+def test_a_table_of_relatives_is_joined_by_names_in_headers(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names, table = ["sp|P02185|MYG_PHYMC", "plain", "lonely"], tmp_path / "t.csv"
+    table.write_text(
+        "# found elsewhere\r\n"
+        "Protein;identity;Sequence\r\nP02185;0,5;MKT\r\nMYG_PHYMC;0,5;MKV\r\n"
+        "sp|P02185|MYG_PHYMC;0,5;MKV\r\nplain;;WWW\r\nplain;0,1;NA\r\nabsent;1;MK\r\n;;\r\n"
+    )
+    caplog.set_level("INFO")
+    found = read_families(table, 8, names, "in.fasta")
+    assert [[decode(one) for one in own.members] for own in found] == [["MKT", "MKV"], ["WWW"], []]
+    assert "1 of its 5 proteins not in in.fasta, left out: absent" in caplog.text
+    assert "left out 1 row without a protein or a sequence" in caplog.text
+    with pytest.raises(DataError, match="'P02185' names record 1 and record 2,"):
+        read_families(table, 8, [*names[:1], "tr|P02185|P02185_CATMA"], "in.fasta")
+    with pytest.raises(DataError, match="'plain' names record 2 and record 3,"):
+        read_families(table, 8, [*names[:2], "plain"], "in.fasta")
 
 
 def test_held_out_members_are_drawn_from_families_of_ten() -> None:
     members = [encode("MKT" + letter) for letter in "ACDEFGHIKL"]
-    family = Family.of(members, 3, 126, [f"m{number}" for number in range(10)])
+    family = Family.of(members, 3, [f"m{number}" for number in range(10)])
     given, held_out = family.hold_out(0.25, seed=1)
     assert (len(given.members), len(held_out.members)) == (8, 2)
     assert {*given.names, *held_out.names} == {*family.names}
@@ -84,7 +232,7 @@ def test_held_out_members_are_drawn_from_families_of_ten() -> None:
     assert not family.hold_out(0, seed=1)[1].members
     left, _ = family.hold_out(0.99, seed=1)
     assert len(left.members) == 1
-    assert not Family.of(members[1:], 3, 126).hold_out(0.5, seed=1)[1].members
+    assert not Family.of(members[1:], 3).hold_out(0.5, seed=1)[1].members
     with pytest.raises(ConfigError, match=r"held_out_members=1.*< 1"):
         family.hold_out(1, seed=1)
 
@@ -190,7 +338,7 @@ def test_each_draw_of_masks_draws_other_relatives(model: SequenceModel) -> None:
         families=[family],
     )
     for draw in range(6):
-        one = Family(family.draw(0, 0, draw, of=scored[0]), 1)
+        one = Family(family.draw(0, 0, draw, protein=scored[0]), 1)
         again = bound_draws(
             *(exported.denoiser("fp32"), exported.paradigm, scored),
             masks_per_sequence=6,
@@ -203,10 +351,12 @@ def test_mutations_are_scored_given_relatives_on_average(model: SequenceModel) -
     wild_type, variants = "MKTAYIAKQR", ["A4G", "K8R:R10L", "WT"]
     plain = model.score_mutations(wild_type, variants)
     given = model.score_mutations(wild_type, variants, relatives=MEMBERS, max_relatives=2)
-    family = Family.of([encode(text) for text in MEMBERS], 2)
+    family = Family.of([encode(text) for text in MEMBERS], 2).given_to(encode(wild_type))
     each = [
         model.score_mutations(
-            wild_type, variants, relatives=[decode(one) for one in family.draw(draw)]
+            wild_type,
+            variants,
+            relatives=[decode(m) for m in family.draw(draw, protein=encode(wild_type))],
         )
         for draw in range(4)
     ]

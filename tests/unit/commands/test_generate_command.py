@@ -180,15 +180,19 @@ def test_what_cannot_be_done_is_rejected_in_one_line(
     ("text", "error", "message"),
     [
         (">t\nMKV\n", DataError, "template t: nothing to fill in"),
-        (">t\nMK_?\n", DataError, "template t: illegal letter '?' at position 4"),
+        (">t\nMK_?\n", DataError, "t.fasta, line 1: template t: illegal letter '?' at position 4"),
+        (">s\nM_\n>t\nMK\nT--__A\n", DataError, "line 3: template t: '-' at position 4; write '_'"),
+        (">t\nM---K\n", DataError, "template t: '-' at position 2; write '_' for each residue"),
+        (">t\nM_K...K\n", DataError, "template t: '.' at position 4; write '_' for each residue"),
+        (">t\nM_K.\n", DataError, "template t: '.' at position 4"),
         (
             ">t\n" + "_" * 127 + "\n",
             ModelError,
             "template t has 127 residues, but the model supports",
         ),
         (">t\n", DataError, "template t: nothing to fill in"),
-        (">t\nM_\n>u\nM_\n>t\nK_\n", DataError, "records 1 and 3 are both named 't'"),
-        (">template2\nM_\n>\nK_\n", DataError, "are both named 'template2'"),
+        (">t\nM_\n>u\nM_\n>t\nK_\n", DataError, "'t' names the record on line 1 and"),
+        (">template_2\nM_\n>\nK_\n", DataError, "'template_2' names record 1 and record 2"),
         ("MK_\n", DataError, "not FASTA"),
     ],
 )
@@ -200,6 +204,14 @@ def test_templates_that_cannot_be_used_are_named(
     with pytest.raises(error) as caught:
         generate(f"templates='{templates}'")
     assert message in str(caught.value)
+
+
+def test_templates_without_names_are_numbered(generate: Generate, tmp_path: Path) -> None:
+    (tmp_path / "t.fasta").write_text(">\nM_\n>a\x01b\nK_\n>\n__\n")
+    generate(f"templates='{tmp_path / 't.fasta'}'", "number=2", "steps=2")
+    headers, _ = written(tmp_path / "g.fasta")
+    names = [f"{name}_{number}" for name in ("template_1", "a", "template_3") for number in (1, 2)]
+    assert [header.split()[0] for header in headers] == names
 
 
 def test_an_output_of_another_form_is_rejected(generate: Generate, tmp_path: Path) -> None:

@@ -383,7 +383,7 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     ("records", "content", "message"),
     [
         (">P1\nMK\n>P2\nMK\n", "mutant\nM1A\n", "has 2 proteins; add a column name"),
-        (">P1\nMK\n>P1\nMK\n", "mutant,name\nM1A,P1\n", "records 1 and 2 are both named 'P1'"),
+        (">P1\nMK\n>P1\nMK\n", "mutant,name\nM1A,P1\n", "'P1' names the record on line 1 and"),
         (">P1\nMK\n>Q9\nMK\n", "mutant,name\nM1A,P2\n", "row 1: "),
         (f">P1\n{'M' * 127}\n", "mutant\nM1A\n", "record 'P1' has 127 residues"),
         ("", "mutant\nM1A\n", "is empty"),

@@ -166,8 +166,8 @@ def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
             "; text is ingested with alphabet=bytes or tokenizer",
         ),
         ("a.txt", "MKTAYI\n", "protein", "plain or compressed"),
-        ("a.jsonl", '{"text": "the word, and"}', "protein", "; text is ingested with .*tokenizer"),
-        ("a.jsonl", '{"text": "the word, and"}', "codon", "; text is ingested with .*tokenizer"),
+        ("a.jsonl", '{"text": "the word, and"}', "protein", "'the word, and' is no sequence; .*"),
+        ("a.jsonl", '{"text": "the word, and"}', "codon", "'the word, and' is no sequence; .*"),
         ("a.fasta", ">a\nMKVLE\n", "protein", None),
         ("a.fasta", ">a\nMK?\n", "protein", "on_illegal=drop"),
         ("a.fasta", ">a\nMKVLE\n", "dna", "; proteins are ingested with alphabet=protein"),
@@ -293,7 +293,7 @@ def test_nucleotides_are_refused_as_proteins_and_read_as_what_they_are(
 ) -> None:
     found: Vocabulary = vocabulary(alphabet, stop_codons=[])
     path = _write(tmp_path / "a.fasta", "".join(f">g{n}\n{'GATTACNNT' * 9}\n" for n in range(100)))
-    with pytest.raises(DataError, match=r"nothing but A, C, G, T, U and N.* alphabet=dna"):
+    with pytest.raises(DataError, match=r"nucleotides, as do 100 of 100 .* alphabet=dna"):
         ingest(path, tmp_path / "out")
     assert ingest(path, tmp_path / "out", vocabulary=found)["provenance"]["records"] == 100
     assert SequenceStore(tmp_path / "out").vocabulary == found
@@ -302,5 +302,6 @@ def test_nucleotides_are_refused_as_proteins_and_read_as_what_they_are(
 def test_peptides_of_few_letters_are_proteins(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.fasta", ">a\nGACGATTACA\n>b\nCATTAG\n")
     assert ingest(path, tmp_path / "short")["sequences"] == 2
-    path = _write(tmp_path / "b.fasta", f">a\nMKV{'GATTACA' * 3}\n>b\n{'GATTACA' * 9}\n")
-    assert ingest(path, tmp_path / "other")["sequences"] == 2
+    path = _write(tmp_path / "b.fasta", f">a\nMLE{'GATTACA' * 3}\n>b\n{'GATTACA' * 9}\n")
+    with pytest.raises(DataError, match="'b' looks like nucleotides, as do 1 of 2 records"):
+        ingest(path, tmp_path / "other")

@@ -1,5 +1,7 @@
 """Cleaning of records: the rule, letter by letter, and what is said about what breaks it."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN, decode
-from d2plm.data.records import RawRecords, refuse
+from d2plm.data.records import RawRecords, first_words, identifiers, places_by_name, refuse, shown
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY" + "UOBZX"
 
@@ -145,3 +147,89 @@ def test_a_bad_sequence_from_elsewhere_is_rejected(sequence: str, message: str) 
 def test_what_is_not_a_string_is_rejected(value: Any) -> None:
     with pytest.raises(DataError, match=r"^protein 3: .* is not a string"):
         PROTEIN.encode(value, "protein 3")
+
+
+UNIPROT = ["sp|P02185|MYG_PHYMC", "tr|A0A0A0MRZ7|A0A0A0MRZ7_HUMAN", "UniRef90_Q9Y5X2", "toy/11-47"]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("sp|P02185|MYG_PHYMC", 0),
+        ("P02185", 0),
+        ("MYG_PHYMC", 0),
+        ("UniRef100_P02185", 0),
+        ("sp|P02185|MYG_PHYMC Myoglobin OS=Physeter", 0),
+        ("A0A0A0MRZ7", 1),
+        ("Q9Y5X2", 2),
+        ("sp|Q9Y5X2|SNX8_HUMAN", 2),
+        ("toy", 3),
+        ("toy/11-47", 3),
+        *((name, None) for name in ("P0218", "sp", "HUMAN", "MYG", "", "toy/1", "TOY")),
+    ],
+)
+def test_a_record_is_found_by_its_name_or_an_identifier_in_it(name: str, place: int) -> None:
+    places = places_by_name([*UNIPROT, ""], "in.fasta")
+    assert places.get(name) == place
+    assert (name in places) == (place is not None)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["enz", "other", "enz"], "enz"),
+        (["sp|P1|A_B", "x", "tr|P1|C_D"], "P1"),
+        (["toy/1-20", "x", "toy/30-40"], "toy"),
+        (["UniRef50_P1", "x", "sp|P1|A_B"], "tr|P1|A_B"),
+    ],
+)
+def test_a_name_that_may_mean_two_records_is_refused_with_the_lines_of_both(
+    tmp_path: Path, names: list[str], wanted: str
+) -> None:
+    source = tmp_path / "in.fasta"
+    source.write_text("".join(f">{name} words\nMKT\nAYI\n" for name in names))
+    places = places_by_name(names, source)
+    assert places["x" if "x" in names else "other"] == 1
+    message = f"{source}: '{wanted}' names the record on line 1 and the record on line 7, "
+    with pytest.raises(DataError, match=re.escape(message)):
+        places[wanted]
+    with pytest.raises(DataError, match="names record 1 and record 3"):
+        places_by_name(names, "proteins.csv").get(wanted)
+    for name in {*names} - {"enz"}:  # whole, it means one
+        assert names[places[name]] == name
+
+
+def test_records_without_names_of_their_own_are_refused_where_names_matter(tmp_path: Path) -> None:
+    (tmp_path / "in.fasta").write_text(">a\nMK\n>\nMK\n")
+    with pytest.raises(DataError, match="no name: the record on line 3;"):
+        places_by_name(["a", ""], tmp_path / "in.fasta").require_distinct()
+    with pytest.raises(DataError, match="'a' names record 1 and record 2,"):
+        places_by_name(["a", "a"], "x.csv").require_distinct()
+    places_by_name(UNIPROT, "x.csv").require_distinct()
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        (b"sp|P12345|NAME_SPECIES", [b"P12345", b"NAME_SPECIES"]),
+        (b"gnl|extdb|one", []),
+        (b"gnl|extdb|one|two", []),
+        (b"Homo|chr1|gene5", []),
+        (b"pdb|1ABC|A", []),
+        (b"lcl|one", []),
+        (b"gi|129295|sp|P01013|OVAX_CHICK", [b"P01013", b"OVAX_CHICK"]),
+        (b"ref|NP_000508.1|", [b"NP_000508.1"]),
+        (b"UniRef90_P12345", [b"P12345"]),
+        (b"UniRef90", []),
+        (b"", []),
+    ],
+)
+def test_identifiers_are_whole_words_of_known_forms(name: bytes, others: list[bytes]) -> None:
+    assert identifiers(name) == [name, *others]
+
+
+@given(st.binary(max_size=20))
+def test_a_name_has_one_word_and_no_control_characters(header: bytes) -> None:
+    name = shown(first_words([header])[0])
+    assert not re.search(r"[\x00-\x20\x7f]", name)
+    assert shown(first_words([b"first\x01second"])[0]) == "first"

@@ -9,6 +9,7 @@ import pytest
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import PROTEIN, Tokens
 from d2plm.data.loader import (
     IDENTITIES,
     WITHOUT_RELATIVES,
@@ -17,7 +18,7 @@ from d2plm.data.loader import (
     PackedLoader,
     Position,
 )
-from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
+from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex, aligned_part
 from d2plm.data.store import SequenceStore
 from tests.conftest import write_store
 
@@ -152,3 +153,47 @@ def test_without_an_index_the_remedy_is_named(tiny_store: SequenceStore) -> None
 def test_batches_are_passed_on_with_their_relatives(tiny_store: SequenceStore) -> None:
     packed = epoch_of(loader(tiny_store))[0].micro_batches[0]
     assert packed.to("cpu").relatives is packed.relatives
+
+
+def residues(random: np.random.Generator, length: int) -> Tokens:
+    return random.integers(4, 24, length).astype(np.uint8)
+
+
+def homolog(random: np.random.Generator, protein: Tokens, identity: float) -> Tokens:
+    """Residues replaced, and one in fifty deleted or doubled."""
+    changed = np.where(
+        random.random(len(protein)) < identity, protein, residues(random, len(protein))
+    )
+    return np.repeat(changed, random.choice([0, 1, 2], len(protein), p=[0.01, 0.98, 0.01]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (150, 1), (500, 0.4), (500, 0.7)])
+@pytest.mark.parametrize(("before", "after"), [(0, 4000), (2500, 0), (3000, 3000), (30000, 2000)])
+def test_a_long_relative_is_cut_to_what_aligns(
+    seed: int, identity: float, before: int, after: int, length: int
+) -> None:
+    random = np.random.default_rng(seed)
+    protein = residues(random, length)
+    own = homolog(random, protein, identity)
+    relative = np.concatenate([residues(random, before), own, residues(random, after)])
+    part = aligned_part(relative, protein)
+    assert len(part) == LONGEST_RELATIVE
+    assert own.tobytes() in part.tobytes()
+
+
+def test_what_is_cut_of_a_relative_without_a_sign_of_its_place_is_the_end() -> None:
+    random = np.random.default_rng(0)
+    short = residues(random, LONGEST_RELATIVE)
+    assert aligned_part(short, short) is short
+    long = np.full(50_000, 4, dtype=np.uint8)  # one residue, over and over
+    for protein in (PROTEIN.encode("WWWWHHHH", "w"), long[:300], PROTEIN.encode("M", "m")):
+        assert aligned_part(long, protein).tobytes() == long[:LONGEST_RELATIVE].tobytes()
+    longer = np.concatenate([residues(random, 9000), short, residues(random, 900)])
+    protein = np.concatenate([residues(random, 500), short, residues(random, 500)])
+    assert np.isin(np.arange(9200, 10848), _places(aligned_part(longer, protein), longer)).all()
+
+
+def _places(part: Tokens, whole: Tokens) -> list[int]:
+    start = whole.tobytes().find(part.tobytes())
+    return [*range(start, start + len(part))]

@@ -242,10 +242,11 @@ def test_the_command_writes_a_table_that_is_read_again(
     assert list(rows[0]) == ["protein", "relative", "identity", "coverage", "sequence"]
     assert 0.9 < float(rows[0]["identity"]) < 1
     read = read_relatives(output)
+    assert read is not None
     assert {name: len(own) for name, own in read.items()} == {"first": 4, "second": 1}
     assert all(decode(own[0]) == REFERENCE["of_other"] for own in [read["second"]])
     lonely, first = read_families(output, 3, ["lonely", "first"], proteins)
-    assert len(first.draw(0)) == 3
+    assert len(first.draw(0, protein=encode(PROTEIN))) == 3
     assert lonely.members == []
 
 
@@ -301,7 +302,7 @@ def test_invalid_relatives_are_rejected(
     model: SequenceModel = d2plm.load_model(export, device="cpu", precision="fp32")
     none: list[Any] = [[PROTEIN], [[PROTEIN], []], [[], []]]
     for relatives in none:
-        with pytest.raises(DataError, match="only the proteins themselves"):
+        with pytest.raises(DataError, match=r"^relatives: contains no relatives of any protein"):
             model.score([PROTEIN, PROTEIN], relatives=relatives)
     unclear: list[Any] = [[[OTHER]], [OTHER, [OTHER]]]
     for relatives in unclear:
@@ -342,7 +343,8 @@ def test_two_proteins_of_one_name_are_not_scored_with_a_table(
     words += ["device=cpu", "pseudo_log_likelihood=false"]
     assert main(["score", *words, f"relatives={table}"]) == 1
     err = capsys.readouterr().err
-    assert f"{source}: records 1 and 3 are both named {name!r}" in err
+    what = f"{name!r} names" if name else "no name:"
+    assert f"{source}: {what} the record on line 1 and the record on line 5" in err
     family = fasta(tmp_path / "family.fasta", {"first": OTHER})  # of all, whatever their names
     assert main(["score", *words, f"relatives={family}"]) == 0
 
@@ -350,8 +352,11 @@ def test_two_proteins_of_one_name_are_not_scored_with_a_table(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("MKT\n", "neither FASTA nor a table"),
-        ("protein\tidentity\nfirst\t0.5\n", "neither FASTA nor a table"),
+        ("MKT\n", "the columns are MKT"),
+        ("protein\tidentity\nfirst\t0.5\n", "has the columns protein, identity; a table of"),
+        ("query\ttarget\tsequence\nfirst\tx\tMK\n", "needs protein, .* and sequence,"),
+        ("query,sequence\nfirst,MK\n", "has the columns query, sequence; a table of"),
+        ("relative;sequence\nx;MK\n", "has the columns relative, sequence; a table of"),
         ("protein\tsequence\n", "has no rows"),
         ("protein\tsequence\nfirst\tMK1\n", "line 2: the sequence holds '1'"),
         ("protein\tsequence\nfirst MKT\n", "line 2: has 1 cells"),
@@ -371,7 +376,7 @@ def test_a_wrong_table_is_rejected_in_words(text: str, message: str, tmp_path: P
         ({"reference": "empty.fasta"}, 1, "is empty"),
         ({"reference": "-"}, 2, "not standard input"),
         ({"reference": "itself.fasta"}, 1, "contains no relatives of any protein"),
-        ({"input": "twice.fasta"}, 1, "records 1 and 2 are both named 'first'"),
+        ({"input": "twice.fasta"}, 1, "'first' names the record on line 1 and"),
         ({"output": "itself.fasta"}, 2, "another file"),
         ({"identity_below": "0"}, 2, "identity_below=0: must be"),
         ({"mutual_identity_below": "2"}, 2, "mutual_identity_below=2: must be"),

@@ -27,8 +27,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.data.ingest import ingest, source_digest
-from d2plm.data.sources import input_files, read_sources, resolve_inputs
+from d2plm.data.sources import input_files, read_sequences, read_sources, resolve_inputs
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading
 
@@ -344,9 +345,40 @@ def test_rows_of_a_table_without_names_are_numbered(tmp_path: Path) -> None:
     assert _read(path) == [("row1", "MK"), ("row2", "AC")]
 
 
-def test_peptides_that_spell_a_missing_value_are_sequences(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.csv", b"id,sequence\nnull,NA\nNaN,NAN\n")
-    assert _read(path) == [("null", "NA"), ("NaN", "NAN")]
+def test_rows_without_a_sequence_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    words = ["NA", "nan", "None", "null", "TRUE", "", "#N/A"]
+    rows = "".join(f"n{word},{word}\n" for word in words)
+    path = _write(tmp_path / "a.csv", f"id,sequence\na,MK\n{rows}nan,NAG\n".encode())
+    assert _read(path) == [("a", "MK"), ("nan", "NAG")]
+    assert caplog.messages == [
+        f"{path}: 7 rows without a sequence left out (lines 3, 4, 5, 6, 7, 8, 9)"
+    ]
+    assert [name for name, _ in _read(path, format="csv")] == ["a", "nan"]
+
+
+@pytest.mark.parametrize("column", ["protein", "gene", "Protein"])
+def test_a_column_is_taken_for_sequences_by_its_content(
+    tmp_path: Path, column: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    sequences = ["MKTAYIAKQRQISFVKSHFSRQLEE", "MKRTLVWGADENQSYPIHCFMKLLVV"]
+    content = f"{column},chain\nKRAS,{sequences[0]}\nNRAS,{sequences[1]}\n".encode()
+    path = _write(tmp_path / "a.csv", content)
+    assert [text for _, text in _read(path)] == sequences
+    assert caplog.messages == [f"{path}: the sequences are taken from column 'chain'"]
+    _write(path, content.replace(b"chain", b"protein" if column == "gene" else b"sequence"))
+    assert [text for _, text in _read(path)] == sequences
+    names = _write(tmp_path / "b.csv", b"protein,x\nKRAS,1\nNRAS,2\n")
+    said = "which column holds the sequence? "
+    _refused(names, tmp_path / "out", said + "Set sequence_field to one of protein, x")
+    with pytest.raises(
+        DataError,
+        match=r"sequence\? Name it sequence; the columns are prot",
+    ):
+        list(read_sequences(names, PROTEIN))  # of commands that have no such setting
 
 
 def test_whole_numbers_may_be_names(tmp_path: Path) -> None:
@@ -467,7 +499,6 @@ TORN = "truncated or corrupt compressed file"
 NO_FASTA = "name the files, as in 'folder/*.fasta.gz'"
 NOT_PARQUET, NOT_ARROW = "not a readable Parquet file", "not a readable Arrow file"
 NOT_WHOLE = "not a whole Hugging Face dataset folder"
-ROW_3 = "not a readable CSV file (CSV parse error: Row #3: Expected 2 columns, got"
 
 
 @pytest.mark.parametrize(
@@ -509,12 +540,10 @@ def test_a_stream_of_which_whole_batches_are_missing_is_rejected(
         ("a.csv", b"\n \n", "is empty"),
         ("a.csv", b"id,sequence\n", "no sequence to write"),
         ("a.arrow", b"", NOT_ARROW),
-        ("a.csv", b"id,sequence\na,MK\nb,MK,W\n", f"{ROW_3} 3"),
-        ("a.csv", b"id,sequence\na,MK\nb\n", f"{ROW_3} 1"),
-        ("a.csv", "id,sequence\na,MK\n".encode("utf-16"), "which column holds the sequence?"),
+        ("a.csv", b"id,sequence\na,MK\nb,MK,W\n", "line 3: has 3 cells where the header has 2"),
+        ("a.csv", b"id,sequence\na,MK\nb\n", "line 3: has 1 cells where the header has 2"),
         ("a.csv", b"id,sequence,sequence\na,MK,AC\n", "has several columns 'sequence'"),
-        ("a.csv", b"id,sequence\na,MK\nb,\n", "row 2: record 'b' has no sequence"),
-        ("a.h5", b"\x89HDF\r\n\x1a\n" * 9, "not FASTA"),
+        ("a.h5", b"\x89HDF\r\n\x1a\n" * 9, "is an HDF5 file"),
     ],
 )
 def test_a_bad_file_is_rejected(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -695,7 +724,7 @@ def test_an_offset_that_points_elsewhere_does_not_end_the_process(
     assert "not a readable Arrow file" in _refusal(path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("form", ["proteins.fasta.zst", "proteins.csv", "proteins.parquet"])
+@pytest.mark.parametrize("form", ["proteins.fasta.zst", "proteins.parquet"])
 def test_an_input_that_needs_pyarrow_reports_it_where_there_is_none(
     form: str, few: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -703,7 +732,7 @@ def test_an_input_that_needs_pyarrow_reports_it_where_there_is_none(
     if form.endswith("parquet"):
         pyarrow.parquet.write_table(_table(few), path)
     else:
-        path.write_bytes(_zstd(_fasta(few)) if form.endswith("zst") else _csv(few))
+        path.write_bytes(_zstd(_fasta(few)))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=rf"{form}: .*pip install pyarrow"):
         list(read_sources([path]))

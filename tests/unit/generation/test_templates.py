@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import DNA, FIRST, Bytes, Codons, Subwords
+from d2plm.core.vocabulary import DNA, FIRST, PROTEIN, Bytes, Codons, Subwords, Vocabulary
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
@@ -26,6 +26,15 @@ def test_a_nucleotide_is_wanted_for_each_underscore() -> None:
     expected = [*DNA.encode("AC", "t"), *[DNA.mask] * 2, *DNA.encode("G", "t"), *[DNA.mask] * 3]
     assert tokens.tolist() == [*expected, *DNA.encode("N", "t")]
     assert tokens.dtype == np.uint8
+
+
+@pytest.mark.parametrize("text", ["ACG--____A", "AC_.", "-_", "A...C_", "ACG---A"])
+@pytest.mark.parametrize("vocabulary", [PROTEIN, DNA, Codons()])
+def test_a_gap_is_not_taken_for_residues_to_design(text: str, vocabulary: Vocabulary) -> None:
+    place = min(text.find(mark) for mark in "-." if mark in text) + 1
+    mark = "___" if isinstance(vocabulary, Codons) else "_"
+    with pytest.raises(DataError, match=rf"template t: '[-.]' at position {place}; write '{mark}'"):
+        parse_template(text, "t", vocabulary)
 
 
 @pytest.mark.parametrize("frame", [1, 2])

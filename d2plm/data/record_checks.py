@@ -1,0 +1,227 @@
+"""What stands where sequences should: annotation is left out, words and stray gaps are refused.
+
+Nearly every letter is a residue's, so a message of a program, a title, a secondary structure or DNA
+would pass for a protein. Whole blocks are searched at once; only records with blanks, gaps or lower
+case are looked at one by one.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from d2plm.core.errors import DataError
+from d2plm.core.terminal import first_few
+from d2plm.core.vocabulary import Vocabulary
+from d2plm.data.records import RawRecords, is_missing
+
+# Whole names of what HH-suite and the PDB's ss.txt write beside sequences.
+_ANNOTATION = re.compile(
+    rb"(?:ss|sa|aa)_(?:pred|dssp|conf)|consensus|\S+_consensus|\w{4}:\w+:secstr", re.I
+)
+_PIR = re.compile(rb"(?:P1|F1|D[LC]|R[LC]|N[13]|XX);(.+)", re.DOTALL)  # kind of molecule; name
+_COMMENT = re.compile(rb"^[;#!].*", re.M)
+_PLAIN = b"ABCDEFGHIKLMNOPQRSTUVWXYZ*\n"
+_WITH_BLANKS = re.compile(rb"^[ \t]*(\S[^\n]*[ \t][^\n]*\S)[ \t]*$", re.M)
+_ONE_WORD = re.compile(rb"^[ \t]*([A-Za-z][a-z]{2,19}[.:!?]*)[ \t]*$", re.M)
+_SHELL = frozenset(b"killed done terminated aborted exit logout error failed eof".split())
+_DOWNLOAD = re.compile(rb"connection|reset|timed? ?out|closed|curl|wget|pipe|error|transfer", re.I)
+_BLANKS, _LOWER = b" \t\r\n\v\f", bytes(range(ord("a"), ord("z") + 1))
+
+# Letters of a line of annotation, and the most of them that differ from the one before.
+_LEAST_ANNOTATED, _CHANGES = 10, 0.4
+
+log = logging.getLogger(__name__)
+
+
+def checked(
+    blocks: Iterable[RawRecords], vocabulary: Vocabulary, path: Path
+) -> Iterator[RawRecords]:
+    """The records of an input without those of annotation, which are told of at its end.
+
+    Text and tokens pass as they are.
+
+    Raises (when iterated):
+        DataError: words or a header stand in a sequence, a gap in what is no alignment, annotation
+            below each sequence, or a nucleotide sequence among proteins.
+    """
+    left_out: list[str] = []
+    columns: tuple[int, int] | None = None  # of the first record
+    for number, records in enumerate(blocks):
+        if vocabulary.is_text or records.tokens is not None:
+            yield records
+            continue
+        records = _of_sequences(records, left_out)
+        texts = records.sequences
+        if number == 0:
+            _refuse_annotated(records)
+            columns = _columns(texts[0]) if texts else None
+        others = b"".join(texts).translate(None, _PLAIN)
+        if any(mark in others for mark in (b";", b"#", b"!")):
+            texts[:] = [_COMMENT.sub(_blanked, text) for text in texts]
+            others = b"".join(texts).translate(None, _PLAIN)
+        if b">" in others:
+            _refuse_header(records)
+        if b" " in others or b"\t" in others or others.upper() != others:
+            for index, text in enumerate(texts):
+                _refuse_words(records, index, text)
+        if b"." in others or b"-" in others:
+            alone = number == 0 and len(texts) == 1
+            _refuse_gaps(records, None if alone or records.part is not None else columns)
+        yield records
+    if left_out:
+        shown = first_few(left_out)
+        log.warning("%s: left out what is annotation and no sequence: %s", path, shown)
+
+
+def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
+    """The records without annotation, those of PIR without its titles.
+
+    A title is replaced by blanks, so that offsets in the text stay what they are.
+    """
+    names = b"\n".join(records.names)
+    if b";" in names and (found := [_PIR.fullmatch(name) for name in records.names]) and any(found):
+        texts = [
+            text if match is None else b" " * text.find(b"\n") + text[text.find(b"\n") :]
+            for match, text in zip(found, records.sequences, strict=True)
+        ]
+        own = [name if m is None else m[1] for m, name in zip(found, records.names, strict=True)]
+        records = replace(records, names=own, sequences=texts)
+    if not any(
+        word in names.lower() for word in (b"ss_", b"sa_", b"aa_", b"consensus", b":secstr")
+    ):
+        return records
+    kept = [i for i, name in enumerate(records.names) if not _ANNOTATION.fullmatch(name)]
+    if len(kept) == len(records.names):
+        return records
+    left_out += [
+        name.decode("utf-8", "replace") for name in records.names if _ANNOTATION.fullmatch(name)
+    ]
+    return replace(
+        records,
+        names=[records.names[i] for i in kept],
+        sequences=[records.sequences[i] for i in kept],
+        where=lambda record, offset: records.where(kept[record], offset),
+    )
+
+
+def _blanked(match: re.Match[bytes]) -> bytes:
+    return b" " * len(match[0])  # so that offsets in the text stay what they are
+
+
+def _refuse_annotated(records: RawRecords) -> None:
+    """Refuse records of two lines of one length of which the second is made of long runs."""
+    found = [(i, lines) for i, text in enumerate(records.sequences) if (lines := _annotated(text))]
+    if 2 * len(found) > len(records.sequences) > 0:
+        index, (_, second) = found[0]
+        _refuse(
+            records,
+            index,
+            records.sequences[index].rindex(second),
+            f"{_quoted(second)} is as long as the line before it and made of runs of few letters, "
+            "as annotation of each residue is (SignalP, DeepTMHMM, secondary structure); remove "
+            "every third line",
+        )
+
+
+def _annotated(text: bytes) -> list[bytes] | None:
+    lines = text.split()
+    if len(lines) != 2 or not len(lines[0]) == len(lines[1]) >= _LEAST_ANNOTATED:
+        return None
+    first, second = (sum(a != b for a, b in pairwise(line)) / len(line) for line in lines)
+    return lines if second <= _CHANGES < first else None
+
+
+def _refuse_header(records: RawRecords) -> None:
+    index = next(i for i, text in enumerate(records.sequences) if b">" in text)
+    place = records.sequences[index].index(b">")
+    reason = "holds '>': a header begins within the line, so a line break before it was lost"
+    _refuse(records, index, place, f"{reason}; put it back")
+
+
+def _refuse_words(records: RawRecords, index: int, text: bytes) -> None:
+    if is_missing(text):
+        return
+    for match in _WITH_BLANKS.finditer(text):
+        if not _is_in_blocks(match[1]):
+            _refuse_line(records, index, match)
+    if text.isupper():
+        return
+    for match in _ONE_WORD.finditer(text):
+        word, others = match[1], (text[: match.start()] + text[match.end() :]).strip()
+        # Capitalised within upper case; soft-masked sequences and insertions have more lower case.
+        if word.lower().rstrip(b".:!?") in _SHELL or (
+            word[:1].isupper() and (not others or others.isupper())
+        ):
+            _refuse_line(records, index, match)
+
+
+def _is_in_blocks(line: bytes) -> bool:
+    """Whether blanks divide a line into equal blocks, of which the last may be shorter.
+
+    Words are told from blocks by their case, unless these are of ten letters or of one.
+    """
+    blocks = line.split()
+    size = len(blocks[0])
+    even = all(len(one) == size for one in blocks) or (
+        all(len(one) == size for one in blocks[:-1]) and len(blocks[-1]) < size
+    )
+    return even and (size in (1, 10) or line.isupper())
+
+
+def _refuse_line(records: RawRecords, index: int, match: re.Match[bytes]) -> NoReturn:
+    why = "is no sequence"
+    if _DOWNLOAD.search(match[1]):
+        why += "; the download is probably incomplete: fetch the file again"
+    else:
+        why += "; remove it, or join it with the header if it belongs there"
+    _refuse(records, index, match.start(1), f"{_quoted(match[1])} {why}")
+
+
+def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:
+    """Refuse gaps within sequences, unless the records have the first one's number of columns."""
+    gapped = [i for i, text in enumerate(records.sequences) if _has_gap(text)]
+    columns = np.array([_columns(text) for text in records.sequences])
+    if not gapped or (first is not None and (columns == first).all(axis=0).any()):
+        return
+    text = records.sequences[gapped[0]]
+    place = min(at for mark in (b".", b"-") if (at := text.find(mark)) >= 0)
+    mark = text[place : place + 1].decode()
+    reason = (
+        f"holds {mark!r} within the sequence: a stop (gffread, ExPASy), a gap or an abbreviation; "
+        "give sequences without it: only alignments, whose records have equally many columns, may "
+        "hold gaps"
+    )
+    if b"..." in text:
+        place = text.index(b"...")
+        reason = "holds '...', which stands for residues that were left out; give whole sequences"
+    _refuse(records, gapped[0], place, reason)
+
+
+def _has_gap(text: bytes) -> bool:
+    """Whether there is a gap beside letters; a `.` at the end may be a stop."""
+    if b"-" not in text and b"." not in text:
+        return False
+    letters = text.translate(None, _BLANKS).removesuffix(b"*").removesuffix(b".")
+    return bool(letters.strip(b"-.")) and (b"-" in letters or b"." in letters)
+
+
+def _columns(text: bytes) -> tuple[int, int]:
+    """Number of letters and gaps, and of those that are no insertion of A2M or A3M."""
+    letters = text.translate(None, _BLANKS)
+    return len(letters), len(letters.translate(None, _LOWER + b"."))
+
+
+def _quoted(line: bytes) -> str:
+    shown = line[:60].decode("utf-8", "replace")
+    return repr(shown + "…" * (len(line) > 60))
+
+
+def _refuse(records: RawRecords, index: int, offset: int, reason: str) -> NoReturn:
+    name = records.names[index].decode("utf-8", "replace")
+    raise DataError(f"{records.where(index, offset)}: record {name!r}: {reason}")

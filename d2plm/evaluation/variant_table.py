@@ -1,0 +1,428 @@
+"""A table of variants with measured effects: its columns, and its rows by protein.
+
+Columns are recognised by their names and their content; a row that cannot be scored is left out and
+counted. The cells remain text, so the output equals the input with added columns of scores.
+"""
+
+import csv
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core.errors import DataError, did_you_mean
+from d2plm.core.number_text import counted
+from d2plm.core.terminal import first_few
+from d2plm.core.vocabulary import CANONICAL, PROTEIN, Tokens, decode
+from d2plm.data.fasta import FastaRecord
+from d2plm.data.records import places_by_name
+from d2plm.data.tables import is_missing, number, open_table
+from d2plm.evaluation.mutations import (
+    DISAGREES,
+    MALFORMED,
+    MOST_MISTAKEN,
+    Variant,
+    VariantError,
+    label_of,
+    parse_variant,
+    place_variants,
+)
+
+# Usual names of columns, in this order of preference, in lower case and with _ between words.
+VARIANT_COLUMNS = (
+    *("mutant", "mutants", "mutation", "mutations", "variant", "variants", "hgvs_pro", "hgvs_p"),
+    *("hgvsp", "hgvs", "aa_change", "aa_changes", "aa_mutation", "aa_mutations", "aa_substitution"),
+    *("aa_substitutions", "substitution", "substitutions", "amino_acid_change", "protein_change"),
+)
+SEQUENCE_COLUMNS = ("mutated_sequence", "mutant_sequence", "mutated_seq", "mutant_seq", "mut_seq")
+MEASURED_COLUMNS = (
+    *("dms_score", "score", "fitness", "log_fitness", "fitness_score", "functional_score"),
+    *("enrichment", "log_enrichment", "log2_enrichment", "enrichment_score", "activity", "effect"),
+    *("measured", "measurement", "value", "growth", "growth_rate", "abundance", "ddg", "dg"),
+)
+NAME_COLUMNS = (
+    *("name", "protein", "protein_name", "protein_id", "wt_name", "target", "target_name"),
+    *("accession", "uniprot", "uniprot_id", "entry", "gene", "gene_name"),
+)
+OF_PROTEINS = NAME_COLUMNS[:4]  # which hold nothing but names of proteins, or of the variants
+LETTER_COLUMNS = (  # of a table whose variants are written in three columns
+    ("wildtype", "wild_type", "wt", "wt_aa", "aa_wt", "wildtype_aa", "ref", "aa_ref"),
+    ("position", "pos", "site", "resi", "residue_number", "aa_pos"),
+    ("mutant", "mutation", "mut", "mut_aa", "aa_mut", "mutant_aa", "alt", "aa_alt"),
+)
+# What is written: of the model, given relatives where there are any; with relatives also of the
+# model alone, and of the site-independent profile.
+SCORE_COLUMN, ALONE_COLUMN, PROFILE_COLUMN = SCORE_COLUMNS = (
+    "d2plm_score",
+    "d2plm_score_alone",
+    "d2plm_profile_score",
+)
+# Further reasons for which a row is left out; the last is a mistake.
+OTHER_PROTEIN, NO_VARIANT = "of another protein", "without a variant"
+OTHER_SEQUENCE = "with another sequence"
+
+_EXAMINED = 200  # rows by which a column is recognised
+_MATRIX = 15  # columns or rows named after residues
+_MISTAKES = (MALFORMED, DISAGREES, OTHER_SEQUENCE)
+_SEQUENCE = re.compile(rf"[{CANONICAL}XBUZO*-]{{10,}}")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The rows of a table with variants of one protein that can be scored, N of them.
+
+    Attributes:
+        rows: int64 [N].
+        variants: N of them; of whole sequences, each stands for a place of its own.
+        sequences: N whole sequences, if some of them have other lengths than the wild type.
+        offset: of the numbering; see `mutations.place`.
+    """
+
+    rows: NDArray[np.int64]
+    variants: list[Variant]
+    sequences: list[Tokens] | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True)
+class VariantTable:
+    """A table of variants, see `read_variants`.
+
+    Attributes:
+        lines: of its rows in the file.
+        texts: the variants, or whole sequences (`whole`).
+        sequences: the column of whole sequences that stands beside the variants.
+        left_out: reason → (line, what is wrong) of each row that cannot be scored.
+    """
+
+    path: Path
+    columns: list[str]
+    delimiter: str
+    lines: list[int]
+    cells: list[list[str]]
+    texts: list[str]
+    whole: bool
+    source: str
+    sequences: str | None
+    left_out: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    def column(self, name: str) -> list[str]:
+        place = self.columns.index(name)
+        return [cells[place] for cells in self.cells]
+
+    def measured(self, wanted: str | None = None) -> tuple[str, NDArray[np.float64]] | None:
+        """The name of the column of measured effects, and these, NaN where there is none.
+
+        Args:
+            wanted: name of the column; None: one of MEASURED_COLUMNS that holds numbers, if any.
+
+        Raises:
+            DataError: for a cell that is not a number, or if there is no such column.
+        """
+        for name in _candidates(self.path, self.columns, MEASURED_COLUMNS, wanted, "measured"):
+            values, wrong = np.full(len(self.cells), np.nan), list[str]()
+            for row, cell in enumerate(self.column(name)):
+                try:
+                    values[row] = number(cell, self.delimiter)
+                except DataError as error:
+                    wrong.append(f"{self.path}, line {self.lines[row]}: {name} {error}")
+            sure = wanted or _plain(name) == MEASURED_COLUMNS[0]
+            if wrong and (sure or np.isfinite(values).any()):
+                raise DataError(wrong[0])
+            if not wrong:
+                return name, values
+        log.info(
+            "%s: no column of measurements found; the columns are %s; set measured= to one of them "
+            "for a correlation",
+            self.path,
+            ", ".join(self.columns),
+        )
+        return None
+
+    def rows_by_protein(
+        self, proteins: Sequence[FastaRecord], source: str, wanted: str | None = None
+    ) -> dict[int, list[int]]:
+        """Index of each wild type → the rows with its variants; other rows are left out.
+
+        Args:
+            source: the file that holds them, for messages.
+            wanted: the column of their names; None: one of NAME_COLUMNS in which there are some,
+                needless with a single wild type.
+
+        Raises:
+            DataError: if no row is of a wild type, or it is not clear of which one.
+        """
+        names, column = [record.name for record in proteins], None
+        places = places_by_name(names, source)
+        candidates = _candidates(self.path, self.columns, NAME_COLUMNS, wanted, "name")
+        for name in candidates:
+            if any(one in places for one in {cell.strip() for cell in self.column(name)}):
+                column = name
+                break
+            known = [cell for cell in self.column(name) if not is_missing(cell)]
+            of_proteins = _plain(name) in OF_PROTEINS and 2 * len({*known}) <= len(known)
+            if known and (wanted or len(proteins) > 1 or of_proteins):
+                raise DataError(
+                    f"{self.path}: {source} has no record {known[0]!r} (column {name})"
+                    f"{did_you_mean(known[0], names)}; use one of its names, or set name= to the "
+                    "column with them"
+                )
+        if column is None and len(proteins) > 1:
+            raise DataError(
+                f"{self.path}: {source} has {len(proteins)} proteins; add a column name with the "
+                "record that each variant changes, or set name="
+            )
+        if column is None:
+            return {0: [*range(len(self.cells))]}
+        rows_of: dict[int, list[int]] = {}
+        for row, cell in enumerate(map(str.strip, self.column(column))):
+            place = 0 if len(proteins) == 1 and is_missing(cell) else places.get(cell)
+            if place is None:
+                self._leave_out(row, OTHER_PROTEIN, f"{cell!r}{did_you_mean(cell, names)}")
+            else:
+                rows_of.setdefault(place, []).append(row)
+        return rows_of
+
+    def place(
+        self,
+        proteins: Sequence[FastaRecord],
+        rows_of: Mapping[int, list[int]],
+        offset: int | Literal["auto"],
+        strict: bool,
+    ) -> dict[int, Placed]:
+        """Index of each wild type → its variants; `rows_of` is from `rows_by_protein`.
+
+        Args:
+            strict: whether a variant that cannot be scored is an error.
+
+        Raises:
+            ConfigError: if the numbering is not clear.
+            DataError: if no variant is left, or more than MOST_MISTAKEN of a protein's are
+                mistaken, or one cannot be scored and `strict` is set.
+        """
+        label, placed = label_of(self.texts), dict[int, Placed]()
+        for protein, given in rows_of.items():
+            record, rows = proteins[protein], list[int]()
+            for row in given:
+                if is_missing(self.texts[row]):
+                    self._leave_out(row, NO_VARIANT, repr(self.texts[row]))
+                else:
+                    rows.append(row)
+            if self.whole:
+                placed[protein] = self._whole(rows, record.tokens, strict)
+                continue
+            texts = [self.texts[row] for row in rows]
+            found, used = place_variants(
+                texts, record.tokens, offset=offset, name=record.name, label=label
+            )
+            if self.sequences:
+                found = self._compared(rows, found, record.tokens)
+            kept = self._kept(rows, found, record.name, strict)
+            numbers, variants = np.array([*kept], np.int64), [*kept.values()]
+            placed[protein] = Placed(numbers, variants, offset=used)
+        if not any(len(one.rows) for one in placed.values()):
+            raise DataError(f"{self.path}: has no variant to score: {self._left_out()}")
+        return {protein: one for protein, one in placed.items() if len(one.rows)}
+
+    def _kept(
+        self, rows: list[int], found: list[Variant | VariantError], name: str, strict: bool
+    ) -> dict[int, Variant]:
+        """Row → variant of those that can be scored; the others are left out, if they may be."""
+        failed = {r: e for r, e in zip(rows, found, strict=True) if isinstance(e, VariantError)}
+        mistakes = [row for row, error in failed.items() if error.reason in _MISTAKES]
+        if failed and (strict or len(mistakes) > MOST_MISTAKEN * len(rows)):
+            row = next(iter(failed if strict else mistakes))
+            hint = f" ({len(mistakes):,} of {len(rows):,} variants of {name!r})" * (not strict)
+            if failed[row].reason == DISAGREES:
+                hint += "; check the sequence and the numbering, which mutation_offset shifts"
+            raise DataError(f"{self._where(row)}: {failed[row]}{hint}")
+        for row, error in failed.items():
+            self._leave_out(row, error.reason, self.texts[row])
+        return {r: one for r, one in zip(rows, found, strict=True) if isinstance(one, Variant)}
+
+    def write(self, file: Path | TextIO, scores: Mapping[str, NDArray[np.float64]]) -> None:
+        """Write the table and, as its last columns, the scores [N] of its rows, empty if NaN."""
+        if isinstance(file, Path):
+            with file.open("w", encoding="utf-8", newline="") as stream:
+                return self.write(stream, scores)
+        writer = csv.writer(file, delimiter=self.delimiter, lineterminator="\n")
+        writer.writerow([*self.columns, *scores])
+        for cells, *values in zip(self.cells, *scores.values(), strict=True):
+            writer.writerow([*cells, *("" if np.isnan(one) else f"{one:.6f}" for one in values)])
+        return None
+
+    def _whole(self, rows: list[int], wild_type: Tokens, strict: bool) -> Placed:
+        """Sequences of the wild type's length become its variants."""
+        kept, sequences = [], list[Tokens]()
+        for row in rows:
+            text = self.texts[row].strip()
+            try:
+                sequences.append(PROTEIN.encode(text, self._where(row)))
+                kept.append(row)
+            except DataError as error:
+                if strict:
+                    raise
+                self._leave_out(row, MALFORMED, str(error))
+        if any(len(one) != len(wild_type) for one in sequences):
+            return Placed(np.array(kept, int), [Variant((r,), (0,)) for r in kept], sequences)
+        changed = [np.flatnonzero(one != wild_type).tolist() for one in sequences]
+        variants = [
+            Variant(tuple(positions), tuple(one[positions].tolist()))
+            for positions, one in zip(changed, sequences, strict=True)
+        ]
+        return Placed(np.array(kept, int), variants)
+
+    def _compared(
+        self, rows: list[int], found: list[Variant | VariantError], wild_type: Tokens
+    ) -> list[Variant | VariantError]:
+        """`found`, with an error for each that contradicts the whole sequence beside it."""
+        assert self.sequences is not None
+        compared, written = list[Variant | VariantError](), self.column(self.sequences)
+        for row, one in zip(rows, found, strict=True):
+            sequence = written[row].strip().upper()
+            if isinstance(one, Variant) and not is_missing(sequence):
+                changed = wild_type.copy()
+                changed[list(one.positions)] = one.mutants
+                if decode(changed) not in sequence:  # the wild type may be a part of it
+                    fault = f"{self.texts[row]!r} contradicts its {self.sequences}"
+                    one = VariantError(fault, OTHER_SEQUENCE)
+            compared.append(one)
+        return compared
+
+    def report(self, placed: Mapping[int, Placed], names: Sequence[str], measured: str) -> None:
+        """Log what was found, and what is left out.
+
+        Args:
+            names: of the wild types.
+            measured: the column of measured effects, empty if there is none.
+        """
+        parts = [
+            f"{self.path}: {counted(sum(len(one.rows) for one in placed.values()), 'variant')}"
+        ]
+        parts[0] += f" {self.source}"
+        parts += [f"measured in {measured!r}"] * bool(measured)
+        offsets = {names[place]: one.offset for place, one in placed.items()}
+        if len({*offsets.values()} - {None}) > 1:
+            parts += [f"offset of {name} {offset}" for name, offset in offsets.items()]
+        else:
+            parts += [f"offset {offset}" for offset in {*offsets.values()} - {None}]
+        log.info("%s", ", ".join([*parts, *filter(None, [self._left_out()])]))
+
+    def _left_out(self) -> str:
+        reasons = [
+            f"{len(rows):,} {reason} ({first_few([f'line {line}: {what}' for line, what in rows])})"
+            for reason, rows in self.left_out.items()
+        ]
+        total = counted(sum(map(len, self.left_out.values())), "row")
+        return f"{total} left out: {', '.join(reasons)}" if reasons else ""
+
+    def _leave_out(self, row: int, reason: str, what: str) -> None:
+        self.left_out.setdefault(reason, []).append((self.lines[row], what))
+
+    def _where(self, row: int) -> str:
+        return f"{self.path}, line {self.lines[row]}"
+
+
+def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
+    """Read a table of variants, plain or compressed, of any dialect; `-` is standard input.
+
+    Args:
+        wanted: the column of variants; None: the one that is named so and holds some, or holds
+            some, or whole sequences.
+
+    Raises:
+        DataError: it is missing, damaged, empty, lacks the variants, is scored already, or has a
+            row with too many or too few cells.
+    """
+    with open_table(path) as table:
+        columns, delimiter, rows = table.columns, table.delimiter, list(table.rows())
+    lines, cells = [line for line, _ in rows], [row for _, row in rows]
+    for column in SCORE_COLUMNS:
+        if column in columns:
+            raise DataError(f"{path}: has a column {column} already; rename or remove it")
+    if not cells:
+        raise DataError(f"{path}: has no rows; give at least one variant")
+    named = _candidates(path, columns, VARIANT_COLUMNS, wanted, "variant")
+    examined = {name: [row[i] for row in cells[:_EXAMINED]] for i, name in enumerate(columns)}
+    _refuse_matrix(path, columns, cells)
+    whole_columns = [*named, *_candidates(path, columns, (*SEQUENCE_COLUMNS, "sequence"))]
+    others = [] if wanted else columns
+    written = next((one for one in [*named, *others] if _are_variants(examined[one])), None)
+    whole = next((one for one in whole_columns if _are_sequences(examined[one])), None)
+    apart = [_candidates(path, columns, usual) for usual in LETTER_COLUMNS]
+    made = (path, columns, delimiter, lines, cells)
+    if written is None and whole is not None:
+        texts = [row[columns.index(whole)] for row in cells]
+        return VariantTable(*made, texts, True, f"in column {whole!r} (whole sequences)", None)
+    if written is None and not wanted and all(apart):
+        three = [one[0] for one in apart]
+        places = [columns.index(one) for one in three]
+        texts = ["".join(row[place].strip() for place in places) for row in cells]
+        return VariantTable(*made, texts, False, f"in columns {', '.join(three)}", None)
+    chosen = written or next(iter(named), None)
+    if chosen is None:
+        raise DataError(
+            f"{path}: has no column of variants such as A24G; name it mutant, or set variant= to "
+            f"it (it has: {', '.join(map(repr, columns))})"
+        )
+    beside = next((c for c in _candidates(path, columns, SEQUENCE_COLUMNS) if c != chosen), None)
+    texts = [row[columns.index(chosen)] for row in cells]
+    return VariantTable(*made, texts, False, f"in column {chosen!r}", beside)
+
+
+def _candidates(
+    path: Path,
+    columns: Sequence[str],
+    usual: Sequence[str],
+    wanted: str | None = None,
+    key: str = "",
+) -> list[str]:
+    """The column that the setting `key` wants, or those with usual names, the likeliest first."""
+    if wanted is None:
+        found = [name for name in columns if _plain(name) in usual]
+        return sorted(found, key=lambda name: usual.index(_plain(name)))
+    if wanted not in columns:
+        raise DataError(
+            f"{path}: has no column {wanted!r}{did_you_mean(wanted, columns)}; set {key}= to one "
+            f"of {', '.join(columns)}"
+        )
+    return [wanted]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def _are_variants(cells: Sequence[str]) -> bool:
+    known, label = [cell for cell in cells if not is_missing(cell)], label_of(cells)
+    right = 0
+    for cell in known:
+        try:
+            parse_variant(cell, label)
+        except VariantError as error:
+            right -= error.reason == MALFORMED
+        right += 1
+    return bool(known) and 2 * right >= len(known)
+
+
+def _are_sequences(cells: Sequence[str]) -> bool:
+    known = [cell.strip() for cell in cells if not is_missing(cell)]
+    return bool(known) and sum(map(bool, map(_SEQUENCE.fullmatch, known))) > 0.9 * len(known)
+
+
+def _refuse_matrix(path: Path, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    residues = [{*map(str.strip, columns)}]
+    if len(cells) < 2 * len(CANONICAL):  # otherwise a column of residues, apart from positions
+        residues.append({row[0].strip() for row in cells})
+    if any(len(one & {*CANONICAL}) >= _MATRIX for one in residues):
+        raise DataError(
+            f"{path}: is a matrix of positions × residues; write one row for each variant, with "
+            "the columns mutant (A24G) and DMS_score, as pandas.melt does"
+        )
