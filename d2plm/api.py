@@ -9,9 +9,10 @@ tokens then take the place of residues. Results equal those of `d2plm generate` 
 with the same settings. Everything stays in memory; use the commands for large files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from d2plm.core.errors import ConfigError, DataError, did_you_mean, require_number
+from d2plm.core.errors import ConfigError, DataError, did_you_mean, require, require_number
 from d2plm.core.vocabulary import PROTEIN, Tokens, decode
 from d2plm.data import retrieval
 from d2plm.data.family import Family, RelativesCheck
@@ -107,8 +108,10 @@ def retrieve_relatives(
         DataError: if a sequence has an invalid letter, the reference cannot be read, or MMseqs2
             is missing or fails.
     """
+    for name, path in (("reference", reference), ("cache_dir", cache_dir or ".")):
+        require(isinstance(path, str | PathLike), name, path, "a path")
     wanted = _settings(retrieval.RetrievalSettings, settings)
-    texts = enumerate(_several(sequences))
+    texts = enumerate(_several(sequences, "sequences"))
     tokens = [PROTEIN.encode(text, f"sequence {index}") for index, text in texts]
     keeping = TemporaryDirectory() if cache_dir is None else nullcontext(cache_dir)
     with keeping as folder:
@@ -237,7 +240,9 @@ class SequenceModel:
         settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
         parsed = []
-        for index, text in enumerate(_several(templates)):
+        for index, text in enumerate(_several(templates, "templates")):
+            if not isinstance(text, str):
+                raise DataError(f"template {index}: {type(text).__name__} is not a string")
             template = parse_template(text, str(index), self.exported.vocabulary)
             self.exported.require_short_enough(f"template {index}", template, "shorten it")
             parsed += [template] * number
@@ -373,7 +378,7 @@ class SequenceModel:
         paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
         tokens = PROTEIN.encode(wild_type, "wild_type")
         self.exported.require_short_enough("the wild type", tokens, "shorten it")
-        texts = _several(variants)
+        texts = _several(variants, "variants")
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise DataError(f"variant {index}: {text!r} is not text; give one such as 'A4G'")
@@ -397,7 +402,7 @@ class SequenceModel:
         """Family of each protein, from relatives shared by all or from a list per protein."""
         if relatives is None:
             return None
-        given = _several(relatives)
+        given = _several(relatives, "relatives")
         strings = sum(isinstance(one, str) for one in given)
         for_all = strings == len(given)
         if not for_all and (strings or len(given) != len(proteins)):
@@ -418,12 +423,13 @@ class SequenceModel:
         if relatives is None:
             return None
         self.exported.require_taking_relatives("relatives")
-        if isinstance(relatives, str) or not all(isinstance(one, str) for one in relatives):
+        texts = _several(relatives, "relatives")
+        if isinstance(relatives, str) or not all(isinstance(one, str) for one in texts):
             raise ConfigError(
                 "relatives: must be a list of strings, such as the first list that "
                 "retrieve_relatives returns, or the records of a FASTA file"
             )
-        tokens = [PROTEIN.encode(text, f"relative {i}") for i, text in enumerate(relatives)]
+        tokens = [PROTEIN.encode(text, f"relative {i}") for i, text in enumerate(texts)]
         return Family.of(tokens, most)
 
     def _sample(
@@ -445,7 +451,9 @@ class SequenceModel:
 
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
         """Tokens of the sequences, and the names that errors use for them."""
-        named = {f"sequence {index}": text for index, text in enumerate(_several(sequences))}
+        named = {
+            f"sequence {index}": text for index, text in enumerate(_several(sequences, "sequences"))
+        }
         tokens = [self.exported.vocabulary.encode(text, name) for name, text in named.items()]
         for name, one in zip(named, tokens, strict=True):
             self.exported.require_short_enough(name, one, "shorten it")
@@ -464,8 +472,12 @@ def _settings(kind: type[Settings], values: dict[str, Any]) -> Settings:
     return kind(**values)
 
 
-def _several(texts: str | Sequence[Any]) -> list[Any]:
-    try:
-        return [texts] if isinstance(texts, str) else list(texts)
-    except TypeError:
-        raise DataError(f"{texts!r} is neither a string nor a list of strings") from None
+def _several(texts: object, argument: str) -> list[Any]:
+    """A list of the texts; one text is a list of one."""
+    if isinstance(texts, str):
+        return [texts]
+    unordered = isinstance(texts, bytes | Mapping | Set)
+    if unordered or not isinstance(texts, Iterable) or getattr(texts, "shape", None) == ():
+        kind = type(texts).__name__
+        raise ConfigError(f"{argument}: must be a string or a list of strings, not {kind}")
+    return list(texts)

@@ -468,10 +468,7 @@ class Arguments:
 
 
 def _of_its_run(composed: PipelineSettings, overrides: list[str]) -> Any:
-    """The configuration of the run in `output_dir` with `overrides`, if there is a run.
-
-    Groups that are chosen on the command line make it a configuration of its own.
-    """
+    """The configuration of the run in `output_dir`, if there is one and no group is chosen."""
     output_dir = Path(composed.output_dir)
     file, choices = output_dir / RUN_CONFIG, _sorted_out("export", overrides, config_dir())[0]
     if choices or not file.is_file():

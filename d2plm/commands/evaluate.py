@@ -106,7 +106,7 @@ def _with_results_folder(config: PipelineSettings, is_local: bool) -> PipelineSe
     if not (is_local and is_writable(folder)):
         name = re.sub(r"[^\w.@-]+", "-", config.model_dir).strip("-")
         folder = Path(config.work_dir) / "evaluations" / name
-    done(f"the results are written to {folder}, because {output_dir} is of another model")
+    done(f"the results are written to {folder}: the model is not of a run in {output_dir}")
     return replace(config, output_dir=str(folder))
 
 

@@ -25,7 +25,7 @@ from d2plm.assembly.training_run import (
     training_stores,
     with_start_pinned,
 )
-from d2plm.config import save
+from d2plm.config import RUN_CONFIG, save
 from d2plm.core.errors import DataError
 from d2plm.core.locks import locked
 from d2plm.core.processes import train_locally
@@ -37,8 +37,6 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 from d2plm.training.trainer import Trainer
 from d2plm.training.training_length import flops_per_step
-
-CONFIG = "config.yaml"
 
 log = logging.getLogger(__name__)
 
@@ -134,17 +132,17 @@ class SaveConfig(Callback):
         self.config = config
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        trainer.process.on_main(lambda: save(self.config, trainer.output_dir / CONFIG))
+        trainer.process.on_main(lambda: save(self.config, trainer.output_dir / RUN_CONFIG))
 
     def on_save(self, trainer: Trainer, *_: object) -> None:
         self.on_train_end(trainer)
 
     def on_train_end(self, trainer: Trainer) -> None:
         def check() -> None:
-            if not (trainer.output_dir / CONFIG).is_file():
+            if not (trainer.output_dir / RUN_CONFIG).is_file():
                 raise DataError(
-                    f"{trainer.output_dir}: was deleted during training ({CONFIG} is missing); run "
-                    "the same command to train again from the start"
+                    f"{trainer.output_dir}: was deleted during training ({RUN_CONFIG} is missing); "
+                    "run the same command to train again from the start"
                 )
 
         trainer.process.on_main(check)

@@ -451,9 +451,9 @@ def _huggingface_files(path: Path) -> list[Path]:
         return [path]
     try:
         if (path / "dataset_dict.json").is_file():
-            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-            _require_one_split(path, {split: [path / split] for split in splits})
-            return [file for split in splits for file in _huggingface_files(path / split)]
+            saved = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+            _require_one_split(path, {split: [path / split] for split in saved})
+            return [file for split in saved for file in _huggingface_files(path / split)]
         if (path / "state.json").is_file():
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             if state.get("_indices_data_files") or state.get("_indices_files"):

@@ -107,8 +107,6 @@ class Table:
                 self._noticed = True
             # The end of files of DOS, and reserved space.
             yield line if line[-1] == "\n" else line.rstrip("\x1a\0")
-                line if line[-1] == "\n" else line.rstrip("\x1a\0")
-            )  # ends of files of DOS, and of reserved space
 
     def _beginning(self, lines: Iterator[Line]) -> tuple[Line, Line | None, str]:
         """The header, the line after it, and the delimiter that a line `sep=` names."""

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import d2plm
 from d2plm import load_model
-from d2plm.api import SequenceModel
+from d2plm.api import SequenceModel, retrieve_relatives
 from d2plm.commands.generate import run as run_generate
 from d2plm.commands.score import run as run_score
 from d2plm.config import compose
@@ -265,3 +266,28 @@ def test_loading_a_model_imports_no_statistics() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert ended.stdout.split() == ["False"]
+
+
+NO_SEQUENCES = (None, float("nan"), 3, True, b"MK", {"a": "MK"}, {"MK"}, np.array("MK"), object())
+NO_SEQUENCE = (None, float("nan"), 3, ("MK",), b"MK", "")
+
+
+@pytest.mark.parametrize("given", [*NO_SEQUENCES, *([one] for one in NO_SEQUENCE), ("MK", None)])
+def test_what_is_no_sequence_is_one_clear_error(model: SequenceModel, given: Any) -> None:
+    def relatives_of(given: Any) -> object:
+        return retrieve_relatives(given, "reference.fasta")
+
+    for call in (model.score, model.embed, model.infill, relatives_of):
+        with pytest.raises((ConfigError, DataError), match=r"^(sequence|template)(s| \d): "):
+            call(given)
+    if given not in (None, [None]):  # no relatives
+        with pytest.raises(D2PLMError, match=r"^relatives: "):
+            model.score("MKTAYIAKQR", relatives=given)
+
+
+@pytest.mark.parametrize("argument", ["reference", "cache_dir"])
+@pytest.mark.parametrize("given", [3, ("a",), [None], float("nan")])
+def test_what_is_no_path_is_one_clear_error(argument: str, given: Any) -> None:
+    arguments: dict[str, Any] = {"reference": "reference.fasta", argument: given}
+    with pytest.raises(ConfigError, match=f"^{argument}="):
+        retrieve_relatives("MKTAYIAKQR", **arguments)
