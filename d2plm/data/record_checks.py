@@ -30,6 +30,7 @@ _PLAIN = b"ABCDEFGHIKLMNOPQRSTUVWXYZ*\n"
 _WITH_BLANKS = re.compile(rb"^[ \t]*(\S[^\n]*[ \t][^\n]*\S)[ \t]*$", re.M)
 _ONE_WORD = re.compile(rb"^[ \t]*([A-Za-z][a-z]{2,19}[.:!?]*)[ \t]*$", re.M)
 _SHELL = frozenset(b"killed done terminated aborted exit logout error failed eof".split())
+_WORDS = frozenset(b"connection connecting download incomplete terminated reset error".split())
 _DOWNLOAD = re.compile(rb"connection|reset|timed? ?out|closed|curl|wget|pipe|error|transfer", re.I)
 _BLANKS, _LOWER = b" \t\r\n\v\f", bytes(range(ord("a"), ord("z") + 1))
 
@@ -171,7 +172,8 @@ def _is_in_blocks(line: bytes) -> bool:
     even = all(len(one) == size for one in blocks) or (
         all(len(one) == size for one in blocks[:-1]) and len(blocks[-1]) < size
     )
-    return even and (size in (1, 10) or line.isupper())
+    words = any(one.istitle() or one.lower() in _WORDS for one in blocks if len(one) > 1)
+    return even and not words and (size in (1, 10) or line.isupper())
 
 
 def _refuse_line(records: RawRecords, index: int, match: re.Match[bytes]) -> NoReturn:

@@ -25,7 +25,7 @@ from d2plm.data.fasta import (
     read_template_fasta,
     write_fasta,
 )
-from d2plm.data.records import MISSING
+from d2plm.data.records import MISSING, WITHOUT_CONTROL
 
 TWO = b">a\nMK\n>b\nAC\n"
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -143,7 +143,7 @@ def _read_by_lines(content: bytes) -> list[tuple[bytes, bytes]]:
     content = content.rstrip(b"\0\x1a").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     for line in content.split(b"\n"):
         if line.startswith(b">"):
-            headers = line[1:].split(b"\x01")
+            headers = line[1:].translate(WITHOUT_CONTROL).split(b"\x01")
             records.append((b"\x01".join((h.split() or [b""])[0] for h in headers), b""))
         elif records:
             records[-1] = (records[-1][0], records[-1][1] + line)

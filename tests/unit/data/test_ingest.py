@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import decode, vocabulary
 from d2plm.data.ingest import describe, ingest
-from d2plm.data.records import MISSING
+from d2plm.data.records import MISSING, WITHOUT_CONTROL
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading
 
@@ -230,7 +230,9 @@ def _by_lines(content: bytes) -> tuple[dict[str, set[str]], Counter[str]]:
     texts: list[tuple[set[str], list[str]]] = []
     for line in content.split(b"\n"):
         if line.startswith(b">"):
-            headers = line[1:].split(b"\x01")  # of equal sequences, as in NCBI's nr
+            headers = (
+                line[1:].translate(WITHOUT_CONTROL).split(b"\x01")
+            )  # of equal sequences, as in NCBI's nr
             words = [(header.split() or [b""])[0] for header in headers]
             texts.append(({word.decode("utf-8", "replace") for word in words}, []))
         elif texts:

@@ -45,6 +45,7 @@ def refusal(folder: Path, content: str | bytes) -> str:
         *("Connection reset by peer", "curl: (18) transfer closed", "Read timed out", "Killed"),
         *("Done.", "killed", "  Terminated", "Operation timed out", "from Homo sapiens", "logout"),
         *("[Homo sapiens]", "Segmentation fault (core dumped)", "BROKEN PIPE, NO DATA", "Ala Gly"),
+        *("Connection reset", "connection reset", "Terminated by a user"),
         "tRNA ligase OS=Homo sapiens OX=9606",
     ],
 )
