@@ -429,7 +429,9 @@ class SequenceModel:
                 "relatives: must be a list of strings, such as the first list that "
                 "retrieve_relatives returns, or the records of a FASTA file"
             )
-        tokens = [PROTEIN.encode(text, f"relative {i}") for i, text in enumerate(texts)]
+        tokens = [
+            PROTEIN.encode(text, f"relative {i}", aligned=True) for i, text in enumerate(texts)
+        ]
         return Family.of(tokens, most)
 
     def _sample(

@@ -132,8 +132,11 @@ class Vocabulary(ABC):
     def decode(self, tokens: Tokens) -> str:
         """Tokens → text, without special tokens; `<mask>` becomes `_`."""
 
-    def encode(self, text: str, where: str) -> Tokens:
+    def encode(self, text: str, where: str, aligned: bool = False) -> Tokens:
         """The tokens [L] of one text.
+
+        Args:
+            aligned: whether it may be a row of an alignment, with gaps.
 
         Raises:
             DataError: naming `where`, if it is no string, is empty, or is not of this vocabulary.
@@ -149,6 +152,10 @@ class Vocabulary(ABC):
             raise DataError(f"{where}: the sequence {fault}")
         if not found.lengths[0]:
             raise DataError(f"{where}: the sequence is empty")
+        if not aligned and not self.is_text and has_gap(raw):
+            raise DataError(
+                f"{where}: the sequence holds a gap or an abbreviation ('-' or '.'); give it whole"
+            )
         return found[0].copy()
 
     def restore(self, tokens: Tokens) -> str:
@@ -295,6 +302,14 @@ decode, is_canonical = PROTEIN.decode, PROTEIN.is_predicted
 _ENCODE = np.full(256, UNK, dtype=np.uint8)
 for _token, _letter in enumerate(RESIDUES, start=FIRST):
     _ENCODE[[ord(_letter), ord(_letter.lower())]] = _token
+
+
+def has_gap(text: bytes) -> bool:
+    """Whether there is a gap beside letters; a `.` at the end may be a stop."""
+    if b"-" not in text and b"." not in text:
+        return False
+    letters = text.translate(None, _BLANKS_AND_GAPS[:-2]).removesuffix(b"*").removesuffix(b".")
+    return bool(letters.strip(b"-.")) and (b"-" in letters or b"." in letters)
 
 
 def encode(sequence: str | bytes) -> NDArray[np.uint8]:

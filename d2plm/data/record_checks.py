@@ -17,7 +17,7 @@ import numpy as np
 
 from d2plm.core.errors import DataError
 from d2plm.core.terminal import first_few
-from d2plm.core.vocabulary import Vocabulary
+from d2plm.core.vocabulary import Vocabulary, has_gap
 from d2plm.data.records import RawRecords, is_missing
 
 # Whole names of what HH-suite and the PDB's ss.txt write beside sequences.
@@ -187,7 +187,7 @@ def _refuse_line(records: RawRecords, index: int, match: re.Match[bytes]) -> NoR
 
 def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:
     """Refuse gaps within sequences, unless the records have the first one's number of columns."""
-    gapped = [i for i, text in enumerate(records.sequences) if _has_gap(text)]
+    gapped = [i for i, text in enumerate(records.sequences) if has_gap(text)]
     columns = np.array([_columns(text) for text in records.sequences])
     if not gapped or (first is not None and (columns == first).all(axis=0).any()):
         return
@@ -203,14 +203,6 @@ def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:
         place = text.index(b"...")
         reason = "holds '...', which stands for residues that were left out; give whole sequences"
     _refuse(records, gapped[0], place, reason)
-
-
-def _has_gap(text: bytes) -> bool:
-    """Whether there is a gap beside letters; a `.` at the end may be a stop."""
-    if b"-" not in text and b"." not in text:
-        return False
-    letters = text.translate(None, _BLANKS).removesuffix(b"*").removesuffix(b".")
-    return bool(letters.strip(b"-.")) and (b"-" in letters or b"." in letters)
 
 
 def _columns(text: bytes) -> tuple[int, int]:

@@ -258,7 +258,7 @@ class VariantTable:
         for row in rows:
             text = self.texts[row].strip()
             try:
-                sequences.append(PROTEIN.encode(text, self._where(row)))
+                sequences.append(PROTEIN.encode(text, self._where(row), aligned=True))
                 kept.append(row)
             except DataError as error:
                 if strict:

@@ -217,7 +217,9 @@ class Service:
         if self.exported.model.config.relatives_dim is None:
             raise ConfigError("relatives: not supported by this model; omit them")
         self._require_within_limit(sum(map(len, texts)), "relatives: ")
-        return Family.of([PROTEIN.encode(x, f"relative {i}") for i, x in enumerate(texts)], most)
+        return Family.of(
+            [PROTEIN.encode(x, f"relative {i}", True) for i, x in enumerate(texts)], most
+        )
 
     def _scores(
         self, texts: list[str], params: Scoring, family: Family | None, progress: Callable[[], None]

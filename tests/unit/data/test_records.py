@@ -129,12 +129,18 @@ def test_a_name_that_is_not_a_text_is_shown_on_one_line() -> None:
 
 
 def test_a_sequence_from_elsewhere_is_cleaned_like_a_record() -> None:
-    assert decode(PROTEIN.encode("mk-v\n*", "reference")) == "MKV"
+    assert decode(PROTEIN.encode("mk v\n*", "reference")) == "MKV"
+    assert decode(PROTEIN.encode("-mk-v..", "relative", aligned=True)) == "MKV"
 
 
 @pytest.mark.parametrize(
     ("sequence", "message"),
-    [("MJ", "holds 'J', which is not a residue letter"), ("mα?", "holds 'α'"), (" ", "is empty")],
+    [
+        ("MK...V", "holds a gap or an abbreviation"),
+        ("MJ", "holds 'J', which is not a residue letter"),
+        ("mα?", "holds 'α'"),
+        (" ", "is empty"),
+    ],
 )
 def test_a_bad_sequence_from_elsewhere_is_rejected(sequence: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
