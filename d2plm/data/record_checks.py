@@ -22,13 +22,12 @@ from d2plm.data.records import RawRecords, is_missing
 
 # Whole names of what HH-suite and the PDB's ss.txt write beside sequences.
 _ANNOTATION = re.compile(
-    rb"(?:ss|sa|aa)_(?:pred|dssp|conf)|consensus|\S+_consensus|\w{4}:\w+:secstr", re.I
+    rb"(?:ss|sa|aa)_(?:pred|dssp|conf)|[Cc]onsensus|\S+_[Cc]onsensus|\w{4}:\w+:secstr"
 )
 _PIR = re.compile(rb"(?:P1|F1|D[LC]|R[LC]|N[13]|XX);(.+)", re.DOTALL)  # kind of molecule; name
 _COMMENT = re.compile(rb"^[;#!].*", re.M)
 _PLAIN = b"ABCDEFGHIKLMNOPQRSTUVWXYZ*\n"
-_WITH_BLANKS = re.compile(rb"^[ \t]*(\S[^\n]*[ \t][^\n]*\S)[ \t]*$", re.M)
-_ONE_WORD = re.compile(rb"^[ \t]*([A-Za-z][a-z]{2,19}[.:!?]*)[ \t]*$", re.M)
+_LONGEST_WORD = 20
 _SHELL = frozenset(b"killed done terminated aborted exit logout error failed eof".split())
 _WORDS = frozenset(b"connection connecting download incomplete terminated reset error".split())
 _DOWNLOAD = re.compile(rb"connection|reset|timed? ?out|closed|curl|wget|pipe|error|transfer", re.I)
@@ -93,16 +92,13 @@ def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
         ]
         own = [name if m is None else m[1] for m, name in zip(found, records.names, strict=True)]
         records = replace(records, names=own, sequences=texts)
-    if not any(
-        word in names.lower() for word in (b"ss_", b"sa_", b"aa_", b"consensus", b":secstr")
-    ):
+    if not any(word in names for word in (b"_pred", b"_dssp", b"_conf", b"onsensus", b":secstr")):
         return records
     kept = [i for i, name in enumerate(records.names) if not _ANNOTATION.fullmatch(name)]
-    if len(kept) == len(records.names):
+    others = sorted({*range(len(records.names))} - {*kept})
+    if not others:
         return records
-    left_out += [
-        name.decode("utf-8", "replace") for name in records.names if _ANNOTATION.fullmatch(name)
-    ]
+    left_out += [records.names[i].decode("utf-8", "replace") for i in others]
     return replace(
         records,
         names=[records.names[i] for i in kept],
@@ -146,43 +142,39 @@ def _refuse_header(records: RawRecords) -> None:
 
 
 def _refuse_words(records: RawRecords, index: int, text: bytes) -> None:
-    if is_missing(text):
+    if text.isupper() and b" " not in text and b"\t" not in text:
         return
-    for match in _WITH_BLANKS.finditer(text):
-        if not _is_in_blocks(match[1]):
-            _refuse_line(records, index, match)
-    if text.isupper():
-        return
-    for match in _ONE_WORD.finditer(text):
-        word, others = match[1], (text[: match.start()] + text[match.end() :]).strip()
-        # Capitalised within upper case; soft-masked sequences and insertions have more lower case.
-        if word.lower().rstrip(b".:!?") in _SHELL or (
-            word[:1].isupper() and (not others or others.isupper())
-        ):
-            _refuse_line(records, index, match)
+    small, offset = len(text) - len(text.translate(None, _LOWER)), 0
+    for line in text.split(b"\n"):
+        words = line.split()
+        if not _are_residues(words, small) and not is_missing(text):
+            shown = b" ".join(words)
+            why = "remove it, or join it with the header if it belongs there"
+            if _DOWNLOAD.search(shown):
+                why = "the download is probably incomplete: fetch the file again"
+            _refuse(records, index, offset, f"{_quoted(shown)} is no sequence; {why}")
+        offset += len(line) + 1
 
 
-def _is_in_blocks(line: bytes) -> bool:
-    """Whether blanks divide a line into equal blocks, of which the last may be shorter.
+def _are_residues(words: list[bytes], small: int) -> bool:
+    """Whether a line is a sequence, in equal blocks of which the last may be shorter, or in one.
 
     Words are told from blocks by their case, unless these are of ten letters or of one.
+
+    Args:
+        small: number of letters of lower case in the record: soft-masked sequences and insertions
+            have more than a single capitalised word.
     """
-    blocks = line.split()
-    size = len(blocks[0])
-    even = all(len(one) == size for one in blocks) or (
-        all(len(one) == size for one in blocks[:-1]) and len(blocks[-1]) < size
-    )
-    words = any(one.istitle() or one.lower() in _WORDS for one in blocks if len(one) > 1)
-    return even and not words and (size in (1, 10) or line.isupper())
-
-
-def _refuse_line(records: RawRecords, index: int, match: re.Match[bytes]) -> NoReturn:
-    why = "is no sequence"
-    if _DOWNLOAD.search(match[1]):
-        why += "; the download is probably incomplete: fetch the file again"
-    else:
-        why += "; remove it, or join it with the header if it belongs there"
-    _refuse(records, index, match.start(1), f"{_quoted(match[1])} {why}")
+    if len(words) < 2:
+        word = words[0] if words else b""
+        said = word.rstrip(b".:!?")
+        return said.lower() not in _SHELL and not (
+            said.istitle() and 2 < len(said) <= _LONGEST_WORD and len(said) == small + 1
+        )
+    size = len(words[0])
+    even = {*map(len, words[:-1])} == {size} and len(words[-1]) <= size
+    said_so = any(one.istitle() or one.lower() in _WORDS for one in words if len(one) > 1)
+    return even and not said_so and (size in (1, 10) or all(map(bytes.isupper, words)))
 
 
 def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:

@@ -34,11 +34,12 @@ MISSING = tables.MISSING | {
 LONGEST_WORD = max(map(len, MISSING))
 # Letters of nucleotides, tokens of residues alone, the least number of letters that tells the two
 # apart, and the least fraction of A, C, G, T, U and N, which is a quarter in proteins.
-_BASES = b"ACGTUNacgtun"
+_BASES = b"ACGTUN"
 _IS_OF_RESIDUES = np.isin(
     np.arange(256), PROTEIN.encode("".join({*RESIDUES} - {*"ACGTUNRYSWKMBDHV"}), "residues")
 )
 _LEAST_LETTERS, _SHARE = 50, 0.9
+_GLANCE = 16  # tokens, in which a protein in a few thousand has none of residues alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,18 +207,13 @@ def _refuse_nucleotides(records: RawRecords, found: Tokenised) -> None:
     Raises:
         DataError: a record has nothing else, or the records all together.
     """
-    if not len(found.starts):
-        return
-    of_residues = np.logical_or.reduceat(_IS_OF_RESIDUES[found.tokens], found.starts)
-    doubtful = ~of_residues & ~found.illegal & (found.lengths > 0)
-    if not doubtful.all():
-        doubtful &= found.lengths >= _LEAST_LETTERS
-    which = np.flatnonzero(doubtful).tolist()
-    texts = [b"".join(records.sequences[i].upper().split()) for i in which]
-    if not doubtful.all():
-        of_bases = [i for i, text in zip(which, texts, strict=True) if _is_of_bases(text)]
-    else:
-        of_bases = which if _is_of_bases(b"".join(texts)) else []
+    long = np.flatnonzero((found.lengths >= _LEAST_LETTERS) & ~found.illegal)
+    beginnings = found.tokens[found.starts[long][:, None] + np.arange(_GLANCE)]
+    doubtful = long[~_IS_OF_RESIDUES[beginnings].any(axis=1)].tolist()
+    of_bases = [i for i in doubtful if _is_of_bases(records.sequences[i])]
+    if not of_bases and not _IS_OF_RESIDUES[found.tokens[:_LEAST_LETTERS]].any():
+        short_ones = _is_of_bases(b"".join(records.sequences))
+        of_bases = [*range(len(records.names))] if short_ones else []
     if of_bases:
         first, number = of_bases[0], len(records.names)
         name = records.names[first].decode("utf-8", "replace")
@@ -229,7 +225,7 @@ def _refuse_nucleotides(records: RawRecords, found: Tokenised) -> None:
 
 
 def _is_of_bases(text: bytes) -> bool:
-    others = len(text.translate(None, _BASES))
-    return (
-        len(text) >= _LEAST_LETTERS and {*b"ACG"} <= {*text} and others <= (1 - _SHARE) * len(text)
-    )
+    letters = b"".join(text.upper().split())
+    others = len(letters.translate(None, _BASES))
+    enough = len(letters) >= _LEAST_LETTERS and {*b"ACG"} <= {*letters}
+    return enough and others <= (1 - _SHARE) * len(letters)
