@@ -187,7 +187,7 @@ def archive(*names: str) -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as file:
         for name in names:
-            file.writestr(name, "x" * 50)
+            file.writestr(zipfile.ZipInfo(name), "x" * 50)
     return content.getvalue()
 
 
