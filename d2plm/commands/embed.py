@@ -40,7 +40,7 @@ def run(config: EmbedSettings) -> dict[str, Any]:
         DataError: if the input is invalid, or the folder contains other embeddings.
     """
     output, source = Path(str(config.output)), str(config.input)
-    require_other_output("output", output, [source])
+    require_other_output("output", output, [source], is_folder=True)
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
     made_of = {
         "model": weights_digest(exported.folder),

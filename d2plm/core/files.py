@@ -78,19 +78,24 @@ def is_writable(folder: Path) -> bool:
         return False
 
 
-def require_other_output(key: str, output: Any, read: Iterable[Any]) -> None:
+def require_other_output(
+    key: str, output: Any, read: Iterable[Any], is_folder: bool = False
+) -> None:
     """Reject an output path that names one of the files to `read`, in any spelling.
 
     Args:
         key: key of the output, for the message.
         output, read: paths; None stands for no file.
+        is_folder: whether the output is a folder.
 
     Raises:
-        ConfigError: if the output is one of the files to read.
+        ConfigError: if the output is one of the files to read, or a folder where it is a file.
     """
     real = None if output is None else Path(output).resolve()
     is_read = real in [Path(str(path)).resolve() for path in read if path is not None]
     require(not is_read, key, str(output), "another file than those that are read")
+    is_file = is_folder or real is None or not real.is_dir()
+    require(is_file, key, str(output), "a file, and this is a folder")
 
 
 def write_text(file: str | Path, text: str, mode: int = 0o666) -> None:

@@ -12,6 +12,7 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -262,13 +263,21 @@ class Letters(Vocabulary):
         legal = bytes(byte for byte in range(1, 256) if self._table[byte] < _STOP)
         stop = b"*" if self._table[ord("*")] == _STOP else b""
         letters = text.translate(None, _BLANKS_AND_GAPS).removesuffix(stop)
-        wrong = letters.translate(None, legal)[:1]
+        place = text.index(letters.translate(None, legal)[:1])
+        letter = text[place : place + 1].decode("latin-1")
+        for size in (2, 3, 4):  # of a character in UTF-8
+            with suppress(UnicodeDecodeError):
+                letter = text[place : place + size].decode()[:1] if letter > "\x7f" else letter
+                break
         unknown = {"protein": "X"}.get(self.name, "N")
-        return (
-            f"holds {wrong.decode('latin-1')!r}, which is not a {self.nouns.token} letter; write "
-            f"{unknown} for an unknown {self.nouns.token}",
-            text.index(wrong),
+        remedies = (
+            (":/", "give each chain of a complex a record of its own"),
+            ("0123456789", "remove the numbers"),
+            ("~", "remove the gaps"),
         )
+        remedy = f"write {unknown} for an unknown {self.nouns.token}"
+        remedy = next((said for letters_, said in remedies if letter in letters_), remedy)
+        return f"holds {letter!r}, which is not a {self.nouns.token} letter; {remedy}", place
 
     def decode(self, tokens: Tokens) -> str:
         return self._shown[tokens[self._is_shown[tokens]]].tobytes().decode()

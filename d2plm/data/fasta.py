@@ -4,6 +4,7 @@ A block is cut into records by two C-level searches, and its sequences are made 
 which takes about a microsecond per record; the longest record bounds the memory.
 """
 
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from d2plm.data.records import OF_TEXT, PROSE, RawRecords, first_words, refuse, 
 LINE_WIDTH = 60
 
 _BLOCK_BYTES = 256 << 10
+_OF_CHAINS = re.compile(rb"#\d+(,\d+)+\t")
 _LOOK_BYTES = 1 << 12  # to recognise a format
 _BUFFER_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 16 << 20  # memory is several times that of the largest record
@@ -198,7 +200,13 @@ def _first_record(source: InputFile, vocabulary: Vocabulary | None) -> int:
         if blank:
             line += source.content.read(blank).count(b"\n")
         elif start.startswith((b";", b"#", b"!")):
-            line += source.content.readline(_BUFFER_BYTES).count(b"\n")
+            comment = source.content.readline(_BUFFER_BYTES)
+            if _OF_CHAINS.match(comment):
+                raise DataError(
+                    f"{source.path}, line {line}: is ColabFold's alignment of a complex, whose "
+                    "chains are joined in each row; give the alignment of each chain"
+                )
+            line += comment.count(b"\n")
         else:
             break
     if not start.startswith(b">"):

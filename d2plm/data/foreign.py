@@ -49,6 +49,9 @@ FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"##gff-version", "a GFF annotation", "write its proteins: gffread -y OUT -g GENOME FILE"),
     (rb"##fileformat=VCF", "a VCF file", "give the changes of the protein as CSV, such as A24G"),
     (rb"@.*\r?\n[A-Za-z.]+\r?\n\+", "a FASTQ file", "convert it: seqtk seq -A FILE"),
+    (rb"!!(AA|NA)_MULTIPLE|PileUp", "an MSF alignment", _SEQIO("msf")),
+    (rb"\s*\d+\s+\d+\s*[\r\n]", "a PHYLIP alignment", _SEQIO("phylip-relaxed")),
+    (rb"#mega", "a MEGA alignment", "export it there as FASTA"),
     (rb"#NEXUS", "a NEXUS file", _SEQIO("nexus")),
     (
         rb"\xff\xfe|\xfe\xff|[^\0]\0[^\0]\0|\0[^\0]\0[^\0]",

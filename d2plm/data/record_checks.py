@@ -28,13 +28,18 @@ _PIR = re.compile(rb"(?:P1|F1|D[LC]|R[LC]|N[13]|XX);(.+)", re.DOTALL)  # kind of
 _COMMENT = re.compile(rb"^[;#!].*", re.M)
 _PLAIN = b"ABCDEFGHIKLMNOPQRSTUVWXYZ*\n"
 _LONGEST_WORD = 20
+_HEADER = re.compile(rb"[>_|=]")
+_FLANKED = re.compile(rb"\s*[A-Za-z-]\.[^.\s]+\.[A-Za-z-]\s*")  # K.PEPTIDE.R, of mass spectrometry
+_CODES = frozenset(
+    b"ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL".split()
+)
 _SHELL = frozenset(b"killed done terminated aborted exit logout error failed eof".split())
 _WORDS = frozenset(b"connection connecting download incomplete terminated reset error".split())
 _DOWNLOAD = re.compile(rb"connection|reset|timed? ?out|closed|curl|wget|pipe|error|transfer", re.I)
 _BLANKS, _LOWER = b" \t\r\n\v\f", bytes(range(ord("a"), ord("z") + 1))
 
 # Letters of a line of annotation, and the most of them that differ from the one before.
-_LEAST_ANNOTATED, _CHANGES = 10, 0.4
+_LEAST_ANNOTATED, _CHANGES, _MOST_LABELS = 10, 0.4, 8
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +65,13 @@ def checked(
         texts = records.sequences
         if number == 0:
             _refuse_annotated(records)
+            _refuse_codes(records)
             columns = _columns(texts[0]) if texts else None
         others = b"".join(texts).translate(None, _PLAIN)
         if any(mark in others for mark in (b";", b"#", b"!")):
             texts[:] = [_COMMENT.sub(_blanked, text) for text in texts]
             others = b"".join(texts).translate(None, _PLAIN)
-        if b">" in others:
+        if any(mark in others for mark in (b">", b"_", b"|", b"=")):
             _refuse_header(records)
         if b" " in others or b"\t" in others or others.upper() != others:
             for index, text in enumerate(texts):
@@ -112,42 +118,67 @@ def _blanked(match: re.Match[bytes]) -> bytes:
 
 
 def _refuse_annotated(records: RawRecords) -> None:
-    """Refuse records of two lines of one length of which the second is made of long runs."""
-    found = [(i, lines) for i, text in enumerate(records.sequences) if (lines := _annotated(text))]
-    if 2 * len(found) > len(records.sequences) > 0:
-        index, (_, second) = found[0]
+    """Refuse a second line, or a second record, as long as the first and made of long runs."""
+    lines = [text.split() for text in records.sequences]
+    below = [i for i, own in enumerate(lines) if len(own) == 2 and _is_annotation(*own)]
+    beside = [
+        i for i in range(1, len(lines)) if _is_annotation(*map(b"".join, lines[i - 1 : i + 1]))
+    ]
+    if 2 * len(below) > len(lines) or beside:
+        index = beside[0] if beside else below[0]
+        line = lines[index][-1]
         _refuse(
             records,
             index,
-            records.sequences[index].rindex(second),
-            f"{_quoted(second)} is as long as the line before it and made of runs of few letters, "
-            "as annotation of each residue is (SignalP, DeepTMHMM, secondary structure); remove "
-            "every third line",
+            records.sequences[index].rindex(line),
+            f"{_quoted(line)} is as long as the sequence before it and made of runs of few "
+            "letters, as annotation of residues is (SignalP, DeepTMHMM, secondary structure); "
+            "remove such lines",
         )
 
 
-def _annotated(text: bytes) -> list[bytes] | None:
-    lines = text.split()
-    if len(lines) != 2 or not len(lines[0]) == len(lines[1]) >= _LEAST_ANNOTATED:
-        return None
-    first, second = (sum(a != b for a, b in pairwise(line)) / len(line) for line in lines)
-    return lines if second <= _CHANGES < first else None
+def _is_annotation(sequence: bytes, line: bytes) -> bool:
+    if not len(sequence) == len(line) >= _LEAST_ANNOTATED or len({*line}) > _MOST_LABELS:
+        return False
+    first, second = (sum(a != b for a, b in pairwise(x)) / len(x) for x in (sequence, line))
+    return second <= _CHANGES < first
+
+
+def _refuse_codes(records: RawRecords) -> None:
+    for index, text in enumerate(records.sequences):
+        letters = b"".join(text.split()).upper()
+        codes = [letters[i : i + 3] for i in range(0, len(letters), 3)]
+        if len(codes) >= 3 and {*codes} <= _CODES:
+            reason = f"{_quoted(text.strip())} is written in three-letter codes"
+            _refuse(records, index, 0, f"{reason}; write one letter for each residue")
 
 
 def _refuse_header(records: RawRecords) -> None:
-    index = next(i for i, text in enumerate(records.sequences) if b">" in text)
-    place = records.sequences[index].index(b">")
-    reason = "holds '>': a header begins within the line, so a line break before it was lost"
-    _refuse(records, index, place, f"{reason}; put it back")
+    index = next(i for i, text in enumerate(records.sequences) if _HEADER.search(text))
+    text = records.sequences[index]
+    found = _HEADER.search(text)
+    assert found is not None
+    start, end = text.rfind(b"\n", 0, found.start()) + 1, text.find(b"\n", found.start())
+    line = text[start:end] if end >= 0 else text[start:]
+    reason = f"{_quoted(line.strip())} is no sequence; if it is a header, put '>' before it"
+    if found[0] == b">":
+        reason = "holds '>': a header begins within the line; put back the line break before it"
+        if b"\0" in line:
+            reason += ", and remove the NULs of MMseqs2: tr -d '\\000'"
+    _refuse(records, index, found.start(), reason)
 
 
 def _refuse_words(records: RawRecords, index: int, text: bytes) -> None:
     if text.isupper() and b" " not in text and b"\t" not in text:
         return
     small, offset = len(text) - len(text.translate(None, _LOWER)), 0
+    lines = text.strip().split(b"\n")
+    widest = max(map(len, lines))
     for line in text.split(b"\n"):
         words = line.split()
-        if not _are_residues(words, small) and not is_missing(text):
+        # In lower case within a record of upper case, and shorter than a line is.
+        is_name = len(words) == 1 and 2 < small == len(words[0]) < widest and line != lines[-1]
+        if (is_name or not _are_residues(words, small)) and not is_missing(text):
             shown = b" ".join(words)
             why = "remove it, or join it with the header if it belongs there"
             if _DOWNLOAD.search(shown):
@@ -181,9 +212,12 @@ def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:
     """Refuse gaps within sequences, unless the records have the first one's number of columns."""
     gapped = [i for i, text in enumerate(records.sequences) if has_gap(text)]
     columns = np.array([_columns(text) for text in records.sequences])
-    if not gapped or (first is not None and (columns == first).all(axis=0).any()):
+    if not gapped:
         return
     text = records.sequences[gapped[0]]
+    is_flanked = _FLANKED.fullmatch(text)
+    if first is not None and not is_flanked and (columns == first).all(axis=0).any():
+        return
     place = min(at for mark in (b".", b"-") if (at := text.find(mark)) >= 0)
     mark = text[place : place + 1].decode()
     reason = (
@@ -191,6 +225,8 @@ def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:
         "give sequences without it: only alignments, whose records have equally many columns, may "
         "hold gaps"
     )
+    if is_flanked:
+        reason = f"{_quoted(text.strip())} names the residues beside a peptide; give the peptide"
     if b"..." in text:
         place = text.index(b"...")
         reason = "holds '...', which stands for residues that were left out; give whole sequences"

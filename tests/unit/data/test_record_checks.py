@@ -245,7 +245,7 @@ def test_a_lost_line_break_before_a_header_is_named(tmp_path: Path, line: str) -
     "text",
     [
         f"#A3M#\n>a\n{A}\n>b\n{B}\n",
-        f"#44,45\t1,1\n; by hand\n\n>a\n{A}\n! a remark\n>b\n# another; MKV\n{B}\n",
+        f"#44\t1\n; by hand\n\n>a\n{A}\n! a remark\n>b\n# another; MKV\n{B}\n",
         f"\ufeff>a\n{A}\n>b\n;here\n{B}",
         f">a\r{A}\r>b\r{B}\r",
         f">a\r\n{A}\r\n>b\r\n{B}\r\n",
@@ -268,3 +268,43 @@ def test_old_line_ends_are_those_of_records_when_these_are_cut(
     file.write_bytes(b"".join(b">r%d\r%b\r" % (n, A[: n + 5].encode()) for n in range(30)))
     manifest = ingest(file, tmp_path / "store", window=20)
     assert manifest["provenance"]["records"] == 30
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("MetLysThrAlaTyrIleAla", "is written in three-letter codes"),
+        ("MET LYS THR\nALA TYR ILE ALA LYS GLN", "is written in three-letter codes"),
+        ("METLYSTHRALATYR", "is written in three-letter codes"),
+        (f"{A}\nlysozyme\n{B}", "'lysozyme' is no sequence"),
+        (f"{A}\nHBA_HUMAN\n{B}", "'HBA_HUMAN' is no sequence; if it is a header, put '>'"),
+        (f"{A}\nsp|P2|B_HUMAN\n{B}", "'sp|P2|B_HUMAN' is no sequence"),
+        (f"{A}\n\0>c\n{B}", "and remove the NULs of MMseqs2"),
+        ("K.MKTAYIAK.Q\n>p2\nR.MKTAYIAR.S", "names the residues beside a peptide"),
+        (f"{A}\n>ss of a\n{'H' * 20}{'C' * 24}", "is as long as the sequence before it"),
+    ],
+)
+def test_what_looks_like_a_sequence_and_is_none_is_refused(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    assert said in refusal(tmp_path, f">a\n{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("letter", "remedy"),
+    [
+        *((":", "each chain of a complex"), ("/", "each chain of a complex")),
+        *(("7", "remove the numbers"), ("~", "remove the gaps"), ("J", "write X")),
+        *(("–", "write X"), ("М", "write X")),
+    ],
+)
+def test_an_illegal_letter_is_shown_with_what_to_do(
+    tmp_path: Path, letter: str, remedy: str
+) -> None:
+    with pytest.raises(DataError, match=f"holds {letter!r}, which is not a .*; .*{remedy}"):
+        read(tmp_path, f">a\n{A}{letter}{B}\n")
+
+
+def test_alignments_of_complexes_are_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, f"#44,45\t1,1\n>101\t102\n{A}{B}\n>101\n{A}{'-' * 45}\n")
+    assert message.startswith(", line 1: is ColabFold's alignment of a complex")

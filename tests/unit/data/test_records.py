@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN, decode
-from d2plm.data.records import RawRecords, first_words, identifiers, places_by_name, refuse, shown
+from d2plm.data.records import (
+    RawRecords,
+    first_words,
+    identifiers,
+    is_missing,
+    places_by_name,
+    refuse,
+    shown,
+)
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY" + "UOBZX"
 
@@ -95,7 +103,7 @@ def test_a_bad_record_does_not_touch_its_neighbours() -> None:
         (b"MK**", 2, "'*'"),
         (b"M\0K", 1, r"'\x00'"),
         (b"mk-1.2", 3, "'1'"),
-        (b"\xc3\xa9", 0, "'Ã'"),
+        (b"\xc3\xa9", 0, "'é'"),
     ],
 )
 def test_an_illegal_letter_is_named_with_its_place(text: bytes, offset: int, letter: str) -> None:
@@ -113,7 +121,8 @@ def test_whatever_is_illegal_or_empty_is_rejected_in_one_line(texts: list[bytes]
         with pytest.raises(DataError) as caught:
             refuse(_records(*texts), index, PROTEIN)
         assert "\n" not in str(caught.value)
-        assert ("has no sequence" in str(caught.value)) == (not cleaned.illegal[index])
+        is_none = not cleaned.illegal[index] or is_missing(texts[index])
+        assert ("has no sequence" in str(caught.value)) == is_none
 
 
 @pytest.mark.parametrize("text", [b"", b"\r\n \n", b"*", b"-..-\n*\n"])
