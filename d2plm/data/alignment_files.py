@@ -1,6 +1,7 @@
 """Sequences of alignments in the formats Stockholm and Clustal, without their gaps."""
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -17,6 +18,7 @@ _LONGEST_LINE = 64 << 20
 
 def alignment_format(start: bytes) -> str | None:
     """The name of the format of an alignment file that begins so; None for another file."""
+    start = start.removeprefix(BOM_UTF8)
     if _STOCKHOLM.match(start):
         return "Stockholm"
     return "Clustal" if _CLUSTAL.match(start) else None
@@ -30,11 +32,14 @@ def read_alignments(source: InputFile, form: str) -> Iterator[RawRecords]:
     """
     rows: dict[bytes, list[bytes]] = {}
     lines: dict[bytes, int] = {}
+    in_block: set[bytes] = set()
     end = [b"//"] if form == "Clustal" else []  # which ends without a mark
     for number, line in enumerate(
         chain(iter(partial(source.content.readline, _LONGEST_LINE), b""), end), start=1
     ):
         words = line.split()
+        if not words or line.startswith(b"//"):
+            in_block.clear()
         if line.startswith(b"//"):
             if len({sum(map(len, row)) for row in rows.values()}) > 1:
                 raise DataError(
@@ -54,6 +59,12 @@ def read_alignments(source: InputFile, form: str) -> Iterator[RawRecords]:
                     f"{source.path}, line {number}: is no row of a {form} alignment, a name and a "
                     "sequence; write the file again, or give FASTA"
                 )
+            if words[0] in in_block:
+                raise DataError(
+                    f"{source.path}, line {number}: two rows of a block have the name "
+                    f"{words[0].decode('utf-8', 'replace')!r}; give each a name of its own"
+                )
+            in_block.add(words[0])
             rows.setdefault(words[0], []).append(words[1])
             lines.setdefault(words[0], number)
     if rows:

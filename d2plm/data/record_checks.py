@@ -7,7 +7,8 @@ case are looked at one by one.
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ _ANNOTATION = re.compile(
     rb"(?:ss|sa|aa)_(?:pred|dssp|conf)|[Cc]onsensus|\S+_[Cc]onsensus|\w{4}:\w+:secstr"
 )
 _PIR = re.compile(rb"(?:P1|F1|D[LC]|R[LC]|N[13]|XX);(.+)", re.DOTALL)  # kind of molecule; name
+_LEAST_TITLE = 10  # letters of a single word of upper case that is rather a sequence
 _COMMENT = re.compile(rb"^[;#!].*", re.M)
 _PLAIN = b"ABCDEFGHIKLMNOPQRSTUVWXYZ*\n"
 _LONGEST_WORD = 20
@@ -33,10 +35,16 @@ _FLANKED = re.compile(rb"\s*[A-Za-z-]\.[^.\s]+\.[A-Za-z-]\s*")  # K.PEPTIDE.R, o
 _CODES = frozenset(
     b"ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL".split()
 )
-_SHELL = frozenset(b"killed done terminated aborted exit logout error failed eof".split())
-_WORDS = frozenset(b"connection connecting download incomplete terminated reset error".split())
+# Words of programs that end; as residues they are rarer than these.
+_WORDS = frozenset(
+    b"killed done terminated aborted cancelled interrupted exit exited logout error failed eof "
+    b"finished completed stopped timeout disconnected hangup connection connecting download "
+    b"incomplete reset slurmstepd".split()
+)
+_MOST_WORDS = 4  # of a line of upper case that could be a title
 _DOWNLOAD = re.compile(rb"connection|reset|timed? ?out|closed|curl|wget|pipe|error|transfer", re.I)
-_BLANKS, _LOWER = b" \t\r\n\v\f", bytes(range(ord("a"), ord("z") + 1))
+_BLANKS, _LOWER = b" \t\r\n\v\f", b"abcdefghijklmnopqrstuvwxyz"
+_UPPER = _LOWER.upper()
 
 # Letters of a line of annotation, and the most of them that differ from the one before.
 _LEAST_ANNOTATED, _CHANGES, _MOST_LABELS = 10, 0.4, 8
@@ -74,8 +82,9 @@ def checked(
         if any(mark in others for mark in (b">", b"_", b"|", b"=")):
             _refuse_header(records)
         if b" " in others or b"\t" in others or others.upper() != others:
-            for index, text in enumerate(texts):
-                _refuse_words(records, index, text)
+            masked = sum(not text.isupper() for text in texts) > 1
+            for index in range(len(texts)):
+                _refuse_words(records, index, masked)
         if b"." in others or b"-" in others:
             alone = number == 0 and len(texts) == 1
             _refuse_gaps(records, None if alone or records.part is not None else columns)
@@ -92,6 +101,11 @@ def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
     """
     names = b"\n".join(records.names)
     if b";" in names and (found := [_PIR.fullmatch(name) for name in records.names]) and any(found):
+        for index, text in enumerate(records.sequences):
+            title = text.partition(b"\n")[0]
+            if found[index] and title.isupper() and title.isalpha() and len(title) >= _LEAST_TITLE:
+                reason = f"{_quoted(title)} stands in the place of the title"
+                _refuse(records, index, 0, f"{reason}; put a title, of any words, before it")
         texts = [
             text if match is None else b" " * text.find(b"\n") + text[text.find(b"\n") :]
             for match, text in zip(found, records.sequences, strict=True)
@@ -120,10 +134,10 @@ def _blanked(match: re.Match[bytes]) -> bytes:
 def _refuse_annotated(records: RawRecords) -> None:
     """Refuse a second line, or a second record, as long as the first and made of long runs."""
     lines = [text.split() for text in records.sequences]
-    below = [i for i, own in enumerate(lines) if len(own) == 2 and _is_annotation(*own)]
-    beside = [
-        i for i in range(1, len(lines)) if _is_annotation(*map(b"".join, lines[i - 1 : i + 1]))
-    ]
+    whole = [b"".join(own) for own in lines]
+    even = [i for i, own in enumerate(lines) if len(own) and len(own) % 2 == 0]
+    below = [i for i in even if _is_annotation(*_halves(lines[i]))]
+    beside = [i for i in range(1, len(whole)) if _is_annotation(whole[i - 1], whole[i])]
     if 2 * len(below) > len(lines) or beside:
         index = beside[0] if beside else below[0]
         line = lines[index][-1]
@@ -135,6 +149,11 @@ def _refuse_annotated(records: RawRecords) -> None:
             "letters, as annotation of residues is (SignalP, DeepTMHMM, secondary structure); "
             "remove such lines",
         )
+
+
+def _halves(lines: list[bytes]) -> tuple[bytes, bytes]:
+    half = len(lines) // 2
+    return b"".join(lines[:half]), b"".join(lines[half:])
 
 
 def _is_annotation(sequence: bytes, line: bytes) -> bool:
@@ -168,17 +187,29 @@ def _refuse_header(records: RawRecords) -> None:
     _refuse(records, index, found.start(), reason)
 
 
-def _refuse_words(records: RawRecords, index: int, text: bytes) -> None:
+def _refuse_words(records: RawRecords, index: int, masked: bool) -> None:
+    """Refuse a line of words.
+
+    Args:
+        masked: whether other records here have letters of lower case, too: soft-masked sequences
+            may have a line that begins with a capital or has none.
+    """
+    text = records.sequences[index]
     if text.isupper() and b" " not in text and b"\t" not in text:
         return
     small, offset = len(text) - len(text.translate(None, _LOWER)), 0
-    lines = text.strip().split(b"\n")
-    widest = max(map(len, lines))
-    for line in text.split(b"\n"):
-        words = line.split()
-        # In lower case within a record of upper case, and shorter than a line is.
-        is_name = len(words) == 1 and 2 < small == len(words[0]) < widest and line != lines[-1]
-        if (is_name or not _are_residues(words, small)) and not is_missing(text):
+    lines = [line.split() for line in text.split(b"\n")]
+    widths = Counter(len(words[0]) for words in lines if len(words) > 1)
+    last = max((number for number, words in enumerate(lines) if words), default=0)
+    widest = max((len(words[0]) for words in lines if words), default=0)
+    for number, (line, words) in enumerate(zip(text.split(b"\n"), lines, strict=True)):
+        said = words[0].rstrip(b".:!?") if len(words) == 1 else b""
+        # The only lower case of the record, alone in its line: a capitalised word, or a short one.
+        alone = said.isalpha() and small == len(said.translate(None, _UPPER)) > 1 and not masked
+        is_name = said.islower() and number < last and len(said) < widest
+        is_word = alone and (is_name or (said.istitle() and len(said) <= _LONGEST_WORD))
+        in_blocks = len(words) < 2 or _are_blocks(words, widths)
+        if (is_word or said.lower() in _WORDS or not in_blocks) and not is_missing(text):
             shown = b" ".join(words)
             why = "remove it, or join it with the header if it belongs there"
             if _DOWNLOAD.search(shown):
@@ -187,25 +218,19 @@ def _refuse_words(records: RawRecords, index: int, text: bytes) -> None:
         offset += len(line) + 1
 
 
-def _are_residues(words: list[bytes], small: int) -> bool:
-    """Whether a line is a sequence, in equal blocks of which the last may be shorter, or in one.
-
-    Words are told from blocks by their case, unless these are of ten letters or of one.
+def _are_blocks(words: list[bytes], widths: Mapping[int, int]) -> bool:
+    """Whether the words of a line are equal blocks of a sequence, of which the last may be shorter.
 
     Args:
-        small: number of letters of lower case in the record: soft-masked sequences and insertions
-            have more than a single capitalised word.
+        widths: width of the first block → number of lines of the record with several blocks.
     """
-    if len(words) < 2:
-        word = words[0] if words else b""
-        said = word.rstrip(b".:!?")
-        return said.lower() not in _SHELL and not (
-            said.istitle() and 2 < len(said) <= _LONGEST_WORD and len(said) == small + 1
-        )
     size = len(words[0])
-    even = {*map(len, words[:-1])} == {size} and len(words[-1]) <= size
-    said_so = any(one.istitle() or one.lower() in _WORDS for one in words if len(one) > 1)
-    return even and not said_so and (size in (1, 10) or all(map(bytes.isupper, words)))
+    if {*map(len, words[:-1])} != {size} or len(words[-1]) > size:
+        return False
+    if size == 1 or size % 10 == 0:
+        return not any(one.lower() in _WORDS for one in words)
+    upper = all(map(bytes.isupper, words))
+    return upper and (widths[size] > 1 or len(words) > _MOST_WORDS)
 
 
 def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:

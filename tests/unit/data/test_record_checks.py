@@ -45,7 +45,8 @@ def refusal(folder: Path, content: str | bytes) -> str:
         *("Connection reset by peer", "curl: (18) transfer closed", "Read timed out", "Killed"),
         *("Done.", "killed", "  Terminated", "Operation timed out", "from Homo sapiens", "logout"),
         *("[Homo sapiens]", "Segmentation fault (core dumped)", "BROKEN PIPE, NO DATA", "Ala Gly"),
-        *("Connection reset", "connection reset", "Terminated by a user"),
+        *("Connection reset", "connection reset", "Terminated by a user", "MYOGLOBIN MUTANT"),
+        *("CHAIN A", "PHAGE LYSIN", "slurmstepd cancelled", "PROTEIN KINASE"),
         "tRNA ligase OS=Homo sapiens OX=9606",
     ],
 )
@@ -74,6 +75,8 @@ def test_words_in_a_sequence_are_quoted_with_their_line(
         "MKRTLVWGAD\nenqsypihcf\nMkl\n",  # soft-masked
         "MKRTlvwgadENQSYPIHCFMKL*\n",
         "MKRTLVWGADENQSYPIHCFMKL.\n",
+        "MKRTLVWGAD ENQSYPIHCF MKL*",
+        "MKRTLVWGAD ENQSYPIHCF MK\nL*",
         "\n MKRTLVWGADENQSYPIHCFMKL\n\x1a",
         "MKRTLVWGADENQSYPIHCFMKL\r\n\0",
     ],
@@ -308,3 +311,25 @@ def test_an_illegal_letter_is_shown_with_what_to_do(
 def test_alignments_of_complexes_are_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path, f"#44,45\t1,1\n>101\t102\n{A}{B}\n>101\n{A}{'-' * 45}\n")
     assert message.startswith(", line 1: is ColabFold's alignment of a complex")
+
+
+def test_soft_masked_sequences_may_begin_a_line_with_a_capital(tmp_path: Path) -> None:
+    text = ">a\nMKRTLVWGADENQSYPIHCF\nTgtgg\n>b\nMSTNPKPQRKTKRNTNRRPQ\nqqqq\n>c\nGppgppgpp\n"
+    expected = {"a": "MKRTLVWGADENQSYPIHCFTGTGG", "b": "MSTNPKPQRKTKRNTNRRPQQQQQ"}
+    assert read(tmp_path, text) == {**expected, "c": "GPPGPPGPP"}
+    assert "'Tgtgg' is no sequence" in refusal(tmp_path, text[: text.index(">b")])
+
+
+def test_pir_without_a_title_is_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, f">P1;CRAB\n{A}\n{B}*\n")
+    assert f"line 2: record 'P1;CRAB': '{A}' stands in the place of the title" in message
+
+
+def test_two_rows_of_one_name_are_not_joined(tmp_path: Path) -> None:
+    text = "# STOCKHOLM 1.0\n\ns1 MKTA\ns1 MKTE\n//\n"
+    with pytest.raises(DataError, match="line 4: two rows of a block have the name 's1'"):
+        read(tmp_path, text)
+    assert read(tmp_path, "\ufeff" + text.replace("s1 MKTE", "s2 MKTE")) == {
+        "s1": "MKTA",
+        "s2": "MKTE",
+    }
