@@ -761,8 +761,8 @@ def test_content_decides_where_a_column_named_sequence_holds_names(
     path = tmp_path / "table.csv"
     path.write_text(f"{header}\n{','.join(row)}\n")
     caplog.set_level(logging.INFO)
-    [record] = [one for records in read_records(path) for one in records]
-    assert record.letters == row[header.split(",").index(taken or "sequence")]
+    [(_, letters)] = _read(path)
+    assert letters == row[header.split(",").index(taken or "sequence")]
     assert (f"taken from column {taken!r}" in caplog.text) is (taken is not None)
 
 
@@ -771,4 +771,4 @@ def test_a_table_of_proteins_without_a_header_is_refused(tmp_path: Path, rows: s
     path = tmp_path / ("table.tsv" if "\t" in rows else "table.csv")
     path.write_text(rows.format(RESIDUES_OF_A_PROTEIN))
     with pytest.raises(DataError, match="has no header row"):
-        list(read_records(path))
+        _read(path)
