@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import lzma
 import os
 import pickle
