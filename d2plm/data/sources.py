@@ -26,7 +26,7 @@ import numpy as np
 from d2plm.core.errors import DataError, did_you_mean, first_line, require_number
 from d2plm.core.files import nearest_path, shipped
 from d2plm.core.terminal import first_few
-from d2plm.core.vocabulary import PROTEIN, Tokenised, Vocabulary
+from d2plm.core.vocabulary import CANONICAL, PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
@@ -54,6 +54,9 @@ NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "
 
 _ROWS = 4096
 _NAMES_SHOWN = 20
+_SHORT = 20  # letters, of which a name may consist
+_RESIDUES = re.compile(r"[A-Za-z*-]+")
+_A_PROTEIN = re.compile(rf"[{CANONICAL}]{{15,}}")
 _ROWS_EXAMINED = 50  # of a table, to recognise the column of sequences
 _LONGEST_LINE = 64 << 20  # of JSON
 _HUB = "hf://datasets/"
@@ -558,6 +561,8 @@ def _columns(
         return wanted
 
     reading = given.reading
+    if not given.vocabulary.is_text and any(map(_A_PROTEIN.fullmatch, names)):
+        raise DataError(f"{where}: has no header row; add one, such as name,sequence")
     of_residues = [name for name in names if _hold_residues(cells.get(name, ()))]
     usual = [
         # `protein` may hold names such as KRAS, whose letters are those of residues, too
@@ -565,6 +570,9 @@ def _columns(
         *(one.lower() for one in of_residues if one.lower() == "protein"),
     ]
     sequence = choose(reading.sequence_field, usual, "sequence_field")
+    known = [cell.strip() for cell in cells.get(sequence or "", ()) if not is_missing(cell)]
+    if reading.sequence_field is None and known and all(len(one) < _SHORT for one in known):
+        sequence = None if len(of_residues) == 1 else sequence  # it holds names
     if sequence is None and len(of_residues) == 1 and not given.vocabulary.is_text:
         [sequence] = of_residues
         _say(f"{where}: the sequences are taken from column {sequence!r}")
@@ -579,7 +587,7 @@ def _columns(
 
 def _hold_residues(cells: Sequence[str]) -> bool:
     known = [cell.strip() for cell in cells if not is_missing(cell)]
-    return bool(known) and all(re.fullmatch(r"[A-Za-z*-]{20,}", cell) for cell in known)
+    return bool(known) and all(len(c) >= _SHORT and _RESIDUES.fullmatch(c) for c in known)
 
 
 def _without_repeats(columns: tuple[str, str | None]) -> list[str]:

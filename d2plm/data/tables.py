@@ -33,6 +33,10 @@ _LINES_OF_CELL = 100  # of a quoted cell among tabs
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _NUMBER = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)([eE][+-]?[0-9]+)?")
 _THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2},[0-9]{3}")
+_GROUPED = re.compile(r"[+-]?[1-9][0-9]{0,2}([.,][0-9]{3})+")
+_TENS = re.compile(r"[+-]?[1-9][0-9]+")
+_NO_TABLE = {">": "FASTA", "|": "a Markdown table"}
+_BEFORE_HEADER = '\ufeff#" \t'
 _MINUS = str.maketrans("−–", "--")
 
 Line = tuple[int, str]
@@ -61,6 +65,8 @@ class Table:
         header, following, delimiter = self._beginning(lines)
         self._split = delimiter or _delimiter(header[1], following[1] if following else "")
         self.delimiter = self._split if self._split in header[1] else ","
+        if what := _NO_TABLE.get(header[1].lstrip()[:1]):
+            raise DataError(f"{self.path}: is {what}, not a table; write it as CSV, with a header")
         csv.field_size_limit(_LONGEST)
         self._rows = self._cells(chain([header], [following] if following else [], lines))
         self.columns = [name.strip() for name in next(self._rows)[1]]
@@ -77,20 +83,34 @@ class Table:
         Raises (when iterated):
             DataError: a row has too many or too few cells, or a quotation mark is left open.
         """
-        width = len(self.columns)
+        width, repeats, first = len(self.columns), 0, True
         for line, cells in self._rows:
             if not "".join(cells).strip():
+                continue
+            if self._is_header(cells):  # of a second file, behind this one
+                if not repeats:
+                    log.info("%s: line %d repeats the header; left out", self.path, line)
+                repeats += 1
                 continue
             if len(cells) > width and not any(map(str.strip, cells[width:])):
                 del cells[width:]
             if len(cells) == width:
                 yield line, cells
+                first = False
             elif not cells[0].startswith("#"):
+                remedy = f"quote cells that hold a {self.delimiter!r}"
+                if first and not any(map(_NUMBER.fullmatch, map(str.strip, cells))):
+                    remedy = f"line {line} looks like the header: remove what is above it"
                 raise DataError(
                     f"{self.path}, line {line}: has {len(cells)} cells where the header has "
-                    f"{width}; quote cells that hold a {self.delimiter!r}, and remove titles above "
-                    "the header"
+                    f"{width}; {remedy}"
                 )
+
+    def _is_header(self, cells: list[str]) -> bool:
+        if not self.columns or cells[0].strip(_BEFORE_HEADER) != self.columns[0]:
+            return False
+        again = [self.columns[0], *map(str.strip, cells[1:])]
+        return again[: len(self.columns)] == self.columns and not any(again[len(self.columns) :])
 
     def _decoded(self) -> Iterator[str]:
         for line in iter(partial(self.text.readline, _LONGEST), ""):
@@ -185,6 +205,20 @@ def number(cell: str, delimiter: str = ",") -> float:
         if math.isfinite(value):
             return value
     raise DataError(f"{cell!r} is not a number, such as -0.3; leave it empty if there is none")
+
+
+def ambiguous(cells: Iterable[str]) -> tuple[int, str] | None:
+    """Where a column of numbers may have thousands or decimals: the place of a cell, and why."""
+    texts = [(place, cell.strip()) for place, cell in enumerate(cells) if not is_missing(cell)]
+    points, commas = ([one for one in texts if mark in one[1]] for mark in ".,")
+    if points and commas:
+        place, text = max(points[0], commas[0])
+        return place, f"{text!r} beside {min(points[0], commas[0])[1]!r}: decimals or thousands?"
+    marked = points or commas
+    grouped = marked and all(_GROUPED.fullmatch(text) for _, text in marked)
+    if grouped and (commas or any(_TENS.fullmatch(text) for _, text in texts)):
+        return marked[0][0], f"{marked[0][1]!r} has thousands or decimals?"
+    return None
 
 
 def _wide_encoding(start: bytes) -> str | None:

@@ -15,13 +15,17 @@ from d2plm.core.errors import ConfigError, DataError, require_number
 from d2plm.core.vocabulary import CANONICAL, Tokens, decode, encode
 
 WILD_TYPE = frozenset(
-    ("wt", "_wt", "wildtype", "wild-type", "wild type", "_sy", "p.=", "p.(=)", "=")
+    (
+        *("wt", "_wt", "wildtype", "wild-type", "wild type", "wild_type", "parent", "parental"),
+        *("_sy", "p.=", "p.(=)", "="),
+    )
 )
 
 # Reasons for which a variant cannot be scored. The last two are mistakes of a table or of its
 # numbering; the others are in many tables.
 STOP, INDEL = "with a stop", "with an insertion or deletion"
 UNKNOWN, BEYOND = "with an unknown residue", "beyond the end"
+UNSURE = "with an unknown consequence"
 MALFORMED, DISAGREES = "not a variant", "with another wild type"
 MOST_MISTAKEN = 0.05  # of the variants of a protein
 
@@ -40,11 +44,15 @@ NOTATIONS = (
 
 _NAMES = "AlaArgAsnAspCysGlnGluGlyHisIleLeuLysMetPheProSerThrTrpTyrValAsxGlxXaaSecPylTer"
 _LETTERS = dict(zip(re.findall("...", _NAMES.upper()), "ARNDCQEGHILKMFPSTWYVBZXUO*", strict=True))
+_LETTERS["STOP"] = "*"
 _RESIDUE = f"{'|'.join(_LETTERS)}|[A-Z*]"
 _CHANGE = re.compile(rf"(?:P\.)?({_RESIDUE})(-?\d{{1,9}})({_RESIDUE}|[=-])", re.IGNORECASE)
 _SEPARATORS = re.compile(r"[:;,/_+\s]+|(?<=[A-Za-z*=])-(?=[A-Za-z])")
 _REFERENCE = re.compile(r"[\w.]+:(?=p\.)")  # NP_000240.1:p.Ala24Gly
-_INDEL = re.compile(r"\d(del|ins|dup|ext)|\d[A-Za-z]{0,3}fs")
+_INDEL = re.compile(r"\d(?i:del|ins|dup|ext)|\bdel(?=[A-Za-z]*\d)|[Δ∆]|\d[A-Za-z]{0,3}fs")
+_UNSURE = re.compile(r"p\.0|.*\?")  # p.?, p.Met1?, p.0?
+_ARROW = re.compile(r"\s*(->|>|→)\s*")
+_INSERTION_CODE = re.compile(rf"(?:{_RESIDUE})(\d+[A-Z])(?:{_RESIDUE})", re.IGNORECASE)
 _LABELLED = re.compile(r"(?<![A-Za-z])([A-Z])([A-Z])(?=-?\d+[A-Z*](?![a-z]))")
 _BRACKETS = str.maketrans("", "", "()[]")
 _TOKENS = dict(zip(CANONICAL, encode(CANONICAL).tolist(), strict=True))
@@ -105,7 +113,9 @@ def parse_variant(text: str, label: Literal["", "first", "second"] = "") -> list
     text = text.strip()
     if text.lower() in WILD_TYPE:
         return []
-    written = _REFERENCE.sub("", text).translate(_BRACKETS)
+    written = _ARROW.sub("", _REFERENCE.sub("", text).translate(_BRACKETS))
+    if _UNSURE.fullmatch(written):
+        raise VariantError(f"{text!r}: {UNSURE}, which has no score", UNSURE)
     if _INDEL.search(written):
         raise VariantError(f"{text!r} is an insertion, deletion or frameshift", INDEL)
     if label:
@@ -113,13 +123,19 @@ def parse_variant(text: str, label: Literal["", "first", "second"] = "") -> list
     found: dict[int, Substitution] = {}
     for word in _SEPARATORS.split(written):
         match = _CHANGE.fullmatch(word)
+        if match is None and (code := _INSERTION_CODE.fullmatch(word)):
+            raise VariantError(
+                f"{text!r} has an insertion code ({code[1]}): renumber the residues as in the "
+                "sequence, 1, 2, 3, …",
+                MALFORMED,
+            )
         if match is None:
             raise VariantError(
                 f"{text!r} is not a variant; write wild-type residue, position, mutant residue, as "
                 "in A24G, several as in A24G:L30P, or WT",
                 MALFORMED,
             )
-        before, after = (_LETTERS.get(one.upper(), one.upper()) for one in match.group(1, 3))
+        before, after = map(residue_letter, match.group(1, 3))
         after = before if after == "=" else after
         if after in "*X-":
             reason = INDEL if after == "-" else STOP
@@ -136,6 +152,12 @@ def parse_variant(text: str, label: Literal["", "first", "second"] = "") -> list
             raise VariantError(f"{text!r} changes position {position} twice; write once", MALFORMED)
         found[position] = Substitution(before, position, after)
     return list(found.values())
+
+
+def residue_letter(name: str) -> str:
+    """The letter of a residue, of one or of three; other text in upper case."""
+    name = name.strip().upper()
+    return _LETTERS.get(name, name)
 
 
 def label_of(texts: Iterable[str]) -> Literal["", "first", "second"]:

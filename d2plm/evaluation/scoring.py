@@ -302,10 +302,11 @@ def bound_differences(
     name: str = "the wild type",
     **settings: Any,
 ) -> NDArray[np.float64]:
-    """float64 [N]: the wild type's bound less that of each sequence, higher where it is likelier.
+    """float64 [N]: L · (log p(x) / L_x − log p(wild type) / L), higher where x is likelier.
 
-    For variants of other lengths, which `mutational_effects` cannot compare. Arguments as of
-    `bound_draws`, errors too.
+    For variants of other lengths, which `mutational_effects` cannot compare: log p is the bound,
+    and is compared per residue, for a total would follow the length. L is the wild type's, so that
+    scores of its length are differences of bounds. Arguments and errors as of `bound_draws`.
     """
     every = [wild_type, *sequences]
     draws = bound_draws(
@@ -318,7 +319,7 @@ def bound_differences(
         names=[name, *(f"{name}, variant {number}" for number in range(1, len(every)))],
         **settings,
     )
-    nats = draws.mean(axis=1)
+    nats = draws.mean(axis=1) * len(wild_type) / [len(one) for one in every]
     return nats[0] - nats[1:]
 
 

@@ -21,16 +21,18 @@ from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import CANONICAL, PROTEIN, Tokens, decode
 from d2plm.data.fasta import FastaRecord
 from d2plm.data.records import places_by_name
-from d2plm.data.tables import is_missing, number, open_table
+from d2plm.data.tables import ambiguous, is_missing, number, open_table
 from d2plm.evaluation.mutations import (
     DISAGREES,
     MALFORMED,
     MOST_MISTAKEN,
+    UNKNOWN,
     Variant,
     VariantError,
     label_of,
     parse_variant,
     place_variants,
+    residue_letter,
 )
 
 # Usual names of columns, in this order of preference, in lower case and with _ between words.
@@ -136,8 +138,14 @@ class VariantTable:
             of_words = not wanted and _plain(name) != MEASURED_COLUMNS[0]  # such as high, low
             if wrong and not (of_words and not any(map(str.isdigit, "".join(cells)))):
                 raise DataError(wrong[0])
+            if not wrong and (unclear := ambiguous(cells)):
+                raise DataError(
+                    f"{self._where(unclear[0])}: {name} {unclear[1]} Write decimals with a point, "
+                    "without thousands separators"
+                )
             if not wrong:
                 return name, values
+            log.info("%s, so it is not taken", wrong[0].partition(";")[0])
         return None
 
     def rows_by_protein(
@@ -256,14 +264,18 @@ class VariantTable:
         """Sequences of the wild type's length become its variants."""
         kept, sequences = [], list[Tokens]()
         for row in rows:
-            text = self.texts[row].strip()
+            text, where, reason = self.texts[row].strip(), self._where(row), MALFORMED
             try:
-                sequences.append(PROTEIN.encode(text, self._where(row), aligned=True))
+                tokens = PROTEIN.encode(text, where, aligned=True)
+                if not PROTEIN.is_predicted(tokens).all():
+                    reason = UNKNOWN
+                    raise DataError(f"{where}: has a residue such as X, which has no probability")
+                sequences.append(tokens)
                 kept.append(row)
             except DataError as error:
                 if strict:
                     raise
-                self._leave_out(row, MALFORMED, str(error))
+                self._leave_out(row, reason, str(error).removeprefix(where).lstrip(": "))
         if any(len(one) != len(wild_type) for one in sequences):
             return Placed(np.array(kept, int), [Variant((r,), (0,)) for r in kept], sequences)
         changed = [np.flatnonzero(one != wild_type).tolist() for one in sequences]
@@ -348,6 +360,12 @@ def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
     for column in SCORE_COLUMNS:
         if column in columns:
             raise DataError(f"{path}: has a column {column} already; rename or remove it")
+    for place, name in enumerate(columns):
+        if _is_variant(name, [name, *(row[place] for row in cells[:_EXAMINED])]):
+            raise DataError(
+                f"{path}: has no header row, for it begins with {name[:20]!r}; add one, such as "
+                "mutant,DMS_score"
+            )
     if not cells:
         raise DataError(f"{path}: has no rows; give at least one variant")
     named = _candidates(path, columns, VARIANT_COLUMNS, wanted, "variant")
@@ -365,14 +383,18 @@ def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
     if written is None and not wanted and all(apart):
         three = [one[0] for one in apart]
         places = [columns.index(one) for one in three]
-        texts = ["".join(row[place].strip() for place in places) for row in cells]
+        texts = [_joined(*(row[place].strip() for place in places)) for row in cells]
         return VariantTable(*made, texts, False, f"in columns {', '.join(three)}", None)
     chosen = written or next(iter(named), None)
+    first = cells[0][columns.index(chosen)] if chosen else ",".join(cells[0])
+    if any(_plain(w) in (*VARIANT_COLUMNS, *SEQUENCE_COLUMNS) for w in re.split("[\t;,]", first)):
+        raise DataError(f"{path}: line {lines[0]} looks like the header; remove what is above it")
     if chosen is None:
         raise DataError(
             f"{path}: has no column of variants such as A24G; name it mutant, or set variant= to "
             f"it (it has: {', '.join(map(repr, columns))})"
         )
+    _require_one(path, columns, chosen)
     beside = next((c for c in _candidates(path, columns, SEQUENCE_COLUMNS) if c != chosen), None)
     texts = [row[columns.index(chosen)] for row in cells]
     return VariantTable(*made, texts, False, f"in column {chosen!r}", beside)
@@ -388,15 +410,38 @@ def _candidates(
     """The column that the setting `key` wants, or those with usual names, the likeliest first."""
     if wanted is None:
         found = [name for name in columns if _plain(name) in usual]
-        if repeated := [name for name in found if columns.count(name) > 1]:
-            raise DataError(f"{path}: has several columns {repeated[0]!r}; rename all but one")
+        for name in found:
+            _require_one(path, columns, name)
         return sorted(found, key=lambda name: usual.index(_plain(name)))
     if wanted not in columns:
         raise DataError(
             f"{path}: has no column {wanted!r}{did_you_mean(wanted, columns)}; set {key}= to one "
             f"of {', '.join(columns)}"
         )
+    _require_one(path, columns, wanted)
     return [wanted]
+
+
+def _require_one(path: Path, columns: Sequence[str], name: str) -> None:
+    if columns.count(name) > 1:
+        raise DataError(f"{path}: has several columns {name!r}; rename all but one")
+
+
+def _is_variant(name: str, column: Sequence[str]) -> bool:
+    """Whether the name of a column is itself one of the variants, or whole sequences, in it."""
+    try:
+        return bool(_SEQUENCE.fullmatch(name) and _are_sequences(column)) or (
+            _are_variants(column) and bool(parse_variant(name))
+        )
+    except VariantError:
+        return False
+
+
+def _joined(wild_type: str, position: str, mutant: str) -> str:
+    """The variant that is written in three columns; "" if one is missing."""
+    if is_missing(wild_type) or is_missing(position) or (is_missing(mutant) and mutant != "-"):
+        return ""
+    return wild_type + re.sub(r"[.]0+$", "", position) + mutant  # 2.0, as pandas writes it
 
 
 def _plain(name: str) -> str:
@@ -422,9 +467,9 @@ def _are_sequences(cells: Sequence[str]) -> bool:
 
 
 def _refuse_matrix(path: Path, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    residues = [{*map(str.strip, columns)}]
+    residues = [{*map(residue_letter, columns)}]
     if len(cells) < 2 * len(CANONICAL):  # otherwise a column of residues, apart from positions
-        residues.append({row[0].strip() for row in cells})
+        residues.append({residue_letter(row[0]) for row in cells})
     if any(len(one & {*CANONICAL}) >= _MATRIX for one in residues):
         raise DataError(
             f"{path}: is a matrix of positions × residues; write one row for each variant, with "

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import lzma
 import os
 import pickle
@@ -736,3 +737,39 @@ def test_an_input_that_needs_pyarrow_reports_it_where_there_is_none(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=rf"{form}: .*pip install pyarrow"):
         list(read_sources([path]))
+
+
+RESIDUES_OF_A_PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "taken"),
+    [
+        ("sequence,protein", ("SEQA", RESIDUES_OF_A_PROTEIN), "protein"),
+        ("sequence,translation", ("P12345", RESIDUES_OF_A_PROTEIN), "translation"),
+        ("seq,note,aa", ("s1", "x", RESIDUES_OF_A_PROTEIN), "aa"),
+        ("sequence,note", ("PEPTIDE", "short"), None),
+        ("sequence,aa", (RESIDUES_OF_A_PROTEIN[:24], RESIDUES_OF_A_PROTEIN), None),
+    ],
+)
+def test_content_decides_where_a_column_named_sequence_holds_names(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    header: str,
+    row: tuple[str, ...],
+    taken: str | None,
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(f"{header}\n{','.join(row)}\n")
+    caplog.set_level(logging.INFO)
+    [(_, letters)] = _read(path)
+    assert letters == row[header.split(",").index(taken or "sequence")]
+    assert (f"taken from column {taken!r}" in caplog.text) is (taken is not None)
+
+
+@pytest.mark.parametrize("rows", ["a,{0}\nb,{0}\n", "{0}\n{0}\n", "{0}\ta\n"])
+def test_a_table_of_proteins_without_a_header_is_refused(tmp_path: Path, rows: str) -> None:
+    path = tmp_path / ("table.tsv" if "\t" in rows else "table.csv")
+    path.write_text(rows.format(RESIDUES_OF_A_PROTEIN))
+    with pytest.raises(DataError, match="has no header row"):
+        _read(path)

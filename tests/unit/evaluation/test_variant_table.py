@@ -1,0 +1,198 @@
+"""Tables of variants as people write them: read, left out with a reason, or refused in a line."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import encode
+from d2plm.data.fasta import FastaRecord
+from d2plm.evaluation.mutations import INDEL, STOP, UNKNOWN, UNSURE, VariantError, parse_variant
+from d2plm.evaluation.variant_table import Placed, VariantTable, read_variants
+
+WILD_TYPE = FastaRecord("toy", encode("MKTAYIAKQR"))
+
+
+def table(folder: Path, *lines: str) -> VariantTable:
+    path = folder / "table.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return read_variants(path)
+
+
+def placed(given: VariantTable) -> Placed:
+    return given.place([WILD_TYPE], {0: [*range(len(given.cells))]}, 0, False)[0]
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "cells"),
+    [
+        ("\t", ["1,234", "12,000", "980", "1,010"]),
+        (";", ["1,234", "2,345"]),
+        (",", ["1.234", "12.000", "980"]),
+        ("\t", ["1,5", "1.200"]),
+        (",", ["1.2", '"1,5"']),
+        ("\t", ["1.200", "NA", "1,5"]),
+    ],
+)
+def test_thousands_that_may_be_decimals_are_refused(
+    tmp_path: Path, delimiter: str, cells: list[str]
+) -> None:
+    rows = [delimiter.join(("K2A", cell)) for cell in cells]
+    with pytest.raises(DataError, match=r"line \d: score '.*decimals or thousands|or decimals\?"):
+        table(tmp_path, delimiter.join(("mutant", "score")), *rows).measured()
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "cells"),
+    [
+        ("\t", ["0,123", "1,234"]),
+        (";", ["1,25", "1,234"]),
+        (",", ["1.234", "2.345", "0"]),
+        (",", ["1.234", "2.5"]),
+        (",", ["980", "1000"]),
+    ],
+)
+def test_numbers_that_are_clear_are_measured(
+    tmp_path: Path, delimiter: str, cells: list[str]
+) -> None:
+    rows = [delimiter.join(("K2A", cell)) for cell in cells]
+    found = table(tmp_path, delimiter.join(("mutant", "score")), *rows).measured()
+    assert found and found[1].tolist() == [float(cell.replace(",", ".")) for cell in cells]
+
+
+@pytest.mark.parametrize("cells", [["12%", "50%"], ["1 ± 2", "3 ± 1"], ["<0.01"], ["high", "low"]])
+def test_measurements_that_are_no_numbers_are_quoted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cells: list[str]
+) -> None:
+    given = table(tmp_path, "mutant,score", *(f"K2A,{cell}" for cell in cells))
+    caplog.set_level(logging.INFO)
+    try:
+        assert given.measured() is None
+        said = caplog.text
+    except DataError as error:
+        said = str(error)
+    assert f"line 2: score {cells[0]!r} is not a number" in said
+
+
+@pytest.mark.parametrize(
+    "again", ["mutant,score", "mutant, score", "\ufeffmutant,score", "#mutant,score"]
+)
+def test_a_repeated_header_is_no_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, again: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    given = table(tmp_path, "mutant,score", "K2A,1", again, "T3S,2", again, "Y5F,3")
+    assert given.texts == ["K2A", "T3S", "Y5F"]
+    assert caplog.text.count("line 3 repeats the header") == caplog.text.count("repeats") == 1
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["K2A,-0.5", "T3S,0.1"],
+        ["p.Lys2Ala;-0.5", "p.Thr3Ser;0.1"],
+        ["K2A:T3S\t1", "K2A\t2"],
+        ["MKTAYIAKQR,1", "MATAYIAKQR,2"],
+        ["0.5,K2A", "0.1,T3S"],
+        ["K2A,1"],
+    ],
+)
+def test_a_table_without_a_header_is_refused(tmp_path: Path, rows: list[str]) -> None:
+    with pytest.raises(DataError, match=r"has no header row.*add one, such as mutant,DMS_score"):
+        table(tmp_path, *rows)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        *((text, UNSURE) for text in ("p.?", "p.Met1?", "p.0?", "p.0", "p.(Met1?)", "M1?")),
+        *((text, STOP) for text in ("K8stop", "K8Ter", "p.Lys8Ter", "K8Stop", "K8*", "K8>*")),
+        *((text, INDEL) for text in ("Y5Δ", "Y5del", "p.Lys2_Ala5del", "delY5", "ΔY5", "Y5DEL")),
+    ],
+)
+def test_what_has_no_score_is_left_out_by_reason(tmp_path: Path, written: str, reason: str) -> None:
+    given = table(tmp_path, "mutant", "K2A", "T3S", written, written)
+    assert placed(given).rows.tolist() == [0, 1]
+    assert [line for line, _ in given.left_out[reason]] == [4, 5]
+
+
+@pytest.mark.parametrize("word", ["WT", "parent", "Parental", "wild type", "wild_type", "wildtype"])
+def test_words_for_the_wild_type(word: str) -> None:
+    assert parse_variant(word) == []
+
+
+@pytest.mark.parametrize("written", ["K2>A", "K2→A", "K2->A", "K2 → A", "p.Lys2>Ala"])
+def test_arrows(written: str) -> None:
+    assert [*map(str, parse_variant(written))] == ["K2A"]
+
+
+@pytest.mark.parametrize(("written", "code"), [("Y52AF", "52A"), ("S100aS", "100a")])
+def test_insertion_codes_are_named(written: str, code: str) -> None:
+    with pytest.raises(VariantError, match=rf"insertion code \({code}\): renumber"):
+        parse_variant(written)
+
+
+def test_three_columns_as_pandas_writes_them(tmp_path: Path) -> None:
+    given = table(tmp_path, "wt,pos,mut", "K,2.0,A", "T,3.0,S", "Y,,F", "Y,5.0,-", "Y,5.0,")
+    assert placed(given).rows.tolist() == [0, 1]
+    assert {reason: len(rows) for reason, rows in given.left_out.items()} == {
+        "without a variant": 2,
+        INDEL: 1,
+    }
+
+
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+NAMES = re.findall("...", "AlaArgAsnAspCysGlnGluGlyHisIleLeuLysMetPheProSerThrTrpTyrVal")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [",".join(["pos", *RESIDUES]), *(f"{n}{',0.1' * 20}" for n in range(1, 60))],
+        [",".join(["wt", *RESIDUES]), *(f"K{n}{',0.1' * 20}" for n in range(1, 60))],
+        [",".join(["pos", *NAMES]), *(f"{n}{',0.1' * 20}" for n in range(1, 60))],
+        ["aa,K2,T3,Y5", *(f"{one},0,1,2" for one in RESIDUES)],
+        ["aa,2,3,5", *(f"{one},0,1,2" for one in NAMES)],
+        [",".join(RESIDUES), *(",".join(["0.1"] * 20) for _ in range(60))],
+    ],
+)
+def test_heat_maps_are_named(tmp_path: Path, lines: list[str]) -> None:
+    with pytest.raises(DataError, match=r"is a matrix of positions × residues.*melt"):
+        table(tmp_path, *lines)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["| mutant | score |", "|---|---|", "| K2A | 1 |"], "is a Markdown table"),
+        ([">toy", "MKTAYIAKQR"], "is FASTA"),
+        (['[{"mutant": "K2A"}]'], "is JSON"),
+        (["mutant,score,score", "K2A,1,2"], "several columns 'score'"),
+        (["mutant,score,,mutant,score", "K2A,1,,T3S,2"], "several columns '(mutant|score)'"),
+        (["change,score,change", "K2A,1,K2A"], "several columns 'change'"),
+        (["Table S1. Effects", "mutant,score", "K2A,1"], "line 2 looks like the header"),
+        (["Library,,", "mutant,score,sd", "K2A,1,2"], "line 2 looks like the header"),
+        ([",Library,", "mutant,score,sd", "K2A,1,2"], "line 2 looks like the header"),
+        (["a,b,Library", "mutant,score,sd", "K2A,1,2"], "line 2 looks like the header"),
+    ],
+)
+def test_what_is_no_table_of_variants_is_named(
+    tmp_path: Path, lines: list[str], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        table(tmp_path, *lines).measured()
+
+
+def test_whole_sequences_with_unknown_residues_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = ["MATAYIAKQR", "MKTXYIAKQR", "MKTAYIAAKQR", "MKTAYIAKQB"]
+    caplog.set_level(logging.INFO)
+    given = table(tmp_path, "mutated_sequence", *rows * 5, "MKTAY1AKQR")
+    found = placed(given)
+    assert found.sequences is not None and len(found.sequences) == len(found.rows) == 10
+    assert len(given.left_out[UNKNOWN]) == 10
+    given.report({0: found}, ["toy"], "")
+    assert caplog.text.count("table.csv, line") == 0
