@@ -235,8 +235,10 @@ def _by_lines(content: bytes) -> tuple[dict[str, set[str]], Counter[str]]:
             )  # of equal sequences, as in NCBI's nr
             words = [(header.split() or [b""])[0] for header in headers]
             texts.append(({word.decode("utf-8", "replace") for word in words}, []))
+        elif line.startswith((b";", b"#", b"!")):
+            continue  # a comment
         elif texts:
-            texts[-1][1].extend(chr(byte) for byte in line)
+            texts[-1][1].extend(map(chr, line))
         elif line.strip():
             raise DataError("text before the first record")
     names: defaultdict[str, set[str]] = defaultdict(set)
