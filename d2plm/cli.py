@@ -87,7 +87,7 @@ def _report(text: str, exit_code: int, is_bug: bool = False) -> None:
     from d2plm.launch.elastic import leave_error
 
     if not leave_error(text, exit_code, is_bug):
-        print(text, file=sys.stderr)
+        print(terminal.shown(text), file=sys.stderr)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -7,6 +7,7 @@ that a command starts, so they are stored in the environment.
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ LIBRARIES = {
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
+
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and line ends
 
 _standard_output: TextIO | None = None  # for the JSON document, while prints go elsewhere
 
@@ -127,7 +130,12 @@ class LineHandler(logging.Handler):
             self._write(line)
 
     def _write(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)  # the present one: a bar replaces it
+        print(shown(line), file=sys.stderr, flush=True)  # the present one: a bar replaces it
+
+
+def shown(text: str) -> str:
+    """A message in which control characters, which could steer the terminal, are escaped."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def result(text: str) -> None:

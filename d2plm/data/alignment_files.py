@@ -11,7 +11,7 @@ from d2plm.data.compressed import InputFile
 from d2plm.data.records import RawRecords
 
 _STOCKHOLM = re.compile(rb"\s*# STOCKHOLM 1\.")
-_CLUSTAL = re.compile(rb"\s*CLUSTAL|[^\n>]* multiple sequence alignment", re.I)  # as MUSCLE has it
+_CLUSTAL = re.compile(rb"\s*CLUSTAL|[^\n>#;!]* multiple sequence alignment", re.I)
 _GAPS = b"-.~_"
 _LONGEST_LINE = 64 << 20
 

@@ -18,14 +18,14 @@ import numpy as np
 
 from d2plm.core.errors import DataError
 from d2plm.core.terminal import first_few
-from d2plm.core.vocabulary import Vocabulary, has_gap
+from d2plm.core.vocabulary import PROTEIN, Vocabulary, has_gap
 from d2plm.data.records import RawRecords, is_missing
 
 # Whole names of what HH-suite and the PDB's ss.txt write beside sequences.
 _ANNOTATION = re.compile(
     rb"(?:ss|sa|aa)_(?:pred|dssp|conf)|[Cc]onsensus|\S+_[Cc]onsensus|\w{4}:\w+:secstr"
 )
-_PIR = re.compile(rb"(?:P1|F1|D[LC]|R[LC]|N[13]|XX);(.+)", re.DOTALL)  # kind of molecule; name
+_PIR = re.compile(rb"(?:P1|F1|D[LC]|R[LC]|N[13]|XX);(?!size=)(.+)", re.DOTALL)  # kind; name
 _LEAST_TITLE = 10  # letters of a single word of upper case that is rather a sequence
 _COMMENT = re.compile(rb"^[;#!].*", re.M)
 _PLAIN = b"ABCDEFGHIKLMNOPQRSTUVWXYZ*\n"
@@ -69,11 +69,13 @@ def checked(
         if vocabulary.is_text or records.tokens is not None:
             yield records
             continue
-        records = _of_sequences(records, left_out)
+        if vocabulary == PROTEIN:
+            records = _of_sequences(records, left_out)
+            if number == 0:
+                _refuse_annotated(records)
+                _refuse_codes(records)
         texts = records.sequences
         if number == 0:
-            _refuse_annotated(records)
-            _refuse_codes(records)
             columns = _columns(texts[0]) if texts else None
         others = b"".join(texts).translate(None, _PLAIN)
         if any(mark in others for mark in (b";", b"#", b"!")):
@@ -102,7 +104,7 @@ def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
     names = b"\n".join(records.names)
     if b";" in names and (found := [_PIR.fullmatch(name) for name in records.names]) and any(found):
         for index, text in enumerate(records.sequences):
-            title = text.partition(b"\n")[0]
+            title = text.partition(b"\n")[0].rstrip(b"*")
             if found[index] and title.isupper() and title.isalpha() and len(title) >= _LEAST_TITLE:
                 reason = f"{_quoted(title)} stands in the place of the title"
                 _refuse(records, index, 0, f"{reason}; put a title, of any words, before it")
@@ -116,7 +118,7 @@ def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
         return records
     kept = [i for i, name in enumerate(records.names) if not _ANNOTATION.fullmatch(name)]
     others = sorted({*range(len(records.names))} - {*kept})
-    if not others:
+    if not others or not kept:
         return records
     left_out += [records.names[i].decode("utf-8", "replace") for i in others]
     return replace(
@@ -138,8 +140,8 @@ def _refuse_annotated(records: RawRecords) -> None:
     even = [i for i, own in enumerate(lines) if len(own) and len(own) % 2 == 0]
     below = [i for i in even if _is_annotation(*_halves(lines[i]))]
     beside = [i for i in range(1, len(whole)) if _is_annotation(whole[i - 1], whole[i])]
-    if 2 * len(below) > len(lines) or beside:
-        index = beside[0] if beside else below[0]
+    if 2 * len(below) > len(lines) or 3 * len(beside) > len(lines):
+        index = (beside or below)[0]
         line = lines[index][-1]
         _refuse(
             records,

@@ -566,7 +566,7 @@ def _columns(
     of_residues = [name for name in names if _hold_residues(cells.get(name, ()))]
     usual = [
         # `protein` may hold names such as KRAS, whose letters are those of residues, too
-        *(one for one in SEQUENCE_FIELDS if one != "protein" or not cells),
+        *(one for one in SEQUENCE_FIELDS if one != "protein"),
         *(one.lower() for one in of_residues if one.lower() == "protein"),
     ]
     sequence = choose(reading.sequence_field, usual, "sequence_field")

@@ -70,11 +70,14 @@ class Table:
         csv.field_size_limit(_LONGEST)
         self._rows = self._cells(chain([header], [following] if following else [], lines))
         self.columns = [name.strip() for name in next(self._rows)[1]]
-        while self.columns and not self.columns[-1]:
-            self.columns.pop()
         first = next(self._rows, None)
-        if first and len(first[1]) == len(self.columns) + 1 and first[1][-1].strip():
+        cells = [cell.strip() for cell in first[1]] if first else []
+        # R writes names of rows, in quotation marks or 1, 2, 3, without a header of their own.
+        is_of_r = header[1].startswith('"') or cells[:1] == ["1"]
+        if len(cells) == len(self.columns) + 1 and cells[-1] and is_of_r:
             self.columns.insert(0, "")
+        while self.columns and not self.columns[-1] and not "".join(cells[len(self.columns) - 1 :]):
+            self.columns.pop()
         self._rows = chain([first] if first else [], self._rows)
 
     def rows(self) -> Iterator[Row]:

@@ -48,12 +48,13 @@ _LETTERS["STOP"] = "*"
 _RESIDUE = f"{'|'.join(_LETTERS)}|[A-Z*]"
 _CHANGE = re.compile(rf"(?:P\.)?({_RESIDUE})(-?\d{{1,9}})({_RESIDUE}|[=-])", re.IGNORECASE)
 _SEPARATORS = re.compile(r"[:;,/_+\s]+|(?<=[A-Za-z*=])-(?=[A-Za-z])")
-_REFERENCE = re.compile(r"[\w.]+:(?=p\.)")  # NP_000240.1:p.Ala24Gly
 _INDEL = re.compile(r"\d(?i:del|ins|dup|ext)|\bdel(?=[A-Za-z]*\d)|[Δ∆]|\d[A-Za-z]{0,3}fs")
 _UNSURE = re.compile(r"p\.0|.*\?")  # p.?, p.Met1?, p.0?
 _ARROW = re.compile(r"\s*(->|>|→)\s*")
 _INSERTION_CODE = re.compile(rf"(?:{_RESIDUE})(\d+[A-Z])(?:{_RESIDUE})", re.IGNORECASE)
 _LABELLED = re.compile(r"(?<![A-Za-z])([A-Z])([A-Z])(?=-?\d+[A-Z*](?![a-z]))")
+# The sequence that HGVS refers to: NP_000240.1:p.Ala24Gly, P02185:p.Ala24Gly.
+_REFERENCE = re.compile(r"^(?:[A-Z]{2}_?\w[\w.]{2,40}|[OPQ]\d[A-Z\d]{3}\d):(?=p\.)")
 _BRACKETS = str.maketrans("", "", "()[]")
 _TOKENS = dict(zip(CANONICAL, encode(CANONICAL).tolist(), strict=True))
 _REGION = re.compile(r".*/(\d+)-(\d+)")
@@ -222,6 +223,10 @@ def numbering_offset(
         return preferred
     positions = np.array([position for position, _ in expected])
     residues = encode("".join(letter for _, letter in expected))
+    places = positions - 1 - preferred
+    inside = (places >= 0) & (places < len(wild_type))
+    if inside.all() and np.array_equal(wild_type[places], residues):
+        return preferred
     agreeing = [
         (positions[residues == residue][:, None] - 1 - np.flatnonzero(wild_type == residue)).ravel()
         for residue in np.unique(residues)

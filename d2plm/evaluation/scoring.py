@@ -308,7 +308,10 @@ def bound_differences(
     and is compared per residue, for a total would follow the length. L is the wild type's, so that
     scores of its length are differences of bounds. Arguments and errors as of `bound_draws`.
     """
-    every = [wild_type, *sequences]
+    place = {wild_type.tobytes(): 0}  # of each distinct sequence: equal ones have equal masks
+    for one in sequences:
+        place.setdefault(one.tobytes(), len(place))
+    every = [np.frombuffer(one, wild_type.dtype) for one in place]
     draws = bound_draws(
         model,
         paradigm,
@@ -320,7 +323,7 @@ def bound_differences(
         **settings,
     )
     nats = draws.mean(axis=1) * len(wild_type) / [len(one) for one in every]
-    return nats[0] - nats[1:]
+    return nats[0] - nats[[place[one.tobytes()] for one in sequences]]
 
 
 def effect_draws(given: Family | None) -> int:

@@ -187,7 +187,7 @@ class VariantTable:
         for row, cell in enumerate(map(str.strip, self.column(column))):
             place = 0 if len(proteins) == 1 and is_missing(cell) else places.get(cell)
             if place is None:
-                self._leave_out(row, OTHER_PROTEIN, f"{cell!r}{did_you_mean(cell, names)}")
+                self._leave_out(row, OTHER_PROTEIN, repr(cell))
             else:
                 rows_of.setdefault(place, []).append(row)
         return rows_of
@@ -261,8 +261,8 @@ class VariantTable:
         return None
 
     def _whole(self, rows: list[int], wild_type: Tokens, strict: bool) -> Placed:
-        """Sequences of the wild type's length become its variants."""
-        kept, sequences = [], list[Tokens]()
+        """Sequences that differ from the wild type by substitutions become its variants."""
+        kept, sequences, mistakes = [], list[Tokens](), list[DataError]()
         for row in rows:
             text, where, reason = self.texts[row].strip(), self._where(row), MALFORMED
             try:
@@ -275,13 +275,19 @@ class VariantTable:
             except DataError as error:
                 if strict:
                     raise
+                mistakes += [error] * (reason in _MISTAKES)
                 self._leave_out(row, reason, str(error).removeprefix(where).lstrip(": "))
-        if any(len(one) != len(wild_type) for one in sequences):
+        if len(mistakes) > MOST_MISTAKEN * len(rows):
+            raise mistakes[0]
+        same = [one == wild_type for one in sequences if len(one) == len(wild_type)]
+        # By the bound, too: what is shifted, and what stands for an unknown residue.
+        is_known = all(PROTEIN.is_predicted(wild_type[~one]).all() for one in same)
+        if len(same) < len(sequences) or not is_known or any(2 * x.sum() < len(x) for x in same):
             return Placed(np.array(kept, int), [Variant((r,), (0,)) for r in kept], sequences)
-        changed = [np.flatnonzero(one != wild_type).tolist() for one in sequences]
+        positions = [np.flatnonzero(one != wild_type).tolist() for one in sequences]
         variants = [
-            Variant(tuple(positions), tuple(one[positions].tolist()))
-            for positions, one in zip(changed, sequences, strict=True)
+            Variant(tuple(own), tuple(one[own].tolist()))
+            for own, one in zip(positions, sequences, strict=True)
         ]
         return Placed(np.array(kept, int), variants)
 
@@ -314,6 +320,9 @@ class VariantTable:
         ]
         parts[0] += f" {self.source}"
         parts += [f"measured in {measured!r}"] * bool(measured)
+        parts += ["compared by the bound per residue"] * any(
+            one.sequences is not None for one in placed.values()
+        )
         offsets = {names[place]: one.offset for place, one in placed.items()}
         if len({*offsets.values()} - {None}) > 1:
             parts += [f"offset of {name} {offset}" for name, offset in offsets.items()]
@@ -374,7 +383,7 @@ def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
     whole_columns = [*named, *_candidates(path, columns, (*SEQUENCE_COLUMNS, "sequence"))]
     others = [] if wanted else columns
     written = next((one for one in [*named, *others] if _are_variants(examined[one])), None)
-    whole = next((one for one in whole_columns if _are_sequences(examined[one])), None)
+    whole = next((one for one in whole_columns if _are_sequences(examined[one], _plain(one))), None)
     apart = [_candidates(path, columns, usual) for usual in LETTER_COLUMNS]
     made = (path, columns, delimiter, lines, cells)
     if written is None and whole is not None:
@@ -461,8 +470,11 @@ def _are_variants(cells: Sequence[str]) -> bool:
     return bool(known) and 2 * right >= len(known)
 
 
-def _are_sequences(cells: Sequence[str]) -> bool:
-    known = [cell.strip() for cell in cells if not is_missing(cell)]
+def _are_sequences(cells: Sequence[str], name: str = "") -> bool:
+    """Whether a column holds whole sequences: half of them, of any length, if `name` says so."""
+    known = [cell.strip().upper() for cell in cells if not is_missing(cell)]
+    if name in SEQUENCE_COLUMNS:
+        return 2 * sum(map(str.isalpha, known)) > len(known)
     return bool(known) and sum(map(bool, map(_SEQUENCE.fullmatch, known))) > 0.9 * len(known)
 
 

@@ -490,10 +490,13 @@ def test_whole_sequences_of_other_lengths_are_compared_by_their_bounds(
     every = [encode(text) for text in (PROTEINS["P1"], *sequences)]
     nats = bound_draws(exported.denoiser("fp64"), exported.paradigm, every).mean(axis=1)
     scores = [float(row["d2plm_score"]) for row in written(output)]
-    np.testing.assert_allclose(scores, nats[0] - nats[1:], atol=1e-6)
+    per_residue = nats * len(every[0]) / [len(one) for one in every]
+    per_residue[1] = per_residue[0]  # the wild type itself: the same masks
+    np.testing.assert_allclose(scores, per_residue[0] - per_residue[1:], atol=1e-6)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == (
-        f"{table}: 4 variants in column 'mutant' (whole sequences), measured in 'score'"
+        f"{table}: 4 variants in column 'mutant' (whole sequences), measured in 'score', compared "
+        "by the bound per residue"
     )
     assert said[1].endswith("(4 measured variants)") and len(said) == 2
 
@@ -559,7 +562,7 @@ def test_a_whole_sequence_that_contradicts_its_variant_is_a_mistake(
             "is a matrix of positions × residues",
         ),
         ("\n".join(["aa,1,2", *(f"{one},1,2" for one in CANONICAL)]), "is a matrix of positions"),
-        (">P1\nMKV\n", "no column of variants"),
+        (">P1\nMKV\n", "is FASTA, not a table"),
         ("mutant,score,score\nM1A,1,2\n", "has several columns 'score'; rename all but one"),
         ("mutant,score\nM1A,50%\n", "line 2: score '50%' is not a number"),
     ],

@@ -18,6 +18,7 @@ from d2plm.core.number_text import duration
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import (
     VARIABLE,
+    LineHandler,
     done,
     output_in,
     output_modes,
@@ -219,3 +220,10 @@ def test_on_a_terminal_there_is_a_bar_which_goes_away(
 )
 def test_a_duration_has_the_two_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_control_characters_of_what_a_message_quotes_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    LineHandler()._write("the cell '\x1b[31mred\x07' of é\ta\n")
+    assert capsys.readouterr().err == "the cell '\\x1b[31mred\\x07' of é\ta\n\n"
