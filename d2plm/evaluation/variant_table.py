@@ -320,9 +320,8 @@ class VariantTable:
         ]
         parts[0] += f" {self.source}"
         parts += [f"measured in {measured!r}"] * bool(measured)
-        parts += ["compared by the bound per residue"] * any(
-            one.sequences is not None for one in placed.values()
-        )
+        by_bound = any(one.sequences is not None for one in placed.values())
+        parts += ["compared by the bound per residue"] * by_bound
         offsets = {names[place]: one.offset for place, one in placed.items()}
         if len({*offsets.values()} - {None}) > 1:
             parts += [f"offset of {name} {offset}" for name, offset in offsets.items()]
