@@ -1,7 +1,8 @@
 """d2plm score: the likelihood of each sequence in a file, or the effects of mutations.
 
 Proteins are read twice: first to check them before hours are spent on scoring, then to score them
-in chunks, so that memory does not grow with the file. A table of variants is kept in memory.
+in chunks, so that memory does not grow with the file. Names of proteins with relatives, and a table
+of variants, are kept in memory.
 """
 
 import sys

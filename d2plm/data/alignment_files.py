@@ -17,7 +17,7 @@ _LONGEST_LINE = 64 << 20
 
 
 def alignment_format(start: bytes) -> str | None:
-    """The name of the format of an alignment file that begins so; None for another file."""
+    """The format of an alignment file, from its first bytes; None for another file."""
     start = start.removeprefix(BOM_UTF8)
     if _STOCKHOLM.match(start):
         return "Stockholm"

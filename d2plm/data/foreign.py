@@ -62,7 +62,7 @@ FOREIGN: tuple[tuple[bytes, str, str], ...] = (
 
 
 def refuse_foreign(path: Path, start: bytes) -> None:
-    """Refuse a file that begins as no sequence file or table does.
+    """Refuse a file of another format.
 
     Args:
         start: its first bytes, a few thousand if it has as many, decompressed.

@@ -1,4 +1,4 @@
-"""What stands where sequences should: annotation is left out, words and stray gaps are refused.
+"""Checks of sequence records: annotation is left out, words and stray gaps are refused.
 
 Nearly every letter is a residue's, so a message of a program, a title, a secondary structure or DNA
 would pass for a protein. Whole blocks are searched at once; only records with blanks, gaps or lower
@@ -55,13 +55,13 @@ log = logging.getLogger(__name__)
 def checked(
     blocks: Iterable[RawRecords], vocabulary: Vocabulary, path: Path
 ) -> Iterator[RawRecords]:
-    """The records of an input without those of annotation, which are told of at its end.
+    """The records of an input without those of annotation, which are reported at its end.
 
     Text and tokens pass as they are.
 
     Raises (when iterated):
-        DataError: words or a header stand in a sequence, a gap in what is no alignment, annotation
-            below each sequence, or a nucleotide sequence among proteins.
+        DataError: words or a header stand in a sequence, a gap outside alignments, annotation
+            beside sequences, or three-letter codes.
     """
     left_out: list[str] = []
     columns: tuple[int, int] | None = None  # of the first record

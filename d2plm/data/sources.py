@@ -25,6 +25,7 @@ import numpy as np
 
 from d2plm.core.errors import DataError, did_you_mean, first_line, require_number
 from d2plm.core.files import nearest_path, shipped
+from d2plm.core.number_text import counted
 from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import CANONICAL, PROTEIN, Tokenised, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
@@ -322,7 +323,8 @@ def _csv_rows(given: _Input, table: Table) -> Iterator[Document]:
         name = f"{prefix}{row}" if named is None else cells[named].partition("\x01")[0]
         yield Document(_one_line(name.encode("utf-8", "replace")), vocabulary.raw(text), line)
     if without:
-        _say(f"{path}: {len(without)} rows without a sequence left out (lines {_listed(without)})")
+        rows_left = f"{counted(len(without), 'row')} without a sequence"
+        _say(f"{path}: {rows_left} left out (lines {_listed(without)})")
 
 
 @cache  # once for a file, however often it is read
@@ -759,7 +761,7 @@ FORMS = {
     "parquet": ("Parquet", "input=table.parquet"),
     "jsonl": ("JSON lines, an object a line: .jsonl, .ndjson, .json", "'input=shards/*.jsonl.zst'"),
     "huggingface": (
-        "a folder that `datasets` saved, or of Parquet or Arrow files, of one split",
+        "a folder of one split that `datasets` saved, or of Parquet or Arrow files",
         "input=dataset_folder/train",
     ),
     "hub": (

@@ -205,7 +205,7 @@ def test_a_table_of_relatives_is_joined_by_names_in_headers(
     found = read_families(table, 8, names, "in.fasta")
     assert [[decode(one) for one in own.members] for own in found] == [["MKT", "MKV"], ["WWW"], []]
     assert "1 of its 5 proteins not in in.fasta, left out: absent" in caplog.text
-    assert "1 rows without a sequence left out (lines 7)" in caplog.text
+    assert "1 row without a sequence left out (lines 7)" in caplog.text
     with pytest.raises(DataError, match="'P02185' names record 1 and record 2,"):
         read_families(table, 8, [*names[:1], "tr|P02185|P02185_CATMA"], "in.fasta")
     with pytest.raises(DataError, match="'plain' names record 2 and record 3,"):
