@@ -34,7 +34,7 @@ MISSING = tables.MISSING | {
 LONGEST_WORD = max(map(len, MISSING))
 # Letters of nucleotides, tokens of residues alone, the least number of letters that tells the two
 # apart, and the least fraction of A, C, G, T, U and N, which is a quarter in proteins.
-_BASES = b"ACGTUN"
+_BASES, _AMBIGUOUS = b"ACGTUN", b"RYSWKMBDHV"
 _IS_OF_RESIDUES = np.isin(
     np.arange(256), PROTEIN.encode("".join({*RESIDUES} - {*"ACGTUNRYSWKMBDHV"}), "residues")
 )
@@ -226,6 +226,7 @@ def _refuse_nucleotides(records: RawRecords, found: Tokenised) -> None:
 
 def _is_of_bases(text: bytes) -> bool:
     letters = b"".join(text.upper().split())
-    others = len(letters.translate(None, _BASES))
+    others = letters.translate(None, _BASES)
     enough = len(letters) >= _LEAST_LETTERS and {*b"ACG"} <= {*letters}
-    return enough and others <= (1 - _SHARE) * len(letters)
+    few = len(others) <= (1 - _SHARE) * len(letters)
+    return enough and few and not others.translate(None, _AMBIGUOUS)
