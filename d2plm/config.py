@@ -6,6 +6,7 @@ and impossible values are rejected before anything starts. Commands read the set
 takes them as arguments.
 """
 
+import json
 import os
 import re
 import shlex
@@ -53,7 +54,9 @@ Values = Settings | Mapping[str, Any]
 def as_yaml(settings: Values) -> str:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(plain(settings)))
+    text = OmegaConf.to_yaml(OmegaConf.create(plain(settings)))
+    # PyYAML reads this line end of IBM's, which it writes as it is, as a blank; JSON escapes it.
+    return text if "\x85" not in text else json.dumps(plain(settings), indent=2) + "\n"
 
 
 def save(settings: Values, file: Path) -> None:

@@ -70,6 +70,7 @@ def test_the_settings_of_a_command_read_back_as_they_are(command: str) -> None:
 
 TEXTS = ["", " ", "true", "null", "~", "on", "1e3", "0x1f", "1:30", "2024_05", "2024-05-03", ".inf"]
 TEXTS += [
+    "\x85",
     "a: b",
     "- a",
     "#a",
