@@ -48,7 +48,7 @@ def test_the_work_folder_contains_what_the_run_said(finished: Finished) -> None:
     assert evaluation["baselines"]["uniform"]["perplexity"] == pytest.approx(20)
     low, high = evaluation["model"]["perplexity_interval"]
     assert low < evaluation["model"]["perplexity"] < high
-    assert set(evaluation["digests"]) == {"train", "validation", "masks"}
+    assert set(evaluation["digests"]) == {"train", "validation", "masks", "model"}
     assert (work_dir / "generated.fasta").read_text().count(">") == 3
     assert (work_dir / "model" / "model.safetensors").is_file()
     assert (work_dir / "mlflow.db").is_file()

@@ -133,7 +133,7 @@ def test_members_as_alike_as_the_identity_are_on_one_side(
         (["input=nowhere.fasta"], DataError, "nowhere.fasta"),
         (["trainer.lora_rank=0"], ConfigError, "trainer.lora_rank=0: must be an integer ≥ 1"),
         (["max_general_loss=0"], ConfigError, "max_general_loss=0: must be a number > 0"),
-        (["general=nowhere.fasta"], DataError, "general=nowhere.fasta: no such file"),
+        (["general=nowhere.fasta"], DataError, "nowhere.fasta: no such file"),
     ],
 )
 def test_what_cannot_be_done_is_rejected(

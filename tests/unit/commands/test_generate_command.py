@@ -222,7 +222,7 @@ def test_an_output_of_another_form_is_rejected(generate: Generate, tmp_path: Pat
 def test_an_output_that_is_a_folder_is_rejected_before_the_work(
     generate: Generate, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(ConfigError, match=r"^output=.*: must be a file, and this is a folder"):
         generate("number=1", output=tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be created"):

@@ -85,7 +85,7 @@ def word_pieces() -> Tokenizer:
 )
 def test_letters_codons_and_bytes(vocabulary: Vocabulary, text: str, tmp_path: Path) -> None:
     tokenizer = saved(vocabulary, tmp_path)
-    tokens = vocabulary.encode(text, "text")
+    tokens = vocabulary.encode(text, "text", aligned=True)
     assert tokenizer(text)["input_ids"] == [0, *tokens.tolist(), 2]
     shown = tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
     assert shown == vocabulary.decode(tokens)

@@ -54,7 +54,7 @@ FAMILIES: list[Members] = [
     (),
     ((0, 2, 1, 1),),
     ((1, 1, 0, 2), (1, 1, 0, 2), (1, 0, 0, 2)),
-    ((2, 1), (0, 2, 1), (2, 2, 1, 0)),
+    ((2, 0), (0, 1, 2), (2, 2, 1, 0)),  # none contains the first protein, or is a part of it
 ]
 PROTEINS: list[Member] = [(0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 2, 0)]
 CASES = [(protein, relatives) for relatives in FAMILIES for protein in PROTEINS]

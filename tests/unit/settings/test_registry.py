@@ -71,7 +71,7 @@ def test_a_field_is_a_key_in_help_completion_documents_validation_and_the_constr
     rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert ["paradigm.strength=0.5", said] in rows
     assert candidates("d2plm train paradigm.str") == ["paradigm.strength="]
-    page, schema = runpy.run_path(f"{ROOT}/docs/configuration.py")["generated"]().values()
+    page, *_, schema = runpy.run_path(f"{ROOT}/docs/configuration.py")["generated"]().values()
     assert f"| `paradigm.strength` | `0.5` | {said} |" in page
     paradigm = json.loads(schema)["properties"]["paradigm"]["properties"]
     assert paradigm["strength"]["description"] == "strength of it"
