@@ -168,8 +168,8 @@ def _is_annotation(sequence: bytes, line: bytes) -> bool:
 def _refuse_codes(records: RawRecords) -> None:
     for index, text in enumerate(records.sequences):
         letters = b"".join(text.split()).upper()
-        codes = [letters[i : i + 3] for i in range(0, len(letters), 3)]
-        if len(codes) >= 3 and {*codes} <= _CODES:
+        codes = (letters[i : i + 3] for i in range(0, len(letters), 3))
+        if len(letters) >= 9 and all(code in _CODES for code in codes):  # ends at the first other
             reason = f"{_quoted(text.strip())} is written in three-letter codes"
             _refuse(records, index, 0, f"{reason}; write one letter for each residue")
 
@@ -200,11 +200,12 @@ def _refuse_words(records: RawRecords, index: int, masked: bool) -> None:
     if text.isupper() and b" " not in text and b"\t" not in text:
         return
     small, offset = len(text) - len(text.translate(None, _LOWER)), 0
-    lines = [line.split() for line in text.split(b"\n")]
+    written = text.split(b"\n")
+    lines = [line.split() for line in written]
     widths = Counter(len(words[0]) for words in lines if len(words) > 1)
     last = max((number for number, words in enumerate(lines) if words), default=0)
     widest = max((len(words[0]) for words in lines if words), default=0)
-    for number, (line, words) in enumerate(zip(text.split(b"\n"), lines, strict=True)):
+    for number, (line, words) in enumerate(zip(written, lines, strict=True)):
         said = words[0].rstrip(b".:!?") if len(words) == 1 else b""
         # The only lower case of the record, alone in its line: a capitalised word, or a short one.
         alone = said.isalpha() and small == len(said.translate(None, _UPPER)) > 1 and not masked
