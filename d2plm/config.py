@@ -28,7 +28,7 @@ from d2plm.core.errors import (
     nearest,
     require,
 )
-from d2plm.core.files import config_dir, is_hub_name, nearest_path, shipped, write_text
+from d2plm.core.files import RUN_CONFIG, config_dir, is_hub_name, nearest_path, shipped, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MODULE, MULTIRUN, SWITCHES
 from d2plm.settings.commands import SETTINGS, SHORT_KEYS, PipelineSettings
 from d2plm.settings.registry import load_modules, registered
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=Settings)
 
 PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
-RUN_CONFIG = "config.yaml"  # in the output_dir of every run
 MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
 
 # A member of a list on the command line, such as [a,'b,c'].

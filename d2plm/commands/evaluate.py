@@ -17,7 +17,7 @@ from d2plm.assembly.tracked_run import describe, tracked_run
 from d2plm.assembly.training_run import open_stores
 from d2plm.config import read
 from d2plm.core.errors import ConfigError, require_choice, within
-from d2plm.core.files import is_writable, write_text
+from d2plm.core.files import RUN_CONFIG, is_writable, write_text
 from d2plm.core.terminal import done, result
 from d2plm.data.cache import ArrayCache
 from d2plm.data.relatives import RelativesIndex
@@ -37,7 +37,7 @@ from d2plm.export.model_evaluation import (
     open_rival,
     reusable_evaluation,
 )
-from d2plm.export.report_content import CONFIG, Sources
+from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.settings.commands import PipelineSettings
@@ -97,11 +97,11 @@ def _with_results_folder(config: PipelineSettings, is_local: bool) -> PipelineSe
     """
     output_dir, model_dir = Path(config.output_dir), Path(os.path.expanduser(config.model_dir))
     is_default = output_dir == Path(config.work_dir) / config.paradigm.name
-    has_run = (output_dir / CONFIG).is_file()
+    has_run = (output_dir / RUN_CONFIG).is_file()
     if _is_model_of(output_dir, model_dir) or not (is_default or has_run):
         return config
     run = model_dir.parent
-    is_of_a_run = (run / CONFIG).is_file() and _is_model_of(run, model_dir)
+    is_of_a_run = (run / RUN_CONFIG).is_file() and _is_model_of(run, model_dir)
     folder = run if is_of_a_run else run / f"{model_dir.name}-evaluation"
     if not (is_local and is_writable(folder)):
         name = re.sub(r"[^\w.@-]+", "-", config.model_dir).strip("-")
@@ -112,7 +112,7 @@ def _with_results_folder(config: PipelineSettings, is_local: bool) -> PipelineSe
 
 def _is_model_of(output_dir: Path, model_dir: Path) -> bool:
     """Whether a run in `output_dir` exports, or would export, the model to `model_dir`."""
-    file, model = output_dir / CONFIG, model_dir.absolute()
+    file, model = output_dir / RUN_CONFIG, model_dir.absolute()
     if model == output_dir.absolute() / "model":
         return True
     return file.is_file() and Path(read("train", file).model_dir).absolute() == model

@@ -10,6 +10,7 @@ from pathlib import Path
 from d2plm.assembly.preparation import resources
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import read
+from d2plm.core.files import RUN_CONFIG
 from d2plm.core.terminal import done
 from d2plm.data.manifest import MANIFEST, open_prepared
 from d2plm.evaluation.findings import EVALUATION, read_evaluation
@@ -17,7 +18,7 @@ from d2plm.evaluation.new_members import read_members
 from d2plm.evaluation.terms import SUITES
 from d2plm.export.designs import FASTA, describe_designs
 from d2plm.export.exported_model import PROVENANCE, ExportedModel
-from d2plm.export.report_content import CONFIG, Sources
+from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.settings.commands import PipelineSettings, ReportSettings
 from d2plm.settings.data import Resources
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 def run(config: ReportSettings) -> Path:
     """Describe the generated proteins, if any, write the page and return its path."""
     output_dir = Path(config.output_dir)
-    file = output_dir / CONFIG
+    file = output_dir / RUN_CONFIG
     written: PipelineSettings | None = read("train", file) if file.is_file() else None
     likely = (written.model_dir, written.data.prepared_dir) if written else (None, None)
     sources = Sources(

@@ -25,8 +25,9 @@ from d2plm.assembly.training_run import (
     training_stores,
     with_start_pinned,
 )
-from d2plm.config import RUN_CONFIG, save
+from d2plm.config import save
 from d2plm.core.errors import DataError
+from d2plm.core.files import RUN_CONFIG
 from d2plm.core.locks import locked
 from d2plm.core.processes import train_locally
 from d2plm.core.terminal import aligned, done, result

@@ -15,6 +15,8 @@ from typing import Any
 from d2plm.core.errors import DataError, nearest, require
 from d2plm.core.locks import locked
 
+RUN_CONFIG = "config.yaml"  # in the output_dir of every run
+
 log = logging.getLogger(__name__)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from d2plm.core.errors import DataError
-from d2plm.core.files import files_digest, nearest_path, read_json
+from d2plm.core.files import RUN_CONFIG, files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
 from d2plm.core.palette import CLASS_OF, CLASSES
 from d2plm.core.redaction import redacted_settings
@@ -31,7 +31,6 @@ from d2plm.export.exported_model import parameters_of, read_provenance, weights_
 from d2plm.generation.sampler_settings import in_a_line
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
-CONFIG = "config.yaml"
 ABSENT = {  # part → default reason why it is missing, and how to get it
     "evaluation": "The model has not been evaluated: run d2plm evaluate.",
     "relatives": "The evaluation has no bound given relatives: train with model.relatives_dim and "
@@ -233,13 +232,13 @@ def _settings(
 ) -> dict[str, str]:
     """Heading → settings without secrets: the composed configuration, or those in the export."""
     found = {}
-    file = output_dir / CONFIG
+    file = output_dir / RUN_CONFIG
     if file.is_file():
         try:
             composed = redacted_settings(yaml.safe_load(file.read_text(encoding="utf-8")))
         except (OSError, AttributeError, yaml.YAMLError) as error:
             raise DataError(f"{file}: is not a configuration ({error}); train again") from error
-        found[f"the run's composed configuration ({CONFIG})"] = yaml.safe_dump(
+        found[f"the run's composed configuration ({RUN_CONFIG})"] = yaml.safe_dump(
             composed, sort_keys=False, allow_unicode=True
         )
     elif model is not None and "settings" in model:
