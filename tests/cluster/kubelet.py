@@ -291,8 +291,8 @@ class _Runner(threading.Thread):
         while self._is_met() and (message := self.kubelet.faults.image_pull) is not None:
             image = self.pod["spec"]["containers"][0]["image"]
             self._record("Warning", "Failed", f'Failed to pull image "{image}": {message}')
-            self._record("Normal", "BackOff", f'Back-off pulling image "{image}"')
             self._set_waiting("ImagePullBackOff", message)
+            self._record("Normal", "BackOff", f'Back-off pulling image "{image}"')
             self._pause(POLL_SECONDS)
 
     def _pause(self, seconds: float) -> None:
