@@ -5,9 +5,9 @@ is an error with its `reason`, so that whoever reads a table may leave it out an
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -58,9 +58,6 @@ _REFERENCE = re.compile(r"^(?:[A-Z]{2}_?\w[\w.]{2,40}|[OPQ]\d[A-Z\d]{3}\d):(?=p\
 _BRACKETS = str.maketrans("", "", "()[]")
 _TOKENS = dict(zip(CANONICAL, encode(CANONICAL).tolist(), strict=True))
 _REGION = re.compile(r".*/(\d+)-(\d+)")
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 
 class VariantError(DataError):
@@ -268,24 +265,23 @@ def place_variants(
     if offset != "auto":
         require_number("mutation_offset", offset, integer=True)
     label = label_of(texts) if label is None else label
-    letters, parsed = decode(wild_type), [_result(parse_variant, text, label) for text in texts]
+    letters = decode(wild_type)
+    parsed: list[list[Substitution] | VariantError] = []
+    for text in texts:
+        try:
+            parsed.append(parse_variant(text, label))
+        except VariantError as error:
+            parsed.append(error.with_traceback(None))  # which would keep what was given
     if offset == "auto":
         understood = (one for one in parsed if not isinstance(one, VariantError))
         offset = numbering_offset(understood, wild_type, name)
-    placed = [
-        one
-        if isinstance(one, VariantError)
-        else _result(place, one, letters, offset=offset, name=name)
-        for one in parsed
-    ]
+    placed: list[Variant | VariantError] = []
+    for one in parsed:
+        if isinstance(one, VariantError):
+            placed.append(one)
+            continue
+        try:
+            placed.append(place(one, letters, offset=offset, name=name))
+        except VariantError as error:
+            placed.append(error.with_traceback(None))
     return placed, offset
-
-
-def _result(
-    of: Callable[Given, Result], *given: Given.args, **named: Given.kwargs
-) -> Result | VariantError:
-    """What `of` returns or, where it raises one, the error."""
-    try:
-        return of(*given, **named)
-    except VariantError as error:
-        return error.with_traceback(None)  # which would keep what was given
