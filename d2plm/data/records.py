@@ -39,7 +39,7 @@ _IS_OF_RESIDUES = np.isin(
     np.arange(256), PROTEIN.encode("".join({*RESIDUES} - {*"ACGTUNRYSWKMBDHV"}), "residues")
 )
 _LEAST_LETTERS, _SHARE = 50, 0.9
-_GLANCE = 16  # tokens, in which a protein in a few thousand has none of residues alone
+_GLANCE = 16  # tokens; few proteins have none of residues alone among so many
 
 
 @dataclass(frozen=True, slots=True)
