@@ -179,8 +179,8 @@ def _short(records: Iterator[FastaRecord], most: int, inputs: str | Path) -> Ite
         else:
             left_out.append(record.name)
     if left_out:
-        shown = first_few(left_out)
-        _say(f"{inputs}: left out {len(left_out):,} longer than max_residues={most}: {shown}")
+        names = first_few(left_out)
+        _say(f"{inputs}: left out {len(left_out):,} longer than max_residues={most}: {names}")
 
 
 def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[FastaRecord]:
