@@ -98,6 +98,8 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _fits(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
+    if isinstance(value, str) and not _is_utf8(value):  # bytes of a path or of the command line
+        return False
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return any(value == one and type(value) is type(one) for one in arguments)
@@ -118,6 +120,10 @@ def _fits(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
 
 def _fits_any(kind: Any, value: object, limits: Mapping[str, Any]) -> bool:
     return any(_fits(one, value, limits) for one in _alternatives(kind))
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _is_number(kind: type, value: Any) -> bool:
@@ -146,7 +152,7 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
     if kind in (int, float):
         text = range_of(limits)
         return f"{'an integer' if kind is int else 'a number'}{f' {text}' if text else ''}"
-    return {NoneType: "null", bool: "true or false", str: "text"}.get(kind, str(kind))
+    return {NoneType: "null", bool: "true or false", str: "text in UTF-8"}.get(kind, str(kind))
 
 
 def range_of(limits: Mapping[str, Any]) -> str:

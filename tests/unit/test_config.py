@@ -111,7 +111,7 @@ def values_of(kind: Any, limits: Mapping[str, Any]) -> st.SearchStrategy[Any]:
             allow_nan=False,
             allow_infinity=False,
         )
-    texts = st.sampled_from(TEXTS) | st.text(st.characters(exclude_characters="$?"))
+    texts = st.sampled_from(TEXTS) | st.text(st.characters(codec="utf-8", exclude_characters="$?"))
     scalars = {str: texts, bool: st.booleans(), NoneType: st.none()}
     return scalars[kind] if kind in scalars else st.one_of(*scalars.values())  # of `Any`
 
@@ -149,6 +149,12 @@ def test_any_settings_that_are_accepted_read_back_from_a_file_as_they_are(
     file = tmp_path_factory.mktemp("settings") / "config.yaml"
     save(settings, file)
     assert read(command, file) == settings
+
+
+@pytest.mark.parametrize("value", ["runs/\udcff", ["a", "\ud800"]])
+def test_what_is_not_utf8_is_refused_by_its_key(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"data\.input=.*must be .*text in UTF-8"):
+        changed(compose("prepare", ["data.input=x"]), {"data": {"input": value}}, "changes")
 
 
 def test_every_command_and_action_has_settings() -> None:
