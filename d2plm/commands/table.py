@@ -225,14 +225,6 @@ COMMANDS = {
             ),
         },
     ),
-    "bench": Command(
-        "measure a training step on this machine and estimate how long training takes",
-        "d2plm bench model=8m token_budget=8192 tokens=1e9",
-        usual_keys=(
-            *("model", "token_budget", "max_length", "mean_length", "device", "precision"),
-            *("compile", "steps", "tokens"),
-        ),
-    ),
 }
 # Commands with their own `main(words)`: defined in another package, or without settings.
 EXTERNAL = {
