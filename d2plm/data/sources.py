@@ -187,8 +187,7 @@ def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[Fast
     for path in resolve_inputs(inputs):
         if (path / MANIFEST).is_file():
             store = SequenceStore(path)
-            if store.vocabulary.lenient() != vocabulary.lenient():
-                store.require_vocabulary(vocabulary)
+            store.require_vocabulary(vocabulary)
             for names, tokens in zip(chain.from_iterable(store.name_blocks()), store, strict=True):
                 yield FastaRecord(shown(names), tokens)
         else:
