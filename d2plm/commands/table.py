@@ -202,7 +202,7 @@ COMMANDS = {
         "check this machine and the cluster, and explain how to fix problems",
         "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8 --json",
         usual_keys=(
-            *("cluster", "kfp_host", "pull", "timeout_seconds", "work_dir", "trainer"),
+            *("cluster", "kfp_host", "timeout_seconds", "work_dir", "trainer"),
             *("trainer.device", "tracking", "tracking.uri", "launcher", "launcher."),
         ),
     ),

@@ -125,8 +125,6 @@ class DoctorSettings(PipelineSettings):
     is not local"""
     kfp_host: str | None = key("${oc.env:KFP_HOST,null}")
     """address of a Kubeflow Pipelines server to check"""
-    pull: bool = key(False)
-    """start a pod with the image to test whether the nodes can pull it"""
     timeout_seconds: float = key(5, above=0)
     """timeout of each request to a server"""
 
