@@ -15,7 +15,7 @@ from typing import Any
 
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN, Command
 from d2plm.core import terminal
-from d2plm.core.errors import ConfigError, D2PLMError, did_you_mean
+from d2plm.core.errors import ConfigError, D2PLMError, DataError, OutputError, did_you_mean
 from d2plm.core.machine import configure_home, configure_threads, use_utf8
 from d2plm.core.processes import end_with_parent, unwound_by_sigterm
 from d2plm.core.redaction import redacted
@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; user errors are reported in one line."""
     if arguments is None:
         use_utf8()
+        terminal.open_streams()
     words = sys.argv[1:] if arguments is None else arguments
     modes = {terminal.OPTIONS[word][0] for word in words if word in terminal.OPTIONS}
     configure_home()
@@ -62,24 +63,37 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     try:
         with unwound_by_sigterm():  # so that child processes are stopped
-            return _dispatch(words)
+            return _output_of(words)
     except D2PLMError as error:
         if terminal.DEBUG in terminal.output_modes():
             traceback.print_exc()
-        _show(error.document)
+        if isinstance(error, OutputError):  # the interpreter would write the rest at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.STANDARD_OUTPUT)
         _report(redacted(f"d2plm: error: {error}"), error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         print("d2plm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception:  # a bug in d2plm; of several ranks, only one traceback is shown
         if "RANK" not in os.environ:
             raise
         _report(traceback.format_exc(), 1, is_bug=True)
         return 1
+
+
+def _output_of(words: list[str]) -> int:
+    """Run the command and write all of its output, also before an error."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise DataError("the working folder was deleted; change to another one") from None
+    try:
+        return _dispatch(words)
+    except D2PLMError as error:
+        _show(error.document)
+        raise
+    finally:
+        sys.stdout.flush()
 
 
 def _report(text: str, exit_code: int, is_bug: bool = False) -> None:

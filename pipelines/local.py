@@ -4,7 +4,6 @@ What the steps write is shown on the terminal and kept in `pipeline.log` in the 
 """
 
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TextIO
 
-from d2plm.core.errors import LaunchError
+from d2plm.core.errors import LaunchError, OutputError
 from d2plm.core.locks import locked
 from d2plm.core.machine import user_name
 from d2plm.core.processes import child, described, exit_code
@@ -32,8 +31,6 @@ LOG = "pipeline.log"
 GENERATED = ("generated.fasta", "generated.jsonl")  # of sequences or of texts
 LATEST = ("config.yaml", "manifest.json", "evaluation.json", "model", "report.html", *GENERATED)
 SHOWN = 2  # number of proteins or texts in the summary
-
-logger = logging.getLogger(__name__)
 
 
 def run_locally(config: PipelineSettings) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def run_locally(config: PipelineSettings) -> dict[str, Any]:
     run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     try:
         with (
-            locked(work_dir / ".pipeline.lock", busy, waiting=logger.warning),
+            locked(work_dir / ".pipeline.lock", busy),
             (work_dir / LOG).open("w", buffering=1, encoding="utf-8") as log,
             output_in(output_modes() - {JSON}),  # the steps print text; only our result is JSON
             _temporary_folder(work_dir) as temporary,
@@ -134,7 +131,7 @@ def _show(reading: int, log: TextIO) -> None:
     with open(reading, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             for stream in (log, sys.stdout):
-                with suppress(OSError, ValueError):
+                with suppress(OSError, ValueError, OutputError):
                     stream.write(line)
                     stream.flush()
 

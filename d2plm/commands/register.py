@@ -1,6 +1,5 @@
 """d2plm register: register an evaluated model as a version in the MLflow registry."""
 
-import logging
 from pathlib import Path
 
 from d2plm.assembly.tracked_run import describe, short_digest, tracked_run
@@ -11,8 +10,6 @@ from d2plm.settings.commands import PipelineSettings
 from d2plm.tracking.mlflow_run import VERSION_TAG
 from d2plm.tracking.registry import Registration, export_digest, register
 
-log = logging.getLogger(__name__)
-
 
 def run(config: PipelineSettings) -> Registration:
     """Register the model, and make it the champion if it is better than the present one."""
@@ -21,7 +18,7 @@ def run(config: PipelineSettings) -> Registration:
     name, trackers = config.tracking.registered_model, config.tracking.trackers
     busy = f"another process is registering the model of {config.output_dir}"
     with (
-        locked(Path(config.output_dir) / ".register.lock", busy, waiting=log.warning),
+        locked(Path(config.output_dir) / ".register.lock", busy),
         tracked_run(config, "register") as tracked,
     ):
         if tracked.mlflow is None:

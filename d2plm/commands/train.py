@@ -76,7 +76,7 @@ def _train(config: PipelineSettings) -> dict[str, Any] | None:
     busy = f"another training run is writing to {output_dir}"
     # Rank 0 holds the lock. The other ranks wait for rank 0, with a timeout.
     is_main = int(os.environ.get("RANK", 0)) == 0
-    alone = locked(output_dir / ".lock", busy, waiting=log.warning) if is_main else nullcontext()
+    alone = locked(output_dir / ".lock", busy) if is_main else nullcontext()
     with alone, tracked_run(config, "train") as tracked, system_metrics_logged(config, tracked):
         trainer = build_trainer(config, stores, tracked, start)
         trainer.run_id = tracked.id

@@ -70,6 +70,10 @@ class CheckpointError(D2PLMError):
     """A checkpoint is missing, damaged or belongs to another run."""
 
 
+class OutputError(D2PLMError):
+    """Standard output is full or closed."""
+
+
 class TrackingError(D2PLMError):
     """A tracker is not installed, cannot be reached or refuses a request."""
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -17,25 +16,22 @@ from d2plm.core.locks import locked
 
 RUN_CONFIG = "config.yaml"  # in the output_dir of every run
 
-log = logging.getLogger(__name__)
-
 
 @contextmanager
-def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
+def written_beside(path: str | Path) -> Iterator[Path]:
     """Yield a path next to `path`, in the same (possibly new) folder, and rename it to `path`.
 
     The block writes a file or a folder there; the name keeps the suffix of `path`. On success it is
     flushed to disk and replaces what is at `path`, except that a file never replaces a folder; the
     files of a folder get its permissions to read and write. On an exception it is removed and
-    `path` stays as it was. Two processes that write the same path take turns, or the second gets
-    the error `busy`. A kill while one folder replaces another leaves the old one as
-    `previous.NAME`.
+    `path` stays as it was. Two processes that write the same path take turns. A kill while one
+    folder replaces another leaves the old one as `previous.NAME`.
 
         with written_beside(output) as partial:
             partial.write_text(text)
 
     Raises:
-        DataError: if the path cannot be written (permissions, space), or is `busy`.
+        DataError: if the path cannot be written (permissions, space).
     """
     path = Path(path)
     try:
@@ -45,9 +41,7 @@ def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
             raise DataError(f"{path}: is neither a file nor a folder; choose another path")
         partial = path.with_name(f"partial.{path.name}")
         lock = path.with_name(f"{partial.name}.lock")
-        waiting = None if busy else log.info
-        busy = busy or f"{path}: another process is writing it"
-        with locked(lock, busy, waiting=waiting, of=path):
+        with locked(lock, f"{path}: another process is writing it", of=path):
             _remove(partial)  # left by a process that was killed
             try:
                 yield partial
@@ -61,8 +55,6 @@ def written_beside(path: str | Path, busy: str | None = None) -> Iterator[Path]:
                 _replace(partial, path)
             finally:
                 _remove(partial)
-    except BrokenPipeError:
-        raise
     except OSError as error:
         raise DataError(
             f"{path}: cannot be written ({error.strerror or error}); check the folder, its "

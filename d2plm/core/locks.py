@@ -2,8 +2,8 @@
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -18,35 +18,35 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked(
-    file: Path, busy: str, *, waiting: Callable[[str], None] | None = None, of: Path | None = None
-) -> Iterator[None]:
+def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
     """Hold the lock `file`, which is created here and removed when the lock is released.
 
+    Folders that were missing are created, and removed if nothing else has been written to them.
     The system releases the lock of a process that is killed. On a file system without locks, the
     block runs unlocked after a warning.
 
     Args:
-        file: the lock file, whose folder is created if it is missing.
-        busy: the error message if another process holds the lock.
-        waiting: called with `busy` before waiting for the lock; None raises instead.
+        busy: what the process that holds the lock is doing, logged before waiting for it.
         of: the path to name if the lock cannot be created; None names the lock itself.
 
     Raises:
-        DataError: if another process holds the lock, or the file cannot be created.
+        DataError: if the file cannot be created.
     """
     # A file whose existence is the lock would outlive its process.
     lock = FileLock(file, fallback_to_soft=False)
+    made = [folder for folder in file.parents if not folder.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
             file.touch()  # FileLock takes a file that cannot be made, as in /proc, for a held lock
-            if waiting is None:
-                raise DataError(f"{busy}; wait for it or choose another folder") from None
-            waiting(f"{busy}: waiting for it")
-            lock.acquire()
+            log.warning("%s: waiting for it", busy)
+            try:
+                lock.acquire()
+            except FileNotFoundError:  # its holder has failed and has removed the folder
+                file.parent.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise DataError(
@@ -60,6 +60,9 @@ def locked(
         # While the lock is held: whoever has opened the removed file notices and makes a new one.
         file.unlink(missing_ok=True)
         lock.release()
+        for folder in made:
+            with suppress(OSError):  # it is in use
+                folder.rmdir()
 
 
 @cache

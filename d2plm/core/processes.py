@@ -9,7 +9,9 @@ process group of their own, which a shell kills when the pipe to this process cl
 import atexit
 import os
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +36,7 @@ LOST = SIGNAL_BASE + signal.SIGUSR1
 # Makes glibc keep large blocks. Otherwise it returns them to the kernel at once, and a training
 # step on CPU spends its time on page faults.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # The background process kills the group at the end of the pipe; the program replaces the shell.
 _UNTIL_THE_PIPE_CLOSES = 'exec 3<&0; (read -r _ <&3; kill -KILL 0) & exec "$@" </dev/null 3<&-'
 
@@ -203,16 +206,27 @@ def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] 
     Raises:
         LaunchError: if training fails; its own message has been printed.
     """
+    left = config_file.with_name(".torchrun")  # for its workers' errors, also of a killed run
     command = [
-        *(sys.executable, "-m", "d2plm.launch.elastic"),
-        *("--standalone", f"--nproc-per-node={processes}"),
+        *(sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--local-addr=localhost"),
+        *(f"--log-dir={left}", f"--nproc-per-node={processes}"),
         *("-m", "d2plm", "train", f"--config-file={config_file}", *options),
     ]
-    if code := run(command, _for_training(processes)):
+    try:
+        code = run(command, {**_for_training(processes), **_through_loopback()})
+    finally:
+        shutil.rmtree(left, ignore_errors=True)
+    if code:
         more = "its own message is above"
         if code > SIGNAL_BASE:
             more = "the same command resumes it; SIGKILL usually means that memory ran out"
         raise LaunchError(f"training ended with {described(code)}; {more}", code)
+
+
+def _through_loopback() -> dict[str, str]:
+    """Keeps gloo from looking up this machine's name, which may be unknown or lead elsewhere."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]  # lo0 on macOS
+    return {GLOO_INTERFACE: os.environ.get(GLOO_INTERFACE, name) for name in names[:1]}
 
 
 def _for_training(shares: int) -> dict[str, str]:

@@ -6,7 +6,6 @@ Both show the rate and the remaining time. With `--quiet` there is neither.
 import os
 import sys
 import time
-from contextlib import suppress
 from typing import Any, Self
 
 from d2plm.core.number_text import duration, short_number
@@ -97,8 +96,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            with suppress(BrokenPipeError):  # a closed pipe does not end the work
-                print(line, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ Messages, warnings and libraries' logs are single lines. The output modes also a
 that a command starts, so they are stored in the environment.
 """
 
+import io
 import json
 import logging
 import os
@@ -16,9 +17,10 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from d2plm.core.errors import first_line
+from d2plm.core.errors import OutputError, first_line
 
 VARIABLE = "D2PLM_OUTPUT"
+STANDARD_OUTPUT, STANDARD_ERROR = 1, 2  # descriptors
 QUIET, JSON, DEBUG = "quiet", "json", "debug"
 OPTIONS = {
     "--quiet": (QUIET, "only errors and the requested output"),
@@ -45,6 +47,36 @@ LIBRARIES = {
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and line ends
 
 _standard_output: TextIO | None = None  # for the JSON document, while prints go elsewhere
+
+
+class _Stream(io.FileIO):
+    """Standard output or standard error; what the latter does not take stops no command."""
+
+    def write(self, content: Any) -> int | None:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if self.fileno() == STANDARD_ERROR:
+                return len(content)
+            raise OutputError(
+                f"standard output cannot be written ({error.strerror}); redirect it to a file with "
+                "enough space, or to a program that reads all of it"
+            ) from error
+
+
+def open_streams() -> None:
+    """Let what standard output does not take be an error of the command, and of no file."""
+    for number, name in ((STANDARD_OUTPUT, "stdout"), (STANDARD_ERROR, "stderr")):
+        former = getattr(sys, name)
+        if former is None:  # closed: no other file may get its number
+            os.dup2(os.open(os.devnull, os.O_RDONLY), number)
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(_Stream(number, "w", closefd=False)),
+            encoding="utf-8",
+            errors="backslashreplace" if former is None else former.errors,
+            line_buffering=number == STANDARD_ERROR or os.isatty(number),
+        )
+        setattr(sys, name, stream)
 
 
 def output_modes() -> set[str]:

@@ -42,7 +42,7 @@ class ArrayCache:
         except Exception as error:  # a damaged archive may raise anything
             self.report(f"computing {path} again: it is damaged ({' '.join(str(error).split())})")
         busy = f"another process is computing {path}"
-        with locked(path.with_suffix(".lock"), busy, waiting=self.report):
+        with locked(path.with_suffix(".lock"), busy):
             with suppress(Exception):
                 return self._read(path)
             values = compute()

@@ -8,7 +8,6 @@ peptides of less than about fifteen residues.
 
 import hashlib
 import importlib.util
-import logging
 import os
 import shlex
 import shutil
@@ -292,7 +291,7 @@ def mmseqs_in(
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
         scratch = Path(resources.temporary_dir) / f"d2plm-{digest[:16]}"
     lock, busy = scratch.with_name(f"{scratch.name}.lock"), f"another process searches in {folder}"
-    with locked(lock, busy, waiting=logging.getLogger(__name__).warning):
+    with locked(lock, busy):
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             with writing(folder):

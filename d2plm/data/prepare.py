@@ -99,8 +99,8 @@ def prepare(
             others, 1 (fast) … 7.5 (sensitive); None for none.
         resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes
             it work in parts may, as it then keeps other prefilter results.
-        keep: use the data prepared there already, from any input, or wait for the process that is
-            preparing them; for several pods that start together.
+        keep: use the data prepared there already, from any input; for several pods that start
+            together.
         report: called with one line per stage.
         progress: called with the share of the reading done, 0 … 1, and a note.
 
@@ -109,8 +109,8 @@ def prepare(
 
     Raises:
         ConfigError: a setting is out of range; the message names it.
-        DataError: the input is bad or too small to split, `output_dir` cannot be written or is
-            being written by another preparation, or MMseqs2 is missing or fails.
+        DataError: the input is bad or too small to split, `output_dir` cannot be written,
+            or MMseqs2 is missing or fails.
     """
     output_dir = Path(output_dir)
     check_bounds(min_residues, max_residues)
@@ -122,7 +122,7 @@ def prepare(
     )
     seconds: dict[str, float] = {}
     busy = f"another preparation is writing to {output_dir}"
-    with writing(output_dir), locked(output_dir / ".lock", busy, waiting=report if keep else None):
+    with writing(output_dir), locked(output_dir / ".lock", busy):
         if keep and (output_dir / MANIFEST).is_file():
             report(f"keeping the prepared data in {output_dir}")
             return open_prepared(output_dir).manifest

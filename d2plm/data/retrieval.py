@@ -223,7 +223,7 @@ def open_reference(
         raise ConfigError(f"must be {wanted}", {"reference": str(reference)})
     ingested = folder / f"reference-{digest[:16]}"
     lock, busy = ingested.with_suffix(".wait"), f"another process is reading {reference}"
-    with locked(lock, busy, waiting=report):
+    with locked(lock, busy):
         with suppress(DataError):  # there is none that is whole
             store = SequenceStore(ingested)
             report(f"reusing {ingested}: {describe(store)}")

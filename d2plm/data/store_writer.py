@@ -79,8 +79,7 @@ class SequenceStoreWriter:
     def _written(self) -> Iterator[None]:
         """Open the files of a new store, and finish and rename it when the block ends well."""
         self._refuse_foreign_folder()
-        busy = f"{self.path}: another process is writing this store"
-        with written_beside(self.path, busy) as self._partial, ExitStack() as files:
+        with written_beside(self.path) as self._partial, ExitStack() as files:
             self.scratch = self._partial / "scratch"
             self.scratch.mkdir(parents=True)
             self._arrays = {

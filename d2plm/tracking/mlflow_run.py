@@ -319,7 +319,7 @@ def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: st
             client.update_run(given, status="RUNNING")
         return given
     busy = f"another process is beginning the run of {file.parent}"
-    with locked(file.with_name(f".{file.name}.lock"), busy, waiting=log.info, of=file):
+    with locked(file.with_name(f".{file.name}.lock"), busy, of=file):
         kept = read_run_file(file) or {}
         if "run_id" in kept and _reopened(client, kept["run_id"], file):
             return kept["run_id"]

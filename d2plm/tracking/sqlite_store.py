@@ -1,6 +1,5 @@
 """The SQLite file in which MLflow stores runs without a server."""
 
-import logging
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +10,6 @@ from d2plm.core.locks import locked
 
 # As in SQLAlchemy, with optional driver and options; an address with four slashes is absolute.
 _ADDRESS = re.compile(r"sqlite(?:\+\w+)?:///(?P<file>[^?]+)(?:\?.*)?")
-
-log = logging.getLogger(__name__)
 
 
 def sqlite_file(address: str) -> Path | None:
@@ -39,7 +36,7 @@ def create_store(file: Path) -> None:
     if _is_there(file):
         return
     busy = f"another process creates {file}"
-    with locked(file.with_name(f".{file.name}.lock"), busy, waiting=log.info, of=file):
+    with locked(file.with_name(f".{file.name}.lock"), busy, of=file):
         if _is_there(file):
             return
         from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
