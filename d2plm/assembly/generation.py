@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import DataError, require, within
-from d2plm.core.files import require_other_output, written_beside
+from d2plm.core.files import is_writable, require_other_output, written_beside
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, result
@@ -64,7 +64,8 @@ def generate(
     if given is not None and exported.model.config.relatives_dim is not None:
         templates = [template for _, template in designs]
         relatives = given.draw_for_designs(templates, sampling.seed)
-    _make_folder(output)
+    if not is_writable(output.parent):  # checked before generation, not after it
+        raise DataError(f"{output}: cannot be written; check the folder and its permissions")
     began = time.perf_counter()
     with Progress("generating") as progress:
         rows = sample(
@@ -211,13 +212,3 @@ def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, s
                     ) from None
             if text:
                 yield name, text, where
-
-
-def _make_folder(output: Path) -> None:
-    # Checked before generation, not after it.
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{output.parent}: cannot be created ({error.strerror})") from error
-    if output.is_dir():
-        raise DataError(f"{output}: is a folder; give a file to write")

@@ -5,6 +5,7 @@ Each file is written atomically, so an interrupted run continues after the last 
 """
 
 import json
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,17 +54,22 @@ def run(config: EmbedSettings) -> dict[str, Any]:
     }
     if made_of["input"] is None:
         raise ConfigError("input=-: must be a file or a folder, because it is read twice")
+    records = partial(
+        read_sequences, source, exported.vocabulary, config.window, config.max_residues
+    )
+    # Rejected before hours of work.
+    total = sum(len(record.tokens) + 2 for record in exported.all_short_enough(records()))
     with locked(output.with_name(f"{output.name}.lock"), f"another process writes to {output}"):
         known = read_json(output / MANIFEST)
         if known is None or any(known.get(key) != own for key, own in made_of.items()):
-            # A run that failed before its first part leaves only an incomplete manifest.
+            # A run that was killed before its first part leaves only an incomplete manifest.
             if known is not None and (known.get("complete", True) or any(output.glob("part-*"))):
                 raise DataError(
                     f"{output}: contains embeddings of another model, input or setting; choose "
                     "another output, or delete it"
                 )
             write_text(output / MANIFEST, json.dumps({**made_of, "complete": False}, indent=2))
-        written = _embed(config, exported, source, output)
+        written = _embed(config, exported, records, total, output)
         content = {**made_of, "complete": True, "proteins": written}
         write_text(output / MANIFEST, json.dumps(content, indent=2))
     units = f"{exported.vocabulary.nouns.sequence}s"
@@ -71,18 +77,19 @@ def run(config: EmbedSettings) -> dict[str, Any]:
     return {"output": str(output), **content}
 
 
-def _embed(config: EmbedSettings, exported: ExportedModel, source: str, output: Path) -> int:
+def _embed(
+    config: EmbedSettings,
+    exported: ExportedModel,
+    records: Callable[[], Iterable[FastaRecord]],
+    total: int,
+    output: Path,
+) -> int:
     """Write the missing files; returns the number of proteins."""
-    total, width = 0, exported.model.config.hidden_size
+    width = exported.model.config.hidden_size
 
     def size(record: FastaRecord) -> int:
         return 4 * width * len(record.tokens)
 
-    records = partial(
-        read_sequences, source, exported.vocabulary, config.window, config.max_residues
-    )
-    for record in exported.all_short_enough(records()):  # rejected before hours of work
-        total += len(record.tokens) + 2
     model, number = exported.denoiser(config.precision), 0
     with Progress("embedding", total, unit="tokens") as progress:
         # The groups are the same in every run.

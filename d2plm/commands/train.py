@@ -2,7 +2,7 @@
 
 import logging
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,9 +18,7 @@ from d2plm.assembly.tracked_run import (
 )
 from d2plm.assembly.training_run import (
     build_trainer,
-    fitting_plan,
     load_start,
-    model_config,
     trainer_keys,
     training_stores,
     with_start_pinned,
@@ -34,6 +32,7 @@ from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
 from d2plm.settings.commands import PipelineSettings, TrainSettings
 from d2plm.settings.registry import module_words
+from d2plm.tracking.runs import Runs
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 from d2plm.training.trainer import Trainer
@@ -59,8 +58,7 @@ def run(config: TrainSettings) -> dict[str, Any] | None:
         return None
     processes = config.distributed.processes
     if processes > 1 and "WORLD_SIZE" not in os.environ:
-        if config.init_from is None:  # the weights have their own architecture
-            fitting_plan(config, model_config(config), processes)
+        dry_run.forecast(config)
         requested = Path(config.output_dir) / "config.requested.yaml"
         save(with_start_pinned(config), requested)  # all ranks load the same version
         train_locally(requested, processes, module_words())
@@ -77,8 +75,12 @@ def _train(config: PipelineSettings) -> dict[str, Any] | None:
     # Rank 0 holds the lock. The other ranks wait for rank 0, with a timeout.
     is_main = int(os.environ.get("RANK", 0)) == 0
     alone = locked(output_dir / ".lock", busy) if is_main else nullcontext()
-    with alone, tracked_run(config, "train") as tracked, system_metrics_logged(config, tracked):
+    with alone, ExitStack() as stack:
+        tracked = Runs()
         trainer = build_trainer(config, stores, tracked, start)
+        # The run begins after all settings have been checked.
+        tracked.runs = stack.enter_context(tracked_run(config, "train")).runs
+        stack.enter_context(system_metrics_logged(config, tracked))
         trainer.run_id = tracked.id
         trainer.callbacks.insert(0, SaveConfig(config))
         parameters = trainer.num_parameters
