@@ -34,9 +34,9 @@ def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
     """
     # A file whose existence is the lock would outlive its process.
     lock = FileLock(file, fallback_to_soft=False)
-    made = [folder for folder in file.parents if not folder.exists()]
+    made: list[Path] = []
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        made = _make_folder_of(file)
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -45,7 +45,7 @@ def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
             try:
                 lock.acquire()
             except FileNotFoundError:  # its holder has failed and has removed the folder
-                file.parent.mkdir(parents=True, exist_ok=True)
+                made = _make_folder_of(file)
                 lock.acquire()
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
@@ -63,6 +63,13 @@ def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
         for folder in made:
             with suppress(OSError):  # it is in use
                 folder.rmdir()
+
+
+def _make_folder_of(file: Path) -> list[Path]:
+    """Create the missing folders of a file; returns them, the innermost first."""
+    missing = [folder for folder in file.parents if not folder.exists()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return missing
 
 
 @cache

@@ -1,10 +1,11 @@
 """Redaction of secrets, and of users and passwords in addresses, in trackers and error messages."""
 
 import re
+import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from d2plm.core.errors import first_line
+from d2plm.core.errors import first_line, root_cause
 
 # The user and password between `://` and the host. The second form is a password with a slash, as
 # in database addresses, and not a port with an `@` later in the path.
@@ -40,8 +41,9 @@ def _is_secret(key: str) -> bool:
 
 
 def redacted_line(error: Exception) -> str:
-    """The first line of an error, redacted."""
-    return redacted(first_line(error))
+    """The first line of an error, redacted; of SQLite's own error, if libraries have wrapped it."""
+    cause = root_cause(error)
+    return redacted(first_line(cause if isinstance(cause, sqlite3.Error) else error))
 
 
 def redacted_value(key: str, value: object) -> bool | int | float | str:

@@ -1,9 +1,11 @@
 """A lock has one holder at a time, in this process or in another, and leaves no file."""
 
-import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,15 +24,30 @@ with locked(Path(sys.argv[1]), "busy"):
 """
 
 
-def test_a_second_holder_is_rejected_until_the_first_has_released_the_lock(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "lock"
-    with locked(file, "busy"):
-        with pytest.raises(DataError, match=r"^busy; wait for it"), locked(file, "busy"):
-            pass
-        assert file.exists()
-    with locked(file, "busy"):
-        pass
-    assert not file.exists()
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_second_holder_waits_and_finds_what_the_first_has_left(
+    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "new" / "deeper" / "lock"
+    found: list[list[str]] = []
+
+    def second() -> None:
+        with locked(file, "the first is busy"):
+            found.append([one.name for one in file.parent.iterdir()])
+
+    thread = threading.Thread(target=second)
+    with suppress(ValueError), locked(file, "busy"):
+        thread.start()
+        while "the first is busy: waiting for it" not in caplog.text:
+            time.sleep(0.01)
+        assert not found
+        if fails:
+            raise ValueError
+        (file.parent / "result").touch()
+    thread.join()
+    assert [sorted(names) for names in found] == [["lock"] if fails else ["lock", "result"]]
+    left = [one.name for one in tmp_path.rglob("*")]
+    assert left == ([] if fails else ["new", "deeper", "result"])
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
@@ -40,14 +57,9 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        waited: list[str] = []
-
-        def kill(line: str) -> None:
-            waited.append(line)
-            os.kill(process.pid, signal.SIGKILL)
-
-        with locked(file, "busy", waiting=kill):
-            assert waited == ["busy: waiting for it"]
+        threading.Timer(0.1, process.kill).start()
+        with locked(file, "busy"):
+            assert process.wait() == -signal.SIGKILL
 
 
 def test_a_lock_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -62,6 +74,6 @@ def test_a_lock_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) ->
 def test_a_folder_that_takes_no_files_is_an_error_instead_of_endless_waiting() -> None:
     with (
         pytest.raises(DataError, match=r"^/proc/lock: cannot be written"),
-        locked(Path("/proc/lock"), "busy", waiting=print),
+        locked(Path("/proc/lock"), "busy"),
     ):
         pass

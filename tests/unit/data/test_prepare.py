@@ -826,24 +826,6 @@ def test_ten_kills_at_random_moments_change_nothing(
             assert store.digest == digest
 
 
-def test_a_second_preparation_of_the_same_folder_is_rejected_and_disturbs_nothing(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
-    fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
-    refusals: list[str] = []
-
-    def meanwhile(line: str) -> None:
-        with pytest.raises(DataError, match="another preparation is writing to") as caught:
-            prepare(fasta, out, validation_fraction=0.3)
-        refusals.append(str(caught.value))
-
-    prepare(fasta, out, validation_fraction=0.2, report=meanwhile)
-    assert len(refusals) > 5
-    assert not any("\n" in line for line in refusals)
-    SequenceStore(out / "validation_lmdb").verify()
-    prepare(fasta, out, validation_fraction=0.3)
-
-
 def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_from(
     tmp_path: Path, fake_mmseqs: list[str]
 ) -> None:
@@ -856,27 +838,37 @@ def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_fro
         prepare(fasta, out, validation_fraction=0.3, keep=True)
 
 
-def test_of_two_preparations_that_keep_the_second_waits_and_takes_what_the_first_made(
-    tmp_path: Path, fake_mmseqs: list[str]
+@pytest.mark.parametrize(
+    ("settings", "taken"),
+    [({}, "reusing"), ({"keep": True}, "keeping"), ({"validation_fraction": 0.3}, "")],
+)
+def test_of_two_preparations_the_second_waits_for_the_first(
+    settings: dict[str, Any],
+    taken: str,
+    tmp_path: Path,
+    fake_mmseqs: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
-    manifests, lines = [], []
+    manifests, lines = [], list[str]()
 
     def second() -> None:
-        manifests.append(prepare(fasta, out, keep=True, report=lines.append))
+        manifests.append(prepare(fasta, out, **settings, report=lines.append))
 
     thread = threading.Thread(target=second)
 
     def meanwhile(line: str) -> None:
-        if not manifests and not thread.is_alive() and not thread.ident:
+        if not thread.ident:
             thread.start()
-            while not any("waiting for it" in line for line in lines):
+            while f"another preparation is writing to {out}: waiting for it" not in caplog.text:
                 time.sleep(0.01)
+        assert not lines
 
-    manifests.append(prepare(fasta, out, keep=True, report=meanwhile))
+    manifests.append(prepare(fasta, out, report=meanwhile))
     thread.join()
-    assert "keeping" in lines[-1]
-    assert manifests[0]["digests"] == manifests[1]["digests"]
+    assert taken in lines[-1]
+    assert (manifests[0]["digests"] == manifests[1]["digests"]) is bool(taken)
+    SequenceStore(out / "validation_lmdb").verify()
 
 
 def test_a_system_that_does_not_tell_the_cpus_of_a_process(
