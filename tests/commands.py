@@ -20,10 +20,11 @@ from tests.ranks import context
 
 ROOT = Path(__file__).parents[1]
 THREADS = {"OMP_NUM_THREADS": "1"}
+CLOSED_PIPE = "a closed pipe"
 
 
 def d2plm(
-    *words: str, folder: Path = ROOT, seconds: float = 600, **changes: str
+    *words: str, folder: Path = ROOT, seconds: float = 600, stdout: str = "", **changes: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command as a user would.
 
@@ -31,6 +32,7 @@ def d2plm(
         words: of the command line.
         folder: to run it in.
         seconds: after which it is killed.
+        stdout: a device or `CLOSED_PIPE` in place of a file.
         changes: of the environment.
 
     Raises:
@@ -39,7 +41,7 @@ def d2plm(
     with tempfile.TemporaryDirectory() as name:
         output = [Path(name, "stdout"), Path(name, "stderr")]
         environment = {**os.environ, **THREADS, **changes}
-        process = context().Process(target=_run, args=(words, folder, environment, output))
+        process = context().Process(target=_run, args=(words, folder, environment, output, stdout))
         process.start()
         process.join(seconds)
         late = process.is_alive()
@@ -68,12 +70,22 @@ def python_m(
 
 
 def _run(
-    words: tuple[str, ...], folder: Path, environment: Mapping[str, str], output: list[Path]
+    words: tuple[str, ...],
+    folder: Path,
+    environment: Mapping[str, str],
+    output: list[Path],
+    stdout: str,
 ) -> None:
     from d2plm.cli import main
 
     for descriptor, file in enumerate(output, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    if stdout == CLOSED_PIPE:
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, 1)
+    elif stdout:
+        os.dup2(os.open(stdout, os.O_WRONLY), 1)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -81,7 +93,7 @@ def _run(
     tempfile.tempdir = None  # to be looked up in this environment
     sys.argv[:] = ["d2plm", *words]
     try:
-        sys.exit(main(list(words)))
+        sys.exit(main())
     finally:
         threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter ends
         atexit._run_exitfuncs()

@@ -2,23 +2,27 @@
 
 import gzip
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from d2plm.cli import main
 from d2plm.core.errors import DataError
-from tests.commands import d2plm
+from tests.commands import CLOSED_PIPE, d2plm
+from tests.conftest import Exports
 from tests.integration.conftest import Prepared, few_proteins
 
 GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
 
 
-def refusal(*words: str, **changes: str) -> str:
+def refusal(*words: str, **changes: Any) -> str:
     """The error line of a rejected command, besides its progress messages."""
     result = d2plm(*words, "--quiet", **changes)
     assert result.returncode != 0, result.stdout
@@ -174,3 +178,83 @@ def test_help_loads_nothing_that_is_slow_to_import() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("stdout", ["/dev/full", CLOSED_PIPE])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--version",
+        "train --help",
+        "train --cfg --json",
+        "completion bash",
+        "pipeline",
+        "checkpoint list {run}",
+        "ingest input={fasta} output={new}",
+        "data head store={store}",
+        "data export store={store} output=-",
+        "data stats store={store} --json",
+        "score {fasta} model_dir={model} evaluation.masks_per_sequence=1",
+        "generate model_dir={model} generation.number=1 output={new}.fasta",
+    ],
+)
+def test_standard_output_that_is_full_or_closed_is_an_error(
+    words: str, stdout: str, prepared: Prepared, exports: Exports, tmp_path: Path
+) -> None:
+    (tmp_path / "step-00000005").mkdir()
+    (tmp_path / "in.fasta").write_text(GOOD)
+    places = {
+        "run": tmp_path,
+        "fasta": tmp_path / "in.fasta",
+        "new": tmp_path / "new",
+        "store": f"'{prepared.work_dir / 'data' / 'train_lmdb'}'",
+        "model": exports.masked,
+    }
+    result = d2plm(*(word.format(**places) for word in shlex.split(words)), stdout=stdout)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("d2plm: error: standard output cannot")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "train --cfg", "ingest input=x output=y"])
+def test_a_deleted_working_folder_is_an_error(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(words.split()) == 1
+    assert capsys.readouterr().err.startswith("d2plm: error: the working folder was deleted")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ingest input=bad.fasta output=new/out",
+        "prepare data.input=bad.fasta work_dir=new",
+        "embed bad.fasta model_dir={model} output=new/out",
+        "embed long.fasta model_dir={model} output=new/out",
+        "score bad.fasta model_dir={model} output=new/out.csv",
+        "score long.fasta model_dir=models:/none@champion",
+        "score long.fasta model_dir=models:/none/1 tracking_uri=sqlite:///new/mlflow.db",
+        "generate model_dir={model} generation.templates=bad.fasta output=new/out.fasta",
+        "generate model_dir={model} generation.relatives=bad.fasta output=new/out.fasta",
+        "relatives bad.fasta reference=long.fasta output=new/out cache_dir=new/cache",
+        "adapt bad.fasta init_from={model} work_dir=new",
+        "train {prepared} output_dir=new trainer.global_batch_tokens=3000",
+        "train {prepared} output_dir=new trainer.global_batch_tokens=3000 distributed.processes=2",
+        "train {prepared} output_dir=new init_from={model} trainer.freeze=[none]",
+        "export {prepared} output_dir=new",
+        "register {prepared} output_dir=new model_dir={model}",
+    ],
+)
+def test_a_rejected_command_leaves_nothing_behind(
+    words: str, prepared: Prepared, exports: Exports, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.fasta").write_text(">a\nMK1T\n")
+    (tmp_path / "long.fasta").write_text(f">a\n{'MKTAYIAKQR' * 300}\n")
+    given = "experiment=debug", f"data.prepared_dir='{prepared.work_dir / 'data'}'", "work_dir=new"
+    places = {"model": exports.masked, "prepared": shlex.join(given)}
+    refusal(*shlex.split(words.format(**places)), folder=tmp_path, TMPDIR=str(tmp_path))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.fasta", "long.fasta"]
