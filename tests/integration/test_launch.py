@@ -113,6 +113,7 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
 
 def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Path) -> None:
     words = training(prepared, tmp_path / "run", "trainer.max_steps=20")
+    (tmp_path / "temporary").mkdir()
     broken = tmp_path / "broken_callback.py"
     broken.write_text(
         "from d2plm.training.callbacks.callback import Callback\n"
@@ -127,11 +128,31 @@ def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Pat
         *words,
         "distributed.processes=2",
         *("--module", str(broken), "callbacks.broken={}"),
+        TMPDIR=str(tmp_path / "temporary"),
     )
     assert result.returncode == 1
+    left = {file.name for file in (tmp_path / "temporary").iterdir()}
+    assert not {name for name in left if not name.startswith("torchinductor_")}  # its cache
+    assert not (tmp_path / "run" / ".torchrun").exists()
     text = result.stdout + result.stderr
     assert text.count("Traceback") == 1, text
     assert text.count("RuntimeError: a rank of its own opinion") == 1, text
+
+
+def test_local_training_does_not_look_up_the_machines_own_name(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    nameless = ["unshare", "--uts", "sh", "-c", 'hostname nosuchhost && exec "$@"', "sh"]
+    if subprocess.run([*nameless, "true"], check=False).returncode:
+        pytest.skip("needs root and unshare to change the host's name")
+    options = ["trainer.max_steps=1", "distributed.processes=2", "callbacks.evaluation=null"]
+    words = training(prepared, tmp_path / "run", *options)
+    process = start([*nameless, sys.executable, "-m", "d2plm", *words], log := tmp_path / "log")
+    try:
+        assert process.wait(120) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert "host" not in log.read_text(), "no library warns of the name"
 
 
 def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) -> None:
