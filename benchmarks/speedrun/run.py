@@ -190,7 +190,7 @@ def is_there(results: Sequence[dict[str, Any]], result: Mapping[str, Any]) -> bo
 
 def keep(result: dict[str, Any]) -> None:
     """Add a result, unless another process has added the same one in the meantime."""
-    with locked(RESULTS.with_suffix(".lock"), f"{RESULTS}: is being written", waiting=say):
+    with locked(RESULTS.with_suffix(".lock"), f"{RESULTS}: is being written"):
         results = read_results()
         if not is_there(results, result):
             lines = (json.dumps(each) + "\n" for each in (*results, result))

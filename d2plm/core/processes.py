@@ -225,8 +225,9 @@ def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] 
 
 def _through_loopback() -> dict[str, str]:
     """Keeps gloo from looking up this machine's name, which may be unknown or lead elsewhere."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]  # lo0 on macOS
-    return {GLOO_INTERFACE: os.environ.get(GLOO_INTERFACE, name) for name in names[:1]}
+    names = (name for _, name in socket.if_nameindex() if name.startswith("lo"))  # lo0 on macOS
+    name = os.environ.get(GLOO_INTERFACE) or next(names, None)
+    return {} if name is None else {GLOO_INTERFACE: name}
 
 
 def _for_training(shares: int) -> dict[str, str]:

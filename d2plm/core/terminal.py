@@ -52,7 +52,7 @@ _standard_output: TextIO | None = None  # for the JSON document, while prints go
 class _Stream(io.FileIO):
     """Standard output or standard error; what the latter does not take stops no command."""
 
-    def write(self, content: Any) -> int | None:
+    def write(self, content: Any, /) -> int:
         try:
             return super().write(content)
         except OSError as error:
