@@ -225,7 +225,7 @@ def test_an_output_that_is_a_folder_is_rejected_before_the_work(
     with pytest.raises(ConfigError, match=r"^output=.*: must be a file, and this is a folder"):
         generate("number=1", output=tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be created"):
+    with pytest.raises(DataError, match="cannot be written"):
         generate("number=1", output=tmp_path / "file" / "g.fasta")
 
 
