@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from d2plm.core.errors import first_line, root_cause
+from d2plm.core.errors import first_line
 
 # The user and password between `://` and the host. The second form is a password with a slash, as
 # in database addresses, and not a port with an `@` later in the path.
@@ -42,8 +42,10 @@ def _is_secret(key: str) -> bool:
 
 def redacted_line(error: Exception) -> str:
     """The first line of an error, redacted; of SQLite's own error, if libraries have wrapped it."""
-    cause = root_cause(error)
-    return redacted(first_line(cause if isinstance(cause, sqlite3.Error) else error))
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, sqlite3.Error):
+        cause = cause.__cause__ or cause.__context__
+    return redacted(first_line(cause or error))
 
 
 def redacted_value(key: str, value: object) -> bool | int | float | str:
