@@ -49,7 +49,7 @@ from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
-from d2plm.tracking.locations import open_model
+from d2plm.tracking.locations import HubSettings, open_model
 
 __all__ = ["ProteinScore", "SequenceModel", "load_model", "retrieve_relatives"]
 
@@ -84,6 +84,7 @@ def load_model(
     precision: str = "auto",
     token_budget: int = 16384,
     tracking_uri: str | None = None,
+    **hub: Any,
 ) -> "SequenceModel":
     """Load a trained model for generation and scoring.
 
@@ -98,13 +99,16 @@ def load_model(
             that the hardware supports. Scores agree between batches and machines up to rounding.
         token_budget: tokens per forward pass; smaller values need less memory.
         tracking_uri: URI of the registry; `MLFLOW_TRACKING_URI` takes precedence.
+        **hub: fields of `HubSettings` (`d2plm.tracking.locations`) for a model on the Hub:
+            revision, token, cache_dir, subfolder, local_files_only, force_download.
 
     Raises:
         ConfigError: if an argument is invalid or the device is not available.
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry lacks the model or cannot be reached.
     """
-    exported = open_model(location, device, tracking_uri, key="location")
+    _settings(HubSettings, hub)
+    exported = open_model(location, device, tracking_uri, key="location", hub=hub)
     return SequenceModel(exported, precision=precision, token_budget=token_budget)
 
 
