@@ -49,7 +49,7 @@ from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
-from d2plm.tracking.locations import HubSettings, open_model
+from d2plm.tracking.locations import HubSettings, model_folder, open_export
 
 __all__ = ["ProteinScore", "SequenceModel", "load_model", "retrieve_relatives"]
 
@@ -107,8 +107,9 @@ def load_model(
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry lacks the model or cannot be reached.
     """
-    _settings(HubSettings, hub)
-    exported = open_model(location, device, tracking_uri, key="location", hub=hub)
+    of_hub = _settings(HubSettings, hub)
+    folder = model_folder(location, tracking_uri, key="location", hub=of_hub)
+    exported = open_export(folder, device, tracking_uri, of_hub)
     return SequenceModel(exported, precision=precision, token_budget=token_budget)
 
 

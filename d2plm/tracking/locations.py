@@ -3,12 +3,9 @@
 import logging
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from d2plm.core.errors import ModelError, first_line, require
 from d2plm.core.files import is_hub_name, nearest_path
@@ -33,10 +30,10 @@ class HubSettings(Settings):
     cache_dir: str | Path | None = key(None)
     """folder of the downloaded files"""
     subfolder: str | None = key(None)
-    """folder of the model in the repository, or in a folder"""
-    local_files_only: bool = key(False)
+    """folder of the model in the repository, or in the folder of another location"""
+    local_files_only: bool | None = key(None)
     """whether nothing is downloaded"""
-    force_download: bool = key(False)
+    force_download: bool | None = key(None)
     """whether files are downloaded again"""
 
 
@@ -45,7 +42,7 @@ def model_folder(
     tracking_uri: str | None = None,
     *,
     key: str,
-    hub: Mapping[str, Any] = MappingProxyType({}),
+    hub: HubSettings = HubSettings(),
 ) -> Path:
     """Return the folder of the model at `location`, downloading it if necessary.
 
@@ -54,7 +51,7 @@ def model_folder(
             `ORGANISATION/NAME` on the Hugging Face Hub.
         tracking_uri: URI of the registry; `MLFLOW_TRACKING_URI` takes precedence.
         key: name of the location in errors.
-        hub: fields of `HubSettings`; those that are not for a model elsewhere are ignored.
+        hub: of a model on the Hub.
 
     Raises:
         ConfigError: if `location` is none of these, or has no revisions.
@@ -63,9 +60,9 @@ def model_folder(
     """
     text = pinned(location, tracking_uri, key=key)
     if is_hub_name(text):
-        return _from_hub(text, **hub)
+        return _from_hub(text, hub)
     wanted = f"None for {text}, which is not on the Hugging Face Hub"
-    require(hub.get("revision") is None, "revision", hub.get("revision"), wanted)
+    require(hub.revision is None, "revision", hub.revision, wanted)
     folder = Path(os.path.expanduser(text))
     if text.startswith(REGISTRY):
         from d2plm.tracking.mlflow_run import open_client
@@ -73,7 +70,7 @@ def model_folder(
 
         client = open_client(tracking_uri, create=False)
         folder = download(client, *text.removeprefix(REGISTRY).split("/"))
-    return folder / (hub.get("subfolder") or "")
+    return folder / (hub.subfolder or "")
 
 
 def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> str:
@@ -92,13 +89,15 @@ def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> st
     return f"{REGISTRY}{name}/{version_of(client, name, alias)}"
 
 
-def _from_hub(name: str, subfolder: str | None = None, **hub: Any) -> Path:
+def _from_hub(name: str, hub: HubSettings) -> Path:
     from huggingface_hub import snapshot_download
 
     log.info("%s: no such folder, using the model of this name on the Hugging Face Hub", name)
-    patterns = [f"{subfolder}/{one}" if subfolder else one for one in HUB_FILES]
+    given = {key: value for key, value in vars(hub).items() if value is not None}
+    inside = given.pop("subfolder", "")
+    patterns = [Path(inside, one).as_posix() for one in HUB_FILES]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, **hub), subfolder or "")
+        return Path(snapshot_download(name, allow_patterns=patterns, **given), inside)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{name}: no such model folder{nearest_path(name)}, and no such model on the Hugging "
@@ -110,7 +109,7 @@ def open_export(
     folder: str | Path,
     device: str = "auto",
     tracking_uri: str | None = None,
-    hub: Mapping[str, Any] = MappingProxyType({}),
+    hub: HubSettings = HubSettings(),
 ) -> ExportedModel:
     """Load the model in a local folder, on `device`; an adapter is loaded with its base.
 
@@ -119,20 +118,13 @@ def open_export(
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry does not have the adapter's base or cannot be reached.
     """
-    of_base = {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
-    find_base = partial(
-        model_folder, tracking_uri=tracking_uri, key="the adapter's base model", hub=of_base
-    )
+    hub, key = replace(hub, revision=None, subfolder=None), "the adapter's base model"
+    find_base = partial(model_folder, tracking_uri=tracking_uri, key=key, hub=hub)
     return load_export(folder, resolve_device(device), find_base)
 
 
 def open_model(
-    location: object,
-    device: str = "auto",
-    tracking_uri: str | None = None,
-    *,
-    key: str,
-    hub: Mapping[str, Any] = MappingProxyType({}),
+    location: object, device: str = "auto", tracking_uri: str | None = None, *, key: str
 ) -> ExportedModel:
     """Load the model at `location` (see `model_folder`), on `device`.
 
@@ -141,5 +133,4 @@ def open_model(
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry does not have the model or cannot be reached.
     """
-    folder = model_folder(location, tracking_uri, key=key, hub=hub)
-    return open_export(folder, device, tracking_uri, hub)
+    return open_export(model_folder(location, tracking_uri, key=key), device, tracking_uri)

@@ -179,7 +179,7 @@ def test_each_call_opens_the_store_that_it_names(store: str, tmp_path: Path) -> 
     shutil.copy(store.removeprefix("sqlite:///"), other)
     for address in (f"sqlite:///{other}", store):
         assert open_client(address, create=False).tracking_uri == address
-    with pytest.raises(ConfigError, match="^tracking_uri="):
+    with pytest.raises(ConfigError, match=r"^tracking_uri="):
         open_client({"uri": store})  # type: ignore[arg-type]  # no address
 
 
