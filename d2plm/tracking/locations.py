@@ -68,8 +68,7 @@ def model_folder(
         from d2plm.tracking.mlflow_run import open_client
         from d2plm.tracking.registry import download
 
-        client = open_client(tracking_uri, create=False)
-        folder = download(client, *text.removeprefix(REGISTRY).split("/"))
+        folder = download(open_client(tracking_uri), *text.removeprefix(REGISTRY).split("/"))
     return folder / (hub.subfolder or "")
 
 
@@ -85,8 +84,7 @@ def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> st
     from d2plm.tracking.mlflow_run import open_client
     from d2plm.tracking.registry import version_of
 
-    client = open_client(tracking_uri, create=False)
-    return f"{REGISTRY}{name}/{version_of(client, name, alias)}"
+    return f"{REGISTRY}{name}/{version_of(open_client(tracking_uri), name, alias)}"
 
 
 def _from_hub(name: str, hub: HubSettings) -> Path:

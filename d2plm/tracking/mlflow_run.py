@@ -193,7 +193,7 @@ def begin_mlflow_run(
             run or parent.
         DataError: if `output_dir` cannot be written.
     """
-    client = open_client(uri)
+    client = open_client(uri, create=True)
     if parent_run_id is not None:
         with reaching(client, f"find parent_run_id={parent_run_id}"):
             client.get_run(parent_run_id)  # MLflow would hide the children of an unknown parent
@@ -239,11 +239,11 @@ def end_left_running(
     return run_id
 
 
-def open_client(uri: str | None, create: bool = True) -> "MlflowClient":
+def open_client(uri: str | None, create: bool = False) -> "MlflowClient":
     """Open a client of the tracking store; `MLFLOW_TRACKING_URI` takes precedence over `uri`.
 
     Args:
-        create: whether a local store that does not exist is created.
+        create: whether to create an SQLite store that does not exist.
 
     Raises:
         ConfigError: if `uri` is not text.
@@ -261,16 +261,14 @@ def open_client(uri: str | None, create: bool = True) -> "MlflowClient":
     address = mlflow.get_tracking_uri()
     # The errors are raised as well; MLflow logs each with a traceback.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    file, fix = sqlite_file(address), "start it, correct its address (uri)"
-    if not create and file is not None and not file.exists():
-        raise TrackingError(
-            f"{file}: no such MLflow store; give the address of the one that has the model, or set "
-            "MLFLOW_TRACKING_URI to it"
-        )
+    fix = "start it, correct its address (uri)"
     try:
-        if file is not None:
+        if (file := sqlite_file(address)) is not None:
+            if create:
+                create_store(file)
+            elif not file.exists():
+                raise FileNotFoundError(f"there is no file {file}")
             fix = f"wait for the process that uses it, or move {file} away if it is damaged"
-            create_store(file)
         elif address.startswith(("http://", "https://")):
             _require_answer(address)
         client = mlflow.MlflowClient(tracking_uri=address)

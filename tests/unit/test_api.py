@@ -254,7 +254,7 @@ def test_a_model_is_loaded_from_the_registry(
 
     monkeypatch.setattr(registry, "download", download)
     monkeypatch.setattr(registry, "version_of", lambda client, name, alias: f"{alias}'s 7")
-    monkeypatch.setattr(mlflow_run, "open_client", lambda uri, create: uri)
+    monkeypatch.setattr(mlflow_run, "open_client", lambda uri: uri)
     model = load_model("models:/proteins@champion", tracking_uri="sqlite:///a.db", device="cpu")
     assert asked == [("sqlite:///a.db", "proteins", "champion's 7")]
     assert "diffusion" in repr(model)

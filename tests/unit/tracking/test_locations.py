@@ -168,17 +168,17 @@ def test_reading_a_registry_creates_none(
     uri: str | None, location: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TrackingError, match=r"\.db: no such MLflow store; give the address"):
+    with pytest.raises(TrackingError, match=r"there is no file .*\.db; start it"):
         model_folder(location, uri, key="model_dir")
     assert not [*tmp_path.iterdir()]
 
 
 def test_each_call_opens_the_store_that_it_names(store: str, tmp_path: Path) -> None:
-    open_client(store)
+    open_client(store, create=True)
     other = tmp_path / "other.db"
     shutil.copy(store.removeprefix("sqlite:///"), other)
     for address in (f"sqlite:///{other}", store):
-        assert open_client(address, create=False).tracking_uri == address
+        assert open_client(address).tracking_uri == address
     with pytest.raises(ConfigError, match=r"^tracking_uri="):
         open_client({"uri": store})  # type: ignore[arg-type]  # no address
 
