@@ -7,6 +7,7 @@ are applied from outside: nothing here knows of them.
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,9 @@ class DiT(PreTrainedModel):
     config_class = DiTConfig
     base_model_prefix = "dit"
     main_input_name = "tokens"
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
+    _input_embed_layer = "token_embedding"
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
@@ -92,8 +96,10 @@ class DiT(PreTrainedModel):
             hidden, known = self._encoded(relatives, tokens, cu_seqlens)
             x = x + hidden
         layout = self.layout(tokens, cu_seqlens, x.dtype)
+        recomputed = self.gradient_checkpointing and self.training
         for block in self.blocks:
-            x = block(x, time, layout, cu_seqlens, max_seqlen)
+            call = partial(self._gradient_checkpointing_func, block) if recomputed else block
+            x = call(x, time, layout, cu_seqlens, max_seqlen)
         logits = self.head(x, time, layout, reduce)
         return logits if known is None else logits + known
 
