@@ -25,7 +25,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from benchmarks.measure import BenchError, Measured, Row, in_new_process, parser, publish, say
-from d2plm.core.vocabulary import CANONICAL, ESM2_TOKENS, FIRST, PROTEIN, TOKENIZER_FILE, Subwords, decode
+from d2plm.core.vocabulary import (
+    CANONICAL,
+    ESM2_TOKENS,
+    FIRST,
+    PROTEIN,
+    TOKENIZER_FILE,
+    Subwords,
+    decode,
+)
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.data.packing import PackingSampler

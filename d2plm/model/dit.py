@@ -141,15 +141,23 @@ class DiT(PreTrainedModel):
             )
         return self.relatives(align(tokens, cu_seqlens, relatives), len(tokens))
 
-    def forward_padded(self, input_ids: Tensor, attention_mask: Tensor, times: Tensor) -> Tensor:
+    def forward_padded(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        times: Tensor,
+        relatives: Relatives | None = None,
+    ) -> Tensor:
         """The same for padded input: ids [B, L], mask [B, L] (1 = token), times [B] → [B, L, V].
 
-        Logits at padding are zero. Padding must be on the right.
+        Logits at padding are zero.
         """
         keep = attention_mask.bool()
         lengths = keep.sum(dim=1)
         cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        packed = self(input_ids[keep], cu_seqlens, input_ids.shape[1], times)
+        packed = DiT.forward(
+            self, input_ids[keep], cu_seqlens, input_ids.shape[1], times, relatives
+        )
         logits = packed.new_zeros(*input_ids.shape, packed.shape[-1])
         logits[keep] = packed
         return logits
