@@ -1,4 +1,4 @@
-"""Scripts as a user of transformers and peft writes them: training, adapters, options, reloading."""
+"""Scripts that users of transformers and peft write: training, adapters, options, reloading."""
 
 import logging
 from collections.abc import Callable
@@ -97,9 +97,8 @@ def test_a_trainer_trains_the_model_which_reloads(
     assert np.isfinite(trainer.evaluate()["eval_loss"])
     trainer.save_model(str(tmp_path / "saved"))
     again = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
-    model = model.eval().float()
-    with torch.no_grad():
-        torch.testing.assert_close(again(IDS).logits, model(IDS).logits)
+    torch.testing.assert_close(again.state_dict(), model.state_dict())
+    assert again.paradigm.settings == model.paradigm.settings
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("mk")["input_ids"] == [0, 20, 15, 2]
 
 
@@ -224,7 +223,7 @@ def test_options_of_the_call_and_of_the_config_are_honoured(folder: Path) -> Non
         (
             {"time": 0.5},
             TypeError,
-            r"unexpected keyword argument 'time' \(did you mean 'times'\?\)",
+            "unexpected keyword argument 'time' .did you mean 'times'",
         ),
         ({"label": LABELS}, TypeError, "'label' .did you mean 'labels'"),
         ({"output_attentions": True}, TypeError, "'output_attentions'"),
@@ -252,7 +251,7 @@ def test_what_forward_does_not_know_is_refused(
 def test_packed_input_is_checked_too(model: Any) -> None:
     packed = IDS[0], torch.tensor([0, 4, 6], dtype=torch.int32), 4
     assert model(*packed, 0.5).shape == (6, 33)
-    with pytest.raises(ConfigError, match="times.shape"):
+    with pytest.raises(ConfigError, match=r"times\.shape"):
         model(*packed, torch.rand(3))
     for more in ({"labels": LABELS}, {"time": 0.5}, {"output_hidden_states": True}):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
