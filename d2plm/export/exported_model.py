@@ -190,7 +190,9 @@ def save_export(
             else:
                 model.save_pretrained(partial, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)
             paradigm.save_config(partial)
-            tokenizer = hugging_face_tokenizer(paradigm.vocabulary, partial)
+            tokenizer = hugging_face_tokenizer(
+                paradigm.vocabulary, model.config.max_position_embeddings
+            )
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             lengths.save(partial)

@@ -136,13 +136,13 @@ def test_hidden_states_are_the_embeddings(exports: Path) -> None:
     ours = load_model(exports / "diffusion", precision="fp32")
     proteins = ["MKTAYIAKQR", "GS"]
     with torch.no_grad():
-        output = model(**tokenizer(proteins, return_tensors="pt", padding=True))
+        padded = tokenizer(proteins, return_tensors="pt", padding=True)
+        output = model(**padded, output_hidden_states=True)
     assert len(output.hidden_states) == 3
     for layer, states in enumerate(output.hidden_states):
         for own, expected in zip(states, ours.embed(proteins, layer=layer), strict=True):
             np.testing.assert_allclose(own[1 : len(expected) + 1], expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(output.last_hidden_state, output.hidden_states[-1])
-    assert output.logits.shape == (2, 12, 33)
 
 
 def test_the_pipelines_run(exports: Path) -> None:
@@ -180,7 +180,7 @@ def test_what_transformers_saves_is_a_model_folder(
     assert not (folder / "evaluation.json").exists()
     assert ours.exported.paradigm.settings == theirs.exported.paradigm.settings
     assert ours.generate(3, seed=1, steps=2)[0]
-    kept = ("README.md", "length_histogram.json", "tokenizer_config.json", "vocab.txt")
+    kept = ("README.md", "length_histogram.json", "tokenizer_config.json", "tokenizer.json")
     for name in (*kept, "paradigm_config.json"):
         assert (folder / name).read_text() == (exports / "cosine" / name).read_text()
     AutoTokenizer.from_pretrained(folder)
@@ -204,7 +204,7 @@ def test_a_new_model_is_one_of_absorbing_diffusion(auto: Any, size: int, tmp_pat
     times = model.times_of(ids, ids != 1)
     torch.testing.assert_close(times, torch.tensor([2 / 4, 1.0]))
     with torch.no_grad():
-        assert model(ids).logits.shape == (2, 6, size)
+        assert model(ids)[0].shape == (2, 6, size if auto is AutoModelForMaskedLM else 16)
     model.save_pretrained(tmp_path)
     if size == 33:  # another vocabulary is not known from its size
         assert len(load_model(tmp_path).generate(2, seed=1, steps=2)) == 2
