@@ -129,12 +129,13 @@ class Experts(nn.Module):
 
     def forward(self, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
         """The experts' outputs [N, D] of rows that are sorted by expert; int32 `ends_E`."""
-        weights, device = (self.gate_up_weight, self.down_weight), rows_ND.device.type
-        if torch.is_autocast_enabled(device):  # which casts only for torch's own products
-            dtype = torch.get_autocast_dtype(device)
-            rows_ND, *weights = (x.to(dtype) for x in (rows_ND, *weights))
-        gate, up = GroupedLinear.apply(rows_ND, weights[0], ends_E).chunk(2, dim=-1)
-        return GroupedLinear.apply(F.silu(gate) * up, weights[1], ends_E)
+        inputs: list[Tensor] = [rows_ND, self.gate_up_weight, self.down_weight]
+        if torch.is_autocast_enabled(rows_ND.device.type):  # which casts for torch's own products
+            dtype = torch.get_autocast_dtype(rows_ND.device.type)
+            inputs = [tensor.to(dtype) for tensor in inputs]
+        rows_ND, gate_up, down = inputs
+        gate, up = GroupedLinear.apply(rows_ND, gate_up, ends_E).chunk(2, dim=-1)
+        return GroupedLinear.apply(F.silu(gate) * up, down, ends_E)
 
 
 def sorted_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
