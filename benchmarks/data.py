@@ -25,7 +25,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from benchmarks.measure import BenchError, Measured, Row, in_new_process, parser, publish, say
-from d2plm.core.vocabulary import CANONICAL, FIRST, PROTEIN, TOKENIZER_FILE, Subwords, decode
+from d2plm.core.vocabulary import (
+    CANONICAL,
+    ESM2_TOKENS,
+    FIRST,
+    PROTEIN,
+    TOKENIZER_FILE,
+    Subwords,
+    decode,
+)
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.data.packing import PackingSampler
@@ -180,11 +188,10 @@ def _our_loader(path: Path, budget: int) -> dict[str, Any]:
 
 
 def _tokenizer_and_collator(texts: list[str], folder: Path) -> dict[str, Any]:
-    from transformers import DataCollatorForLanguageModeling
+    from transformers import DataCollatorForLanguageModeling, EsmTokenizer
 
-    from d2plm.core.vocabulary import esm2_tokenizer
-
-    encoder = esm2_tokenizer(folder)
+    (folder / "vocab.txt").write_text("\n".join(ESM2_TOKENS))
+    encoder = EsmTokenizer(str(folder / "vocab.txt"))
     # Without masks: our loader makes none either, they are drawn on the device.
     collate = DataCollatorForLanguageModeling(encoder, mlm=False)
     began = time.process_time()

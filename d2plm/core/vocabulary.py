@@ -17,16 +17,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, ModelError, require, require_choice
 from d2plm.core.files import nearest_path, read_json
-
-if TYPE_CHECKING:
-    from transformers import EsmTokenizer
 
 CLS, PAD, EOS, UNK, FIRST = 0, 1, 2, 3, 4
 SPECIAL = ("<cls>", "<pad>", "<eos>", "<unk>")
@@ -323,15 +320,6 @@ def encode(sequence: str | bytes) -> NDArray[np.uint8]:
     """
     raw = sequence.encode("latin-1", "replace") if isinstance(sequence, str) else sequence
     return _ENCODE[np.frombuffer(raw, dtype=np.uint8)]
-
-
-def esm2_tokenizer(folder: Path) -> "EsmTokenizer":
-    """The Hugging Face tokenizer of proteins; writes its `vocab.txt` into `folder`."""
-    from transformers import EsmTokenizer
-
-    path = folder / "vocab.txt"
-    path.write_text("\n".join(ESM2_TOKENS) + "\n")
-    return EsmTokenizer(str(path), model_max_length=int(1e9))
 
 
 class Codons(Vocabulary):

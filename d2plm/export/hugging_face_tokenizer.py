@@ -1,14 +1,14 @@
 """The Hugging Face tokenizer of an exported model, with the numbers of its vocabulary.
 
-`AutoTokenizer` loads it from the folder; D2PLM itself does not use it. Like ESM-2's, it adds
-`<cls>` and `<eos>`, and `<mask>` in a text is a token to predict. It never refuses a text: a letter
-outside the alphabet is `<unk>`, and what is no codon without ambiguity is `NNN`.
+`AutoTokenizer` loads it from the folder; D2PLM itself does not use it. It reads letters as the
+vocabulary does. Like ESM-2's, it adds `<cls>` and `<eos>`, and `<mask>` in a text is a token to
+predict. It never refuses a text: a letter outside the alphabet is `<unk>`, and what is no codon
+without ambiguity is `NNN`.
 """
 
 import json
 import logging
 import string
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -16,14 +16,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from d2plm.core.vocabulary import (
     DNA,
     FIRST,
-    PROTEIN,
     SPECIAL,
     Bytes,
     Codons,
     Letters,
     Subwords,
     Vocabulary,
-    esm2_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -36,14 +34,13 @@ log = logging.getLogger(__name__)
 
 
 def hugging_face_tokenizer(
-    vocabulary: Vocabulary, folder: Path
+    vocabulary: Vocabulary, max_length: int
 ) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a vocabulary; that of proteins writes its `vocab.txt` into `folder`.
+    """The tokenizer of a vocabulary, or None, with a warning, of a `Subwords` it cannot renumber.
 
-    None, with a warning, if that of a `Subwords` cannot be renumbered.
+    Args:
+        max_length: of the model's input, in tokens, to which `truncation=True` cuts.
     """
-    if vocabulary == PROTEIN:
-        return esm2_tokenizer(folder)
     from transformers import PreTrainedTokenizerFast
 
     names = dict(zip((*range(FIRST), vocabulary.mask), (*SPECIAL, MASK), strict=True))
@@ -76,6 +73,7 @@ def hugging_face_tokenizer(
         eos_token=eos,
         unk_token=unk,
         mask_token=mask,
+        model_max_length=max_length,
     )
 
 
@@ -84,8 +82,10 @@ def _of_letters(vocabulary: Letters | Codons) -> Tokenizer:
     unknown = vocabulary.read_only if width == 3 else "<unk>"
     numbers = {token: number for number, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.WordLevel(numbers, unknown))
-    read = letters.tokenise([letter.encode() for letter in string.ascii_letters])
     rules = [normalizers.Replace(Regex(r"[\s.\-]"), "")]
+    if not letters.tokenise([b"A*"]).illegal[0]:  # a final stop is removed
+        rules.append(normalizers.Replace(Regex(r"\*$"), ""))
+    read = letters.tokenise([letter.encode() for letter in string.ascii_letters])
     for index, letter in enumerate(string.ascii_letters):
         if not read.illegal[index] and letters.tokens[read[index][0]] != letter:
             rules.append(normalizers.Replace(letter, letters.tokens[read[index][0]]))

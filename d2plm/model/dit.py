@@ -7,6 +7,7 @@ are applied from outside: nothing here knows of them.
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,9 @@ class DiT(PreTrainedModel):
     config_class = DiTConfig
     base_model_prefix = "dit"
     main_input_name = "tokens"
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
+    _input_embed_layer = "token_embedding"
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
@@ -92,8 +96,10 @@ class DiT(PreTrainedModel):
             hidden, known = self._encoded(relatives, tokens, cu_seqlens)
             x = x + hidden
         layout = self.layout(tokens, cu_seqlens, x.dtype)
+        recomputed = self.gradient_checkpointing and self.training
         for block in self.blocks:
-            x = block(x, time, layout, cu_seqlens, max_seqlen)
+            call = partial(self._gradient_checkpointing_func, block) if recomputed else block
+            x = call(x, time, layout, cu_seqlens, max_seqlen)
         logits = self.head(x, time, layout, reduce)
         return logits if known is None else logits + known
 
@@ -135,15 +141,23 @@ class DiT(PreTrainedModel):
             )
         return self.relatives(align(tokens, cu_seqlens, relatives), len(tokens))
 
-    def forward_padded(self, input_ids: Tensor, attention_mask: Tensor, times: Tensor) -> Tensor:
+    def forward_padded(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        times: Tensor,
+        relatives: Relatives | None = None,
+    ) -> Tensor:
         """The same for padded input: ids [B, L], mask [B, L] (1 = token), times [B] → [B, L, V].
 
-        Logits at padding are zero. Padding must be on the right.
+        Logits at padding are zero.
         """
         keep = attention_mask.bool()
         lengths = keep.sum(dim=1)
         cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        packed = self(input_ids[keep], cu_seqlens, input_ids.shape[1], times)
+        packed = DiT.forward(
+            self, input_ids[keep], cu_seqlens, input_ids.shape[1], times, relatives
+        )
         logits = packed.new_zeros(*input_ids.shape, packed.shape[-1])
         logits[keep] = packed
         return logits

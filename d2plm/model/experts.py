@@ -26,12 +26,12 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: DiTConfig, shared: nn.Module | None) -> None:
         super().__init__()
         self.router, self.experts = Router(config), Experts(config)
-        self.shared_expert = shared
+        self.num_experts, self.shared_expert = config.num_experts, shared
 
     def forward(self, x_TD: Tensor, real_T: Tensor) -> Tensor:
         """`real_T` is False at padding, which is computed but not counted."""
         chosen_TK, gates_TK = self.router(x_TD, real_T)
-        order_N, back_N, ends_E = sorted_by_expert(chosen_TK, self.router.num_experts)
+        order_N, back_N, ends_E = sorted_by_expert(chosen_TK, self.num_experts)
         rows_ND = self.experts(dispatch(x_TD, order_N, back_N), ends_E)
         y_TD = combine(rows_ND, gates_TK, order_N, back_N)
         return y_TD if self.shared_expert is None else y_TD + self.shared_expert(x_TD)
@@ -129,8 +129,13 @@ class Experts(nn.Module):
 
     def forward(self, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
         """The experts' outputs [N, D] of rows that are sorted by expert; int32 `ends_E`."""
-        gate, up = GroupedLinear.apply(rows_ND, self.gate_up_weight, ends_E).chunk(2, dim=-1)
-        return GroupedLinear.apply(F.silu(gate) * up, self.down_weight, ends_E)
+        inputs: list[Tensor] = [rows_ND, self.gate_up_weight, self.down_weight]
+        if torch.is_autocast_enabled(rows_ND.device.type):  # which casts for torch's own products
+            dtype = torch.get_autocast_dtype(rows_ND.device.type)
+            inputs = [tensor.to(dtype) for tensor in inputs]
+        rows_ND, gate_up, down = inputs
+        gate, up = GroupedLinear.apply(rows_ND, gate_up, ends_E).chunk(2, dim=-1)
+        return GroupedLinear.apply(F.silu(gate) * up, down, ends_E)
 
 
 def sorted_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

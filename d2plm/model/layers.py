@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from d2plm.core.batch import segment_sum
 from d2plm.model.attention import packed_attention
@@ -147,7 +148,8 @@ class Attention(nn.Module):
         q, k, v = qkv.unbind(0)
         q = rotate(self.q_norm(q), cos_T1K, sin_T1K)
         k = rotate(self.k_norm(k), cos_T1K, sin_T1K)
-        mixed = self.kernel(q, k, v, cu_seqlens, max_seqlen)
+        # Under autocast the normalisation has left the queries and keys in fp32.
+        mixed = self.kernel(q.to(v.dtype), k.to(v.dtype), v, cu_seqlens, max_seqlen)
         return self.out_proj(rearrange(mixed, "t h k -> t (h k)"))
 
 
@@ -268,8 +270,7 @@ class Head(nn.Module):
             shift_TD, scale_TD = expand_modulation(self.modulation(time_SC), layout, 2)
         h_TD = self.before_projection(modulated(self.norm(x_TD), shift_TD, scale_TD))
         dtype = torch.promote_types(h_TD.dtype, torch.float32)
-        weight, bias, h_TD = self.proj.weight.to(dtype), self.proj.bias.to(dtype), h_TD.to(dtype)
-        project = partial(F.linear, weight=weight, bias=bias)
+        project, h_TD = in_dtype(self.proj, dtype), h_TD.to(dtype)
         return project(h_TD) if reduce is None else reduce(h_TD, project)
 
     def before_projection(self, h_TD: Tensor) -> Tensor:
@@ -293,6 +294,12 @@ class EsmHead(Head):
 
 
 HEAD = {"linear": Head, "esm": EsmHead}
+
+
+def in_dtype(layer: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """`layer` with its parameters cast to `dtype`, once for all calls; its adapters take effect."""
+    cast = {name: parameter.to(dtype) for name, parameter in layer.named_parameters()}
+    return partial(functional_call, layer, cast)
 
 
 def modulated(h_TD: Tensor, shift_TD: Tensor | None, scale_TD: Tensor | None) -> Tensor:

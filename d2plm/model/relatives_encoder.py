@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from d2plm.model.alignment import FEATURES, LETTERS, Alignment
 from d2plm.model.dit_config import DiTConfig
+from d2plm.model.layers import in_dtype
 
 HEADS = 4
 LARGEST_SCORE = 15.0  # of a relative in the attention over them; the score of none is 0
@@ -50,5 +51,5 @@ class RelativesEncoder(nn.Module):
         mean_TE = score_NH.new_zeros(num_tokens, value_NE.shape[1])
         mean_TE = mean_TE.index_add(0, places_N, weighted.flatten(1))
         pooled = torch.cat([mean_TE, 1 - 1 / sum_TH], dim=1)
-        known_TV = F.linear(pooled, self.to_logits.weight.to(exact))  # in fp32, as the head
+        known_TV = in_dtype(self.to_logits, exact)(pooled)  # in fp32, as the head
         return self.to_hidden(pooled.to(dtype)), known_TV

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.core.errors import TrackingError, from_extra, root_cause
+from d2plm.core.errors import TrackingError, from_extra, require, root_cause
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.redaction import redacted, redacted_line
@@ -246,14 +246,18 @@ def open_client(uri: str | None, create: bool = False) -> "MlflowClient":
         create: whether to create an SQLite store that does not exist.
 
     Raises:
+        ConfigError: if `uri` is not text.
         TrackingError: if MLflow is not installed, or the store cannot be opened.
     """
+    require(uri is None or isinstance(uri, str), "tracking_uri", uri, "the address of a store")
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
     with from_extra("MLflow", "tracking-server", TrackingError, ", or remove mlflow from trackers"):
         import mlflow
-    address = os.environ.get("MLFLOW_TRACKING_URI") or uri
-    mlflow.set_tracking_uri(address)
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(given or uri)
+    if not given:  # MLflow sets it, and it would take precedence over the `uri` of the next call
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
     address = mlflow.get_tracking_uri()
     # The errors are raised as well; MLflow logs each with a traceback.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)

@@ -1,28 +1,67 @@
-"""Hugging Face's interfaces on an exported folder: classes, times, pipelines, saving."""
+"""Hugging Face's interfaces on an exported folder, used as scripts for transformers and peft do."""
 
+import copy
+import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, pipeline
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 from transformers.utils.logging import disable_progress_bar
 
-import d2plm.hugging_face  # noqa: F401  # registers the classes of transformers
+import d2plm.hugging_face
 from d2plm.api import load_model
-from d2plm.core.errors import ModelError
+from d2plm.core.batch import Relatives
+from d2plm.core.errors import ConfigError, ModelError
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.hugging_face import DiTForMaskedLM
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
 
 disable_progress_bar()
 PROTEINS = ["MKTA<mask>IAKQR", "GS", "<mask>W<mask>A"]
+TO_LEARN = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMLEDPVAGGLLMKWYNE", "ACDEFGHIKLMNPQRSTVWY"] * 4
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "esm": {
+        "head": "esm",
+        "qk_norm": False,
+        "feed_forward": "gelu",
+        "linear_bias": True,
+        "affine_norm": True,
+        "token_dropout": True,
+    },
+    "llama": {"norm": "rms", "parallel_residual": True, "time_embedding_dim": None},
+    "experts": {"num_experts": 4, "shared_expert_size": 16, "auxiliary_loss": 0.01},
+    "relatives": {"relatives_dim": 16},
+}
+IDS = torch.tensor([[0, 20, 32, 11, 32, 2], [0, 6, 32, 2, 1, 1]])
+LABELS = torch.tensor([[-100, -100, 15, -100, 5, -100], [-100, -100, 8, -100, -100, -100]])
+BOUNDS = torch.tensor([0, 6, 10], dtype=torch.int32)
+PACKED = IDS[IDS != 1], BOUNDS, 6, torch.tensor([0.4, 0.5])
+RELATIVES = Relatives.pack([[np.array([20, 15, 11, 5], np.uint8)], [np.array([6, 8], np.uint8)]])
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +155,7 @@ def test_a_padded_row_is_the_packed_one(exports: Path, inputs: dict[str, torch.T
             named = dict(zip(("tokens", "cu_seqlens", "max_seqlen"), packed, strict=True))
             torch.testing.assert_close(model(**named, times=time[None]), expected)
         torch.testing.assert_close(model(inputs["input_ids"]).logits, logits)
+    assert (logits[inputs["input_ids"] == 1] == 0).all()
 
 
 def test_hidden_states_are_the_embeddings(exports: Path) -> None:
@@ -124,13 +164,13 @@ def test_hidden_states_are_the_embeddings(exports: Path) -> None:
     ours = load_model(exports / "diffusion", precision="fp32")
     proteins = ["MKTAYIAKQR", "GS"]
     with torch.no_grad():
-        output = model(**tokenizer(proteins, return_tensors="pt", padding=True))
+        padded = tokenizer(proteins, return_tensors="pt", padding=True)
+        output = model(**padded, output_hidden_states=True)
     assert len(output.hidden_states) == 3
     for layer, states in enumerate(output.hidden_states):
         for own, expected in zip(states, ours.embed(proteins, layer=layer), strict=True):
             np.testing.assert_allclose(own[1 : len(expected) + 1], expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(output.last_hidden_state, output.hidden_states[-1])
-    assert output.logits.shape == (2, 12, 33)
 
 
 def test_the_pipelines_run(exports: Path) -> None:
@@ -141,13 +181,116 @@ def test_the_pipelines_run(exports: Path) -> None:
     assert np.array(vectors).shape == (1, 9, 16)
 
 
-def test_saving_keeps_the_paradigm_and_the_card(exports: Path, tmp_path: Path) -> None:
-    model = AutoModelForMaskedLM.from_pretrained(exports / "cosine")
-    model.save_pretrained(tmp_path / "saved")
-    for name in ("README.md", "paradigm_config.json"):
-        assert (tmp_path / "saved" / name).read_text() == (exports / "cosine" / name).read_text()
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
+WRITERS: dict[str, Callable[[Any, Path], Any]] = {
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "in half precision": lambda model, folder: model.bfloat16().save_pretrained(folder),
+    "a copy": lambda model, folder: copy.deepcopy(model).save_pretrained(folder),
+    "Trainer": lambda model, folder: Trainer(
+        model, TrainingArguments(str(folder / "runs"), report_to=[])
+    ).save_model(str(folder)),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
+def test_what_transformers_saves_is_a_model_folder(
+    kind: str, auto: Any, exports: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "saved"
+    shutil.copytree(exports / "cosine", tmp_path / "export")
+    model = auto.from_pretrained(tmp_path / "export")
+    shutil.rmtree(tmp_path / "export")
+    folder.mkdir()
+    (folder / "evaluation.json").write_text("{}")  # of the weights before
+    WRITERS[kind](model, folder)
+    ours, theirs = load_model(folder, precision="fp32"), load_model(exports / "cosine")
+    assert "figures in its README.md no longer hold; run 'd2plm evaluate'" in caplog.text
+    assert not (folder / "evaluation.json").exists()
+    assert ours.exported.paradigm.settings == theirs.exported.paradigm.settings
+    assert ours.generate(3, seed=1, steps=2)[0]
+    kept = ("README.md", "length_histogram.json", "tokenizer_config.json", "tokenizer.json")
+    for name in (*kept, "paradigm_config.json"):
+        assert (folder / name).read_text() == (exports / "cosine" / name).read_text()
+    AutoTokenizer.from_pretrained(folder)
+    again = AutoModelForMaskedLM.from_pretrained(folder)
     assert again.paradigm.settings == model.paradigm.settings
+
+
+def test_a_tokenizer_that_is_there_stays(exports: Path, tmp_path: Path) -> None:
+    AutoTokenizer.from_pretrained(exports / "cosine", model_max_length=17).save_pretrained(tmp_path)
+    AutoModel.from_pretrained(exports / "cosine").save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 17
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
+@pytest.mark.parametrize("size", [33, 261, 20])
+def test_a_new_model_is_one_of_absorbing_diffusion(auto: Any, size: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = DiTConfig(**sizes, intermediate_size=32, vocab_size=size)
+    model = auto.from_config(config).eval()
+    ids = torch.tensor([[0, 5, size - 1, 6, size - 1, 2], [0, size - 1, 2, 1, 1, 1]])
+    times = model.times_of(ids, ids != 1)
+    torch.testing.assert_close(times, torch.tensor([2 / 4, 1.0]))
+    with torch.no_grad():
+        assert model(ids)[0].shape == (2, 6, size if auto is AutoModelForMaskedLM else 16)
+    model.save_pretrained(tmp_path)
+    if size == 33:  # another vocabulary is not known from its size
+        assert len(load_model(tmp_path).generate(2, seed=1, steps=2)) == 2
+    else:
+        with pytest.raises(ModelError, match=r"no provenance\.json"):
+            load_model(tmp_path)
+
+
+@pytest.fixture
+def cached(exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the Hub with lab/model: diffusion on main, cosine on v2, there also in `sub`."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    repository = tmp_path / "cache" / "models--lab--model"
+    (repository / "refs").mkdir(parents=True)
+    for branch, kind, commit in (("main", "diffusion", 40 * "a"), ("v2", "cosine", 40 * "b")):
+        shutil.copytree(exports / kind, repository / "snapshots" / commit)
+        (repository / "refs" / branch).write_text(commit)
+    shutil.copytree(exports / "uniform", repository / "snapshots" / commit / "sub")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ({}, "diffusion"),
+        ({"revision": "v2"}, "cosine"),
+        ({"revision": 40 * "b"}, "cosine"),
+        ({"revision": "v2", "subfolder": "sub"}, "uniform"),
+        ({"local_files_only": True, "token": False}, "diffusion"),
+    ],
+)
+def test_every_file_is_of_the_place_that_is_named(
+    place: dict[str, Any], kind: str, cached: Path, exports: Path
+) -> None:
+    model = AutoModelForMaskedLM.from_pretrained("lab/model", cache_dir=cached, **place)
+    expected = AutoModelForMaskedLM.from_pretrained(exports / kind)
+    assert model.paradigm.settings == expected.paradigm.settings
+    assert model.companions == expected.companions
+    loaded = load_model("lab/model", cache_dir=cached, **place).exported
+    assert loaded.paradigm.settings == expected.paradigm.settings
+
+
+def test_every_file_is_asked_for_with_the_same_arguments(
+    exports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"revision": "v2", "token": "t", "cache_dir": "c", "local_files_only": True}
+    asked: dict[str, dict[str, Any]] = {}
+
+    def cached_file(name: str, file: str, **arguments: Any) -> str | None:
+        asked[file] = arguments
+        path = exports / "cosine" / file
+        return str(path) if path.is_file() else None
+
+    monkeypatch.setattr(d2plm.hugging_face, "cached_file", cached_file)
+    DiTForMaskedLM.from_pretrained(exports / "cosine", **place)
+    assert {*asked} > {"paradigm_config.json", "vocabulary.json", "README.md", "provenance.json"}
+    assert all(arguments.items() >= place.items() for arguments in asked.values())
 
 
 def test_what_is_missing_is_said(exports: Path, tmp_path: Path) -> None:
@@ -158,3 +301,241 @@ def test_what_is_missing_is_said(exports: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pass input_ids"):
         model()
     assert model(torch.tensor([[0, 5, 2]]), times=torch.tensor([0.5])).logits.shape == (1, 3, 33)
+
+
+@pytest.fixture
+def model(exports: Path) -> Any:
+    return AutoModelForMaskedLM.from_pretrained(exports / "diffusion")
+
+
+@pytest.mark.parametrize("recomputed", [None, True, False])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trainer_trains_the_model_which_reloads(
+    bf16: bool, recomputed: bool | None, exports: Path, model: Any, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exports / "diffusion")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=5,
+        per_device_train_batch_size=6,
+        learning_rate=3e-3,
+        use_cpu=True,
+        bf16=bf16,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        seed=1,
+        disable_tqdm=True,
+        eval_strategy="epoch",
+        gradient_checkpointing=recomputed is not None,
+        gradient_checkpointing_kwargs={"use_reentrant": bool(recomputed)},
+    )
+    proteins = [tokenizer(protein, truncation=True) for protein in TO_LEARN]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    trainer = Trainer(model, arguments, collator, proteins, proteins, processing_class=tokenizer)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(losses) == 5
+    assert np.isfinite(losses).all()
+    changed = {name for name, weight in model.named_parameters() if (weight != before[name]).any()}
+    assert changed == set(before)
+    assert np.isfinite(trainer.evaluate()["eval_loss"])
+    trainer.save_model(str(tmp_path / "saved"))
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(again.state_dict(), model.state_dict())
+    assert again.paradigm.settings == model.paradigm.settings
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("mk")["input_ids"] == [0, 20, 15, 2]
+
+
+def test_recomputed_gradients_are_those_without(model: Any) -> None:
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model.train()(IDS, labels=LABELS).loss.backward()
+        return {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+    kept = gradients()
+    model.gradient_checkpointing_enable()
+    calls = []
+    hook = model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(gradients(), kept)
+    hook.remove()
+    assert len(calls) == 2
+    model.gradient_checkpointing_disable()
+    torch.testing.assert_close(gradients(), kept)
+
+
+def test_a_frozen_model_can_be_recomputed_with_an_adapter(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["qkv_proj"])).train()
+    adapted(input_ids=IDS, labels=LABELS).loss.backward()
+    trained = [weight.grad for name, weight in adapted.named_parameters() if "lora_B" in name]
+    assert all(gradient.abs().sum() > 0 for gradient in trained)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_autocast_and_half_precision_approximate_fp32(
+    kind: str, dtype: torch.dtype, tiny_dit: Callable[..., Any]
+) -> None:
+    dit = tiny_dit(**VARIANTS[kind]).train()
+    inputs = (*PACKED, RELATIVES) if kind == "relatives" else PACKED
+    exact = dit(*inputs).detach()
+    with torch.autocast("cpu", dtype):
+        found = dit(*inputs)
+    assert (found.float() - exact).abs().max() < 0.05 * exact.abs().max()
+    found.float().square().sum().backward()
+    gradients = [weight.grad for weight in dit.parameters() if weight.requires_grad]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+    half = dit.to(dtype)(*inputs)
+    assert half.dtype == torch.float32
+    assert (half - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["plain", "esm", "experts", "relatives"])
+def test_an_adapter_on_any_layer_takes_effect_and_is_trained(
+    kind: str, tiny_dit: Callable[..., Any]
+) -> None:
+    """Beside each module, each stacked matrix, by peft's `target_parameters`."""
+    dit = tiny_dit(**VARIANTS[kind])
+    inputs = (*PACKED, RELATIVES) if kind == "relatives" else PACKED
+    plain = dit(*inputs).detach()
+    names = [n for n, each in dit.named_modules() if isinstance(each, nn.Linear | nn.Embedding)]
+    stacked = [n for n, w in dit.named_parameters() if n.endswith(("router.weight", "_weight"))]
+    assert {"head.proj", "token_embedding"} < set(names)
+    for where in [{"target_modules": [name]} for name in names] + [
+        {"target_modules": [], "target_parameters": [name]} for name in stacked
+    ]:
+        config = LoraConfig(r=2, init_lora_weights=False, **where)
+        adapted = get_peft_model(tiny_dit(**VARIANTS[kind]), config).eval()
+        logits = adapted(*inputs)
+        assert not torch.allclose(logits, plain, atol=1e-3), where
+        logits.square().sum().backward()
+        trained = [weight.grad for name, weight in adapted.named_parameters() if "lora" in name]
+        assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in trained), where
+        merged = adapted.merge_and_unload()(*inputs)
+        torch.testing.assert_close(logits, merged, rtol=1e-3, atol=1e-3)
+
+
+def test_the_loss_is_of_the_labels_at_masks(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    output = model(IDS, labels=LABELS)
+    at_mask = IDS == 32
+    torch.testing.assert_close(output.loss, cross_entropy(output.logits[at_mask], LABELS[at_mask]))
+    assert not caplog.records
+    more = LABELS.clone()
+    more[0, 1], more[1, 1], more[1, 5] = 20, 7, 9
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            torch.testing.assert_close(model(IDS, labels=more).loss, output.loss)
+    assert len(caplog.records) == 1
+    assert "not <mask> (3 in this batch)" in caplog.text
+
+
+@pytest.mark.parametrize("labels", [torch.full_like(IDS, -100), IDS.where(IDS != 32, -100)])
+def test_labels_of_which_none_is_at_a_mask_are_an_error(model: Any, labels: torch.Tensor) -> None:
+    with pytest.raises(ModelError, match=r"labels: none of \d+ is at a <mask>"):
+        model(IDS, labels=labels)
+
+
+def test_options_of_the_call_and_of_the_config_are_honoured(exports: Path) -> None:
+    plain, states = ("logits",), ("logits", "hidden_states")
+    model = AutoModelForMaskedLM.from_pretrained(exports / "diffusion")
+    assert tuple(model(IDS).keys()) == plain
+    assert tuple(model(IDS, output_hidden_states=True, labels=LABELS).keys()) == ("loss", *states)
+    values = model(IDS, labels=LABELS, return_dict=False)
+    assert [len(value.shape) for value in values] == [0, 3]
+    model.config.return_dict = False
+    assert isinstance(model(IDS), tuple)
+    assert tuple(model(IDS, return_dict=True).keys()) == plain
+    model = AutoModelForMaskedLM.from_pretrained(exports / "diffusion", output_hidden_states=True)
+    assert tuple(model(IDS).keys()) == states
+    assert tuple(model(IDS, output_hidden_states=False).keys()) == plain
+    features = AutoModel.from_pretrained(exports / "diffusion", output_hidden_states=True)(IDS)
+    assert torch.equal(features.last_hidden_state, features.hidden_states[-1])
+    [last] = AutoModel.from_pretrained(exports / "diffusion")(IDS, return_dict=False)
+    assert torch.equal(last, features.last_hidden_state)
+    with pytest.raises(TypeError, match="AutoModel has no loss; load AutoModelForMaskedLM"):
+        AutoModel.from_pretrained(exports / "diffusion")(IDS, labels=LABELS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"time": 0.5},
+            TypeError,
+            "unexpected keyword argument 'time' .did you mean 'times'",
+        ),
+        ({"label": LABELS}, TypeError, "'label' .did you mean 'labels'"),
+        ({"output_attentions": True}, TypeError, "'output_attentions'"),
+        ({"inputs_embeds": torch.ones(2, 6, 16)}, TypeError, "'inputs_embeds'"),
+        ({"times": 5.0}, ConfigError, "times.*must be between 0 and 1"),
+        ({"times": -0.1}, ConfigError, "times.*must be between 0 and 1"),
+        ({"times": float("nan")}, ConfigError, "times.*must be between 0 and 1"),
+        ({"times": torch.tensor([0.1, torch.inf])}, ConfigError, "must be between 0 and 1"),
+        ({"times": torch.rand(3)}, ConfigError, r"times.shape.*\(2,\), one for each row, or a num"),
+        ({"times": torch.rand(2, 1)}, ConfigError, r"times.shape"),
+        ({"labels": LABELS[:1]}, ConfigError, r"labels.shape.*must be \(2, 6\)"),
+        ({"labels": LABELS + 40}, ConfigError, "labels.*must be -100, or tokens"),
+        ({"attention_mask": torch.ones(2, 5)}, ConfigError, r"attention_mask.shape.*\(2, 6\)"),
+        ({"relatives": [["MKV"], []]}, ConfigError, r"must be made by .*Relatives\.pack"),
+        ({"relatives": RELATIVES}, ModelError, "trained without relatives and takes none"),
+    ],
+)
+def test_what_forward_does_not_know_is_refused(
+    wrong: dict[str, Any], error: type[Exception], message: str, model: Any
+) -> None:
+    with pytest.raises(error, match=message):
+        model(IDS, **wrong)
+
+
+def test_packed_input_is_checked_too(model: Any) -> None:
+    packed = IDS[0], torch.tensor([0, 4, 6], dtype=torch.int32), 4
+    assert model(*packed, 0.5).shape == (6, 33)
+    with pytest.raises(ConfigError, match=r"times\.shape"):
+        model(*packed, torch.rand(3))
+    for more in ({"labels": LABELS}, {"time": 0.5}, {"output_hidden_states": True}):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            model(*packed, 0.5, **more)
+    with pytest.raises(TypeError, match="'times'"):
+        model(*packed)
+
+
+@pytest.mark.parametrize("time", [0.5, np.float64(0.5), torch.tensor(0.5), [0.5, 0.5]])
+def test_one_time_is_that_of_every_row(time: Any, model: Any) -> None:
+    expected = model(IDS, times=torch.full((2,), 0.5)).logits
+    torch.testing.assert_close(model(IDS, times=time).logits, expected)
+
+
+def test_relatives_are_those_of_the_rows(tiny_dit: Callable[..., Any], tmp_path: Path) -> None:
+    dit = tiny_dit(relatives_dim=16)
+    dit.save_pretrained(tmp_path)
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    found = model(IDS, times=PACKED[-1], relatives=RELATIVES).logits
+    torch.testing.assert_close(found[IDS != 1], dit(*PACKED, RELATIVES))
+    assert not torch.allclose(model(IDS, times=PACKED[-1]).logits, found)
+
+
+def test_a_new_model_is_an_absorbing_diffusion_with_our_initial_weights(
+    exports: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    model = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(exports / "diffusion"))
+    times = model.times_of(IDS, IDS != 1)
+    torch.testing.assert_close(times, torch.tensor([2 / 4, 1 / 2]), rtol=2e-3, atol=0)
+    uniform = torch.log(torch.tensor(33.0))
+    torch.testing.assert_close(model(IDS, labels=LABELS).loss, uniform)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert again.paradigm.settings == AbsorbingDiffusion().settings
+    torch.manual_seed(3)
+    twin = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(exports / "diffusion"))
+    assert all(map(torch.equal, twin.parameters(), again.parameters()))
+
+
+def test_the_embeddings_are_found_and_can_be_replaced(model: Any) -> None:
+    assert model.get_input_embeddings() is model.token_embedding
+    other = nn.Embedding(33, 16)
+    model.set_input_embeddings(other)
+    assert model.token_embedding is other

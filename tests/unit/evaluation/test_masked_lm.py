@@ -5,10 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertTokenizer, EsmConfig, EsmForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertTokenizer,
+    EsmConfig,
+    EsmForMaskedLM,
+    EsmTokenizer,
+)
 
 from d2plm.core.errors import ModelError
-from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, MASK, encode, esm2_tokenizer
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, ESM2_TOKENS, MASK, encode
 from d2plm.data.loader import pack_all
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
@@ -34,7 +41,8 @@ def esm(tmp_path: Path) -> Path:
         )
     )
     model.save_pretrained(tmp_path)
-    esm2_tokenizer(tmp_path).save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(ESM2_TOKENS))
+    EsmTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -9,7 +9,17 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from d2plm.core.vocabulary import DNA, RNA, Bytes, Codons, Subwords, Vocabulary, open_vocabulary
+from d2plm.core.vocabulary import (
+    CANONICAL,
+    DNA,
+    PROTEIN,
+    RNA,
+    Bytes,
+    Codons,
+    Subwords,
+    Vocabulary,
+    open_vocabulary,
+)
 from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
 
 CORPUS = ["In the beginning God created the heaven and the earth. " * 3, "12345 was void;"] * 9
@@ -19,7 +29,7 @@ SENTENCE = "In the beginning é 日\n  x y"
 
 def saved(vocabulary: Vocabulary, folder: Path) -> Any:
     """The tokenizer that `AutoTokenizer` loads from an export of this vocabulary."""
-    tokenizer = hugging_face_tokenizer(vocabulary, folder)
+    tokenizer = hugging_face_tokenizer(vocabulary, 16)
     assert tokenizer is not None
     tokenizer.save_pretrained(folder)
     vocabulary.save(folder)
@@ -76,6 +86,9 @@ def word_pieces() -> Tokenizer:
 @pytest.mark.parametrize(
     ("vocabulary", "text"),
     [
+        (PROTEIN, "MKTAY"),
+        (PROTEIN, "mktay xBu\nZo*"),
+        (PROTEIN, CANONICAL.lower()),
         (DNA, "ATGaaacgtU\nTGA ACN-"),
         (RNA, "AUGaaacgtT"),
         (Codons(), "ATGaaaACNTGA"),
@@ -91,6 +104,9 @@ def test_letters_codons_and_bytes(vocabulary: Vocabulary, text: str, tmp_path: P
     assert shown == vocabulary.decode(tokens)
     assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (1, vocabulary.mask)
     assert tokenizer("<mask>")["input_ids"] == [0, vocabulary.mask, 2]
+    cut = tokenizer(text * 20, truncation=True)
+    assert len(cut["input_ids"]) == tokenizer.model_max_length == 16
+    assert (cut["input_ids"][-1], set(cut)) == (2, {"input_ids", "attention_mask"})
 
 
 @pytest.mark.parametrize("made", [byte_pairs, llama, unigram, word_pieces])
@@ -113,5 +129,5 @@ def test_one_that_cannot_be_renumbered_is_left_out(
     broken = "d2plm.export.hugging_face_tokenizer._renumbered"
     monkeypatch.setattr(broken, lambda *_: byte_pairs())
     with caplog.at_level(logging.WARNING):
-        assert hugging_face_tokenizer(Subwords(tmp_path / "own.json"), tmp_path) is None
+        assert hugging_face_tokenizer(Subwords(tmp_path / "own.json"), 16) is None
     assert "exported without tokenizer" in caplog.text

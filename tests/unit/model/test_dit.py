@@ -111,23 +111,6 @@ def test_the_order_of_residues_matters_but_not_the_place_in_the_row(
     assert row[3] != row[20] and relative(other[10], alone[10]) > 1e-4
 
 
-def test_padded_input_gives_the_packed_logits(
-    tiny_dit: Factory, rows: list[NDArray[np.uint8]]
-) -> None:
-    model = tiny_dit()
-    ids = torch.ones(len(rows), 50, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for place, row in enumerate(rows):
-        ids[place, : len(row)] = torch.from_numpy(row.astype(np.int64))
-        mask[place, : len(row)] = 1
-    padded = model.forward_padded(ids, mask, torch.tensor(TIMES))
-    packed = run(model, PackedBatch.pack(rows), TIMES).split(LENGTHS)
-    assert padded.shape == (len(rows), 50, 33)
-    for place, logits in enumerate(packed):
-        torch.testing.assert_close(padded[place, : len(logits)], logits, rtol=1e-5, atol=1e-5)
-        assert (padded[place, len(logits) :] == 0).all()
-
-
 def test_rotation_depends_on_the_distance_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 8, generator=generator, dtype=torch.float64)
