@@ -9,19 +9,28 @@ tokens then take the place of residues. Results equal those of `d2plm generate` 
 with the same settings. Everything stays in memory; use the commands for large files.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import wraps
+from io import IOBase
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from d2plm.core.errors import ConfigError, DataError, did_you_mean, require, require_number
+from d2plm.core.errors import (
+    ConfigError,
+    DataError,
+    did_you_mean,
+    in_one_line,
+    require,
+    require_number,
+)
 from d2plm.core.vocabulary import PROTEIN, Tokens, decode
 from d2plm.data import retrieval
 from d2plm.data.family import Family, RelativesCheck
@@ -40,13 +49,34 @@ from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
-from d2plm.tracking.locations import open_model
+from d2plm.tracking.locations import HubSettings, model_folder, open_export
 
 __all__ = ["ProteinScore", "SequenceModel", "load_model", "retrieve_relatives"]
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 Settings = TypeVar("Settings")
+# Collections that are refused where a list is wanted, and what to pass instead.
+REFUSED = (
+    (Mapping, "pass list(NAME.values())"),
+    (Set, "pass a list, which has an order"),
+    (bytes | bytearray | memoryview, "decode it"),
+    (PathLike | IOBase, "read its sequences first"),
+)
 
 
+def _of_numpy(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The function, for which numpy's scalars are Python's numbers and strings."""
+
+    @wraps(function)
+    def called(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        plain = {name: _plain(value) for name, value in named.items()}
+        return function(*map(_plain, arguments), **plain)  # type: ignore[arg-type]  # as they were
+
+    return called
+
+
+@_of_numpy
 def load_model(
     location: str | Path,
     *,
@@ -54,6 +84,7 @@ def load_model(
     precision: str = "auto",
     token_budget: int = 16384,
     tracking_uri: str | None = None,
+    **hub: Any,
 ) -> "SequenceModel":
     """Load a trained model for generation and scoring.
 
@@ -68,16 +99,21 @@ def load_model(
             that the hardware supports. Scores agree between batches and machines up to rounding.
         token_budget: tokens per forward pass; smaller values need less memory.
         tracking_uri: URI of the registry; `MLFLOW_TRACKING_URI` takes precedence.
+        **hub: fields of `HubSettings` (`d2plm.tracking.locations`) for a model on the Hub:
+            revision, token, cache_dir, subfolder, local_files_only, force_download.
 
     Raises:
         ConfigError: if an argument is invalid or the device is not available.
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry lacks the model or cannot be reached.
     """
-    exported = open_model(location, device, tracking_uri, key="location")
+    of_hub = _settings(HubSettings, hub)
+    folder = model_folder(location, tracking_uri, key="location", hub=of_hub)
+    exported = open_export(folder, device, tracking_uri, of_hub)
     return SequenceModel(exported, precision=precision, token_budget=token_budget)
 
 
+@_of_numpy
 def retrieve_relatives(
     sequences: str | Sequence[str],
     reference: str | Path,
@@ -108,11 +144,12 @@ def retrieve_relatives(
         DataError: if a sequence has an invalid letter, the reference cannot be read, or MMseqs2
             is missing or fails.
     """
-    for name, path in (("reference", reference), ("cache_dir", cache_dir or ".")):
-        require(isinstance(path, str | PathLike), name, path, "a path")
+    require(isinstance(reference, str | PathLike), "reference", reference, "a path")
+    is_path = cache_dir is None or isinstance(cache_dir, str | PathLike)
+    require(is_path, "cache_dir", cache_dir, "a path or None")
     wanted = _settings(retrieval.RetrievalSettings, settings)
-    texts = enumerate(_several(sequences, "sequences"))
-    tokens = [PROTEIN.encode(text, f"sequence {index}") for index, text in texts]
+    texts = _several(sequences, "sequence")
+    tokens = [PROTEIN.encode(text, f"sequence {index}") for index, text in enumerate(texts)]
     keeping = TemporaryDirectory() if cache_dir is None else nullcontext(cache_dir)
     with keeping as folder:
         found = retrieval.retrieve_relatives(tokens, reference, Path(folder), wanted)
@@ -130,9 +167,12 @@ class SequenceModel:
         precision, token_budget: as in `load_model`.
     """
 
+    @_of_numpy
     def __init__(
         self, exported: ExportedModel, *, precision: str = "auto", token_budget: int = 16384
     ) -> None:
+        wanted = "a loaded export; load_model takes its folder"
+        require(isinstance(exported, ExportedModel), "exported", exported, wanted)
         require_number("token_budget", token_budget, integer=True, low=1)
         self.exported = exported
         self._denoiser = exported.denoiser(precision)
@@ -155,11 +195,12 @@ class SequenceModel:
     def device(self) -> torch.device:
         return self.exported.model.device
 
+    @_of_numpy
     def generate(
         self,
         number: int = 1,
         *,
-        length: int | Sequence[int] | None = None,
+        length: int | Iterable[int] | None = None,
         min_length: int = 1,
         max_length: int | None = None,
         prompt: str | None = None,
@@ -196,6 +237,8 @@ class SequenceModel:
         settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
         family = self._family(relatives, max_relatives)
+        if length is not None and not isinstance(length, int):
+            length = [_plain(one) for one in _listed(length, "length", "an integer or", "integers")]
         templates = prompted(
             self.exported.lengths if family is None else lengths_of(family, self.max_residues),
             number,
@@ -209,6 +252,7 @@ class SequenceModel:
         )
         return self._sample(templates, settings, family)
 
+    @_of_numpy
     def infill(
         self,
         templates: str | Sequence[str],
@@ -240,14 +284,13 @@ class SequenceModel:
         settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
         parsed = []
-        for index, text in enumerate(_several(templates, "templates")):
-            if not isinstance(text, str):
-                raise DataError(f"template {index}: {type(text).__name__} is not a string")
+        for index, text in enumerate(_several(templates, "template")):
             template = parse_template(text, str(index), self.exported.vocabulary)
             self.exported.require_short_enough(f"template {index}", template, "shorten it")
             parsed += [template] * number
         return self._sample(parsed, settings, self._family(relatives, max_relatives))
 
+    @_of_numpy
     def score(
         self,
         sequences: str | Sequence[str],
@@ -296,6 +339,7 @@ class SequenceModel:
         )
         return protein_scores(draws, tokens, self.exported.vocabulary)
 
+    @_of_numpy
     def embed(
         self, sequences: str | Sequence[str], *, layer: int = -1, pooled: bool = False
     ) -> list[NDArray[np.float32]]:
@@ -314,6 +358,7 @@ class SequenceModel:
             ModelError: if a protein is too long.
         """
         tokens, _ = self._read(sequences)
+        require(isinstance(pooled, bool), "pooled", pooled, "True or False")
         return embeddings(
             self._denoiser,  # type: ignore[arg-type]  # an export's denoiser is its model
             self.exported.paradigm,
@@ -343,6 +388,7 @@ class SequenceModel:
             self._denoiser, paradigm, tokens, **self._batching, names=names
         ).tolist()
 
+    @_of_numpy
     def score_mutations(
         self,
         wild_type: str,
@@ -378,10 +424,7 @@ class SequenceModel:
         paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
         tokens = PROTEIN.encode(wild_type, "wild_type")
         self.exported.require_short_enough("the wild type", tokens, "shorten it")
-        texts = _several(variants, "variants")
-        for index, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise DataError(f"variant {index}: {text!r} is not text; give one such as 'A4G'")
+        texts = _several(variants, "variant")
         found, _ = place_variants(texts, tokens, offset=mutation_offset)
         placed = [one for one in found if isinstance(one, Variant)]
         for index, one in enumerate(found):
@@ -402,15 +445,14 @@ class SequenceModel:
         """Family of each protein, from relatives shared by all or from a list per protein."""
         if relatives is None:
             return None
-        given = _several(relatives, "relatives")
-        strings = sum(isinstance(one, str) for one in given)
-        for_all = strings == len(given)
-        if not for_all and (strings or len(given) != len(proteins)):
+        given = _listed(relatives, "relatives")
+        for_all = not given or any(isinstance(one, str) for one in given)
+        if not for_all and len(given) != len(proteins):
             raise ConfigError(
                 f"relatives: {len(given)} given for {len(proteins)} proteins; pass one list of "
                 "strings for all proteins, or one list of strings per protein"
             )
-        lists = [given] if for_all else given
+        lists = [given] if for_all else [_listed(own, "relatives") for own in given]
         families = [self._family(own or None, most) or Family([], most) for own in lists]
         families *= len(proteins) if for_all else 1
         check = RelativesCheck("relatives", "sequences")
@@ -423,12 +465,7 @@ class SequenceModel:
         if relatives is None:
             return None
         self.exported.require_taking_relatives("relatives")
-        texts = _several(relatives, "relatives")
-        if isinstance(relatives, str) or not all(isinstance(one, str) for one in texts):
-            raise ConfigError(
-                "relatives: must be a list of strings, such as the first list that "
-                "retrieve_relatives returns, or the records of a FASTA file"
-            )
+        texts = _strings(_listed(relatives, "relatives"), "relative")
         tokens = [
             PROTEIN.encode(text, f"relative {i}", aligned=True) for i, text in enumerate(texts)
         ]
@@ -453,9 +490,8 @@ class SequenceModel:
 
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
         """Tokens of the sequences, and the names that errors use for them."""
-        named = {
-            f"sequence {index}": text for index, text in enumerate(_several(sequences, "sequences"))
-        }
+        texts = _several(sequences, "sequence")
+        named = {f"sequence {index}": text for index, text in enumerate(texts)}
         tokens = [self.exported.vocabulary.encode(text, name) for name, text in named.items()]
         for name, one in zip(named, tokens, strict=True):
             self.exported.require_short_enough(name, one, "shorten it")
@@ -474,12 +510,39 @@ def _settings(kind: type[Settings], values: dict[str, Any]) -> Settings:
     return kind(**values)
 
 
-def _several(texts: object, argument: str) -> list[Any]:
-    """A list of the texts; one text is a list of one."""
-    if isinstance(texts, str):
-        return [texts]
-    unordered = isinstance(texts, bytes | Mapping | Set)
-    if unordered or not isinstance(texts, Iterable) or getattr(texts, "shape", None) == ():
-        kind = type(texts).__name__
-        raise ConfigError(f"{argument}: must be a string or a list of strings, not {kind}")
-    return list(texts)
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _several(texts: object, noun: str) -> list[str]:
+    """A list of the texts, each of which is called a `noun`; one text is a list of one."""
+    listed = [texts] if isinstance(texts, str) else _listed(texts, f"{noun}s", "a string or")
+    return _strings(listed, noun)
+
+
+def _strings(texts: list[Any], noun: str) -> list[str]:
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            remedy = "give a string, and leave missing values out"
+            raise DataError(f"{noun} {index}: {in_one_line(text)} is not a string; {remedy}")
+    return texts
+
+
+def _listed(values: object, argument: str, one: str = "", of: str = "strings") -> list[Any]:
+    """A list of the values of an ordered collection, which is iterated once.
+
+    Raises:
+        ConfigError: if it is no collection of one dimension, or has no order.
+    """
+    refusal = f"{argument}: must be {f'{one} a list of {of}'.strip()}, not {type(values).__name__}"
+    dimensions = len(getattr(values, "shape", (0,)))
+    remedy = next((said for refused, said in REFUSED if isinstance(values, refused)), "")
+    if dimensions > 1:
+        remedy = "pass one column of it, such as df['sequence']"
+    if remedy or isinstance(values, str) or not isinstance(values, Iterable) or not dimensions:
+        raise ConfigError(f"{refusal}{'; ' * bool(remedy)}{remedy}")
+    listed = list(values)
+    is_letters = all(isinstance(part, str) and len(part) == 1 for part in listed)
+    if is_letters and "".join(listed) == str(values):  # text of another library's class
+        raise ConfigError(f"{refusal}; pass str() of it")
+    return listed

@@ -27,6 +27,7 @@ from d2plm.core.errors import (
     first_line,
     nearest,
     require,
+    require_choice,
 )
 from d2plm.core.files import RUN_CONFIG, config_dir, is_hub_name, nearest_path, shipped, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MODULE, MULTIRUN, SWITCHES
@@ -96,8 +97,13 @@ def compose(
         ConfigError: for an unknown file, group, choice or key, a malformed override, or a value
             that does not fit.
     """
+    require_choice("command", command, SETTINGS)
+    is_list = isinstance(overrides, Iterable) and not isinstance(overrides, str | Mapping)
+    listed: list[Any] = list(overrides) if is_list else [None]
+    is_text = all(isinstance(one, str) for one in listed)
+    require(is_text, "overrides", overrides, "a list of 'key=value'")
     root, kind = (folder or config_dir()).resolve(), SETTINGS[command]
-    choices, changes = _sorted_out(command, list(overrides), root)
+    choices, changes = _sorted_out(command, listed, root)
     values = _compose_files(command, name, root, choices)
     for dotted, value in changes:
         _set(values, dotted, value)

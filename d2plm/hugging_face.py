@@ -8,6 +8,7 @@ They accept the usual padded `input_ids` and `attention_mask`, or packed input. 
 module registers them with transformers; nothing else does.
 """
 
+import json
 import logging
 from inspect import signature
 from pathlib import Path
@@ -22,8 +23,12 @@ from transformers.utils import cached_file
 
 from d2plm.core.batch import Relatives
 from d2plm.core.errors import ModelError, did_you_mean, require
-from d2plm.core.vocabulary import FILE, FIRST, PAD, PROTEIN, SAVED_TOKENIZER
+from d2plm.core.files import PROVENANCE, SAVED_BY
+from d2plm.core.vocabulary import FILE, FIRST, PAD, SAVED_TOKENIZER
 from d2plm.evaluation.embedding import watched
+from d2plm.evaluation.findings import EVALUATION
+from d2plm.generation.lengths import FILE as LENGTHS
+from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms import load_paradigm
@@ -31,6 +36,12 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Paradigm
 
 IGNORED = -100  # transformers' label of a token without a loss
+# Files of an export: those of its paradigm, and those that are kept as they are.
+OF_PARADIGM = (Paradigm.config_name, FILE, SAVED_TOKENIZER)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+COMPANIONS = (CARD, LENGTHS, PROVENANCE, *TOKENIZER)
+# Arguments of `from_pretrained` that say where a file is.
+PLACE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 log = logging.getLogger(__name__)
 
@@ -39,55 +50,74 @@ class DiTForMaskedLM(DiT):
     """A `DiT` that predicts masked residues, with Hugging Face's arguments.
 
     Attributes:
-        paradigm: `Paradigm` of the export, which maps fractions of masks to times; None if the
-            folder does not contain its settings, so that `times` must be passed.
-        card: text of the model card, or None.
+        paradigm: `Paradigm` of the export, which maps fractions of masks to times; absorbing
+            diffusion for a new model; None if the folder does not contain its settings, so that
+            `times` must be passed.
+        companions: contents of COMPANIONS in the folder, which `save_pretrained` writes.
     """
 
     main_input_name = "input_ids"
     accepts_loss_kwargs = False  # the loss is the mean of each micro-batch
-    paradigm: Paradigm | None = None
-    card: str | None = None
     _returned = slice(0)  # layers whose hidden states are always needed
     _has_warned = False
 
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config)
+        self.paradigm: Paradigm | None = AbsorbingDiffusion()
+        self.companions: dict[str, bytes] = {}
+
     @classmethod
     def from_pretrained(cls, name: str | Path, *arguments: Any, **settings: Any) -> Self:
-        """Load an export from a folder or the Hub, with its paradigm and its model card.
+        """Load an export from a folder or the Hub, with its paradigm and companions.
 
         Raises:
             ModelError: if the paradigm's settings are missing or damaged.
         """
         loaded = super().from_pretrained(name, *arguments, **settings)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        folder = Path(name)
-        if not folder.is_dir():
-            for file in (FILE, SAVED_TOKENIZER):  # of other vocabularies than proteins'
-                cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-            folder = Path(cached_file(name, Paradigm.config_name)).parent
-        if (folder / Paradigm.config_name).is_file():
-            model.paradigm = load_paradigm(folder)
-        card = folder / CARD
-        model.card = card.read_text(encoding="utf-8") if card.is_file() else None
+        place = {key: value for key, value in settings.items() if key in PLACE}
+        found = dict[str, str | None]()
+        for file in (*OF_PARADIGM, *COMPANIONS):
+            required = file == Paradigm.config_name and not Path(name).is_dir()
+            found[file] = cached_file(
+                name, file, _raise_exceptions_for_missing_entries=required, **place
+            )
+        config = found[Paradigm.config_name]
+        model.paradigm = load_paradigm(Path(config).parent) if config else None
+        model.companions = {
+            file: Path(path).read_bytes() for file in COMPANIONS if (path := found[file])
+        }
         return loaded  # type: ignore[no-any-return]  # transformers is not typed
 
-    def save_pretrained(self, folder: str | Path, *arguments: Any, **settings: Any) -> Any:
-        """Save the model with its paradigm and model card; `push_to_hub` also calls this."""
-        result = super().save_pretrained(folder, *arguments, **settings)
-        if self.paradigm is not None:
-            self.paradigm.save_config(folder)
-        if self.card is not None:
-            (Path(folder) / CARD).write_text(self.card, encoding="utf-8")
+    def save_pretrained(
+        self, folder: str | Path, is_main_process: bool = True, *arguments: Any, **settings: Any
+    ) -> Any:
+        """Save the model with its paradigm and companions; `push_to_hub` also calls this."""
+        result = super().save_pretrained(folder, is_main_process, *arguments, **settings)
+        paradigm = self.paradigm
+        if is_main_process and paradigm and paradigm.vocabulary.size == self.config.vocab_size:
+            self._save_companions(Path(folder), paradigm)
         return result
+
+    def _save_companions(self, folder: Path, paradigm: Paradigm) -> None:
+        """Write what `load_model` needs; an evaluation is removed, as the weights may differ."""
+        LengthHistogram.uniform(self.config.max_position_embeddings - 2).save(folder)
+        for file, content in self.companions.items():
+            if file not in TOKENIZER or not (folder / file).exists():
+                (folder / file).write_bytes(content)
+        paradigm.save_config(folder)
+        provenance = json.loads(self.companions.get(PROVENANCE, b"{}"))
+        provenance.pop("files", None)  # their digests
+        provenance |= {"paradigm": paradigm.name, SAVED_BY: "transformers"}
+        (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2))
+        (folder / EVALUATION).unlink(missing_ok=True)
 
     @classmethod
     def _from_config(cls, config: DiTConfig, **settings: Any) -> Self:
-        """A new model, drawn by torch's seed; one of proteins is an absorbing diffusion."""
+        """A new model, drawn by torch's seed."""
         model = super()._from_config(config, **settings)
         with torch.device("cpu"):
             model.initialise(int(torch.randint(2**62, ())))
-            if config.vocab_size == PROTEIN.size:
-                model.paradigm = AbsorbingDiffusion()
         return model  # type: ignore[no-any-return]  # transformers is not typed
 
     def forward(  # type: ignore[override]  # padded input is added to the packed one
@@ -172,9 +202,10 @@ class DiTForMaskedLM(DiT):
         """
         if self.paradigm is None:
             raise ModelError(f"{self.name_or_path}: has no {Paradigm.config_name}; pass times")
-        vocabulary = self.paradigm.vocabulary
-        is_mask = (input_ids == vocabulary.mask) & keep
-        is_clean = (input_ids >= FIRST) & (input_ids < vocabulary.stop) & keep
+        vocabulary, mask = self.paradigm.vocabulary, self.config.vocab_size - 1
+        stop = vocabulary.stop if vocabulary.mask == mask else mask
+        is_mask = (input_ids == mask) & keep
+        is_clean = (input_ids >= FIRST) & (input_ids < stop) & keep
         masked, maskable = is_mask.sum(1), (is_clean | is_mask).sum(1)
         fraction = masked.clamp(min=1).double() / maskable.clamp(min=1)
         return self.paradigm.time_at_corrupted_fraction(fraction).float()

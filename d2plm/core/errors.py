@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+MAX_SHOWN = 300  # letters of a value in a message
+
 
 class D2PLMError(Exception):
     """Base of all errors caused by the input, the settings or the environment.
@@ -39,7 +41,7 @@ class ConfigError(D2PLMError):
         self.reason, self.settings = reason, dict(settings or {})
 
     def __str__(self) -> str:
-        named = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
+        named = ", ".join(f"{key}={in_one_line(value)}" for key, value in self.settings.items())
         return f"{named}: {self.reason}" if named else self.reason
 
     def within(self, section: str, keys: Mapping[str, str] | None = None) -> "ConfigError":
@@ -101,6 +103,12 @@ def first_line(error: BaseException | str) -> str:
     """The first line of a message, or the type of an error without one."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
+
+
+def in_one_line(value: object) -> str:
+    """A value in one line of a message, cut if it is long."""
+    text = " ".join(repr(value).splitlines())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def require(condition: bool, key: str, value: object, wanted: str) -> None:
@@ -172,7 +180,7 @@ def from_extra(
 
 def require_choice(key: str, value: str, choices: Collection[str]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`, suggesting the nearest one."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         wanted = f"one of {', '.join(choices)}{did_you_mean(value, choices)}"
         raise ConfigError(f"must be {wanted}", {key: value})
 

@@ -16,6 +16,8 @@ from d2plm.core.errors import DataError, nearest, require
 from d2plm.core.locks import locked
 
 RUN_CONFIG = "config.yaml"  # in the output_dir of every run
+PROVENANCE = "provenance.json"  # in every exported model
+SAVED_BY = "saved_by"  # in the provenance of a model that another library wrote
 
 log = logging.getLogger(__name__)
 

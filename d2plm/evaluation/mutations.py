@@ -262,7 +262,7 @@ def place_variants(
     Raises:
         ConfigError: if the offset is no integer, or cannot be told.
     """
-    if offset != "auto":
+    if not isinstance(offset, str) or offset != "auto":
         require_number("mutation_offset", offset, integer=True)
     label = label_of(texts) if label is None else label
     letters = decode(wild_type)

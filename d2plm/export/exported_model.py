@@ -7,13 +7,13 @@ its data and masks. Generation, scoring and the registry need nothing else.
 
 import copy
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub.constants import REPOCARD_NAME as CARD
 from safetensors import SafetensorError, safe_open
@@ -21,12 +21,20 @@ from transformers.utils.logging import disable_progress_bar
 
 from d2plm import __version__
 from d2plm.core.errors import D2PLMError, DataError, ModelError
-from d2plm.core.files import files_digest, nearest_path, read_json, written_beside
+from d2plm.core.files import (
+    PROVENANCE,
+    SAVED_BY,
+    files_digest,
+    nearest_path,
+    read_json,
+    written_beside,
+)
 from d2plm.core.number_text import counted
 from d2plm.core.precision import resolve_precision
 from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.data.fasta import FastaRecord
+from d2plm.evaluation.findings import EVALUATION
 from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
 from d2plm.export.model_card import model_card
 from d2plm.generation.lengths import LengthHistogram
@@ -37,9 +45,9 @@ from d2plm.paradigms import load_paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
-PROVENANCE = "provenance.json"
-ESM_LENGTHS = 50, 513  # range (exclusive) of the lengths of proteins that ESM-2 generates
 MAX_SHARD_SIZE = "5GB"  # maximum size of a safetensors file; larger models have several
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -224,15 +232,21 @@ def load_export(
     provenance = read_provenance(path)
     if provenance is None and (path / "config.json").is_file() and is_esm(path):
         model = load_esm(path).to(device)
-        longest = model.config.max_position_embeddings - 2
-        evenly = np.arange(min(ESM_LENGTHS[0], longest), min(ESM_LENGTHS[1], longest + 1))
-        lengths = LengthHistogram.of(evenly, longest)
+        lengths = LengthHistogram.uniform(model.config.max_position_embeddings - 2)
         return ExportedModel(path, model, AbsorbingDiffusion(), lengths, {})
     if provenance is None:
         found = (*path.glob(f"*/{PROVENANCE}"), *path.glob(f"*/*/{PROVENANCE}"))
         inside = [file.parent for file in found]
         remedy = f"did you mean {inside[0]}?" if inside else "export again"
         raise ModelError(f"{path}: not a model folder (no {PROVENANCE}); {remedy}")
+    if SAVED_BY in provenance and not (path / EVALUATION).is_file():
+        log.warning(
+            "%s: was saved by %s, perhaps with other weights than those that were evaluated: the "
+            "figures in its %s no longer hold; run 'd2plm evaluate' on it",
+            path,
+            provenance[SAVED_BY],
+            CARD,
+        )
     return ExportedModel(
         folder=path,
         model=_load_model(path, find_base).to(device),

@@ -19,6 +19,7 @@ from d2plm.data.family import Family
 from d2plm.data.store import MAX_RESIDUES
 
 FILE = "length_histogram.json"
+UNIFORM = 50, 512  # range of the lengths of proteins of a model that records none
 PSEUDO_COUNT = 0.5  # Krichevsky–Trofimov, so that an unseen length has a likelihood
 
 
@@ -36,6 +37,12 @@ class LengthHistogram:
     def of(cls, lengths: NDArray[np.integer], max_residues: int) -> Self:
         """The histogram of `lengths` [N], in residues, those above `max_residues` counted there."""
         return cls(np.bincount(np.minimum(lengths, max_residues), minlength=max_residues + 1))
+
+    @classmethod
+    def uniform(cls, max_residues: int) -> Self:
+        """One protein of each length in UNIFORM, none above `max_residues`."""
+        first, last = (min(length, max_residues) for length in UNIFORM)
+        return cls.of(np.arange(first, last + 1), max_residues)
 
     def sample(self, number: int, seed: int, *, low: int, high: int) -> list[int]:
         """`number` lengths between `low` and `high`, by their frequency.

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from itertools import pairwise
+from numbers import Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -79,7 +80,10 @@ class Settings:
     def __post_init__(self) -> None:
         for one in fields(self):
             if "low" in one.metadata:  # made by `key`; a subclass may have others
-                _require_fits(one, getattr(self, one.name))
+                value = getattr(self, one.name)
+                if isinstance(value, Real) and hasattr(value, "item"):  # numpy's
+                    object.__setattr__(self, one.name, value := value.item())
+                _require_fits(one, value)
 
 
 def _require_fits(one: Field[Any], value: object) -> None:
@@ -102,7 +106,7 @@ def _fits(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
         return False
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in arguments)
+        return any(type(value) is type(one) and value == one for one in arguments)
     if origin is list:
         is_list = isinstance(value, list | tuple)
         return is_list and all(_fits_any(arguments[0], one, limits) for one in value)

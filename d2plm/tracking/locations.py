@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from d2plm.core.errors import ModelError, first_line, require
 from d2plm.core.files import is_hub_name, nearest_path
 from d2plm.core.precision import resolve_device
 from d2plm.export.exported_model import ExportedModel, load_export
+from d2plm.settings.schema import Settings, key
 
 REGISTRY = "models:/"
 HUB_FILES = ("*.json", "*.txt", "*.md", "*.safetensors")  # excludes files that could run code
@@ -17,7 +19,31 @@ HUB_FILES = ("*.json", "*.txt", "*.md", "*.safetensors")  # excludes files that 
 log = logging.getLogger(__name__)
 
 
-def model_folder(location: object, tracking_uri: str | None = None, *, key: str) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class HubSettings(Settings):
+    """Which files of the Hugging Face Hub are read, as in `from_pretrained`."""
+
+    revision: str | None = key(None)
+    """branch, tag or commit"""
+    token: str | bool | None = key(None)
+    """token, or whether the saved one is used"""
+    cache_dir: str | Path | None = key(None)
+    """folder of the downloaded files"""
+    subfolder: str | None = key(None)
+    """folder of the model in the repository, or in the folder of another location"""
+    local_files_only: bool | None = key(None)
+    """whether nothing is downloaded"""
+    force_download: bool | None = key(None)
+    """whether files are downloaded again"""
+
+
+def model_folder(
+    location: object,
+    tracking_uri: str | None = None,
+    *,
+    key: str,
+    hub: HubSettings = HubSettings(),
+) -> Path:
     """Return the folder of the model at `location`, downloading it if necessary.
 
     Args:
@@ -25,19 +51,25 @@ def model_folder(location: object, tracking_uri: str | None = None, *, key: str)
             `ORGANISATION/NAME` on the Hugging Face Hub.
         tracking_uri: URI of the registry; `MLFLOW_TRACKING_URI` takes precedence.
         key: name of the location in errors.
+        hub: of a model on the Hub.
 
     Raises:
-        ConfigError: if `location` is none of these.
+        ConfigError: if `location` is none of these, or has no revisions.
         ModelError: if the Hub does not have the model or cannot be reached.
         TrackingError: if the registry does not have the model or cannot be reached.
     """
     text = pinned(location, tracking_uri, key=key)
+    if is_hub_name(text):
+        return _from_hub(text, hub)
+    wanted = f"None for {text}, which is not on the Hugging Face Hub"
+    require(hub.revision is None, "revision", hub.revision, wanted)
+    folder = Path(os.path.expanduser(text))
     if text.startswith(REGISTRY):
         from d2plm.tracking.mlflow_run import open_client
         from d2plm.tracking.registry import download
 
-        return download(open_client(tracking_uri), *text.removeprefix(REGISTRY).split("/"))
-    return _from_hub(text) if is_hub_name(text) else Path(os.path.expanduser(text))
+        folder = download(open_client(tracking_uri), *text.removeprefix(REGISTRY).split("/"))
+    return folder / (hub.subfolder or "")
 
 
 def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> str:
@@ -55,12 +87,15 @@ def pinned(location: object, tracking_uri: str | None = None, *, key: str) -> st
     return f"{REGISTRY}{name}/{version_of(open_client(tracking_uri), name, alias)}"
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, hub: HubSettings) -> Path:
     from huggingface_hub import snapshot_download
 
     log.info("%s: no such folder, using the model of this name on the Hugging Face Hub", name)
+    given = {key: value for key, value in vars(hub).items() if value is not None}
+    inside = given.pop("subfolder", "")
+    patterns = [Path(inside, one).as_posix() for one in HUB_FILES]
     try:
-        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES]))
+        return Path(snapshot_download(name, allow_patterns=patterns, **given), inside)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{name}: no such model folder{nearest_path(name)}, and no such model on the Hugging "
@@ -69,7 +104,10 @@ def _from_hub(name: str) -> Path:
 
 
 def open_export(
-    folder: str | Path, device: str = "auto", tracking_uri: str | None = None
+    folder: str | Path,
+    device: str = "auto",
+    tracking_uri: str | None = None,
+    hub: HubSettings = HubSettings(),
 ) -> ExportedModel:
     """Load the model in a local folder, on `device`; an adapter is loaded with its base.
 
@@ -78,7 +116,8 @@ def open_export(
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry does not have the adapter's base or cannot be reached.
     """
-    find_base = partial(model_folder, tracking_uri=tracking_uri, key="the adapter's base model")
+    hub, key = replace(hub, revision=None, subfolder=None), "the adapter's base model"
+    find_base = partial(model_folder, tracking_uri=tracking_uri, key=key, hub=hub)
     return load_export(folder, resolve_device(device), find_base)
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.core.errors import TrackingError, from_extra, root_cause
+from d2plm.core.errors import TrackingError, from_extra, require, root_cause
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.redaction import redacted, redacted_line
@@ -193,7 +193,7 @@ def begin_mlflow_run(
             run or parent.
         DataError: if `output_dir` cannot be written.
     """
-    client = open_client(uri)
+    client = open_client(uri, create=True)
     if parent_run_id is not None:
         with reaching(client, f"find parent_run_id={parent_run_id}"):
             client.get_run(parent_run_id)  # MLflow would hide the children of an unknown parent
@@ -239,26 +239,36 @@ def end_left_running(
     return run_id
 
 
-def open_client(uri: str | None) -> "MlflowClient":
+def open_client(uri: str | None, create: bool = False) -> "MlflowClient":
     """Open a client of the tracking store; `MLFLOW_TRACKING_URI` takes precedence over `uri`.
 
+    Args:
+        create: whether to create an SQLite store that does not exist.
+
     Raises:
+        ConfigError: if `uri` is not text.
         TrackingError: if MLflow is not installed, or the store cannot be opened.
     """
+    require(uri is None or isinstance(uri, str), "tracking_uri", uri, "the address of a store")
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
     with from_extra("MLflow", "tracking-server", TrackingError, ", or remove mlflow from trackers"):
         import mlflow
-    address = os.environ.get("MLFLOW_TRACKING_URI") or uri
-    mlflow.set_tracking_uri(address)
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(given or uri)
+    if not given:  # MLflow sets it, and it would take precedence over the `uri` of the next call
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
     address = mlflow.get_tracking_uri()
     # The errors are raised as well; MLflow logs each with a traceback.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     fix = "start it, correct its address (uri)"
     try:
         if (file := sqlite_file(address)) is not None:
+            if create:
+                create_store(file)
+            elif not file.exists():
+                raise FileNotFoundError(f"there is no file {file}")
             fix = f"wait for the process that uses it, or move {file} away if it is damaged"
-            create_store(file)
         elif address.startswith(("http://", "https://")):
             _require_answer(address)
         client = mlflow.MlflowClient(tracking_uri=address)

@@ -1,13 +1,18 @@
 """`load_model`: the results of the commands, from Python."""
 
 import csv
+import io
 import math
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 
 import d2plm
@@ -20,10 +25,15 @@ from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError
 from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta
 from d2plm.evaluation.scoring import ProteinScore
+from d2plm.export.exported_model import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.settings.training import TrainerSettings
 from d2plm.tracking import mlflow_run, registry
-from tests.conftest import Exports
+from tests.conftest import DiTFactory, Exports
 
 PROTEINS = {"one": "MKTAYIAKQRQISFVKSHFSRQ", "two": "GSHMLEDPVAXLLK", "unknown": "XXX"}
+TABLE = pd.DataFrame({"name": ["a", "b"], "sequence": ["MKTAY", "GSHML"]})
 TEMPLATES = {"loop": "MKT____GGLL", "start": "<mask><mask>TAYIAKQR"}
 
 
@@ -194,21 +204,30 @@ def test_sequences_are_read_as_from_a_file(model: SequenceModel) -> None:
         ),
         (lambda m: m.score_mutations("MKT", "K9R"), ConfigError, "^mutation_offset='auto': 0 of"),
         (lambda m: m.score_mutations("MKT", "M1A", mutation_offset="x"), ConfigError, "^mutation_"),
-        (lambda m: m.score_mutations("MKT", ["M1A", None]), DataError, "variant 1: None is not"),
-        (lambda m: m.score_mutations("MKT", [math.nan]), DataError, "variant 0: nan is not text"),
-        (lambda m: m.score_mutations("MKT", [("M1A", "K2A")]), DataError, "variant 0: .* not text"),
-        (lambda m: m.score_mutations("MKT", None), ConfigError, "variants: must be a string or a"),
         (lambda m: m.score_mutations(None, "M1A"), DataError, "wild_type: NoneType is not a str"),
-        (lambda m: m.score(None), ConfigError, "sequences: must be a string or a"),
         (lambda m: m.score_mutations("MKT", "M1*"), DataError, "variant 0: 'M1.*': with a stop"),
         (lambda m: m.score_mutations("MKT", "K2"), DataError, "'K2' is not a variant"),
+        (lambda m: m.embed("MKT", pooled="no"), ConfigError, "^pooled='no': must be True or False"),
+        (lambda m: m.generate(seed=TABLE), ConfigError, "^seed=.*must be an integer"),
+        (lambda m: m.generate(sampler=TABLE), ConfigError, "^sampler=.*must be"),
+        (
+            lambda m: m.score_mutations("MKT", "M1A", mutation_offset=TABLE),
+            ConfigError,
+            "^mutation",
+        ),
+        (lambda m: load_model(m.exported.folder, device=TABLE), ConfigError, "^device="),
+        (lambda m: load_model(m.exported.folder, revision="v2"), ConfigError, "^revision='v2'"),
+        (lambda m: load_model("a/b", revision=2), ConfigError, "^revision=2"),
+        (lambda m: load_model("a/b", revison="v2"), ConfigError, "did you mean 'revision'"),
+        (lambda m: SequenceModel(m.exported.folder), ConfigError, "load_model takes its folder"),
     ],
 )
 def test_what_cannot_be_done_is_rejected_by_the_name_of_the_argument(
     model: SequenceModel, call: Any, error: type[D2PLMError], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         call(model)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_model_that_cannot_be_loaded_is_rejected(exports: Exports, tmp_path: Path) -> None:
@@ -268,25 +287,140 @@ def test_loading_a_model_imports_no_statistics() -> None:
     assert ended.stdout.split() == ["False"]
 
 
-NO_SEQUENCES = (None, float("nan"), 3, True, b"MK", {"a": "MK"}, {"MK"}, np.array("MK"), object())
-NO_SEQUENCE = (None, float("nan"), 3, ("MK",), b"MK", "")
+class Letters:
+    """Text of another library's class, whose letters are iterated."""
+
+    def __str__(self) -> str:
+        return "MKTAY"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("MKTAY")
 
 
-@pytest.mark.parametrize("given", [*NO_SEQUENCES, *([one] for one in NO_SEQUENCE), ("MK", None)])
-def test_what_is_no_sequence_is_one_clear_error(model: SequenceModel, given: Any) -> None:
-    def relatives_of(given: Any) -> object:
-        return retrieve_relatives(given, "reference.fasta")
+NO_TEXT = (
+    None,
+    math.nan,
+    3,
+    ("MK",),
+    ["MK"],
+    {"s": "MK"},
+    b"MK",
+    Path("a.fasta"),
+    pd.NA,
+    Letters(),
+)
+NO_LISTS: dict[str, Callable[[], Any]] = {
+    "table": lambda: TABLE,
+    "Arrow": lambda: pa.table({"sequence": ["MK"]}),
+    "matrix": lambda: np.array([["MK"]]),
+    "mapping": lambda: {"a": "MK"},
+    "keys": lambda: {"MK": 1}.keys(),
+    "set": lambda: {"MK"},
+    "bytes": lambda: b"MK",
+    "path": lambda: Path("a.fasta"),
+    "file": lambda: io.StringIO("MKTAY"),
+    "letters": Letters,
+    "pairs": lambda: enumerate(["MK"]),
+    "scalar": lambda: np.array("MK"),
+    "column with missing values": lambda: pd.Series(["MK", None]),
+    **{repr(one): partial(lambda one: one, one) for one in (math.nan, 3, np.int64(3), True, len)},
+    **{f"[{one!r}]": partial(lambda one: [one], one) for one in (*NO_TEXT, "")},
+    **{f"['MK', {one!r}]": partial(lambda one: ["MK", one], one) for one in NO_TEXT},
+}
 
-    for call in (model.score, model.embed, model.infill, relatives_of):
-        with pytest.raises((ConfigError, DataError), match=r"^(sequence|template)(s| \d): "):
+
+@pytest.fixture(scope="module")
+def related(tmp_path_factory: pytest.TempPathFactory, tiny_dit: DiTFactory) -> SequenceModel:
+    """A model that takes relatives."""
+    folder, lengths = tmp_path_factory.mktemp("related"), LengthHistogram.uniform(126)
+    save_export(folder / "model", tiny_dit(relatives_dim=8), AbsorbingDiffusion(), lengths, {})
+    return load_model(folder / "model", device="cpu", precision="fp32")
+
+
+def calls_with_a_list(model: SequenceModel) -> dict[str, Callable[[Any], Any]]:
+    """Every argument of Python's interface that takes several texts."""
+    return {
+        "sequence score": lambda given: model.score(given, masks_per_sequence=2),
+        "sequence embed": lambda given: np.concatenate(model.embed(given)).tolist(),
+        "sequence pseudo": model.pseudo_log_likelihood,
+        "sequence relatives": lambda given: retrieve_relatives(given, "none.fasta"),
+        "template infill": lambda given: model.infill(given, steps=1),
+        "variant score": lambda given: model.score_mutations("MKTAY", given),
+        "relative score": lambda given: model.score("MKTAY", relatives=given, masks_per_sequence=2),
+        "relative generate": lambda given: model.generate(length=5, relatives=given, steps=1),
+        "relative infill": lambda given: model.infill("MK_", relatives=given, steps=1),
+        "relative mutations": lambda given: model.score_mutations("MKTAY", "M1A", relatives=given),
+        "relative of each": lambda given: model.score("MKTAY", relatives=[given]),
+    }
+
+
+@pytest.mark.parametrize("kind", [*NO_LISTS, "None"])
+def test_what_is_no_list_of_texts_is_one_clear_line(related: SequenceModel, kind: str) -> None:
+    for name, call in calls_with_a_list(related).items():
+        noun = name.split()[0]
+        if kind == "None" and noun == "relative" and name != "relative of each":
+            continue  # no relatives
+        given = None if kind == "None" else NO_LISTS[kind]()
+        if name == "relative score" and kind in ("[('MK',)]", "[['MK']]"):
+            continue  # of each protein
+        with pytest.raises((ConfigError, DataError), match=rf"^{noun}(s| \d): ") as caught:
             call(given)
-    if given not in (None, [None]):  # no relatives
-        with pytest.raises(D2PLMError, match=r"^relatives: "):
-            model.score("MKTAYIAKQR", relatives=given)
+        assert len(str(caught.value).splitlines()) == 1
+        if kind in ("table", "Arrow", "matrix"):
+            assert "df['sequence']" in str(caught.value)
+
+
+LISTS: dict[str, Callable[[list[str]], Any]] = {
+    "tuple": tuple,
+    "generator": lambda texts: (text for text in texts),
+    "array": np.array,
+    "objects": lambda texts: np.array(texts, dtype=object),
+    "column": lambda texts: pd.DataFrame({"s": texts}, index=[7] * len(texts))["s"],
+    "categories": lambda texts: pd.Series(texts, dtype="category"),
+    "values": lambda texts: dict(enumerate(texts)).values(),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_an_ordered_collection_is_a_list(related: SequenceModel, kind: str) -> None:
+    texts = {
+        "sequence": ["MKTAYIAKQR", "GSHMLEDPVA"],
+        "template": ["MK_", "A__"],
+        "variant": ["M1A", "K2A"],
+        "relative": ["GSHMLEDPVA", "MKSAFLAKQ"],
+    }
+    calls = calls_with_a_list(related)
+    del calls["sequence relatives"]  # has no reference
+    for name, call in calls.items():
+        given = texts[name.split()[0]]
+        assert call(LISTS[kind](given)) == call(given)
+
+
+def test_numbers_of_numpy_are_numbers(related: SequenceModel, tmp_path: Path) -> None:
+    def results(integer: Any, real: Any, array: Any) -> list[Any]:
+        model = load_model(related.exported.folder, device="cpu", token_budget=integer(99))
+        sampling = {"seed": integer(3), "steps": integer(2), "temperature": real(0.5)}
+        others = {"relatives": ["GSHMLEDPVA", "MKSAF"], "max_relatives": integer(1)}
+        return [
+            model.generate(integer(2), min_length=integer(50), max_length=integer(60), **sampling),
+            model.generate(length=integer(5), **sampling),
+            model.generate(length=array([5, 7]), **sampling, **others),
+            model.infill("MK_", integer(2), **sampling),
+            model.score("MKTAY", masks_per_sequence=integer(2), seed=integer(1), **others),
+            model.embed("MKTAY", layer=integer(1), pooled=array([True])[0])[0].tolist(),
+            model.score_mutations("MKTAY", "M2A", mutation_offset=integer(1)),
+        ]
+
+    expected = results(int, float, list)
+    for integer, real in ((np.int64, np.float64), (np.uint8, np.float16)):
+        assert results(integer, real, np.array) == expected
+    assert results(int, float, pd.Series) == results(int, float, tuple) == expected
+    settings = TrainerSettings(max_steps=np.int64(3))  # type: ignore[arg-type]  # numpy's
+    assert type(settings.max_steps) is int
 
 
 @pytest.mark.parametrize("argument", ["reference", "cache_dir"])
-@pytest.mark.parametrize("given", [3, ("a",), [None], float("nan")])
+@pytest.mark.parametrize("given", [3, ("a",), [], [None], math.nan, TABLE])
 def test_what_is_no_path_is_one_clear_error(argument: str, given: Any) -> None:
     arguments: dict[str, Any] = {"reference": "reference.fasta", argument: given}
     with pytest.raises(ConfigError, match=f"^{argument}="):

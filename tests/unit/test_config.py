@@ -403,6 +403,14 @@ def test_the_message_on_special_characters_is_the_line_to_type(value: str) -> No
     assert compose("train", shlex.split(typed)).name == value
 
 
+@pytest.mark.parametrize("given", ["trainer.max_steps=3", {"name": "a"}, None, 3, [3], [None]])
+def test_overrides_that_are_no_list_of_text_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^overrides=.*must be a list of 'key=value'$"):
+        compose("train", given)
+    with pytest.raises(ConfigError, match=r"^command=.*must be one of"):
+        compose(given, [])
+
+
 def test_several_values_without_multirun_say_what_could_be_meant() -> None:
     with pytest.raises(ConfigError, match=r"several values; .*\[a,b\].*--multirun"):
         compose("train", ["trainer.seed=1,2"])

@@ -1,12 +1,15 @@
 """Hugging Face's interfaces on an exported folder, used as scripts for transformers and peft do."""
 
+import copy
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -25,12 +28,14 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-import d2plm.hugging_face  # noqa: F401  # registers the classes of transformers
+import d2plm.hugging_face
 from d2plm.api import load_model
 from d2plm.core.batch import Relatives
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
+from d2plm.hugging_face import DiTForMaskedLM
+from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
@@ -176,13 +181,116 @@ def test_the_pipelines_run(exports: Path) -> None:
     assert np.array(vectors).shape == (1, 9, 16)
 
 
-def test_saving_keeps_the_paradigm_and_the_card(exports: Path, tmp_path: Path) -> None:
-    model = AutoModelForMaskedLM.from_pretrained(exports / "cosine")
-    model.save_pretrained(tmp_path / "saved")
-    for name in ("README.md", "paradigm_config.json"):
-        assert (tmp_path / "saved" / name).read_text() == (exports / "cosine" / name).read_text()
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
+WRITERS: dict[str, Callable[[Any, Path], Any]] = {
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "in half precision": lambda model, folder: model.bfloat16().save_pretrained(folder),
+    "a copy": lambda model, folder: copy.deepcopy(model).save_pretrained(folder),
+    "Trainer": lambda model, folder: Trainer(
+        model, TrainingArguments(str(folder / "runs"), report_to=[])
+    ).save_model(str(folder)),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
+def test_what_transformers_saves_is_a_model_folder(
+    kind: str, auto: Any, exports: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "saved"
+    shutil.copytree(exports / "cosine", tmp_path / "export")
+    model = auto.from_pretrained(tmp_path / "export")
+    shutil.rmtree(tmp_path / "export")
+    folder.mkdir()
+    (folder / "evaluation.json").write_text("{}")  # of the weights before
+    WRITERS[kind](model, folder)
+    ours, theirs = load_model(folder, precision="fp32"), load_model(exports / "cosine")
+    assert "figures in its README.md no longer hold; run 'd2plm evaluate'" in caplog.text
+    assert not (folder / "evaluation.json").exists()
+    assert ours.exported.paradigm.settings == theirs.exported.paradigm.settings
+    assert ours.generate(3, seed=1, steps=2)[0]
+    kept = ("README.md", "length_histogram.json", "tokenizer_config.json", "tokenizer.json")
+    for name in (*kept, "paradigm_config.json"):
+        assert (folder / name).read_text() == (exports / "cosine" / name).read_text()
+    AutoTokenizer.from_pretrained(folder)
+    again = AutoModelForMaskedLM.from_pretrained(folder)
     assert again.paradigm.settings == model.paradigm.settings
+
+
+def test_a_tokenizer_that_is_there_stays(exports: Path, tmp_path: Path) -> None:
+    AutoTokenizer.from_pretrained(exports / "cosine", model_max_length=17).save_pretrained(tmp_path)
+    AutoModel.from_pretrained(exports / "cosine").save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 17
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
+@pytest.mark.parametrize("size", [33, 261, 20])
+def test_a_new_model_is_one_of_absorbing_diffusion(auto: Any, size: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = DiTConfig(**sizes, intermediate_size=32, vocab_size=size)
+    model = auto.from_config(config).eval()
+    ids = torch.tensor([[0, 5, size - 1, 6, size - 1, 2], [0, size - 1, 2, 1, 1, 1]])
+    times = model.times_of(ids, ids != 1)
+    torch.testing.assert_close(times, torch.tensor([2 / 4, 1.0]))
+    with torch.no_grad():
+        assert model(ids)[0].shape == (2, 6, size if auto is AutoModelForMaskedLM else 16)
+    model.save_pretrained(tmp_path)
+    if size == 33:  # another vocabulary is not known from its size
+        assert len(load_model(tmp_path).generate(2, seed=1, steps=2)) == 2
+    else:
+        with pytest.raises(ModelError, match=r"no provenance\.json"):
+            load_model(tmp_path)
+
+
+@pytest.fixture
+def cached(exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the Hub with lab/model: diffusion on main, cosine on v2, there also in `sub`."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    repository = tmp_path / "cache" / "models--lab--model"
+    (repository / "refs").mkdir(parents=True)
+    for branch, kind, commit in (("main", "diffusion", 40 * "a"), ("v2", "cosine", 40 * "b")):
+        shutil.copytree(exports / kind, repository / "snapshots" / commit)
+        (repository / "refs" / branch).write_text(commit)
+    shutil.copytree(exports / "uniform", repository / "snapshots" / commit / "sub")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ({}, "diffusion"),
+        ({"revision": "v2"}, "cosine"),
+        ({"revision": 40 * "b"}, "cosine"),
+        ({"revision": "v2", "subfolder": "sub"}, "uniform"),
+        ({"local_files_only": True, "token": False}, "diffusion"),
+    ],
+)
+def test_every_file_is_of_the_place_that_is_named(
+    place: dict[str, Any], kind: str, cached: Path, exports: Path
+) -> None:
+    model = AutoModelForMaskedLM.from_pretrained("lab/model", cache_dir=cached, **place)
+    expected = AutoModelForMaskedLM.from_pretrained(exports / kind)
+    assert model.paradigm.settings == expected.paradigm.settings
+    assert model.companions == expected.companions
+    loaded = load_model("lab/model", cache_dir=cached, **place).exported
+    assert loaded.paradigm.settings == expected.paradigm.settings
+
+
+def test_every_file_is_asked_for_with_the_same_arguments(
+    exports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"revision": "v2", "token": "t", "cache_dir": "c", "local_files_only": True}
+    asked: dict[str, dict[str, Any]] = {}
+
+    def cached_file(name: str, file: str, **arguments: Any) -> str | None:
+        asked[file] = arguments
+        path = exports / "cosine" / file
+        return str(path) if path.is_file() else None
+
+    monkeypatch.setattr(d2plm.hugging_face, "cached_file", cached_file)
+    DiTForMaskedLM.from_pretrained(exports / "cosine", **place)
+    assert {*asked} > {"paradigm_config.json", "vocabulary.json", "README.md", "provenance.json"}
+    assert all(arguments.items() >= place.items() for arguments in asked.values())
 
 
 def test_what_is_missing_is_said(exports: Path, tmp_path: Path) -> None:
@@ -236,7 +344,7 @@ def test_a_trainer_trains_the_model_which_reloads(
     trainer.save_model(str(tmp_path / "saved"))
     again = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(again.state_dict(), model.state_dict())
-    assert again.paradigm.settings == model.paradigm.settings
+    assert len(load_model(tmp_path / "saved").generate(2, length=20, steps=4)) == 2
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("mk")["input_ids"] == [0, 20, 15, 2]
 
 
@@ -409,21 +517,14 @@ def test_relatives_are_those_of_the_rows(tiny_dit: Callable[..., Any], tmp_path:
     assert not torch.allclose(model(IDS, times=PACKED[-1]).logits, found)
 
 
-def test_a_new_model_is_an_absorbing_diffusion_with_our_initial_weights(
-    exports: Path, tmp_path: Path
-) -> None:
-    torch.manual_seed(3)
-    model = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(exports / "diffusion"))
-    times = model.times_of(IDS, IDS != 1)
-    torch.testing.assert_close(times, torch.tensor([2 / 4, 1 / 2]), rtol=2e-3, atol=0)
+def test_a_new_model_has_our_initial_weights_by_torchs_seed(exports: Path) -> None:
+    config = AutoConfig.from_pretrained(exports / "diffusion")
+    first, second = (
+        AutoModelForMaskedLM.from_config(config) for _ in range(2) if torch.manual_seed(3)
+    )
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
     uniform = torch.log(torch.tensor(33.0))
-    torch.testing.assert_close(model(IDS, labels=LABELS).loss, uniform)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert again.paradigm.settings == AbsorbingDiffusion().settings
-    torch.manual_seed(3)
-    twin = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(exports / "diffusion"))
-    assert all(map(torch.equal, twin.parameters(), again.parameters()))
+    torch.testing.assert_close(first(IDS, labels=LABELS).loss, uniform)
 
 
 def test_the_embeddings_are_found_and_can_be_replaced(model: Any) -> None:

@@ -23,6 +23,7 @@ from d2plm.model.dit import DiT
 from d2plm.model.lora import add_lora
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.tracking.locations import model_folder, open_model, pinned
+from d2plm.tracking.mlflow_run import open_client
 from d2plm.tracking.pyfunc_model import PyfuncModel
 from d2plm.tracking.registry import download, export_digest, register
 from d2plm.tracking.runs import tracking_run
@@ -159,6 +160,27 @@ def test_a_hub_that_cannot_be_reached_is_one_line(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"on the Hugging Face Hub: no connection$"):
         open_model("facebook/esm2", key="model_dir")
+
+
+@pytest.mark.parametrize("uri", [None, "sqlite:///other.db", "sqlite:///none/other.db"])
+@pytest.mark.parametrize("location", ["models:/a@champion", "models:/a/3"])
+def test_reading_a_registry_creates_none(
+    uri: str | None, location: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrackingError, match=r"there is no file .*\.db; start it"):
+        model_folder(location, uri, key="model_dir")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_each_call_opens_the_store_that_it_names(store: str, tmp_path: Path) -> None:
+    open_client(store, create=True)
+    other = tmp_path / "other.db"
+    shutil.copy(store.removeprefix("sqlite:///"), other)
+    for address in (f"sqlite:///{other}", store):
+        assert open_client(address).tracking_uri == address
+    with pytest.raises(ConfigError, match=r"^tracking_uri="):
+        open_client({"uri": store})  # type: ignore[arg-type]  # no address
 
 
 def test_another_kind_of_model_is_rejected(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_two_first_uses_at_once_both_succeed(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_creator_was_killed_is_found_again(tmp_path: Path) -> None:
-    open_client(uri := f"sqlite:///{tmp_path / 'mlflow.db'}")
+    open_client(uri := f"sqlite:///{tmp_path / 'mlflow.db'}", create=True)
     process = started(KILLED_LATER + FIRST_USE, tmp_path)
     assert process.wait(120) == -signal.SIGKILL
     run = begin_mlflow_run(tmp_path / "run", uri=uri)
