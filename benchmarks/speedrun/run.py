@@ -50,10 +50,7 @@ OWN_MODULE = autoregressive.__name__  # registers the control's paradigm
 ENTRIES, RESULTS = FOLDER / "entries.yaml", FOLDER / "results.jsonl"
 SETTINGS = ("data", "model", "paradigm", "trainer", "optimizer", "schedule")
 PLACES = ("input", "prepared_dir", "temporary_dir", "threads")  # do not determine the result
-OF_OTHER_ALPHABETS = (  # settings of nucleotides, codons and text
-    *("alphabet", "reading_frame", "stop_codons"),
-    *("near_duplicate_similarity", "overlap_share"),
-)
+OF_OTHER_ALPHABETS = ("alphabet", "near_duplicate_similarity", "overlap_share")
 MASKS = 2  # draws for each held-out protein, the same for every entry
 BASELINE = "composition × 5-gram"
 Values = np.ndarray[Any, Any]

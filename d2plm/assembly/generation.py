@@ -16,7 +16,7 @@ from d2plm.data.compressed import open_input
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.data.fasta_export import require_form
-from d2plm.data.records import places_by_name
+from d2plm.data.records import require_distinct
 from d2plm.evaluation.new_members import header, headline, members_table, write_members
 from d2plm.export.designs import FASTA, TEXTS, write_sampling
 from d2plm.export.exported_model import ExportedModel
@@ -163,7 +163,7 @@ def _designs(
         path, designs = Path(settings.templates), []
         templates = [*_read_templates(path, vocabulary)]
         names = [one[0] or f"template{number}" for number, one in enumerate(templates, 1)]
-        places_by_name(names, path).require_distinct()  # designs are named after them
+        require_distinct(names, path)  # designs are named after them
         for name, (_, text, where) in zip(names, templates, strict=True):
             try:
                 template = parse_template(text, name, vocabulary)

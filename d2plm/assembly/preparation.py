@@ -74,8 +74,6 @@ def build_vocabulary(settings: VocabularySettings) -> Vocabulary:
     return vocabulary(
         settings.alphabet,
         tokenizer=None if settings.tokenizer is None else shipped(settings.tokenizer),
-        reading_frame=settings.reading_frame,
-        stop_codons=settings.stop_codons,
     )
 
 

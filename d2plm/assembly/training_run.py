@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from d2plm.assembly.preparation import build_vocabulary, require_fitting_window
 from d2plm.core.errors import ConfigError, ModelError, require, within
 from d2plm.core.files import nearest_path
-from d2plm.core.vocabulary import PROTEIN, Codons, Vocabulary, open_vocabulary
+from d2plm.core.vocabulary import PROTEIN, Vocabulary, open_vocabulary
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences
@@ -119,10 +119,7 @@ def _warn_of_leakage(folder: Path) -> None:
 
 
 def _settings_of(vocabulary: Vocabulary) -> str:
-    more = {"tokenizer": " and another tokenizer"}.get(vocabulary.name, "")
-    if isinstance(vocabulary, Codons):
-        stops = ",".join(vocabulary.stop_codons)
-        more = f" data.reading_frame={vocabulary.reading_frame} data.stop_codons=[{stops}]"
+    more = " and another tokenizer" if vocabulary.name == "tokenizer" else ""
     return f"data.alphabet={vocabulary.name}{more}"
 
 

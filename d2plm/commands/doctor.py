@@ -11,7 +11,6 @@ from d2plm.assembly.training_job import training_job
 from d2plm.core.errors import DoctorError
 from d2plm.doctor import machine_checks, service_checks
 from d2plm.doctor.cluster_checks import ClusterChecks
-from d2plm.doctor.image_checks import PULL_SECONDS
 from d2plm.doctor.verdicts import Check, Status, Verdict, examine, show, skipped
 from d2plm.launch.client import is_configured
 from d2plm.settings.commands import DoctorSettings
@@ -27,7 +26,6 @@ def run(config: DoctorSettings) -> list[dict[str, str]]:
     Raises:
         DoctorError: if a check failed.
     """
-    timeout, pull = config.timeout_seconds, config.pull
     for module in USED_BY_SEVERAL:
         with suppress(Exception):  # reported by the check that needs it
             importlib.import_module(module)
@@ -36,11 +34,10 @@ def run(config: DoctorSettings) -> list[dict[str, str]]:
         verdicts = {**examine(checks, LIMIT_SECONDS), "cluster": absent}
     else:
         job = training_job(config, (), name="d2plm-doctor")
-        reached = ClusterChecks(config.launcher.kind, job, timeout)
+        reached = ClusterChecks(config.launcher.kind, job, config.timeout_seconds)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
-        limit = LIMIT_SECONDS + (PULL_SECONDS if pull else 0)
-        known = bool(reached.groups)
-        verdicts |= examine(reached.checks(pull), limit) if known else reached.unreached()
+        if reached.groups:
+            verdicts |= examine(reached.checks(), LIMIT_SECONDS)
     show(verdicts)
     rows = [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
     names = [name for name, verdict in verdicts.items() if verdict.status is Status.FAILED]
@@ -75,7 +72,6 @@ def _checks_from_here(config: DoctorSettings) -> dict[str, Check]:
     timeout, kfp_host = config.timeout_seconds, config.kfp_host
     return {
         "python": machine_checks.python,
-        "lock file": machine_checks.lock_file,
         "torch": partial(machine_checks.torch_and_device, trainer.device),
         "compiler": partial(machine_checks.compiler, trainer.device, trainer.compile),
         "MMseqs2": machine_checks.mmseqs2,

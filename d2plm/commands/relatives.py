@@ -12,7 +12,7 @@ from d2plm.core.files import require_other_output
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, first_few
 from d2plm.core.vocabulary import PROTEIN
-from d2plm.data.records import places_by_name
+from d2plm.data.records import require_distinct
 from d2plm.data.relatives_table import write_relatives
 from d2plm.data.retrieval import retrieve_relatives
 from d2plm.data.sources import read_sequences
@@ -34,7 +34,7 @@ def run(config: RelativesSettings) -> dict[str, Any]:
     retrieval = part(RetrievalSettings, config)
     proteins = [*read_sequences(source, PROTEIN)]
     names = [record.name for record in proteins]
-    places_by_name(names, source).require_distinct()  # so that the table can be read
+    require_distinct(names, source)  # so that the table can be read
     with Progress("reading the reference", 100, unit="%") as progress:
         found = retrieve_relatives(
             [record.tokens for record in proteins],

@@ -202,7 +202,7 @@ COMMANDS = {
         "check this machine and the cluster, and explain how to fix problems",
         "d2plm doctor launcher=pytorchjob launcher.namespace=d2plm launcher.gpus=8 --json",
         usual_keys=(
-            *("cluster", "kfp_host", "pull", "timeout_seconds", "work_dir", "trainer"),
+            *("cluster", "kfp_host", "timeout_seconds", "work_dir", "trainer"),
             *("trainer.device", "tracking", "tracking.uri", "launcher", "launcher."),
         ),
     ),
@@ -224,14 +224,6 @@ COMMANDS = {
                 takes_words=True,
             ),
         },
-    ),
-    "bench": Command(
-        "measure a training step on this machine and estimate how long training takes",
-        "d2plm bench model=8m token_budget=8192 tokens=1e9",
-        usual_keys=(
-            *("model", "token_budget", "max_length", "mean_length", "device", "precision"),
-            *("compile", "steps", "tokens"),
-        ),
     ),
 }
 # Commands with their own `main(words)`: defined in another package, or without settings.

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, ModelError, require, require_choice, require_number
+from d2plm.core.errors import DataError, ModelError, require, require_choice
 from d2plm.core.files import nearest_path, read_json
 
 CLS, PAD, EOS, UNK, FIRST = 0, 1, 2, 3, 4
@@ -31,7 +31,6 @@ TOKENIZER_FILE = "tokenizer.json"  # in the folder of a Hugging Face tokenizer
 # In stores and exported models, where `tokenizer.json` is the model's own.
 FILE, SAVED_TOKENIZER = "vocabulary.json", "text_tokenizer.json"
 NAMES = ("protein", "dna", "rna", "codon", "bytes", "tokenizer")
-STOP_CODONS = ("TAA", "TAG", "TGA")  # of the standard genetic code
 GAP = "_"  # for `<mask>`, in templates and in decoded text
 
 CANONICAL = "LAGVSERTIDPKQNFYMHWC"  # in ESM-2's order
@@ -180,10 +179,6 @@ class Vocabulary(ABC):
         """What `vocabulary_of` builds it from, as JSON."""
         return {"alphabet": self.name}
 
-    def lenient(self) -> "Vocabulary":
-        """The same tokens without the check for stop codons, which a model reads anywhere."""
-        return self
-
     def save(self, folder: Path) -> None:
         """Write what a folder needs for `open_vocabulary`: nothing for proteins."""
         if self.name != "protein":
@@ -328,80 +323,41 @@ def encode(sequence: str | bytes) -> NDArray[np.uint8]:
 
 
 class Codons(Vocabulary):
-    """One token a codon of a coding sequence; one with an ambiguous base is read as NNN.
-
-    Args:
-        reading_frame: 1, 2 or 3: the nucleotide with which the first codon begins.
-        stop_codons: a codon of these anywhere but at the end is illegal; none for no such check.
-    """
+    """One token a codon of a coding sequence; one with an ambiguous base is read as NNN."""
 
     name, nouns, predicted, size = "codon", Nouns("gene", "codon"), 64, FIRST + 64 + 2
     read_only = "NNN"
-
-    def __init__(self, reading_frame: int = 1, stop_codons: Sequence[str] = STOP_CODONS) -> None:
-        require_number("reading_frame", reading_frame, integer=True, low=1, high=3)
-        known = [a + b + c for a in "ACGT" for b in "ACGT" for c in "ACGT"]
-        for codon in stop_codons:
-            require_choice("stop_codons", codon, known)
-        self.reading_frame, self.stop_codons = reading_frame, tuple(stop_codons)
-        self.tokens = (*SPECIAL, *known, "NNN", "<mask>")
-        self._stops = [self.tokens.index(codon) for codon in stop_codons]
+    tokens = (*SPECIAL, *map("".join, product("ACGT", repeat=3)), "NNN", "<mask>")
 
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
         bases = DNA.tokenise(texts)
-        starts = bases.starts + self.reading_frame - 1
-        lengths = np.maximum(bases.starts + bases.lengths - starts, 0)
-        illegal = bases.illegal | (lengths % 3 != 0)
-        lengths = np.where(illegal, 0, lengths // 3)
+        illegal = bases.illegal | (bases.lengths % 3 != 0)
+        lengths = np.where(illegal, 0, bases.lengths // 3)
         ends = np.cumsum(lengths)
-        first = np.repeat(starts - 3 * (ends - lengths), lengths) + 3 * np.arange(lengths.sum())
+        first = np.repeat(bases.starts - 3 * (ends - lengths), lengths) + 3 * np.arange(
+            lengths.sum()
+        )
         digits = bases.tokens[first[:, None] + np.arange(3)].astype(np.int64) - FIRST
         tokens = FIRST + digits @ [16, 4, 1]
         tokens[(digits >= 4).any(axis=1)] = self.tokens.index("NNN")
-        stops = np.isin(tokens, self._stops)
-        stops[ends[lengths > 0] - 1] = False
-        owner = np.repeat(np.arange(len(texts)), lengths)
-        illegal[owner[stops]] = True
         return Tokenised(tokens.astype(np.uint8), ends - lengths, lengths, illegal)
 
     def fault(self, text: bytes) -> tuple[str, int | None]:
         bases = DNA.tokenise([text])
         if bases.illegal[0]:
             return DNA.fault(text)
-        read = DNA.decode(bases[0])[self.reading_frame - 1 :]
-        if len(read) % 3:
-            return (
-                f"has {len(read)} bases from reading frame {self.reading_frame} on, not "
-                "whole codons; give coding sequences, or another reading_frame",
-                None,
-            )
-        codons = [read[place : place + 3] for place in range(0, len(read) - 3, 3)]
-        place = next(i for i, codon in enumerate(codons) if codon in self.stop_codons)
-        return (
-            f"has the stop codon {codons[place]} at codon {place + 1} of {len(codons) + 1}; give "
-            "coding sequences, another reading_frame, or the stop_codons of its genetic code",
-            None,
-        )
+        count = bases.lengths[0]
+        return f"has {count} bases, not whole codons; give coding sequences from their start", None
 
     def decode(self, tokens: Tokens) -> str:
         kept = tokens[tokens >= FIRST].tolist()
         return "".join(3 * GAP if token == self.mask else self.tokens[token] for token in kept)
-
-    def restore(self, tokens: Tokens) -> str:
-        return "N" * (self.reading_frame - 1) + self.decode(tokens)
 
     def raw(self, text: str) -> bytes:
         return DNA.raw(text)
 
     def byte_count(self, tokens: Tokens) -> int:
         return 3 * len(tokens)
-
-    def lenient(self) -> Vocabulary:
-        return Codons(self.reading_frame, ())
-
-    def describe(self) -> Any:
-        settings = {"reading_frame": self.reading_frame, "stop_codons": list(self.stop_codons)}
-        return {**super().describe(), **settings}
 
 
 class Bytes(Vocabulary):
@@ -533,19 +489,11 @@ class Subwords(Vocabulary):
         return type(self), (self.path,)  # reads the tokenizer anew
 
 
-def vocabulary(
-    name: str,
-    *,
-    tokenizer: Path | None = None,
-    reading_frame: int = 1,
-    stop_codons: Sequence[str] = STOP_CODONS,
-) -> Vocabulary:
+def vocabulary(name: str, *, tokenizer: Path | None = None) -> Vocabulary:
     """The vocabulary of a name.
 
     Args:
-        tokenizer: of `tokenizer`, which has no other settings: the file or folder of a Hugging Face
-            tokenizer.
-        reading_frame, stop_codons: of `codon`, see `Codons`.
+        tokenizer: the file or folder of a Hugging Face tokenizer, for `tokenizer` only.
 
     Raises:
         ConfigError: a setting is impossible.
@@ -558,11 +506,8 @@ def vocabulary(
         assert tokenizer is not None
         return Subwords(Path(tokenizer))
     require(tokenizer is None, "tokenizer", str(tokenizer), "null unless alphabet=tokenizer")
-    if name == "codon":
-        return Codons(reading_frame, stop_codons)
-    wanted = "1 unless alphabet=codon"
-    require(reading_frame == 1, "reading_frame", reading_frame, wanted)
-    return {"protein": PROTEIN, "dna": DNA, "rna": RNA, "bytes": Bytes()}[name]
+    known = {"protein": PROTEIN, "dna": DNA, "rna": RNA, "codon": Codons(), "bytes": Bytes()}
+    return known[name]
 
 
 def vocabulary_of(description: Any, folder: Path) -> Vocabulary:

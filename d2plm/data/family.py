@@ -16,7 +16,7 @@ from d2plm.core.number_text import counted
 from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import PROTEIN, Tokens, is_canonical
 from d2plm.data.compressed import open_input
-from d2plm.data.records import places_by_name
+from d2plm.data.records import places_by_name, require_distinct
 from d2plm.data.relatives import LONGEST_RELATIVE, aligned_part
 from d2plm.data.relatives_table import read_relatives
 from d2plm.data.sources import read_sequences
@@ -180,12 +180,15 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
         table = None if is_fasta else read_relatives(path)
     if table is None:
         return [read_family(path, most)] * len(names)
-    places, own = places_by_name(names, source), dict[int, list[Tokens]]()
-    places.require_distinct()
+    require_distinct(names, source)
+    place_of, own = places_by_name(names, source), dict[int, list[Tokens]]()
+    others = list[str]()
     for name, relatives in table.items():
-        if name in places:
-            own.setdefault(places[name], []).extend(relatives)
-    if others := [name for name in table if name not in places]:
+        if (place := place_of(name)) is None:
+            others.append(name)
+        else:
+            own.setdefault(place, []).extend(relatives)
+    if others:
         number = f"{len(others):,} of its {counted(len(table), 'protein')}"
         log.info("%s: %s not in %s, left out: %s", path, number, source, first_few(others))
     families = [Family([], most)] * len(names)

@@ -15,8 +15,6 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
 from d2plm.core.errors import DataError, require
 from d2plm.core.files import written_beside
 from d2plm.core.vocabulary import FIRST, Vocabulary
@@ -30,7 +28,6 @@ _GZIP_LEVEL = 6
 _OTHER_COMPRESSIONS = (".xz", ".zst", ".bz2")
 _NO_FASTA = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 _BUFFER_BYTES = 1 << 20
-_NONE = np.empty(0, dtype=np.uint8)  # tokens
 
 
 def export_sequences(
@@ -100,10 +97,10 @@ def _records(store: SequenceStore, block: Block, names: list[bytes]) -> Iterator
             }
             yield json.dumps(fields).encode() + b"\n"
     else:
-        letters, before = vocabulary.decode(block.tokens).encode(), vocabulary.restore(_NONE)
+        letters = vocabulary.decode(block.tokens).encode()
         bounds = block.bounds * (len(letters) // len(block.tokens))
         for name, (start, stop) in zip(names, pairwise(bounds.tolist()), strict=True):
-            yield fasta_text(_one_word(readable(name)), before.encode() + letters[start:stop])
+            yield fasta_text(_one_word(readable(name)), letters[start:stop])
 
 
 def _one_word(name: bytes) -> bytes:

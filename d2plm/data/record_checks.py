@@ -19,7 +19,7 @@ import numpy as np
 from d2plm.core.errors import DataError
 from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import PROTEIN, Vocabulary, has_gap
-from d2plm.data.records import RawRecords, is_missing
+from d2plm.data.records import RawRecords, has_none
 
 # Whole names of what HH-suite and the PDB's ss.txt write beside sequences.
 _ANNOTATION = re.compile(
@@ -212,7 +212,7 @@ def _refuse_words(records: RawRecords, index: int, masked: bool) -> None:
         is_name = said.islower() and number < last and len(said) < widest
         is_word = alone and (is_name or (said.istitle() and len(said) <= _LONGEST_WORD))
         in_blocks = len(words) < 2 or _are_blocks(words, widths)
-        if (is_word or said.lower() in _WORDS or not in_blocks) and not is_missing(text):
+        if (is_word or said.lower() in _WORDS or not in_blocks) and not has_none(text):
             shown = b" ".join(words)
             why = "remove it, or join it with the header if it belongs there"
             if _DOWNLOAD.search(shown):

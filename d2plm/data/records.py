@@ -1,7 +1,8 @@
 """Raw records of an input, which a vocabulary makes tokens of, and the error for a bad one."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ import numpy as np
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import PROTEIN, RESIDUES, Tokenised, Vocabulary
-from d2plm.data import tables
 from d2plm.data.compressed import open_input
+from d2plm.data.tables import LONGEST_WORD, NO_SEQUENCE, is_missing
 
 ALIAS_SEPARATOR = b"\x01"  # between the names of equal sequences, as in NCBI's nr
 PIECE_SEPARATOR = b"\x02"  # between the name of a record and the number of its piece
@@ -28,10 +29,6 @@ _REGION = re.compile(rb"/\d+-\d+$")
 _CONTROL = bytes({*range(32), 127} - {*ALIAS_SEPARATOR, *b"\t\n\v\f\r"})
 WITHOUT_CONTROL = bytes.maketrans(_CONTROL, len(_CONTROL) * b"_")  # for names as they are read
 
-MISSING = tables.MISSING | {
-    *("true", "false", "unavailable", "sequence unavailable", "not available"),
-}
-LONGEST_WORD = max(map(len, MISSING))
 # Letters of nucleotides, tokens of residues alone, the least number of letters that tells the two
 # apart, and the least fraction of A, C, G, T, U and N, which is a quarter in proteins.
 _BASES, _AMBIGUOUS = b"ACGTUN", b"RYSWKMBDHV"
@@ -75,16 +72,16 @@ class RawRecords:
         found = vocabulary.tokenise(self.sequences)
         if not vocabulary.is_text:
             for index in np.flatnonzero(found.lengths <= LONGEST_WORD):
-                if is_missing(self.sequences[index]):
+                if has_none(self.sequences[index]):
                     found.lengths[index], found.illegal[index] = 0, False
         if vocabulary == PROTEIN:
             _refuse_nucleotides(self, found)
         return found
 
 
-def is_missing(text: bytes) -> bool:
+def has_none(text: bytes) -> bool:
     """Whether it is a word that tables and databases write for a sequence that they lack."""
-    return text.strip().lower().decode("latin-1") in MISSING
+    return is_missing(text.decode("latin-1"), NO_SEQUENCE)
 
 
 def readable(name: bytes) -> bytes:
@@ -115,66 +112,55 @@ def identifiers(name: bytes) -> list[bytes]:
     return [name, *filter(None, found.groups())] if found else [name]
 
 
-class Places(Mapping[str, int]):
-    """The place among records of each name that refers to one, see `places_by_name`."""
-
-    def __init__(self, names: Iterable[str], source: str | Path) -> None:
-        self.names, self.source = list(names), source
-        self._exact: dict[str, list[int]] = {}
-        self._alike: dict[bytes, list[int]] = {}
-        for place, name in enumerate(self.names):
-            self._exact.setdefault(name, []).append(place)
-            for one in _references(name):
-                self._alike.setdefault(one, []).append(place)
-
-    def __getitem__(self, name: str) -> int:
-        alike = (self._alike.get(one, ()) for one in _references(name))
-        found = self._exact.get(name) or sorted({place for places in alike for place in places})
-        if not name or not found:
-            raise KeyError(name)
-        if len(found) > 1:
-            raise DataError(
-                f"{self.source}: {name!r} names {self._where(found)}, so it does not tell which is "
-                "meant; give each record a name of its own, and use that"
-            )
-        return found[0]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._exact)
-
-    def __len__(self) -> int:
-        return len(self._exact)
-
-    def require_distinct(self) -> None:
-        """Raise a `DataError` unless each record has a name, and one of its own."""
-        if "" in self._exact:
-            where = self._where(self._exact[""])
-            raise DataError(f"{self.source}: no name: {where}; give each record one of its own")
-        for name in self._exact:
-            self[name]
-
-    def _where(self, found: list[int]) -> str:
-        """The first two of the places found, as lines if the source is a file of FASTA."""
-        lines, meant = list[int](), {self.names[place] for place in found}
-        with suppress(DataError):
-            if Path(self.source).is_file():
-                with open_input(Path(self.source)) as file:
-                    for number, line in enumerate(file.content, 1):
-                        if line.startswith(b">") and shown(first_words([line[1:-1]])[0]) in meant:
-                            lines.append(number)
-        if len(lines) != len(found):
-            return " and ".join(f"record {place + 1:,}" for place in found[:2])
-        return " and ".join(f"the record on line {line:,}" for line in lines[:2])
-
-
-def places_by_name(names: Iterable[str], source: str | Path) -> Places:
-    """Each name → its place among the records of `source`, for what refers to them by name.
+def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], int | None]:
+    """Where a name's record is among the records of `source`, as a function; None: nowhere.
 
     `P02185` and `MYG_PHYMC` also refer to `sp|P02185|MYG_PHYMC` and `UniRef90_P02185`, and these to
     each other, and `toy` to `toy/11-47`; a record without a name cannot be referred to. To ask for
     a name that may mean two records is a `DataError` with the places of both.
     """
-    return Places(names, source)
+    exact: defaultdict[str, list[int]] = defaultdict(list)
+    alike: defaultdict[bytes, list[int]] = defaultdict(list)
+    for place, name in enumerate(names):
+        exact[name].append(place)
+        for one in _references(name):
+            alike[one].append(place)
+
+    def place_of(name: str) -> int | None:
+        others = {place for one in _references(name) for place in alike.get(one, ())}
+        found = exact.get(name) or sorted(others)
+        if name and len(found) > 1:
+            raise DataError(
+                f"{source}: {name!r} names {_described(found, names, source)}, so it does not tell "
+                "which is meant; give each record a name of its own, and use that"
+            )
+        return found[0] if name and found else None
+
+    return place_of
+
+
+def require_distinct(names: Sequence[str], source: str | Path) -> None:
+    """Raise a `DataError` unless each record of `source` has a name, and one of its own."""
+    if "" in names:
+        where = _described([names.index("")], names, source)
+        raise DataError(f"{source}: no name: {where}; give each record one of its own")
+    place_of = places_by_name(names, source)
+    for name in names:
+        place_of(name)
+
+
+def _described(found: list[int], names: Sequence[str], source: str | Path) -> str:
+    """The first two of the places found, as lines if the source is a file of FASTA."""
+    lines, meant = list[int](), {names[place] for place in found}
+    with suppress(DataError):
+        if Path(source).is_file():
+            with open_input(Path(source)) as file:
+                for number, line in enumerate(file.content, 1):
+                    if line.startswith(b">") and shown(first_words([line[1:-1]])[0]) in meant:
+                        lines.append(number)
+    if len(lines) != len(found):
+        return " and ".join(f"record {place + 1:,}" for place in found[:2])
+    return " and ".join(f"the record on line {line:,}" for line in lines[:2])
 
 
 def _references(name: str) -> set[bytes]:
@@ -192,7 +178,7 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
     """
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     fault, place = "has no sequence; remove it", None
-    if vocabulary.tokenise([text]).illegal[0] and not is_missing(text):
+    if vocabulary.tokenise([text]).illegal[0] and not has_none(text):
         fault, place = vocabulary.fault(text)
     others = text.upper().translate(None, _MASKED_BASES)
     is_letter = place is not None and not vocabulary.is_text

@@ -23,7 +23,7 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from d2plm.core.errors import DataError, did_you_mean, first_line, require_number
+from d2plm.core.errors import DataError, first_line, require_number
 from d2plm.core.files import nearest_path, shipped
 from d2plm.core.number_text import counted
 from d2plm.core.terminal import first_few
@@ -35,14 +35,12 @@ from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
 from d2plm.data.record_checks import checked
 from d2plm.data.records import (
     ALIAS_SEPARATOR,
-    LONGEST_WORD,
-    MISSING,
     WITHOUT_CONTROL,
     RawRecords,
     shown,
 )
 from d2plm.data.store import MANIFEST, SequenceStore
-from d2plm.data.tables import Table, is_missing, open_table
+from d2plm.data.tables import NO_SEQUENCE, Table, is_missing, listed, open_table, usual_columns
 from d2plm.settings.data import Reading
 
 # A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
@@ -51,10 +49,9 @@ SEQUENCE_FIELDS = (
     *("sequence", "seq", "protein_sequence", "aa_seq", "primary", "protein"),
     *("text", "content"),
 )
-NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "entry name")
+NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "entry_name")
 
 _ROWS = 4096
-_NAMES_SHOWN = 20
 _SHORT = 20  # letters, of which a name may consist
 _RESIDUES = re.compile(r"[A-Za-z*-]+")
 _A_PROTEIN = re.compile(rf"[{CANONICAL}]{{15,}}")
@@ -187,8 +184,7 @@ def _read_sequences(inputs: str | Path, vocabulary: Vocabulary) -> Iterator[Fast
     for path in resolve_inputs(inputs):
         if (path / MANIFEST).is_file():
             store = SequenceStore(path)
-            if store.vocabulary.lenient() != vocabulary.lenient():
-                store.require_vocabulary(vocabulary)
+            store.require_vocabulary(vocabulary)
             for names, tokens in zip(chain.from_iterable(store.name_blocks()), store, strict=True):
                 yield FastaRecord(shown(names), tokens)
         else:
@@ -315,16 +311,14 @@ def _csv_rows(given: _Input, table: Table) -> Iterator[Document]:
     prefix = path.name + ":" if vocabulary.is_text else "row"
     for row, (line, cells) in enumerate(chain(examined, rows), start=1):
         text = cells[sequence]
-        if len(text) <= LONGEST_WORD and (
-            text.strip().lower() in MISSING if not vocabulary.is_text else not text.strip()
-        ):
+        if is_missing(text, {""} if vocabulary.is_text else NO_SEQUENCE):
             without.append(str(line))
             continue
         name = f"{prefix}{row}" if named is None else cells[named].partition("\x01")[0]
         yield Document(_one_line(name.encode("utf-8", "replace")), vocabulary.raw(text), line)
     if without:
         rows_left = f"{counted(len(without), 'row')} without a sequence"
-        _say(f"{path}: {rows_left} left out (lines {_listed(without)})")
+        _say(f"{path}: {rows_left} left out (lines {listed(without)})")
 
 
 @cache  # once for a file, however often it is read
@@ -549,19 +543,6 @@ def _columns(
         cells: some of each column, by which a column without a usual name may be recognised.
     """
 
-    def choose(wanted: str | None, usual: Sequence[str], key: str) -> str | None:
-        if wanted is None:
-            by_lower_case = {name.lower(): name for name in reversed(names)}
-            wanted = next((by_lower_case[name] for name in usual if name in by_lower_case), None)
-        elif wanted not in names:
-            raise DataError(
-                f"{where}: has no column {wanted!r}{did_you_mean(wanted, names)}; set {key} to "
-                f"one of {_listed(names)}"
-            )
-        if wanted is not None and names.count(wanted) > 1:
-            raise DataError(f"{where}: has several columns {wanted!r}; rename all but one")
-        return wanted
-
     reading = given.reading
     if not given.vocabulary.is_text and any(map(_A_PROTEIN.fullmatch, names)):
         raise DataError(f"{where}: has no header row; add one, such as name,sequence")
@@ -571,7 +552,8 @@ def _columns(
         *(one for one in SEQUENCE_FIELDS if one != "protein"),
         *(one.lower() for one in of_residues if one.lower() == "protein"),
     ]
-    sequence = choose(reading.sequence_field, usual, "sequence_field")
+    chosen = usual_columns(where, names, usual, reading.sequence_field, "sequence_field")
+    sequence = next(iter(chosen), None)
     known = [cell.strip() for cell in cells.get(sequence or "", ()) if not is_missing(cell)]
     if reading.sequence_field is None and known and all(len(one) < _SHORT for one in known):
         sequence = None if len(of_residues) == 1 else sequence  # it holds names
@@ -580,11 +562,12 @@ def _columns(
         _say(f"{where}: the sequences are taken from column {sequence!r}")
     if sequence is None:
         what = "field holds the text" if given.vocabulary.is_text else "column holds the sequence"
-        remedy = f"Set sequence_field to one of {_listed(names)}"
+        remedy = f"Set sequence_field to one of {listed(names)}"
         if not given.has_fields:
-            remedy = f"Name it sequence; the columns are {_listed(names)}"
+            remedy = f"Name it sequence; the columns are {listed(names)}"
         raise DataError(f"{where}: which {what}? {remedy}")
-    return sequence, choose(reading.name_field, NAME_FIELDS, "name_field")
+    named = usual_columns(where, names, NAME_FIELDS, reading.name_field, "name_field")
+    return sequence, next(iter(named), None)
 
 
 def _hold_residues(cells: Sequence[str]) -> bool:
@@ -594,11 +577,6 @@ def _hold_residues(cells: Sequence[str]) -> bool:
 
 def _without_repeats(columns: tuple[str, str | None]) -> list[str]:
     return list(dict.fromkeys(filter(None, columns)))
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = [name if name.isprintable() else repr(name) for name in names[:_NAMES_SHOWN]]
-    return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "none"
 
 
 def _read_lmdb(given: _Input) -> Iterator[RawRecords]:

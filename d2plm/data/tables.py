@@ -9,13 +9,13 @@ import io
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from d2plm.core.errors import DataError
+from d2plm.core.errors import DataError, did_you_mean
 from d2plm.data.compressed import InputFile, open_input
 from d2plm.data.foreign import refuse_foreign
 
@@ -26,6 +26,10 @@ MISSING = frozenset(
         *("#div/0!", "#value!", "#ref!", "#num!", "#name?", "#null!"),
     ]
 )
+NO_SEQUENCE = MISSING | {
+    *("true", "false", "unavailable", "sequence unavailable", "not available"),
+}
+LONGEST_WORD = max(map(len, NO_SEQUENCE))
 
 _LONGEST = 64 << 20  # characters of a line, or of a quoted cell
 _START = 8 << 10  # bytes by which a file is recognised
@@ -37,6 +41,7 @@ _GROUPED = re.compile(r"[+-]?[1-9][0-9]{0,2}([.,][0-9]{3})+")
 _TENS = re.compile(r"[+-]?[1-9][0-9]+")
 _NO_TABLE = {">": "FASTA", "|": "a Markdown table"}
 _BEFORE_HEADER = '\ufeff#" \t'
+_NAMES_SHOWN = 20
 _MINUS = str.maketrans("−–", "--")
 
 Line = tuple[int, str]
@@ -189,9 +194,47 @@ def open_table(path: Path) -> Iterator[Table]:
         table.text.detach()  # the file is closed by `open_input`
 
 
-def is_missing(cell: str) -> bool:
-    """Whether a cell says that there is no value."""
-    return cell.strip().lower() in MISSING
+def usual_columns(
+    where: str | Path,
+    columns: Sequence[str],
+    usual: Sequence[str],
+    wanted: str | None = None,
+    key: str = "",
+) -> list[str]:
+    """The column that the setting `key` wants, or those with usual names, the likeliest first.
+
+    Raises:
+        DataError: there is no such column, or several have its name.
+    """
+    found = sorted(
+        (name for name in columns if plain(name) in usual), key=lambda one: usual.index(plain(one))
+    )
+    if wanted is not None and wanted not in columns:
+        raise DataError(
+            f"{where}: has no column {wanted!r}{did_you_mean(wanted, columns)}; set {key} to one "
+            f"of {listed(columns)}"
+        )
+    for name in found[:1] if wanted is None else [wanted]:
+        if columns.count(name) > 1:
+            raise DataError(f"{where}: has several columns {name!r}; rename all but one")
+    return found if wanted is None else [wanted]
+
+
+def plain(name: str) -> str:
+    """The name of a column in lower case, with _ between words and without a unit."""
+    without_unit = re.sub(r"[(\[].*", "", name.lower())  # fitness (log2)
+    return re.sub(r"[^a-z0-9]+", "_", without_unit).strip("_")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, for a message."""
+    shown = [name if name.isprintable() else repr(name) for name in names[:_NAMES_SHOWN]]
+    return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "none"
+
+
+def is_missing(cell: str, words: Set[str] = MISSING) -> bool:
+    """Whether a cell says that there is no value, or with NO_SEQUENCE no sequence."""
+    return cell.strip().lower() in words
 
 
 def number(cell: str, delimiter: str = ",") -> float:

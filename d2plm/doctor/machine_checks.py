@@ -12,13 +12,12 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from d2plm import __version__
@@ -34,7 +33,6 @@ NO_DISK = GIB // 2
 LITTLE_SHARED_MEMORY = GIB // 4  # containers have 64 MiB by default
 LITTLE_MEMORY = 4 * GIB  # the demo needs 3.1 GB at its peak
 
-LOCK_FILE = Path(__file__).parents[2] / "requirements.lock"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # only read
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 
@@ -56,25 +54,6 @@ def python() -> Verdict:
         fix = "pip install -r requirements.lock, or make setup in a checkout"
         return failed(", ".join(unmet), fix)
     return ok(f"{found}, {len(needed)} required packages in supported versions")
-
-
-def lock_file(lock: Path = LOCK_FILE) -> Verdict:
-    """Whether the installed versions are those of the lock file, which the tests use."""
-    if not lock.is_file():
-        return skipped("no requirements.lock: d2plm is installed as a package")
-    differing = []
-    for line in lock.read_text().splitlines():
-        with suppress(InvalidRequirement):  # a comment or an option of pip
-            unmet = _unmet(Requirement(line))
-            if unmet and not unmet.endswith("missing"):  # images omit unneeded packages
-                differing.append(unmet)
-    if not differing:
-        return ok(f"the installed versions are those of {lock}")
-    more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
-    return warning(
-        f"differs from {lock.name}: {', '.join(differing[:4])}{more}",
-        f"pip install -r {lock}, unless the difference is intended",
-    )
 
 
 def _unmet(requirement: Requirement) -> str:
@@ -102,21 +81,15 @@ def torch_and_device(wanted: str) -> Verdict:
         return _cuda_devices(torch, driver)
     bf16 = resolve_precision("auto", torch.device("cpu")) == torch.bfloat16
     precision = "bf16 in hardware" if bf16 else "no bf16 instructions, trains in fp32"
-    about = f"{torch.__version__} on the CPU, {precision}"
-    build = torch.version.cuda
-    if driver and build:
-        return failed(
-            f"{torch.__version__} (CUDA {build}) finds no device, though driver {driver} is loaded",
-            f"in a container, assign the GPU to it (--gpus all; resources.limits of a pod); "
-            f"otherwise the driver may be too old for CUDA {build}",
-        )
-    if driver or wanted == "cuda":
-        fix = "install torch built for CUDA (https://pytorch.org/get-started/locally)"
-        about += f"; NVIDIA driver {driver} is loaded" if driver else "; no NVIDIA driver is loaded"
-        if wanted == "cuda":
-            return failed(f"{about}, trainer.device=cuda", f"{fix}, or set trainer=cpu")
-        return warning(about, f"{fix} to train on the GPU")
-    return ok(about)
+    about, build = f"{torch.__version__} on the CPU, {precision}", torch.version.cuda
+    if not driver and wanted != "cuda":
+        return ok(about)
+    verdict = failed if build or wanted == "cuda" else warning
+    return verdict(
+        f"{about}; CUDA {build or 'is not built in'}, NVIDIA driver {driver or 'is not loaded'}",
+        "install torch built for CUDA and a driver not older than it; in a container, assign the "
+        "GPU to it (--gpus all; resources.limits of a pod); or set trainer=cpu",
+    )
 
 
 def _cuda_devices(torch: Any, driver: str) -> Verdict:

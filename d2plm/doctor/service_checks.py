@@ -35,14 +35,10 @@ def mlflow(trackers: Sequence[str], uri: str | None, timeout_seconds: float) -> 
         client = open_client(uri)
     except TrackingError as error:
         reason = redacted(first_line(root_cause(error)))
-        fix = "start the server, correct tracking.uri, or choose tracking=none"
-        if "Invalid Host header" in reason:
-            fix = "add exactly this host and port to the server's --allowed-hosts"
-        elif "401" in reason or "403" in reason:
-            fix = (
-                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-                "MLFLOW_TRACKING_TOKEN"
-            )
+        fix = (
+            "start the server (with this host in --allowed-hosts), correct tracking.uri or the "
+            "account (MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN), or choose tracking=none"
+        )
         return failed(f"{redacted(address or 'the default store')}: {reason}", fix)
     return ok(f"{redacted(client.tracking_uri)} answers")
 

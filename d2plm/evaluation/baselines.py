@@ -1,13 +1,13 @@
-"""Baselines: uniform, n-grams, composition of the sequence, their product, and compressors.
+"""Baselines: uniform, n-grams, composition of the sequence, and their product.
 
-All are fitted on the training store and scored in float64 on the same tokens as the model; all but
-the compressors are exact likelihoods. The composition baseline ignores the order of tokens: only a
-model below it has learnt anything about order. Where an alphabet is too large for it, the unigram
-takes its place. Only a model below all baselines has learnt more than counts.
+All are exact likelihoods, fitted on the training store and scored in float64 on the same tokens as
+the model. The composition baseline ignores the order of tokens: only a model below it has learnt
+anything about order. Where an alphabet is too large for it, the unigram takes its place. Only a
+model below all baselines has learnt more than counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -20,7 +20,6 @@ from scipy.special import digamma, gammaln
 from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
 from d2plm.data.loader import Sequences
 from d2plm.data.store import SequenceStore
-from d2plm.evaluation.compressors import XZ, ZSTD, xz_nats, zstd_scorer
 from d2plm.evaluation.terms import REFERENCE, SUITES
 
 COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
@@ -29,7 +28,6 @@ TUNING_TOKENS = 8_000_000  # at most, of those clusters
 DENSE_CELLS = 1 << 23  # of a table with a cell for every n-gram
 COUNTED_TOKENS = 10_000_000  # sampled, where only n-grams that occur are kept
 MAX_CODE = 1 << 62  # n-grams are numbered by int64
-PRIMED_BYTES = 1 << 24  # of training text, sampled, that a compressor has seen
 
 Scorer = Callable[[Tokens], float]
 
@@ -44,15 +42,12 @@ class Baselines:
         unigram: float64 [K], token frequencies.
         concentration: float64 [K], Dirichlet concentrations of the composition baseline; None where
             the alphabet has none.
-        together: name → function from sequences to −log p of all of them in nats, where single ones
-            have no such figure.
     """
 
     scorers: dict[str, Scorer]
     ngram: "NGram"
     unigram: NDArray[np.float64]
     concentration: NDArray[np.float64] | None
-    together: dict[str, Callable[[Sequence[Tokens]], float]] = field(default_factory=dict)
 
     def score(self, tokens: Tokens) -> dict[str, float]:
         """Nats of one sequence's predicted tokens under each baseline."""
@@ -96,19 +91,7 @@ def fit_baselines(
         scorers |= {
             f"composition × {ngram_name(n)}": partial(product_nats, ngram, n, alpha) for n in orders
         }
-    together: dict[str, Callable[[Sequence[Tokens]], float]] = {}
-    if suite.unit is not None:
-        report("priming the compressors with training data")
-
-        def text(tokens: Tokens) -> bytes:
-            return vocabulary.encoded(tokens[vocabulary.is_predicted(tokens)])
-
-        sample = sampled(train, PRIMED_BYTES, max_residues)
-        known = b"".join(text(train[int(i)][:max_residues]) for i in sample)[:PRIMED_BYTES]
-        compressed = zstd_scorer(known)
-        scorers[ZSTD] = lambda tokens: compressed(text(tokens))
-        together[XZ] = lambda sequences: xz_nats(known, b"".join(map(text, sequences)))
-    return Baselines(scorers, ngram, unigram, concentration, together)
+    return Baselines(scorers, ngram, unigram, concentration)
 
 
 def sampled(train: SequenceStore, tokens: int, max_residues: int) -> NDArray[np.int64]:

@@ -92,14 +92,6 @@ def judge(evaluation: dict[str, Any]) -> Finding:
             "held-out ones at least as well: longer training, more data or another learning rate "
             "comes first."
         )
-    for name in baselines.keys() - paired:
-        if baselines[name]["perplexity"] < ours:
-            key = f"bits_per_{terms.unit}"
-            details.append(
-                f"{name}, of all held-out {terms.sequence}s together, needs "
-                f"{baselines[name][key]:.3f} bits per {terms.unit}, fewer than the model's "
-                f"{evaluation['model'][key]:.3f}."
-            )
     tone: Literal["good", "mixed", "bad"] = "good" if outcome == "better" else "bad"
     if interval is None or (outcome == "better" and gain > -LITTLE):
         tone = "mixed"

@@ -486,9 +486,6 @@ def _text_cells(
         ),
         "duplicates in the set, %": _percent(figures["duplicate_share"]),
         "exact copies of training, %": _percent(figures["in_training_share"]),
-        f"in {settings['copied_bytes']} {terms.unit}s copied from training, %": _percent(
-            figures["copied_share"]
-        ),
     }
 
 

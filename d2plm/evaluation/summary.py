@@ -1,7 +1,7 @@
 """An evaluation's figures as one JSON document, and the document as text for a terminal."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ class HeldOut:
         baselines: name → nats [N].
         identities: float64 [N], to the nearest training protein; None where it was not asked for.
         units: int64 [N], bytes or bases of the tokens scored; None where there is no such unit.
-        together: name → nats of all sequences together, of baselines that have no other.
         terms: what the evaluation calls things.
     """
 
@@ -50,7 +49,6 @@ class HeldOut:
     baselines: Mapping[str, NDArray[np.float64]]
     identities: NDArray[np.float64] | None = None
     units: NDArray[np.int64] | None = None
-    together: Mapping[str, float] = field(default_factory=dict)
     terms: Terms = PROTEINS
 
 
@@ -83,7 +81,6 @@ def summarise(
     residues, clusters, terms = scores.residues, held_out.clusters, held_out.terms
     rivals = {**held_out.baselines, **{name: other.nats for name, other in others.items()}}
     length_nats = float(lengths.nats(held_out.lengths).mean())
-    alone = replace(held_out, clusters=np.zeros_like(clusters))  # without an interval
     return {
         "format_version": FORMAT_VERSION,
         "masking_version": MASKING_VERSION,
@@ -95,14 +92,7 @@ def summarise(
         "model": {**_model(scores, held_out), "length_nats_per_sequence": length_nats},
         "others": {name: _model(other, held_out) for name, other in others.items()},
         "baselines": {
-            **{
-                name: _figures(nats, residues, held_out)
-                for name, nats in held_out.baselines.items()
-            },
-            **{
-                name: _figures(residues * nats / residues.sum(), residues, alone)
-                for name, nats in held_out.together.items()
-            },
+            name: _figures(nats, residues, held_out) for name, nats in held_out.baselines.items()
         },
         "paired": {
             name: paired_difference(scores.nats, nats, residues, clusters)

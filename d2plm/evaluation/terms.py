@@ -21,7 +21,7 @@ class Suite:
         reference: the best baseline that ignores order: composition where many sequences of a small
             alphabet fit it, else the unigram.
         homology: whether MMseqs2's and HMMER's figures, made for proteins, are measured.
-        unit: by which bits are counted and compressors judged; None where text has no such unit.
+        unit: by which bits are counted; None where text has no such unit.
     """
 
     orders: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""Quality of generated sequences of any alphabet: are they like others, repetitive, or copied?
+"""Quality of generated sequences of any alphabet: are they like others, repetitive, or copies?
 
 As for proteins, a set is compared with as many held-out sequences and with samples of the best
 baseline that ignores order, because divergences depend on the number of n-grams. No search for
-similar sequences is made: what is found in the training data is found exactly. Training n-grams are
-counted in a sample, copies are sought in all training data, in bounded memory.
+similar sequences is made: only exact copies are found, in all training data. Training n-grams are
+counted in a sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,6 @@ from d2plm.evaluation.terms import Terms
 FORMAT_VERSION = 1
 LONGEST_NGRAM = 3
 REPEATED_TOKENS = 8  # a run of so many that has occurred before in the sequence is a repetition
-COPIED_BYTES = 50  # a run of so many that training text contains is a copy
 SAMPLED_TOKENS = 2_000_000  # of training, for the n-grams
 
 
@@ -66,7 +65,6 @@ def compare_texts(
         - repeated_share: of the runs of REPEATED_TOKENS tokens, those that the sequence had before.
         - duplicate_share, in_training_share: of the sequences, copies of another one beyond the
           first, and those equal to a training sequence.
-        - copied_share: of the bytes, in runs of COPIED_BYTES that training text contains.
     """
     vocabulary = train.vocabulary
     among = sampled(train, SAMPLED_TOKENS, max_residues)
@@ -75,11 +73,10 @@ def compare_texts(
     ranks = token_ranks([*sample, *(row for own in rows.values() for row in own)], vocabulary)
     training = sparse_counts(sample, LONGEST_NGRAM, ranks)
     lengths = np.bincount(np.minimum(train.lengths, max_residues))
-    copied = copied_shares(sets, train)
     return {
         "format_version": FORMAT_VERSION,
         "terms": asdict(terms),
-        "settings": {"repeated_tokens": REPEATED_TOKENS, "copied_bytes": COPIED_BYTES},
+        "settings": {"repeated_tokens": REPEATED_TOKENS},
         "digests": {"train": train.digest},
         "training": {"sequences": len(train), "length_histogram": in_bins(lengths)},
         "sets": {
@@ -92,7 +89,6 @@ def compare_texts(
                 "longest_run_mean": float(np.mean([longest_run(x, vocabulary) for x in sequences])),
                 "longest_run_max": max(longest_run(x, vocabulary) for x in sequences),
                 "in_training_share": float(in_training(sequences, train).mean()),
-                "copied_share": copied[name],
             }
             for name, sequences in sets.items()
         },
@@ -119,40 +115,6 @@ def _figures(
         "duplicate_share": 1 - len({tokens.tobytes() for tokens in sequences}) / len(sequences),
         "length_histogram": in_bins(_lengths(sequences)),
     }
-
-
-def copied_shares(
-    sets: Mapping[str, Sequence[Tokens]], train: SequenceStore, width: int = COPIED_BYTES
-) -> dict[str, float]:
-    """The share of each set's bytes in runs of `width` bytes that training text contains.
-
-    Runs are compared by a hash of 64 bits; those across the ends of two training sequences count.
-    """
-    texts = {
-        name: [
-            np.frombuffer(train.vocabulary.encoded(tokens), dtype=np.uint8) for tokens in sequences
-        ]
-        for name, sequences in sets.items()
-    }
-    hashes = {name: [window_hashes(text, width) for text in own] for name, own in texts.items()}
-    wanted = np.unique(np.concatenate([one for own in hashes.values() for one in own]))
-    found = np.zeros(len(wanted), dtype=np.bool_)
-    for row in joined(train) if len(wanted) else ():
-        text = np.frombuffer(train.vocabulary.encoded(row), dtype=np.uint8)
-        seen = window_hashes(text, width)
-        places = np.minimum(np.searchsorted(wanted, seen), len(wanted) - 1)
-        found[places[wanted[places] == seen]] = True
-    shares = {}
-    for name, own in texts.items():
-        covered = 0
-        for text, windows in zip(own, hashes[name], strict=True):
-            edges = np.zeros(len(text) + 1, dtype=np.int64)
-            starts = np.flatnonzero(found[np.searchsorted(wanted, windows)])
-            np.add.at(edges, starts, 1)
-            np.add.at(edges, starts + width, -1)
-            covered += int((edges.cumsum() > 0).sum())
-        shares[name] = covered / max(sum(map(len, own)), 1)
-    return shares
 
 
 def window_hashes(values: NDArray[Any], width: int) -> NDArray[np.uint64]:

@@ -21,7 +21,7 @@ from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import CANONICAL, PROTEIN, Tokens, decode
 from d2plm.data.fasta import FastaRecord
 from d2plm.data.records import places_by_name
-from d2plm.data.tables import ambiguous, is_missing, number, open_table
+from d2plm.data.tables import ambiguous, is_missing, number, open_table, plain, usual_columns
 from d2plm.evaluation.mutations import (
     DISAGREES,
     MALFORMED,
@@ -128,14 +128,14 @@ class VariantTable:
         Raises:
             DataError: for a cell that is not a number, or if there is no such column.
         """
-        for name in _candidates(self.path, self.columns, MEASURED_COLUMNS, wanted, "measured"):
+        for name in usual_columns(self.path, self.columns, MEASURED_COLUMNS, wanted, "measured="):
             values, wrong, cells = np.full(len(self.cells), np.nan), list[str](), self.column(name)
             for row, cell in enumerate(cells):
                 try:
                     values[row] = number(cell, self.delimiter)
                 except DataError as error:
                     wrong.append(f"{self._where(row)}: {name} {error}")
-            of_words = not wanted and _plain(name) != MEASURED_COLUMNS[0]  # such as high, low
+            of_words = not wanted and plain(name) != MEASURED_COLUMNS[0]  # such as high, low
             if wrong and not (of_words and not any(map(str.isdigit, "".join(cells)))):
                 raise DataError(wrong[0])
             if not wrong and (unclear := ambiguous(cells)):
@@ -162,14 +162,14 @@ class VariantTable:
             DataError: if no row is of a wild type, or it is not clear of which one.
         """
         names, column = [record.name for record in proteins], None
-        places = places_by_name(names, source)
-        candidates = _candidates(self.path, self.columns, NAME_COLUMNS, wanted, "name")
+        place_of = places_by_name(names, source)
+        candidates = usual_columns(self.path, self.columns, NAME_COLUMNS, wanted, "name=")
         for name in candidates:
-            if any(one in places for one in {cell.strip() for cell in self.column(name)}):
+            if any(place_of(one) is not None for one in {*map(str.strip, self.column(name))}):
                 column = name
                 break
             known = [cell for cell in self.column(name) if not is_missing(cell)]
-            of_proteins = _plain(name) in OF_PROTEINS and 2 * len({*known}) <= len(known)
+            of_proteins = plain(name) in OF_PROTEINS and 2 * len({*known}) <= len(known)
             if known and (wanted or len(proteins) > 1 or of_proteins):
                 raise DataError(
                     f"{self.path}: {source} has no record {known[0]!r} (column {name})"
@@ -185,7 +185,7 @@ class VariantTable:
             return {0: [*range(len(self.cells))]}
         rows_of: dict[int, list[int]] = {}
         for row, cell in enumerate(map(str.strip, self.column(column))):
-            place = 0 if len(proteins) == 1 and is_missing(cell) else places.get(cell)
+            place = 0 if len(proteins) == 1 and is_missing(cell) else place_of(cell)
             if place is None:
                 self._leave_out(row, OTHER_PROTEIN, repr(cell))
             else:
@@ -376,14 +376,14 @@ def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
             )
     if not cells:
         raise DataError(f"{path}: has no rows; give at least one variant")
-    named = _candidates(path, columns, VARIANT_COLUMNS, wanted, "variant")
+    named = usual_columns(path, columns, VARIANT_COLUMNS, wanted, "variant=")
     examined = {name: [row[i] for row in cells[:_EXAMINED]] for i, name in enumerate(columns)}
     _refuse_matrix(path, columns, cells)
-    whole_columns = [*named, *_candidates(path, columns, (*SEQUENCE_COLUMNS, "sequence"))]
+    whole_columns = [*named, *usual_columns(path, columns, (*SEQUENCE_COLUMNS, "sequence"))]
     others = [] if wanted else columns
     written = next((one for one in [*named, *others] if _are_variants(examined[one])), None)
-    whole = next((one for one in whole_columns if _are_sequences(examined[one], _plain(one))), None)
-    apart = [_candidates(path, columns, usual) for usual in LETTER_COLUMNS]
+    whole = next((one for one in whole_columns if _are_sequences(examined[one], plain(one))), None)
+    apart = [usual_columns(path, columns, usual) for usual in LETTER_COLUMNS]
     made = (path, columns, delimiter, lines, cells)
     if written is None and whole is not None:
         texts = [row[columns.index(whole)] for row in cells]
@@ -395,44 +395,17 @@ def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
         return VariantTable(*made, texts, False, f"in columns {', '.join(three)}", None)
     chosen = written or next(iter(named), None)
     first = cells[0][columns.index(chosen)] if chosen else ",".join(cells[0])
-    if any(_plain(w) in (*VARIANT_COLUMNS, *SEQUENCE_COLUMNS) for w in re.split("[\t;,]", first)):
+    if any(plain(w) in (*VARIANT_COLUMNS, *SEQUENCE_COLUMNS) for w in re.split("[\t;,]", first)):
         raise DataError(f"{path}: line {lines[0]} looks like the header; remove what is above it")
     if chosen is None:
         raise DataError(
             f"{path}: has no column of variants such as A24G; name it mutant, or set variant= to "
             f"it (it has: {', '.join(map(repr, columns))})"
         )
-    _require_one(path, columns, chosen)
-    beside = next((c for c in _candidates(path, columns, SEQUENCE_COLUMNS) if c != chosen), None)
+    usual_columns(path, columns, (), chosen)  # refuses one of several
+    beside = next((c for c in usual_columns(path, columns, SEQUENCE_COLUMNS) if c != chosen), None)
     texts = [row[columns.index(chosen)] for row in cells]
     return VariantTable(*made, texts, False, f"in column {chosen!r}", beside)
-
-
-def _candidates(
-    path: Path,
-    columns: Sequence[str],
-    usual: Sequence[str],
-    wanted: str | None = None,
-    key: str = "",
-) -> list[str]:
-    """The column that the setting `key` wants, or those with usual names, the likeliest first."""
-    if wanted is None:
-        found = [name for name in columns if _plain(name) in usual]
-        for name in found:
-            _require_one(path, columns, name)
-        return sorted(found, key=lambda name: usual.index(_plain(name)))
-    if wanted not in columns:
-        raise DataError(
-            f"{path}: has no column {wanted!r}{did_you_mean(wanted, columns)}; set {key}= to one "
-            f"of {', '.join(columns)}"
-        )
-    _require_one(path, columns, wanted)
-    return [wanted]
-
-
-def _require_one(path: Path, columns: Sequence[str], name: str) -> None:
-    if columns.count(name) > 1:
-        raise DataError(f"{path}: has several columns {name!r}; rename all but one")
 
 
 def _is_variant(name: str, column: Sequence[str]) -> bool:
@@ -450,11 +423,6 @@ def _joined(wild_type: str, position: str, mutant: str) -> str:
     if is_missing(wild_type) or is_missing(position) or (is_missing(mutant) and mutant != "-"):
         return ""
     return wild_type + re.sub(r"[.]0+$", "", position) + mutant  # 2.0, as pandas writes it
-
-
-def _plain(name: str) -> str:
-    without_unit = re.sub(r"[(\[].*", "", name.lower())  # fitness (log2)
-    return re.sub(r"[^a-z0-9]+", "_", without_unit).strip("_")
 
 
 def _are_variants(cells: Sequence[str]) -> bool:

@@ -70,7 +70,7 @@ class ExportedModel:
     @property
     def vocabulary(self) -> Vocabulary:
         """Whose tokens the model reads and predicts."""
-        return self.paradigm.vocabulary.lenient()
+        return self.paradigm.vocabulary
 
     @property
     def max_length(self) -> int:
@@ -135,12 +135,12 @@ class ExportedModel:
 
     def require_same_vocabulary(self, key: str, wanted: Vocabulary) -> None:
         """Raise `ModelError` naming `key` unless the model is one of the `wanted` vocabulary."""
-        own = self.paradigm.vocabulary
-        if own.lenient() != wanted.lenient():
+        own = self.vocabulary
+        if own != wanted:
             raise ModelError(
                 f"{key}: {self.folder} is a model of {own.nouns.sequence}s (alphabet {own.name}), "
                 f"but the data are {wanted.nouns.sequence}s (alphabet {wanted.name}, or of another "
-                "tokenizer or other settings); give a model and data of the same vocabulary"
+                "tokenizer); give a model and data of the same vocabulary"
             )
 
     def denoiser(self, precision: str = "auto") -> Denoiser:

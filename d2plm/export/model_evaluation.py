@@ -120,7 +120,6 @@ def evaluate(
         },
         identities=identities,
         units=units,
-        together={name: nats(sequences) for name, nats in baselines.together.items()},
         terms=terms_for(vocabulary),
     )
     draws = {"masks_per_sequence": masks_per_sequence, "seed": seed, "token_budget": token_budget}

@@ -16,8 +16,6 @@ from d2plm.core.vocabulary import GAP, PROTEIN, Codons, Letters, Tokens, Vocabul
 def parse_template(text: str, name: str, vocabulary: Vocabulary = PROTEIN) -> Tokens:
     """A template → tokens [L], `<mask>` where one is wanted.
 
-    Codons begin with the first letter after each mark, whatever the reading frame.
-
     Raises:
         DataError: for a text that is not of the vocabulary, or where nothing is wanted.
     """
@@ -30,8 +28,6 @@ def parse_template(text: str, name: str, vocabulary: Vocabulary = PROTEIN) -> To
                 f"each {vocabulary.nouns.token} to design, and remove gaps of alignments"
             )
         pattern += f"|(?P<letters>{GAP}+)"
-    if isinstance(vocabulary, Codons):
-        vocabulary = Codons(stop_codons=vocabulary.stop_codons)
     marks, tokens, start = list(re.finditer(pattern, text)), list[Tokens](), 0
     if not marks:
         raise DataError(

@@ -125,8 +125,6 @@ class DoctorSettings(PipelineSettings):
     is not local"""
     kfp_host: str | None = key("${oc.env:KFP_HOST,null}")
     """address of a Kubeflow Pipelines server to check"""
-    pull: bool = key(False)
-    """start a pod with the image to test whether the nodes can pull it"""
     timeout_seconds: float = key(5, above=0)
     """timeout of each request to a server"""
 
@@ -370,34 +368,10 @@ class ConvertSettings(Settings):
     """maximum size of a safetensors file"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings(Settings):
-    """d2plm bench."""
-
-    model: ModelSettings = section(ModelSettings)
-    token_budget: int = key(8192, low=3)
-    """tokens of a step"""
-    max_length: int | None = key(None, low=3)
-    """maximum tokens of a sequence; longer ones are cropped; null: the model's limit"""
-    mean_length: int = key(300, low=2)
-    """mean length of a protein in residues"""
-    device: Device = key("auto")
-    """device; auto: CUDA if there is a GPU"""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto")
-    """dtype of the matrix products"""
-    compile: bool = key(True)
-    """whether blocks are compiled, as in long trainings"""
-    steps: int = key(20, low=2)
-    """number of measured steps, after 3 warm-up steps"""
-    tokens: float = key(1e9, low=1)
-    """tokens of the training whose duration is estimated"""
-
-
 # Name of a command, or command_action → its settings. Commands without a file in configs/ of their
 # own compose pipeline.yaml if they are configured like the whole pipeline.
 SETTINGS: dict[str, type[Settings]] = {
     "adapt": AdaptSettings,
-    "bench": BenchSettings,
     "checkpoint_convert": ConvertSettings,
     "checkpoint_list": CheckpointsSettings,
     "checkpoint_verify": CheckpointsSettings,

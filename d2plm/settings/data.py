@@ -22,7 +22,6 @@ Format = Literal[
     "megatron",
 ]
 Alphabet = Literal["protein", "dna", "rna", "codon", "bytes", "tokenizer"]
-STOP_CODONS = ("TAA", "TAG", "TGA")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +33,6 @@ class VocabularySettings(Settings):
     tokenizer: str | None = key(None, path="any")
     """tokenizer.json of a Hugging Face tokenizer, or its folder, for alphabet=tokenizer; null:
     none, or the prepared data's"""
-    reading_frame: Literal[1, 2, 3] = key(1)
-    """nucleotide with which the first codon begins, for alphabet=codon"""
-    stop_codons: list[str] = key(list(STOP_CODONS))
-    """codons that may only end a gene, for alphabet=codon; []: none"""
 
 
 @dataclass(frozen=True, kw_only=True)

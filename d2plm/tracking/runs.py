@@ -1,6 +1,7 @@
 """The run to which a command writes, in every configured tracker: the entry point of this package.
 
-Only rank 0 writes. If one tracker fails, the others still receive the data.
+Only rank 0 writes, from before the process group exists; accelerate's trackers join it when they
+start, and would wait for the other ranks. If one tracker fails, the others still receive the data.
 """
 
 import logging

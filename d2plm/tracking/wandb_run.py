@@ -1,14 +1,12 @@
-"""Weights & Biases through its own client: offline unless an API key is set, synchronised later.
+"""Weights & Biases through its own client, with the account and mode of its own environment.
 
-W&B writes an offline run in blocks of 32 KiB, so a killed training run loses the last block. Each
+An offline run is written in blocks of 32 KiB, so a killed training run loses the last block. Each
 process writes its own session, so steps after a checkpoint may occur in two sessions, equal except
 for rates.
 """
 
 import glob
 import json
-import logging
-import os
 import secrets
 import shutil
 from pathlib import Path
@@ -23,11 +21,9 @@ if TYPE_CHECKING:
 
 WANDB_RUN_FILE = "wandb_run.json"
 
-log = logging.getLogger(__name__)
-
 
 class WandBRun(Run):
-    """A W&B run; steps that the server already has are not sent again.
+    """A W&B run.
 
     Tags and data sets are stored in its configuration, because W&B's tags have no values.
     """
@@ -46,7 +42,7 @@ class WandBRun(Run):
         values = {name: float(value) for name, value in metrics.items()}
         if step is None:
             self._run.summary.update(values)
-        elif step >= self._run.starting_step:
+        else:
             self._run.log(values, step=step)
 
     def log_dataset(
@@ -78,32 +74,23 @@ def begin_wandb_run(
 ) -> WandBRun:
     """Begin or resume the W&B run of `output_dir`, written to `output_dir/wandb`.
 
-    Without `WANDB_API_KEY` and `WANDB_MODE` the run is offline: nothing leaves the machine, W&B
-    does not prompt, and `wandb sync` sends the run later. `WANDB_RUN_ID` takes precedence over the
-    saved run id.
-
     Raises:
         TrackingError: if W&B is not installed, or the run's file is damaged.
         DataError: if `output_dir` cannot be written.
     """
-    os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise sent even if offline
     otherwise = ", or remove wandb from trackers"
     with from_extra("Weights & Biases", "wandb", TrackingError, otherwise):
         import wandb
-    file = None if os.environ.get("WANDB_RUN_ID") else output_dir / WANDB_RUN_FILE
-    kept = {"run_id": os.environ["WANDB_RUN_ID"]} if file is None else read_run_file(file)
+    kept = read_run_file(output_dir / WANDB_RUN_FILE)
     if kept is None:
         kept = {"run_id": secrets.token_hex(4)} | ({} if name is None else {"name": name})
         write_text(output_dir / WANDB_RUN_FILE, json.dumps(kept))
-    offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
     run = wandb.init(
         project=experiment,
         id=kept["run_id"],
         name=kept.get("name", name),
         group=parent_run_id,
         dir=str(output_dir),
-        mode="offline" if offline else None,
         resume="allow",
         reinit="create_new",  # does not disturb a run of the caller
         settings=wandb.Settings(
@@ -114,6 +101,4 @@ def begin_wandb_run(
             save_code=False,
         ),
     )
-    if not run.offline:
-        log.info("W&B run %s", run.url)
     return WandBRun(run)

@@ -50,8 +50,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=NAMES)
 def any_vocabulary(request: pytest.FixtureRequest, tokenizer: Path) -> Vocabulary:
-    if request.param == "codon":
-        return vocabulary("codon", reading_frame=2, stop_codons=[])
     return vocabulary(request.param, tokenizer=tokenizer if request.param == "tokenizer" else None)
 
 
@@ -61,7 +59,8 @@ def _texts(found: Vocabulary, number: int = 1100) -> dict[str, str]:
         return {
             f"text {n}": "".join(draw.choices(WORDS, k=1 + n % 3)) + str(n) for n in range(number)
         }
-    lengths = [3 * draw.randint(4, 9) + 1 for _ in range(number)]
+    rest = 0 if found.name == "codon" else 1
+    lengths = [3 * draw.randint(4, 9) + rest for _ in range(number)]
     return {f"s{n}": "".join(draw.choices(letters, k=length)) for n, length in enumerate(lengths)}
 
 

@@ -291,7 +291,7 @@ def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_nucleotides_are_refused_as_proteins_and_read_as_what_they_are(
     tmp_path: Path, alphabet: str
 ) -> None:
-    found: Vocabulary = vocabulary(alphabet, stop_codons=[])
+    found: Vocabulary = vocabulary(alphabet)
     path = _write(tmp_path / "a.fasta", "".join(f">g{n}\n{'GATTACNNT' * 9}\n" for n in range(100)))
     with pytest.raises(DataError, match=r"nucleotides, as do 100 of 100 .* alphabet=dna"):
         ingest(path, tmp_path / "out")

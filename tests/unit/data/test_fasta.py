@@ -25,7 +25,8 @@ from d2plm.data.fasta import (
     read_template_fasta,
     write_fasta,
 )
-from d2plm.data.records import MISSING, WITHOUT_CONTROL
+from d2plm.data.records import WITHOUT_CONTROL
+from d2plm.data.tables import NO_SEQUENCE
 
 TWO = b">a\nMK\n>b\nAC\n"
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -122,7 +123,9 @@ def test_real_proteins_are_read_lazily() -> None:
     st.lists(
         st.tuples(
             st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1),
-            st.text(RESIDUES, min_size=1, max_size=200).filter(lambda s: s.lower() not in MISSING),
+            st.text(RESIDUES, min_size=1, max_size=200).filter(
+                lambda s: s.lower() not in NO_SEQUENCE
+            ),
         ),
         min_size=1,
         max_size=5,

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import decode, vocabulary
 from d2plm.data.ingest import describe, ingest
-from d2plm.data.records import MISSING, WITHOUT_CONTROL
+from d2plm.data.records import WITHOUT_CONTROL
 from d2plm.data.store import SequenceStore
+from d2plm.data.tables import NO_SEQUENCE
 from d2plm.settings.data import Reading
 
 ROOT = Path(__file__).parents[3]
@@ -247,7 +248,7 @@ def _by_lines(content: bytes) -> tuple[dict[str, set[str]], Counter[str]]:
     for aliases, characters in texts:
         text = "".join(characters).strip().lower()
         letters = "".join(c for c in characters if c not in " \t\r\v\f-.").removesuffix("*")
-        letters = "" if text in MISSING else letters
+        letters = "" if text in NO_SEQUENCE else letters
         if not set(letters) <= set(LETTERS + LETTERS.lower()):
             dropped["illegal letter"] += 1
         elif not letters:

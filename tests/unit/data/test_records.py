@@ -14,10 +14,11 @@ from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN, decode
 from d2plm.data.records import (
     RawRecords,
     first_words,
+    has_none,
     identifiers,
-    is_missing,
     places_by_name,
     refuse,
+    require_distinct,
     shown,
 )
 
@@ -121,7 +122,7 @@ def test_whatever_is_illegal_or_empty_is_rejected_in_one_line(texts: list[bytes]
         with pytest.raises(DataError) as caught:
             refuse(_records(*texts), index, PROTEIN)
         assert "\n" not in str(caught.value)
-        is_none = not cleaned.illegal[index] or is_missing(texts[index])
+        is_none = not cleaned.illegal[index] or has_none(texts[index])
         assert ("has no sequence" in str(caught.value)) == is_none
 
 
@@ -184,9 +185,7 @@ UNIPROT = ["sp|P02185|MYG_PHYMC", "tr|A0A0A0MRZ7|A0A0A0MRZ7_HUMAN", "UniRef90_Q9
     ],
 )
 def test_a_record_is_found_by_its_name_or_an_identifier_in_it(name: str, place: int) -> None:
-    places = places_by_name([*UNIPROT, ""], "in.fasta")
-    assert places.get(name) == place
-    assert (name in places) == (place is not None)
+    assert places_by_name([*UNIPROT, ""], "in.fasta")(name) == place
 
 
 @pytest.mark.parametrize(
@@ -203,24 +202,24 @@ def test_a_name_that_may_mean_two_records_is_refused_with_the_lines_of_both(
 ) -> None:
     source = tmp_path / "in.fasta"
     source.write_text("".join(f">{name} words\nMKT\nAYI\n" for name in names))
-    places = places_by_name(names, source)
-    assert places["x" if "x" in names else "other"] == 1
+    place_of = places_by_name(names, source)
+    assert place_of("x" if "x" in names else "other") == 1
     message = f"{source}: '{wanted}' names the record on line 1 and the record on line 7, "
     with pytest.raises(DataError, match=re.escape(message)):
-        places[wanted]
+        place_of(wanted)
     with pytest.raises(DataError, match="names record 1 and record 3"):
-        places_by_name(names, "proteins.csv").get(wanted)
+        places_by_name(names, "proteins.csv")(wanted)
     for name in {*names} - {"enz"}:  # whole, it means one
-        assert names[places[name]] == name
+        assert place_of(name) == names.index(name)
 
 
 def test_records_without_names_of_their_own_are_refused_where_names_matter(tmp_path: Path) -> None:
     (tmp_path / "in.fasta").write_text(">a\nMK\n>\nMK\n")
     with pytest.raises(DataError, match="no name: the record on line 3;"):
-        places_by_name(["a", ""], tmp_path / "in.fasta").require_distinct()
+        require_distinct(["a", ""], tmp_path / "in.fasta")
     with pytest.raises(DataError, match="'a' names record 1 and record 2,"):
-        places_by_name(["a", "a"], "x.csv").require_distinct()
-    places_by_name(UNIPROT, "x.csv").require_distinct()
+        require_distinct(["a", "a"], "x.csv")
+    require_distinct(UNIPROT, "x.csv")
 
 
 @pytest.mark.parametrize(

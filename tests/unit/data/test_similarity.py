@@ -89,7 +89,7 @@ def test_both_strands_of_held_out_nucleotides_and_fragments_of_them_are_not_trai
     manifest = _split(
         tmp_path / "in.fasta",
         tmp_path / "out",
-        vocabulary(name, **({"stop_codons": ()} if name == "codon" else {})),
+        vocabulary(name),
         clustering=ClusterSettings(method="none"),
         search=SearchSettings(),
     )

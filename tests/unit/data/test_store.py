@@ -296,7 +296,8 @@ def test_an_open_store_works_in_a_child_process(tmp_path: Path, method: str) -> 
     child = context.Process(  # type: ignore[attr-defined]  # missing in typeshed
         target=_send_first, args=(store, sending)
     )
-    child.start()
+    with store._open().lock:  # which another thread may hold when this one forks
+        child.start()
     assert receiving.poll(30)
     mine, other, pid = receiving.recv()
     child.join()

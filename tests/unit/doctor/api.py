@@ -15,10 +15,8 @@ from urllib.parse import parse_qs, urlsplit
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 NAMESPACE = "/api/v1/namespaces/d2plm"
 CLAIM = f"{NAMESPACE}/persistentvolumeclaims/d2plm-workspace"
-EVENTS = f"{NAMESPACE}/events"
 PODS = f"{NAMESPACE}/pods"
 NODES = "/api/v1/nodes"
-DEPLOYMENTS = "/apis/apps/v1/deployments"
 QUEUE = "/apis/kueue.x-k8s.io/v1beta1/namespaces/d2plm/localqueues/team"
 PYTORCHJOBS = "/apis/kubeflow.org/v1"
 TRAINJOBS = "/apis/trainer.kubeflow.org/v1alpha1"
@@ -63,15 +61,6 @@ class Api:
             return 201, {**body, "status": {"allowed": self._allows(body)}}
         if method == "POST":
             return 201, body
-        if path == DEPLOYMENTS:
-            [selector] = query["fieldSelector"]
-            name = selector.removeprefix("metadata.name=")
-            named = [item for item in given["items"] if item["metadata"]["name"] == name]
-            return 200, {**given, "items": named}
-        if path == NODES and "labelSelector" in query:
-            wanted = dict(pair.split("=") for pair in query["labelSelector"][0].split(","))
-            items = [n for n in given["items"] if wanted.items() <= n["metadata"]["labels"].items()]
-            return 200, {**given, "items": items}
         return 200, given
 
     def _allows(self, review: Any) -> bool:
@@ -165,17 +154,8 @@ def healthy() -> dict[str, Answer]:
         CREATE_RUNTIME: {},
         CREATE_TRAINJOB: {},
         CLAIM: claim(),
-        EVENTS: {"items": []},
         PODS: {"items": []},
         NODES: {"items": [node("gpu-a", gpus=8), node("gpu-b", gpus=8), node("small")]},
-        DEPLOYMENTS: {
-            "items": [
-                deployment("training-operator", "kubeflow"),
-                deployment("kubeflow-trainer-controller-manager", "kubeflow-system"),
-                deployment("jobset-controller-manager", "kubeflow-system"),
-                deployment("unrelated", "default", pods=0),
-            ]
-        },
         QUEUE: {"status": {"conditions": [{"type": "Active", "status": "True"}]}},
     }
 
@@ -204,45 +184,10 @@ def claim(phase: str = "Bound", mode: str = "ReadWriteMany") -> dict[str, Any]:
     }
 
 
-def event(reason: str, message: str) -> dict[str, Any]:
-    """An event of something in the namespace."""
-    return {
-        "metadata": {"name": "event", "namespace": "d2plm"},
-        "involvedObject": {},
-        "reason": reason,
-        "message": message,
-    }
-
-
-def node(
-    name: str,
-    gpus: int = 0,
-    ready: bool = True,
-    cordoned: bool = False,
-    taint: str | None = None,
-    labels: dict[str, str] | None = None,
-) -> dict[str, Any]:
-    """A node, with a taint of effect NoSchedule where one is named."""
+def node(name: str, gpus: int = 0) -> dict[str, Any]:
+    """A node."""
     allocatable = {"cpu": "16", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
-    return {
-        "metadata": {"name": name, "labels": labels or {}},
-        "spec": {
-            "unschedulable": cordoned,
-            "taints": [{"key": taint, "value": "present", "effect": "NoSchedule"}] if taint else [],
-        },
-        "status": {
-            "allocatable": allocatable,
-            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-        },
-    }
-
-
-def deployment(name: str, namespace: str, pods: int = 1) -> dict[str, Any]:
-    """A deployment with so many running pods."""
-    return {
-        "metadata": {"name": name, "namespace": namespace},
-        "status": {"availableReplicas": pods} if pods else {},
-    }
+    return {"metadata": {"name": name}, "status": {"allocatable": allocatable}}
 
 
 def pod(name: str, state: dict[str, Any], created: str, image_id: str = "") -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """The checks of a cluster, over real HTTP with the real client, against a double of the API."""
 
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from d2plm import __version__
-from d2plm.doctor import image_checks
 from d2plm.doctor.cluster_checks import ClusterChecks
 from d2plm.doctor.verdicts import Status, Verdict, Verdicts, examine
 from d2plm.launch.job_spec import TrainingJob
@@ -20,8 +16,6 @@ from tests.unit.doctor.api import (
     CREATE_PYTORCHJOB,
     CREATE_RUNTIME,
     CREATE_TRAINJOB,
-    DEPLOYMENTS,
-    EVENTS,
     IMAGE,
     NODES,
     PODS,
@@ -30,9 +24,6 @@ from tests.unit.doctor.api import (
     REVIEWS,
     Api,
     claim,
-    deployment,
-    event,
-    group,
     node,
     pod,
     serving,
@@ -62,14 +53,14 @@ def cluster_for(
     return ClusterChecks(kind, TrainingJob("doctor", image, (), **whole), timeout_seconds)
 
 
-def verdicts(pull: bool = False, **changes: Any) -> Verdicts:
+def verdicts(**changes: Any) -> Verdicts:
     one = cluster_for(**changes)
     assert one.reach().status is Status.OK
-    return examine(one.checks(pull), limit_seconds=20)
+    return examine(one.checks(), limit_seconds=20)
 
 
-def verdict(check: str, pull: bool = False, **changes: Any) -> Verdict:
-    return verdicts(pull, **changes)[check]
+def verdict(check: str, **changes: Any) -> Verdict:
+    return verdicts(**changes)[check]
 
 
 def test_in_a_healthy_cluster_nothing_is_amiss(api: Api) -> None:
@@ -80,7 +71,7 @@ def test_in_a_healthy_cluster_nothing_is_amiss(api: Api) -> None:
         found["PyTorchJob"].found == "kubeflow.org/v1 accepts the job in namespace d2plm (dry run)"
     )
     assert found["pod"].found == "namespace d2plm admits a pod of the job (dry run)"
-    assert found[CLAIM_CHECK].found == "500Gi Bound, ReadWriteMany, storage class shared"
+    assert found[CLAIM_CHECK].found == "Bound, ReadWriteMany"
     assert "8 on gpu-a, 8 on gpu-b" in found["GPUs"].found
 
 
@@ -131,7 +122,7 @@ def test_a_job_that_the_server_rejects_fails_with_its_reason(
 
 def test_a_job_of_a_kind_that_is_not_used_is_not_tried(api: Api) -> None:
     api.rejected[CREATE_PYTORCHJOB] = (422, "invalid")
-    assert verdict("PyTorchJob", kind="trainjob").status is Status.OK
+    assert verdict("PyTorchJob", kind="trainjob").status is Status.SKIPPED
 
 
 def test_a_trainjob_whose_runtime_a_dry_run_has_not_created_is_well(api: Api) -> None:
@@ -178,19 +169,7 @@ def test_a_job_kind_that_another_stands_in_for_is_skipped(api: Api) -> None:
 def test_without_any_kind_of_job_pipelines_cannot_train(api: Api) -> None:
     api.lacks("kubeflow.org", "trainer.kubeflow.org")
     found = verdicts()
-    assert found["PyTorchJob"].status is Status.FAILED
-    assert "pipelines cannot train" in found["PyTorchJob"].found
-    assert found["operators"].status is Status.SKIPPED
-
-
-def test_a_version_that_d2plm_does_not_speak_is_named(api: Api) -> None:
-    api.lacks("kubeflow.org")
-    served = api.answers["/apis"]
-    assert isinstance(served, dict)
-    served["groups"].append(group("kubeflow.org", "v2beta1"))
-    found = verdict("PyTorchJob", kind="pytorchjob")
-    assert found.status is Status.FAILED
-    assert "versions of kubeflow.org: v2beta1" in found.found
+    assert found["PyTorchJob"].status is found["TrainJob"].status is Status.FAILED
 
 
 def test_the_group_alone_is_not_taken_for_the_job_kind(api: Api) -> None:
@@ -198,23 +177,11 @@ def test_the_group_alone_is_not_taken_for_the_job_kind(api: Api) -> None:
     assert verdict("PyTorchJob", kind="pytorchjob").status is Status.FAILED
 
 
-def test_an_operator_without_a_running_pod_fails(api: Api) -> None:
-    api.answers[DEPLOYMENTS] = {"items": [deployment("training-operator", "kubeflow", pods=0)]}
-    found = verdict("operators", kind="pytorchjob")
-    assert found.status is Status.FAILED
-    assert "training-operator in kubeflow has no running pod" in found.found
-
-
-def test_an_operator_under_another_name_is_only_warned_of(api: Api) -> None:
-    api.answers[DEPLOYMENTS] = {"items": []}
-    assert verdict("operators", kind="trainjob").status is Status.WARNING
-
-
 def test_missing_permissions_are_named_with_their_verbs(api: Api) -> None:
     api.forbidden = {("create", "pytorchjobs"), ("delete", "pytorchjobs"), ("get", "pods/log")}
     found = verdict("permissions", kind="pytorchjob")
     assert found.status is Status.FAILED
-    assert "create, delete pytorchjobs" in found.found and "get pods/log" in found.found
+    assert "create pytorchjobs, delete pytorchjobs" in found.found and "get pods/log" in found.found
     assert "d2plm-launcher" in found.fix
 
 
@@ -230,7 +197,6 @@ def test_permissions_for_a_job_kind_that_is_not_used_are_not_asked_for(api: Api)
         ("permissions", REVIEWS),
         (CLAIM_CHECK, CLAIM),
         ("GPUs", NODES),
-        ("operators", DEPLOYMENTS),
     ],
 )
 def test_what_may_not_be_seen_is_skipped_and_the_rest_continues(
@@ -240,7 +206,7 @@ def test_what_may_not_be_seen_is_skipped_and_the_rest_continues(
     found = verdicts()
     assert found[check].status is Status.SKIPPED
     assert "no permission" in found[check].found and "says no" in found[check].found
-    assert found["Kueue"].found.startswith("Kueue is installed")
+    assert found["Kueue"].status is Status.SKIPPED
 
 
 def test_a_broken_answer_fails_its_own_check_alone(api: Api) -> None:
@@ -255,37 +221,21 @@ def test_a_missing_claim_fails(api: Api) -> None:
     assert "no PersistentVolumeClaim d2plm-workspace" in verdict(CLAIM_CHECK).found
 
 
-def test_a_pending_claim_fails_with_the_clusters_reason(api: Api) -> None:
-    api.answers[CLAIM] = claim("Pending")
-    api.answers[EVENTS] = {"items": [event("ProvisioningFailed", 'no class "shared"')]}
-    found = verdict(CLAIM_CHECK)
-    assert found.status is Status.FAILED
-    assert 'no class "shared"' in found.found
-    assert "kubectl get storageclass" in found.fix
-
-
-def test_a_claim_that_waits_for_its_first_pod_is_well(api: Api) -> None:
-    api.answers[CLAIM] = claim("Pending")
-    api.answers[EVENTS] = {"items": [event("WaitForFirstConsumer", "waiting")]}
-    assert verdict(CLAIM_CHECK).status is Status.OK
-
-
 @pytest.mark.parametrize(
-    ("mode", "changes", "status"),
+    ("seen", "status"),
     [
-        ("ReadWriteOnce", {}, Status.WARNING),
-        ("ReadWriteOnce", {"nodes": 2}, Status.FAILED),
-        ("ReadWriteOnce", {"nodes": 2, "same_node": True}, Status.WARNING),
-        ("ReadWriteOncePod", {}, Status.FAILED),
-        ("ReadOnlyMany", {}, Status.FAILED),
-        ("ReadWriteMany", {"nodes": 2}, Status.OK),
+        (claim(), Status.OK),
+        (claim(mode="ReadWriteOnce"), Status.WARNING),
+        (claim("Pending"), Status.WARNING),
     ],
 )
-def test_a_claims_access_mode_must_fit_the_nodes(
-    api: Api, mode: str, changes: dict[str, Any], status: Status
+def test_a_claim_is_shown_with_its_phase_and_access_mode(
+    api: Api, seen: dict[str, Any], status: Status
 ) -> None:
-    api.answers[CLAIM] = claim(mode=mode)
-    assert verdict(CLAIM_CHECK, **changes).status is status
+    api.answers[CLAIM] = seen
+    found = verdict(CLAIM_CHECK)
+    assert found.status is status
+    assert found.found.startswith(f"{seen['status']['phase']}, {seen['spec']['accessModes'][0]}")
 
 
 def test_every_claim_of_the_launcher_is_looked_at() -> None:
@@ -297,7 +247,7 @@ def test_too_few_gpus_are_warned_of(api: Api) -> None:
     api.answers[NODES] = {"items": [node("gpu-a", gpus=8), node("small")]}
     found = verdict("GPUs", gpus=8, nodes=2)
     assert found.status is Status.WARNING
-    assert "8 on gpu-a" in found.found and "launcher.nodes=2 × launcher.gpus=8" in found.found
+    assert "8 on gpu-a; 2 nodes × 8 requested" in found.found
 
 
 def test_nodes_that_must_be_on_one_machine_need_its_gpus_together(api: Api) -> None:
@@ -312,44 +262,17 @@ def test_a_cluster_without_gpus_is_well_for_a_job_that_asks_for_none(api: Api) -
     assert verdict("GPUs", gpus=1).status is Status.WARNING
 
 
-@pytest.mark.parametrize(
-    ("unfit", "reason"),
-    [
-        (node("x", gpus=8, ready=False), "not ready"),
-        (node("x", gpus=8, cordoned=True), "cordoned"),
-        (node("x", gpus=8, taint="dedicated"), "taint dedicated=present:NoSchedule"),
-        (node("x", gpus=8, labels={"pool": "cpu"}), "with pool=h100: none"),
-    ],
-)
-def test_a_node_that_no_pod_of_ours_goes_to_does_not_count(
-    api: Api, unfit: dict[str, Any], reason: str
-) -> None:
-    api.answers[NODES] = {"items": [unfit]}
-    selector = {"pool": "h100"} if "pool" in reason else {}
-    found = verdict("GPUs", gpus=8, node_selector=selector)
-    assert found.status is Status.WARNING
-    assert reason in found.found
-
-
-def test_a_tolerated_taint_does_not_keep_a_node_away(api: Api) -> None:
-    api.answers[NODES] = {"items": [node("x", gpus=8, taint="dedicated")]}
-    tolerated = {"key": "dedicated", "operator": "Exists"}
-    assert verdict("GPUs", gpus=8, tolerations=[tolerated]).status is Status.OK
-    of_others = {"key": "spot", "operator": "Exists"}
-    assert verdict("GPUs", gpus=8, tolerations=[of_others]).status is Status.WARNING
-
-
 def test_a_queue_needs_kueue_and_must_exist(api: Api) -> None:
     assert "no LocalQueue absent" in verdict("Kueue", queue="absent").found
     api.lacks("kueue.x-k8s.io")
-    assert verdict("Kueue").found == "Kueue is not installed; launcher.queue=null does not use it"
+    assert verdict("Kueue").status is Status.SKIPPED
     assert verdict("Kueue", queue="team").status is Status.FAILED
 
 
-def test_a_queue_that_is_stopped_fails_with_its_reason(api: Api) -> None:
+def test_a_queue_that_is_stopped_fails(api: Api) -> None:
     stopped = {"type": "Active", "status": "False", "message": "ClusterQueue is stopped"}
     api.answers[QUEUE] = {"status": {"conditions": [stopped]}}
-    assert "ClusterQueue is stopped" in verdict("Kueue", queue="team").found
+    assert "not active" in verdict("Kueue", queue="team").found
 
 
 def test_the_newest_pod_tells_whether_the_image_can_be_pulled(api: Api) -> None:
@@ -361,87 +284,12 @@ def test_the_newest_pod_tells_whether_the_image_can_be_pulled(api: Api) -> None:
     new["metadata"]["creationTimestamp"] = "2025-01-01T00:00:00Z"
     found = verdict("image")
     assert found.status is Status.FAILED
-    assert "old: ImagePullBackOff not found" in found.found
+    assert "in old: ImagePullBackOff not found" in found.found
 
 
 def test_an_image_that_no_pod_has_used_is_skipped_with_the_way_to_try_it() -> None:
     found = verdict("image")
-    assert found.status is Status.SKIPPED and "pull=true" in found.fix
-
-
-def pods_that_go_through(api: Api, *states: dict[str, Any]) -> None:
-    """Let a pod that is created be in each of `states` in turn, and run its command here."""
-    remaining = list(states)
-
-    def created() -> Any:
-        return next(b for m, p, b in reversed(api.asked) if (m, p) == ("POST", PODS))
-
-    def last_line() -> str:
-        _python, *words = created()["spec"]["containers"][0]["command"]
-        ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
-        return ran.stdout.splitlines(keepends=True)[-1]
-
-    def now() -> Any:
-        name, state = created()["metadata"]["name"], remaining[0]
-        if len(remaining) > 1:
-            remaining.pop(0)
-        return pod(name, state, "2026-01-01T00:00:00Z")
-
-    def answer(method: str, url: str, body: Any) -> tuple[int, Any]:
-        path = url.partition("?")[0]
-        if path.startswith(f"{PODS}/"):
-            api.asked.append((method, path, body))
-            return (200, last_line() if path.endswith("/log") else now())
-        return Api.answer(api, method, url, body)
-
-    api.answer = answer  # type: ignore[method-assign]  # of this one
-
-
-def trial(api: Api) -> tuple[Any, bool]:
-    """(the pod that was created, whether it was deleted)."""
-    [(_, _, created)] = [one for one in api.asked if one[:2] == ("POST", PODS)]
-    name = created["metadata"]["name"]
-    return created, any(one[:2] == ("DELETE", f"{PODS}/{name}") for one in api.asked)
-
-
-def test_a_pod_that_is_started_tells_d2plms_version_and_is_deleted(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(image_checks, "POLL_SECONDS", 0.01)
-    waiting = {"waiting": {"reason": "ContainerCreating"}}
-    pods_that_go_through(api, waiting, {"terminated": {"exitCode": 0}})
-    found = verdict("image", pull=True)
-    assert found.status is Status.OK, found
-    assert found.found.endswith(f"d2plm {__version__}")
-    created, deleted = trial(api)
-    assert deleted
-    assert created["spec"]["containers"][0]["image"] == IMAGE
-    assert created["spec"]["securityContext"]["runAsNonRoot"] is True
-    assert created["spec"]["restartPolicy"] == "Never"
-
-
-def test_a_pod_that_cannot_be_pulled_for_fails_and_is_deleted(api: Api) -> None:
-    pods_that_go_through(api, {"waiting": {"reason": "ErrImagePull", "message": "denied"}})
-    found = verdict("image", pull=True)
-    assert found.status is Status.FAILED and "ErrImagePull denied" in found.found
-    assert trial(api)[1]
-
-
-def test_an_image_in_which_d2plm_does_not_run_fails(api: Api) -> None:
-    pods_that_go_through(api, {"terminated": {"exitCode": 1}})
-    found = verdict("image", pull=True)
-    assert found.status is Status.FAILED and "fails in it" in found.found
-
-
-def test_a_pod_that_never_runs_fails_after_a_while_with_its_reason(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(image_checks, "PULL_SECONDS", 0.2)
-    monkeypatch.setattr(image_checks, "POLL_SECONDS", 0.01)
-    pods_that_go_through(api, {"waiting": {"reason": "ContainerCreating"}})
-    found = verdict("image", pull=True)
-    assert found.status is Status.FAILED and "ContainerCreating" in found.found
-    assert trial(api)[1]
+    assert found.status is Status.SKIPPED and f"--image={IMAGE}" in found.fix
 
 
 def test_a_server_that_rejects_the_account_reports_it(api: Api) -> None:
@@ -460,7 +308,7 @@ def test_a_server_that_is_gone_fails_at_once(
     one = cluster_for()
     found = one.reach()
     assert found.status is Status.FAILED and "does not answer" in found.found
-    assert {verdict.status for verdict in one.unreached().values()} == {Status.SKIPPED}
+    assert not one.groups
 
 
 def test_a_server_that_never_answers_is_given_up_after_the_timeout(

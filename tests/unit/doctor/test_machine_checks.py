@@ -41,22 +41,6 @@ def test_a_package_that_does_not_fit_fails_by_name(monkeypatch: pytest.MonkeyPat
     assert found.found == f"numpy {version('numpy')} (wanted >=99), absent-package missing"
 
 
-def test_versions_that_differ_from_the_lock_file_are_warned_of(tmp_path: Path) -> None:
-    lock = tmp_path / "requirements.lock"
-    lock.write_text(f"# of make lock\nnumpy=={version('numpy')}\nrich==0.1\nnot-installed==1.0\n")
-    found = machine_checks.lock_file(lock)
-    assert found.status is Status.WARNING
-    assert f"rich {version('rich')} (wanted ==0.1)" in found.found
-    assert "numpy" not in found.found and "not-installed" not in found.found
-
-
-def test_a_build_for_the_cpu_is_what_the_lock_file_names(tmp_path: Path) -> None:
-    lock = tmp_path / "requirements.lock"
-    lock.write_text(f"torch=={version('torch').partition('+')[0]}\n")
-    assert machine_checks.lock_file(lock).status is Status.OK
-    assert machine_checks.lock_file(tmp_path / "absent").status is Status.SKIPPED
-
-
 def test_without_torch_the_check_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     found = machine_checks.torch_and_device("auto")
@@ -89,7 +73,7 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = machine_checks.torch_and_device(wanted)
     assert found.status is status
-    assert ("driver 580.1 is loaded" in found.found) is driver
+    assert ("driver 580.1" in found.found) is driver
 
 
 def cuda_machine(monkeypatch: pytest.MonkeyPatch, ones: Any) -> None:

@@ -37,9 +37,8 @@ def test_a_gap_is_not_taken_for_residues_to_design(text: str, vocabulary: Vocabu
         parse_template(text, "t", vocabulary)
 
 
-@pytest.mark.parametrize("frame", [1, 2])
-def test_a_codon_is_wanted_for_three_underscores(frame: int) -> None:
-    codons = Codons(reading_frame=frame)
+def test_a_codon_is_wanted_for_three_underscores() -> None:
+    codons = Codons()
     tokens = parse_template("ATG______TAA", "t", codons)
     assert codons.decode(tokens) == "ATG______TAA"
     assert len(tokens) == 4 and (tokens[1:3] == codons.mask).all()

@@ -30,15 +30,14 @@ def built(config: TrainSettings) -> Trainer:
 
 
 def test_a_run_of_codons_is_exported_with_its_vocabulary(tmp_path: Path) -> None:
-    words = ["data.alphabet=codon", "data.reading_frame=2", "trainer.max_steps=1"]
+    words = ["data.alphabet=codon", "trainer.max_steps=1"]
     config = configuration(tmp_path, *words, "callbacks.evaluation=null")
     trainer = built(config)
-    vocabulary = Codons(2)
+    vocabulary = Codons()
     assert trainer.identity["data"]["vocabulary"] == vocabulary.describe()
     trainer.train()
     exported = load_export(config.model_dir)
-    assert exported.paradigm.vocabulary == vocabulary
-    assert exported.vocabulary == vocabulary.lenient()
+    assert exported.vocabulary == vocabulary
     assert exported.model.config.vocab_size == vocabulary.size
     error = "init_from=.*is a model of another vocabulary \\(codon\\) than the data's \\(protein\\)"
     with pytest.raises(ModelError, match=error):
@@ -59,7 +58,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     [
         (DNA, "protein", "data.alphabet=dna"),
         (PROTEIN, "rna", "data.alphabet=protein"),
-        (Codons(3, ["TAA"]), "codon", "data.alphabet=codon data.reading_frame=3 .*=\\[TAA\\]"),
+        (Codons(), "dna", "data.alphabet=codon"),
     ],
 )
 def test_data_of_another_vocabulary_are_refused(
@@ -101,7 +100,6 @@ def test_prepared_data_contain_their_tokenizer(
             "data.window=127: must be at most model.max_position_embeddings - 2 = 126",
         ),
         (["data.alphabet=tokenizer"], "data.tokenizer=None: must be the tokenizer.json"),
-        (["data.reading_frame=2"], "data.reading_frame=2: must be 1 unless alphabet=codon"),
         (["data.alphabet=dna", "model.relatives_dim=8"], "model.relatives_dim=8: must be null"),
     ],
 )
