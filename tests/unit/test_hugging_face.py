@@ -344,7 +344,7 @@ def test_a_trainer_trains_the_model_which_reloads(
     trainer.save_model(str(tmp_path / "saved"))
     again = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(again.state_dict(), model.state_dict())
-    assert again.paradigm.settings == model.paradigm.settings
+    assert len(load_model(tmp_path / "saved").generate(2, length=20, steps=4)) == 2
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("mk")["input_ids"] == [0, 20, 15, 2]
 
 
@@ -517,21 +517,14 @@ def test_relatives_are_those_of_the_rows(tiny_dit: Callable[..., Any], tmp_path:
     assert not torch.allclose(model(IDS, times=PACKED[-1]).logits, found)
 
 
-def test_a_new_model_is_an_absorbing_diffusion_with_our_initial_weights(
-    exports: Path, tmp_path: Path
-) -> None:
-    torch.manual_seed(3)
-    model = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(exports / "diffusion"))
-    times = model.times_of(IDS, IDS != 1)
-    torch.testing.assert_close(times, torch.tensor([2 / 4, 1 / 2]), rtol=2e-3, atol=0)
+def test_a_new_model_has_our_initial_weights_by_torchs_seed(exports: Path) -> None:
+    config = AutoConfig.from_pretrained(exports / "diffusion")
+    first, second = (
+        AutoModelForMaskedLM.from_config(config) for _ in range(2) if torch.manual_seed(3)
+    )
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
     uniform = torch.log(torch.tensor(33.0))
-    torch.testing.assert_close(model(IDS, labels=LABELS).loss, uniform)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert again.paradigm.settings == AbsorbingDiffusion().settings
-    torch.manual_seed(3)
-    twin = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(exports / "diffusion"))
-    assert all(map(torch.equal, twin.parameters(), again.parameters()))
+    torch.testing.assert_close(first(IDS, labels=LABELS).loss, uniform)
 
 
 def test_the_embeddings_are_found_and_can_be_replaced(model: Any) -> None:
