@@ -5,7 +5,7 @@ the default limit allows, a small one a protein of 22 residues; a client sends i
 the last one is answered. First maximal requests are sent one after another, in turns alone and
 beside the small clients; then fifty at once, of which every third is hung up at a random moment.
 
-    python -m benchmarks.serving runs/demo/model
+    python -m benchmarks.serving
 """
 
 import json
@@ -22,15 +22,33 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import psutil
 
 from benchmarks.measure import Row, parser, publish, ratio_row, say
+from benchmarks.workload import fill_weights, model_settings
+from d2plm.core.vocabulary import CANONICAL
+from d2plm.export.exported_model import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
 
 SMALL = {"inputs": {"sequence": ["MKTAYIAKQRQISFVKSHFSRQ"]}}
-MAX_RESIDUES = 65536
+LONGEST, ROWS = 510, 128  # of a maximal request
 CLIENTS, MAXIMAL = 8, 50
+
+
+def export(folder: str, model: str) -> str:
+    """Export a model of a configuration, with random weights."""
+    sizes = model_settings(model) | {"max_position_embeddings": LONGEST + 2, "relatives_dim": 64}
+    dit = DiT(DiTConfig(**sizes)).eval()
+    fill_weights(dit, seed=0, std=0.1)
+    lengths = LengthHistogram.of(np.arange(50, LONGEST), LONGEST)
+    return str(save_export(Path(folder) / "model", dit, AbsorbingDiffusion(), lengths, {}))
 
 
 class Server:
@@ -110,18 +128,16 @@ def serving(model: str) -> Iterator[Server]:
 def main() -> None:
     """Measure and print every row."""
     made = parser("serving", __doc__)
-    made.add_argument("model", help="an exported model")
+    made.add_argument("--model", default="demo", help="of configs/model, with random weights")
     made.add_argument("--masks", type=int, default=1, help="masks of maximal requests")
     made.add_argument("--turns", type=int, default=5, help="maximal requests of each arm")
     options = made.parse_args()
-    config = json.loads((Path(options.model) / "config.json").read_text())
-    longest, rng = config["max_position_embeddings"] - 2, random.Random(0)
-    protein = "".join(rng.choices("ACDEFGHIKLMNPQRSTVWY", k=longest))
+    rng = random.Random(0)
     maximal = {
-        "inputs": {"sequence": [protein] * (MAX_RESIDUES // longest)},
+        "inputs": {"sequence": ["".join(rng.choices(CANONICAL, k=LONGEST))] * ROWS},
         "params": {"masks_per_sequence": options.masks},
     }
-    with serving(options.model) as server:
+    with TemporaryDirectory() as folder, serving(export(folder, options.model)) as server:
         memory, alone, beside = [server.memory()], list[float](), list[float]()
         for turn in range(options.turns):
             say(f"turn {turn}")

@@ -6,6 +6,7 @@ any size and parses them in the event loop.
 """
 
 import asyncio
+from typing import Any
 
 from anyio import CapacityLimiter, fail_after, to_thread
 from fastapi import FastAPI, Request
@@ -53,8 +54,8 @@ def application(service: Service, timeout: float) -> FastAPI:
             body = await _read(request, max_bytes)
         work = await to_thread.run_sync(lambda: service.work(parse_request(body)), limiter=checking)
         job = schedule.accept(work)
-        answer = asyncio.wrap_future(job)
-        gone = asyncio.create_task(_hang_up(request))
+        answer: asyncio.Future[Any] = asyncio.wrap_future(job)
+        gone: asyncio.Future[Any] = asyncio.create_task(_hang_up(request))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():

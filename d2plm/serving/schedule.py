@@ -80,22 +80,24 @@ class Job(Future[Rows]):
     """An accepted request.
 
     Attributes:
-        left: seconds of work left, by estimate.
-        deadline: when it is to be done.
+        seconds: of its work, by estimate and at the pace of the machine when it was accepted.
+        progress: the fraction of the work that is done.
+        deadline: when it is to be finished.
         started, dropped: whether it has been started, and whether nobody waits for it any more.
     """
 
     def __init__(self, work: Work, seconds: float, deadline: float, is_short: bool) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()  # only `Schedule.drop` ends it early
-        self.work, self.seconds, self.left = work, seconds, seconds
+        self.work, self.seconds, self.progress = work, seconds, 0.0
         self.deadline, self.is_short = deadline, is_short
         self.started = self.dropped = False
 
     @property
     def rank(self) -> float:
-        """The order of the jobs of equal length: one that has been started is kept on."""
-        return self.left / 2 if self.started else self.left
+        """Short jobs are computed in their order; long ones with at most half the work go first."""
+        left = self.work.seconds * (1 - self.progress)
+        return 0.0 if self.is_short else left / 2 if self.started else left
 
 
 class Schedule:
@@ -150,7 +152,7 @@ class Schedule:
         share = SHARE if new.is_short else 1 - SHARE
         same = (job for job in [*self.jobs, new] if job.is_short == new.is_short)
         for job in sorted(same, key=lambda job: job.rank):
-            end += 0 if job.dropped else job.left / share
+            end += 0 if job.dropped else job.seconds * (1 - job.progress) / share
             worst = max(worst, end - job.deadline)
         return worst
 
@@ -159,29 +161,29 @@ class Schedule:
             waiting = (
                 job
                 for job in self.jobs
-                if not job.started and job.left <= most and is_short in (None, job.is_short)
+                if not job.started and job.rank <= most and is_short in (None, job.is_short)
             )
-            job = min(waiting, key=lambda job: (job.is_short, job.left), default=None)
+            job = min(waiting, key=lambda job: (job.is_short, job.rank), default=None)
             if job is not None:
                 job.started = True
             return job
 
     def _compute(self, job: Job) -> None:
-        last, began = 0.0, self.clock()
+        began = self.clock()
 
         def after_pass(done: float) -> None:
-            nonlocal last, began
+            nonlocal began
             if job.dropped:
                 raise HungUp
-            took, expected = self.clock() - began, job.work.seconds * (done - last)
+            took, expected = self.clock() - began, job.work.seconds * (done - job.progress)
             if expected > 0:
                 pace = self.pace.get(job.work.kind, 1.0)
                 weight = min(expected / PACE_SECONDS, 1.0)
                 self.pace[job.work.kind] = pace + weight * (took / expected - pace)
-            job.left = job.seconds * (1 - done)
+            job.progress = done
             if not job.is_short:
                 self._compute_others(job, took)
-            last, began = done, self.clock()
+            began = self.clock()
 
         try:
             job.set_result(job.work.run(after_pass))
@@ -197,8 +199,6 @@ class Schedule:
         while self._credit > 0 and (short := self._take(is_short=True)):
             began = self.clock()
             self._compute(short)
-            self._credit -= min(
-                self.clock() - began, self._short
-            )  # a disturbance is not made up for
-        while other := self._take(is_short=False, most=job.left / 2):
+            self._credit -= min(self.clock() - began, self._short)  # less after a disturbance
+        while other := self._take(is_short=False, most=job.rank):
             self._compute(other)

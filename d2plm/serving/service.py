@@ -248,10 +248,10 @@ class Service:
             without = self._scoring(full, once, None).seconds
             more = measured(self._scoring(full, once, family)) - without
             speed.relative = max(more, 0.0) / (tokens * longest * len(relatives))
-            families.append(family)
+            families += [family]
         masks = [np.full(longest, self.vocabulary.mask, dtype)] * len(full)
-        for family in families:
-            work = self._designing(masks, Generating(steps=2), family)
+        for relatives_of_all in families:
+            work = self._designing(masks, Generating(steps=2), relatives_of_all)
             speed.kinds[work.kind] = measured(work) / work.seconds
         defaults = {
             "scored with the default masks": self._scoring(full, Scoring(), None),

@@ -176,7 +176,7 @@ def test_estimates_follow_the_machine(pace: float) -> None:
     it.send("second", 15)
     with pytest.raises(BusyError):
         it.send("third", 60 / pace)
-    assert it.jobs["second"].left == pytest.approx(15 * min(pace, 1), rel=0.05)
+    assert it.jobs["second"].seconds == pytest.approx(15 * min(pace, 1), rel=0.05)
     if pace < 1:
         it.send("third", 100)
 
@@ -192,3 +192,14 @@ def test_a_failure_is_that_of_its_request_alone() -> None:
     it.run()
     assert isinstance(failing.exception(), ValueError)
     assert [*it.ended] == ["long"]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 2.0])
+def test_equal_requests_are_answered_in_their_order(seconds: float) -> None:
+    it = Simulated()
+    it.send("long", 20)
+    it.pace = 0.5  # the estimates of later ones are lower
+    it.arriving = [(number * 0.2, str(number), seconds) for number in range(1, 20)]
+    it.run()
+    del it.ended["long"]
+    assert [*it.ended] == [str(number) for number in range(1, 20) if str(number) in it.jobs]
