@@ -426,6 +426,7 @@ class Blocked:
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.released, self.stopped = (threading.Event() for _ in range(3))
+        self.runs = 0
         work = service.work
 
         def blocked(request: Any) -> Work:
@@ -437,6 +438,7 @@ class Blocked:
         monkeypatch.setattr(service, "work", blocked)
 
     def run(self, progress: Progress, own: Work) -> Any:
+        self.runs += 1
         self.entered.set()
         try:
             while not self.released.wait(0.01):
@@ -460,70 +462,52 @@ def test_short_requests_and_pings_do_not_wait_for_long_ones(
         assert long.result(30)[0] == 200
 
 
-@pytest.mark.parametrize("position", ["computed", "waiting"])
-def test_a_client_that_hangs_up_is_no_longer_computed_for(
-    service: Service, monkeypatch: pytest.MonkeyPatch, position: str
-) -> None:
-    blocked = Blocked(service, monkeypatch)
-    app = application(service, 60)
-
-    async def hang_up() -> tuple[float, list[Any]]:
-        """Send a request, hang up once it is computed or waits, and see what is sent to it."""
-        sent = list[Any]()
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        async def after(event: threading.Event) -> Any:
-            while not event.is_set():
-                await asyncio.sleep(0.005)
-            return {"type": "http.disconnect"}
-
-        def call(event: threading.Event) -> Any:
-            first = iter([{"type": "http.request", "body": SCORE}])
-
-            async def receive() -> Any:
-                return next(first, None) or await after(event)
-
-            headers = [(b"content-type", JSON.encode())]
-            scope = {"type": "http", "method": "POST", "path": "/invocations", "headers": headers}
-            return asyncio.create_task(app(scope | {"query_string": b""}, receive, send))
-
-        never = threading.Event()
-        computed = call(blocked.entered if position == "computed" else never)
-        if position == "waiting":
-            await after(blocked.entered)
-            waiting = call(blocked.entered)
-            await asyncio.wait_for(waiting, 10)
-            blocked.entered.clear()
-            blocked.released.set()
-        await asyncio.wait_for(computed, 10)
-        return sent[0]["status"], sent
-
-    status, sent = asyncio.run(hang_up())
-    assert status == 400  # which nobody reads
-    if position == "computed":
-        assert blocked.stopped.wait(10)
-        assert len(sent) == 2
-    else:
-        assert sent[2]["status"] == 200
-        assert not blocked.entered.is_set()
-
-
-def test_a_body_that_does_not_come_is_not_waited_for(service: Service) -> None:
-    sent = list[Any]()
+async def post(app: Any, gone: threading.Event, body: bytes = SCORE) -> int:
+    """Status of a request whose client hangs up when the event is set; b"": no body is sent."""
+    sent, first = list[Any](), iter([{"type": "http.request", "body": body}] * bool(body))
 
     async def receive() -> Any:
-        await asyncio.sleep(60)
+        if message := next(first, None):
+            return message
+        while not gone.is_set():
+            await asyncio.sleep(0.005)
+        return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         sent.append(message)
 
     headers = [(b"content-type", JSON.encode())]
     scope = {"type": "http", "method": "POST", "path": "/invocations", "headers": headers}
-    asyncio.run(application(service, 0.05)(scope | {"query_string": b""}, receive, send))
-    assert sent[0]["status"] == 408
-    assert b"not received within 0.05 seconds" in sent[1]["body"]
+    await asyncio.wait_for(app(scope | {"query_string": b""}, receive, send), 20)
+    return int(sent[0]["status"])
+
+
+def test_a_client_that_hangs_up_is_no_longer_computed_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = Blocked(service, monkeypatch)
+    assert asyncio.run(post(application(service, 60), blocked.entered)) == 400  # nobody reads it
+    assert blocked.stopped.wait(10)
+
+
+def test_a_client_that_hangs_up_while_it_waits_is_not_computed_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked, app = Blocked(service, monkeypatch), application(service, 60)
+
+    async def two() -> tuple[int, int]:
+        first = asyncio.create_task(post(app, threading.Event()))
+        await asyncio.to_thread(blocked.entered.wait, 20)
+        second = await post(app, blocked.entered)
+        blocked.released.set()
+        return await first, second
+
+    assert asyncio.run(two()) == (200, 400)
+    assert blocked.runs == 1
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(service: Service) -> None:
+    assert asyncio.run(post(application(service, 0.05), threading.Event(), b"")) == 408
 
 
 @pytest.mark.parametrize(
