@@ -73,6 +73,7 @@ bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an
 	$(BIN)/python -m benchmarks.latency --output $(BENCH)/latency.json
 	$(BIN)/python -m benchmarks.large_vocabulary --output $(BENCH)/large_vocabulary.json
 	$(BIN)/python -m benchmarks.generate --output $(BENCH)/generate.json
+	$(BIN)/python -m benchmarks.serving --output $(BENCH)/serving.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --states idle busy --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json

@@ -49,6 +49,7 @@ from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
+from d2plm.settings.schema import MAX_SEED
 from d2plm.tracking.locations import HubSettings, model_folder, open_export
 
 __all__ = ["ProteinScore", "SequenceModel", "load_model", "retrieve_relatives"]
@@ -326,7 +327,7 @@ class SequenceModel:
             ModelError: if a protein is too long or a bound is not finite.
         """
         tokens, names = self._read(sequences)
-        require_number("seed", seed, integer=True, low=0)
+        require_number("seed", seed, integer=True, low=0, high=MAX_SEED)
         draws = bound_draws(
             self._denoiser,
             self.exported.paradigm,

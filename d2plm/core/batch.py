@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -206,6 +207,18 @@ class PackedBatch:
         """Keep the memory alive until `stream` has finished its queued work."""
         for tensor in self._tensors().values():
             tensor.record_stream(stream)
+
+    def repeated(self, count: int) -> Self:
+        """`count` copies, one after another; `relatives` must be those of all copies already."""
+        starts = torch.arange(count, device=self.cu_seqlens.device)[:, None] * self.num_tokens
+        ends = (self.cu_seqlens[1:] + starts).flatten().to(torch.int32)
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens] * count),
+            cu_seqlens=F.pad(ends, (1, 0)),
+            sequence_ids=self.sequence_ids.repeat(count),
+            draw_ids=self.draw_ids.repeat(count),
+        )
 
     def split(self) -> list[Tensor]:
         """The sequences, one tensor each, without padding."""

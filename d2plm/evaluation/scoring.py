@@ -114,16 +114,20 @@ def bound_draws(
             ).to(device)
             if families is not None:
                 given = [families[row.index].given_to(row.tokens) for row in batch_rows]
-            for draw in range(masks_per_sequence):
+            at_once = max(paradigm.pass_tokens(token_budget) // batch.num_tokens, 1)
+            for first in range(0, masks_per_sequence, at_once):
+                some = range(first, min(first + at_once, masks_per_sequence))
                 if families is not None:
                     related = [
                         family.draw(seed, first_id + row.index, draw, protein=row.tokens)
+                        for draw in some
                         for family, row in zip(given, batch_rows, strict=True)
                     ]
                     batch = replace(batch, relatives=Relatives.pack(related))
-                drawn = paradigm.bound(model, batch, Key(seed), draw=draw, draws=masks_per_sequence)
-                draws[numbers, draw] = drawn.nats.cpu().numpy()
-                progress(batch.num_tokens)
+                drawn = paradigm.bound(model, batch, Key(seed), draw=some, draws=masks_per_sequence)
+                nats = drawn.nats.view(len(some), len(numbers)).cpu().numpy()
+                draws[numbers, some.start : some.stop] = nats.T
+                progress(batch.num_tokens * len(some))
             for number in numbers.tolist():
                 _finite(float(draws[number].sum()), "bound", names, number)
     return draws

@@ -10,7 +10,7 @@ takes its place.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -296,7 +296,7 @@ class Paradigm(ABC):
         batch: PackedBatch,
         key: Key,
         *,
-        draw: int = 0,
+        draw: int | Sequence[int] = 0,
         draws: int = 1,
         control: Tensor | None = None,
     ) -> BoundDraw:
@@ -305,6 +305,9 @@ class Paradigm(ABC):
         The mean over `draw` = 0 … `draws` − 1 is unbiased; each draw is one stratum.
 
         Args:
+            batch: S sequences, with relatives of all draws.
+            draw: several share a forward pass; the result has S estimates of the first, then of
+                the next, and so on.
             key: keys the draws; with `batch.draw_ids` = sequence ids they are the same for every
                 model.
             control: −log of a unigram model's probabilities [K], float64, as a control variate:
@@ -314,7 +317,10 @@ class Paradigm(ABC):
         def total(values: Tensor) -> Tensor:
             return segment_sum(values, batch.segment_ids(), batch.num_segments)
 
-        tokens, fraction, weights = self.bound_noise(batch, key, draw, draws)
+        numbers = [draw] if isinstance(draw, int) else draw
+        noise = (self.bound_noise(batch, key, number, draws) for number in numbers)
+        tokens, fraction, weights = (torch.cat(parts) for parts in zip(*noise, strict=True))
+        batch = batch.repeated(len(numbers))
         times = self.time_at_corrupted_fraction(fraction).float()
         logits = denoise(model, batch, tokens, times)
         terms = self.bound_terms(self.log_probabilities(logits), batch, tokens, fraction)

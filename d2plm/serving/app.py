@@ -1,11 +1,11 @@
 """The HTTP service: MLflow's protocol (`/invocations`, `/ping`, `/health`, `/version`) in FastAPI.
 
-One request is computed at a time, in a thread; the others wait, as bytes, without blocking pings.
+Requests are checked in one thread and computed in another (`Schedule`), so that pings do not wait.
 Bodies are read by hand instead of as parameters of the endpoint, because FastAPI reads bodies of
 any size and parses them in the event loop.
 """
 
-import time
+import asyncio
 from typing import Any
 
 from anyio import CapacityLimiter, fail_after, to_thread
@@ -16,13 +16,14 @@ from starlette.requests import ClientDisconnect
 
 from d2plm import __version__
 from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.serving.schedule import BusyError, Schedule
 from d2plm.serving.service import Service, parse_request
 
 JSON = "application/json"
 CONTENT_TYPES = (JSON, f"{JSON};charset=utf-8")
 BYTES_PER_RESIDUE, MIN_BYTES = 16, 2**20  # limits on a request's body
 # MLflow's codes; every other status has that of a bad request.
-CODES = {400: "INVALID_PARAMETER_VALUE", 500: "INTERNAL_ERROR", 504: "DEADLINE_EXCEEDED"}
+CODES = {400: "INVALID_PARAMETER_VALUE", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL_ERROR"}
 MAX_MESSAGE = 500  # characters, since a message may quote the request
 
 
@@ -31,11 +32,12 @@ def application(service: Service, timeout: float) -> FastAPI:
 
     Args:
         service: its limit on residues also limits the bytes of a request.
-        timeout: seconds for a request, including the wait for others.
+        timeout: seconds for a request after its body has been read, including the wait for others;
+            and for reading the body.
     """
     app = FastAPI(title="D2PLM", version=__version__, openapi_url=None)
     max_bytes = max(BYTES_PER_RESIDUE * service.max_residues, MIN_BYTES)
-    turn = CapacityLimiter(1)
+    schedule, checking = Schedule(timeout), CapacityLimiter(1)
 
     @app.get("/ping")
     @app.get("/health")
@@ -47,36 +49,39 @@ def application(service: Service, timeout: float) -> FastAPI:
         return __version__
 
     @app.post("/invocations")
-    async def invocations(request: Request) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout
-
-        def require_time_left() -> None:
-            if time.monotonic() > deadline:
-                raise TimeoutError
-
-        def answer() -> list[dict[str, Any]]:
-            return service.answer(parse_request(body), require_time_left)
-
+    async def invocations(request: Request) -> JSONResponse:
         with fail_after(timeout):
             body = await _read(request, max_bytes)
-            return {"predictions": await to_thread.run_sync(answer, limiter=turn)}
+        work = await to_thread.run_sync(lambda: service.work(parse_request(body)), limiter=checking)
+        job = schedule.accept(work)
+        answer: asyncio.Future[Any] = asyncio.wrap_future(job)
+        gone: asyncio.Future[Any] = asyncio.create_task(_hang_up(request))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ClientDisconnect
+            return JSONResponse({"predictions": answer.result()})
+        finally:
+            schedule.drop(job)
+            gone.cancel()
+            answer.cancel()
 
-    late = (
-        f"not finished within {timeout:g} seconds, including the wait for other requests; "
-        "request fewer residues or steps at a time"
-    )
     bug = "this is a bug in D2PLM; the server's log has the details"
 
     @app.exception_handler(HTTPException)
     async def refuse(_: Request, error: HTTPException) -> JSONResponse:
         return _refusal(error.status_code, error.detail)
 
+    @app.exception_handler(BusyError)
+    async def busy(_: Request, error: BusyError) -> JSONResponse:
+        return _refusal(429, str(error), {"Retry-After": str(error.retry_after)})
+
     for kind, status, message in (
         (ConfigError, 400, None),
         (DataError, 400, None),
         (ModelError, 500, None),
         (ClientDisconnect, 400, "the request ended early"),
-        (TimeoutError, 504, late),
+        (TimeoutError, 408, f"the request was not received within {timeout:g} seconds"),
         (Exception, 500, bug),
     ):
         app.add_exception_handler(
@@ -98,6 +103,13 @@ async def _read(request: Request, max_bytes: int) -> bytearray:
     return body
 
 
-def _refusal(status: int, message: str) -> JSONResponse:
+async def _hang_up(request: Request) -> None:
+    """Wait until the client of a request that has been read closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     shown = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …"
-    return JSONResponse({"error_code": CODES.get(status, "BAD_REQUEST"), "message": shown}, status)
+    code = CODES.get(status, "BAD_REQUEST")
+    return JSONResponse({"error_code": code, "message": shown}, status, headers)

@@ -7,11 +7,13 @@ Pydantic checks requests strictly: no value is converted to another type, becaus
 "True" are residue letters.
 """
 
+import json
 import math
 import re
 import reprlib
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, field
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -22,16 +24,20 @@ from pydantic.dataclasses import dataclass
 
 from d2plm.core.errors import ConfigError, DataError, did_you_mean, require
 from d2plm.core.precision import resolve_precision
-from d2plm.core.vocabulary import PROTEIN, Tokens
+from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens
 from d2plm.data.family import Family, RelativesCheck
+from d2plm.data.relatives import LONGEST_RELATIVE
 from d2plm.evaluation.scoring import bound_draws, score_columns
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.lengths import lengths_of, require_length, wanted_lengths
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
+from d2plm.serving.schedule import Progress, Rows, Speed, Work, measured
 
 MAX_ROWS = 65536
+CPU_TOKENS, GPU_TOKENS = 2048, 16384  # of a forward pass, for which other requests wait
+DESIGN = "design"  # the kind of work of `generate` and `infill`
 FORMS = ("inputs", "instances", "dataframe_records", "dataframe_split")  # names of MLflow's tables
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # types of pydantic's errors
@@ -147,10 +153,20 @@ def parse_request(body: bytes | bytearray) -> Request[Any, Any]:
     """
     try:
         task = _AnyRequest.model_validate_json(body).params.task
-        return REQUESTS[task].model_validate_json(body)
+        request = REQUESTS[task].model_validate_json(body)
     except pydantic.ValidationError as invalid:
         reason = _first_reason(invalid)
+    else:
+        json.loads(body.decode(), object_pairs_hook=_require_distinct, parse_int=float)
+        return request
     raise DataError(reason)  # without its cause, which holds the whole request
+
+
+def _require_distinct(pairs: list[tuple[str, Any]]) -> None:
+    """Raise `DataError` if an object in JSON has a key twice, of which parsers take the last."""
+    for key, times in Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise DataError(f"the request: the key {reprlib.repr(key)} occurs twice; remove one")
 
 
 def _first_reason(invalid: pydantic.ValidationError) -> str:
@@ -176,37 +192,72 @@ class Service:
     def __init__(self, exported: ExportedModel, max_residues: int = sys.maxsize) -> None:
         self.exported, self.max_residues = exported, max_residues
         self.denoiser, self.vocabulary = exported.denoiser(), exported.vocabulary
+        self.device = exported.model.device
+        self.token_budget = CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS
+        self.speed = Speed()
 
-    def answer(
-        self, request: Request[Any, Any], progress: Callable[[], None] = lambda: None
-    ) -> list[dict[str, Any]]:
-        """Answer one request.
+    def answer(self, request: Request[Any, Any]) -> Rows:
+        """Answer one request; see `work`."""
+        return self.work(request).run(lambda done: None)
 
-        Args:
-            progress: called after each forward pass; its exceptions end the request.
+    def work(self, request: Request[Any, Any]) -> Work:
+        """Check a request.
 
         Returns:
-            For `score`, one row per row of the request: its residues or other tokens, the bound in
-            nats with its interval, the perplexity, and for texts the bits per byte. Otherwise one
-            row per design: the index of the request's row, the sequence, its length, and the
-            settings that determine it.
+            What computes its answer. For `score`, one row per row of the request: its residues or
+            other tokens, the bound in nats with its interval, the perplexity, and for texts the
+            bits per byte. Otherwise one row per design: the index of the request's row, the
+            sequence, its length, and the settings that determine it.
 
         Raises:
             ConfigError: if a setting is invalid or would be ignored.
             DataError: if a sequence is invalid, or the request too large.
-            ModelError: if the model's output is not finite.
+            ModelError: by the result, if the model's output is not finite.
         """
         rows, params = request.rows, request.params
         family = self._family(params)
         if isinstance(params, Scoring):
-            return self._scores([row.sequence for row in rows], params, family, progress)
+            texts = [(row.sequence, f"row {index}") for index, row in enumerate(rows)]
+            sequences = [self.vocabulary.encode(*one) for one in texts]
+            self._require_within_limit(sum(map(len, sequences)))
+            self._require_short_enough(sequences)
+            return self._scoring(sequences, params, family)
         self._require_within_limit(params.number * len(rows))
         if isinstance(params, Generating):
             templates = self._masks([row.length for row in rows], params, family)
         else:
             templates = self._templates([row.sequence for row in rows], params.number)
         self._require_within_limit(sum(map(len, templates)))
-        return self._designs(templates, params, family, progress)
+        return self._designing(templates, params, family)
+
+    def measure(self) -> dict[str, float]:
+        """Measure how long forward passes take, by which `work` estimates seconds.
+
+        Returns:
+            How many residues of the longest sequences are scored and generated in a second.
+        """
+        longest, dtype = self.exported.max_residues, self.vocabulary.dtype
+        full = [np.full(longest, FIRST, dtype)] * max(self.token_budget // (longest + 2), 1)
+        tokens, once = len(full) * (longest + 2), Scoring(masks_per_sequence=1)
+        speed = Speed(measured(self._scoring([full[0][:1]], once, None)))
+        speed.token = max(measured(self._scoring(full, once, None)) - speed.forward, 0.0) / tokens
+        self.speed, families = speed, list[Family | None]([None])
+        if self.exported.model.config.relatives_dim is not None:
+            relatives = [np.full(longest, FIRST + number, dtype) for number in range(1, 9)]
+            family = Family.of(relatives, len(relatives))
+            without = self._scoring(full, once, None).seconds
+            more = measured(self._scoring(full, once, family)) - without
+            speed.relative = max(more, 0.0) / (tokens * longest * len(relatives))
+            families += [family]
+        masks = [np.full(longest, self.vocabulary.mask, dtype)] * len(full)
+        for relatives_of_all in families:
+            work = self._designing(masks, Generating(steps=2), relatives_of_all)
+            speed.kinds[work.kind] = measured(work) / work.seconds
+        defaults = {
+            "scored with the default masks": self._scoring(full, Scoring(), None),
+            "generated with the default steps": self._designing(masks, Generating(), None),
+        }
+        return {what: len(full) * longest / work.seconds for what, work in defaults.items()}
 
     def _family(self, params: Settings) -> Family | None:
         texts, most = params.relatives, params.max_relatives
@@ -221,63 +272,97 @@ class Service:
             [PROTEIN.encode(x, f"relative {i}", True) for i, x in enumerate(texts)], most
         )
 
-    def _scores(
-        self, texts: list[str], params: Scoring, family: Family | None, progress: Callable[[], None]
-    ) -> list[dict[str, Any]]:
-        names = [f"row {row}" for row in range(len(texts))]
-        sequences = [self.vocabulary.encode(*one) for one in zip(texts, names, strict=True)]
-        self._require_within_limit(sum(map(len, sequences)))
-        self._require_short_enough(sequences)
-        if family is not None:
-            check = RelativesCheck("relatives", "the request")
-            for name, one in zip(names, sequences, strict=True):
-                check.add(name, family, one)
-            check.report()
-        draws = bound_draws(
-            self.denoiser,
-            self.exported.paradigm,
-            sequences,
-            masks_per_sequence=params.masks_per_sequence,
-            seed=params.seed,
-            families=None if family is None else [family] * len(sequences),
-            device=self.exported.model.device,
-            names=names,
-            progress=lambda tokens: progress(),
-        )
-        columns = score_columns(draws, sequences, self.vocabulary)
-        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-        # JSON has no NaN.
-        finite = ([None if math.isnan(value) else value for value in row] for row in rows)
-        return [dict(zip(columns, row, strict=True)) for row in finite]
-
-    def _designs(
+    def _work(
         self,
-        templates: list[Tokens],
-        params: Designing,
+        task: str,
+        sequences: list[Tokens],
+        passes: Sequence[int],
         family: Family | None,
-        progress: Callable[[], None],
-    ) -> list[dict[str, Any]]:
-        paradigm, device = self.exported.paradigm, self.exported.model.device
-        sampling, relatives = Sampling.of(vars(params)).resolved(paradigm), None
-        settings = sampling.note(paradigm, resolve_precision("auto", device))
+        run: Callable[[Progress], Rows],
+    ) -> Work:
+        """Work in which each sequence passes so many times through the model."""
+        lengths, relatives = np.array([len(one) + 2 for one in sequences]), 0.0
         if family is not None:
-            relatives = family.draw_for_designs(templates, sampling.seed)
+            members = [min(len(one), LONGEST_RELATIVE) for one in family.members]
+            relatives = min(family.most, len(members)) * float(np.mean(members))
+        kind = task if family is None else f"{task} given relatives"
+        tokens = int(lengths @ passes)
+        forward = max(tokens / self.token_budget, int(max(passes)) if task == DESIGN else 1)
+        return Work(kind, self.speed.seconds(kind, forward, tokens, relatives), run)
+
+    def _scoring(self, sequences: list[Tokens], params: Scoring, family: Family | None) -> Work:
+        names = [f"row {row}" for row in range(len(sequences))]
+        draws = params.masks_per_sequence
+        total = draws * sum(len(one) + 2 for one in sequences)
+
+        def run(progress: Progress) -> Rows:
+            if family is not None:
+                check = RelativesCheck("relatives", "the request")
+                for name, one in zip(names, sequences, strict=True):
+                    check.add(name, family, one)
+                check.report()
+            done = 0
+
+            def after_pass(tokens: int) -> None:
+                nonlocal done
+                done += tokens
+                progress(done / total)
+
+            nats = bound_draws(
+                self.denoiser,
+                self.exported.paradigm,
+                sequences,
+                masks_per_sequence=draws,
+                seed=params.seed,
+                families=None if family is None else [family] * len(sequences),
+                token_budget=self.token_budget,
+                device=self.device,
+                names=names,
+                progress=after_pass,
+            )
+            columns = score_columns(nats, sequences, self.vocabulary)
+            rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+            # JSON has no NaN.
+            finite = ([None if math.isnan(value) else value for value in row] for row in rows)
+            return [dict(zip(columns, row, strict=True)) for row in finite]
+
+        return self._work("score", sequences, [draws] * len(sequences), family, run)
+
+    def _designing(self, templates: list[Tokens], params: Designing, family: Family | None) -> Work:
+        paradigm = self.exported.paradigm
+        sampling = Sampling.of(vars(params)).resolved(paradigm)
+        settings = sampling.note(paradigm, resolve_precision("auto", self.device))
+        if family is not None:
             settings += f" relatives={len(family.members)} max_relatives={family.most}"
-        designs = sample(
-            self.denoiser,
-            paradigm,
-            templates,
-            sampling,
-            max_length=self.exported.max_length,
-            device=device,
-            relatives=relatives,
-            progress=lambda done, total: progress(),
-        )
-        texts = [(self.vocabulary.decode(tokens), len(tokens)) for tokens in designs]
-        return [
-            {"row": i // params.number, "sequence": text, "length": length, "settings": settings}
-            for i, (text, length) in enumerate(texts)
-        ]
+        masks = [int((one == self.vocabulary.mask).sum()) for one in templates]
+        steps = sampling.steps or max(masks)
+        # Where a residue is drawn once, no more passes than residues change anything.
+        once = paradigm.source == "mask" and sampling.sampler != "remdm" and not sampling.corrector
+        passes = [min(steps, number) for number in masks] if once else [steps] * len(masks)
+
+        def run(progress: Progress) -> Rows:
+            relatives = None
+            if family is not None:
+                relatives = family.draw_for_designs(templates, sampling.seed)
+            designs = sample(
+                self.denoiser,
+                paradigm,
+                templates,
+                sampling,
+                max_length=self.exported.max_length,
+                relatives=relatives,
+                token_budget=self.token_budget,
+                device=self.device,
+                progress=lambda done, total: progress(done / total),
+            )
+            texts = [(self.vocabulary.decode(tokens), len(tokens)) for tokens in designs]
+            names = ("row", "sequence", "length", "settings")
+            return [
+                dict(zip(names, (i // params.number, *text, settings), strict=True))
+                for i, text in enumerate(texts)
+            ]
+
+        return self._work(DESIGN, templates, passes, family, run)
 
     def _templates(self, texts: list[str], number: int) -> list[Tokens]:
         """`number` templates of each text."""

@@ -9,7 +9,7 @@ from d2plm.settings.evaluation import EvaluationSettings, GenerationSettings
 from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.model import ModelSettings
 from d2plm.settings.paradigm import DiffusionSettings, ParadigmSettings
-from d2plm.settings.schema import Settings, key, section
+from d2plm.settings.schema import MAX_SEED, Settings, key, section
 from d2plm.settings.tracking import TrackingSettings
 from d2plm.settings.training import (
     AdamWSettings,
@@ -94,7 +94,7 @@ class CompareSettings(PipelineSettings):
     arms: dict[str, Any] = key({})
     """name: settings that differ, as {section: {key: value}}; the others are compared with the
     first"""
-    seeds: list[int] = key([0, 1, 2], low=0)
+    seeds: list[int] = key([0, 1, 2], low=0, high=MAX_SEED)
     """seeds of the training"""
     parallel: int = key(1, low=1)
     """runs at a time; each takes its share of the cores"""
@@ -211,7 +211,7 @@ class BoundSettings(Settings):
 
     masks_per_sequence: int = key(16, low=1)
     """draws of masks; their spread gives the interval"""
-    seed: int = key(0, low=0)
+    seed: int = key(0, low=0, high=MAX_SEED)
     """seed of the masks"""
     token_budget: int = key(16384, low=1)
     """tokens of a forward pass"""

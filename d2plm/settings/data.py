@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from d2plm.core.errors import require
-from d2plm.settings.schema import Settings, key, section
+from d2plm.settings.schema import MAX_SEED, Settings, key, section
 
 EITHER = "either"  # coverage mode: not one of MMseqs2's, but the union of its modes 1 and 2
 Format = Literal[
@@ -80,7 +80,7 @@ class SplitSettings(Settings):
     """the same for the test set"""
     exclude_homologs_of: list[str] = key([], path="any")
     """stores or FASTA files whose homologs are also excluded from training"""
-    split_seed: int = key(0)
+    split_seed: int = key(0, low=0, high=MAX_SEED)
     """seed that chooses the held-out clusters"""
     search_directions: Literal["both", "from_held_out", "from_training"] = key("both")
     """directions of MMseqs2's searches; from_held_out is several times faster"""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from d2plm.settings.schema import Settings, key
+from d2plm.settings.schema import MAX_SEED, Settings, key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class EvaluationSettings(Settings):
     """held-out set to evaluate on"""
     masks_per_sequence: int = key(16, low=1)
     """draws of masks for each sequence; more give a steadier estimate"""
-    seed: int = key(0, low=0)
+    seed: int = key(0, low=0, high=MAX_SEED)
     """seed of the masks"""
     token_budget: int = key(16384, low=1)
     """tokens of a forward pass"""
@@ -65,7 +65,7 @@ class SamplerSettings(Settings):
     """schedule of remdm"""
     remdm_eta: float | None = key(None, low=0, high=1)
     """strength of remdm; null: 0.008 for cap, 0.015 for rescale"""
-    seed: int = key(0, low=0)
+    seed: int = key(0, low=0, high=MAX_SEED)
     """seed of all draws"""
 
 

@@ -22,6 +22,8 @@ from d2plm.core.errors import ConfigError, did_you_mean
 
 Kind = TypeVar("Kind", bound="Settings")
 
+MAX_SEED = 2**64 - 1  # `d2plm.core.noise.Key` has 64 bits: larger seeds would equal smaller ones
+
 # What a path leads to; see `d2plm.config.check_paths`.
 PathKind = Literal["file", "folder", "any", "model"]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from d2plm.core.errors import ConfigError, require
-from d2plm.settings.schema import Settings, key
+from d2plm.settings.schema import MAX_SEED, Settings, key
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "bf16", "fp16", "fp32", "fp64"]
@@ -45,7 +45,7 @@ class TrainerSettings(Settings):
     """maximum norm of the gradient; null: no clipping"""
     ema_decay: float = key(0.9999, low=0, below=1)
     """decay of the moving average of the weights, which is exported"""
-    seed: int = key(0, low=0)
+    seed: int = key(0, low=0, high=MAX_SEED)
     """seed of the initial weights, the order, the crops, the masks and dropout"""
     fast_dev_run: int | None = key(None, low=1)
     """run this number of steps, a validation, a save and an export in a temporary folder"""

@@ -197,6 +197,9 @@ def test_sequences_are_read_as_from_a_file(model: SequenceModel) -> None:
         (lambda m: m.score("M" * 127), ModelError, "sequence 0 has 127 residues"),
         (lambda m: m.score("MKT", masks_per_sequence=0), ConfigError, "^masks_per_sequence=0"),
         (lambda m: m.score("MKT", seed=-1), ConfigError, "^seed=-1"),
+        (lambda m: m.score("MKT", seed=2**64), ConfigError, "^seed=18446744073709551616: must"),
+        (lambda m: m.generate(seed=2**64 + 1), ConfigError, "^seed=18446744073709551617: must"),
+        (lambda m: m.infill("M_", seed=2**70), ConfigError, "^seed=1180591620717411303424: must"),
         (
             lambda m: m.score_mutations("MKT", ["M1A", "K1R"], mutation_offset=0),
             DataError,

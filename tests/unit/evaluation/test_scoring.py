@@ -156,6 +156,15 @@ def test_a_protein_takes_a_row_for_each_canonical_residue_and_is_told_that_share
     assert model.times == pytest.approx([1 / 4] * 4 + [1 / 5] * 5)
 
 
+@pytest.mark.parametrize(("token_budget", "passes"), [(1, 6), (14, 3), (100, 1)])
+def test_draws_share_a_pass_within_the_budget(token_budget: int, passes: int) -> None:
+    model = Counting(context_model)
+    bound_draws(
+        model, DIFFUSION, [encode("MKXTA")], masks_per_sequence=6, token_budget=token_budget
+    )
+    assert (model.rows, model.calls) == (6, passes)
+
+
 @pytest.mark.parametrize("token_budget", [1, 25, 40, 16384])
 def test_scores_do_not_depend_on_the_packing(
     token_budget: int, tiny_dit: Callable[..., Any]

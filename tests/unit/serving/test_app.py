@@ -1,8 +1,8 @@
 """The service over HTTP returns what the library returns, and rejects requests in one line."""
 
+import asyncio
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import CANONICAL, RESIDUES
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.serving.app import application
-from d2plm.serving.service import DEFAULTS, Service
-from tests.unit.serving.conftest import JSON, PARADIGMS, Ask, asking
+from d2plm.serving.schedule import HungUp, Progress, Speed, Work
+from d2plm.serving.service import DEFAULTS, Service, parse_request
+from tests.unit.serving.conftest import JSON, LIMIT, PARADIGMS, Ask, asking
 
 PROTEINS = ["MKTAYIAKQR", "GSHMLVAGG"]
 
@@ -117,6 +118,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (table("sequence", "MKT", masks_per_sequence=9999), "params.masks_per_sequence=9999: "),
     (table("sequence", "MKT", seed=-1), "params.seed=-1: "),
     (table("sequence", "MKT", seed=2**63), "params.seed=9223372036854775808: "),
+    (table("sequence", "M_", seed=2**64, task="infill"), "params.seed=18446744073709551616: "),
+    (table("length", 9, seed=2**64 + 1, **GENERATE), "params.seed=18446744073709551617: "),
     (table("sequence", "MKT", seed=None), "params.seed=None: "),
     (table("sequence", "MKT", seed=True), "params.seed=True: "),
     (table("sequence", "MKT", task="fold"), "params.task='fold': "),
@@ -354,7 +357,7 @@ def test_a_defect_is_the_server_s_and_shows_nothing_of_it(
     def fail(*_: Any) -> None:
         raise RuntimeError(f"in {__file__}")
 
-    monkeypatch.setattr(service, "answer", fail)
+    monkeypatch.setattr(service, "work", fail)
     status, document = ask(SCORE)
     assert (status, document["error_code"]) == (500, "INTERNAL_ERROR")
     assert "the server's log" in document["message"]
@@ -365,53 +368,164 @@ def test_a_damaged_model_is_no_fault_of_the_request(
     ask: Ask, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged = ModelError("the model's bound is not finite: it has diverged")
-    monkeypatch.setattr(service, "answer", lambda *_: (_ for _ in ()).throw(damaged))
+    work = Work("score", 0.0, lambda _: (_ for _ in ()).throw(damaged))
+    monkeypatch.setattr(service, "work", lambda _: work)
     status, document = ask(SCORE)
     assert status == 500
     assert "diverged" in document["message"]
 
 
+@pytest.fixture
+def measured(service: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
+    """The service, if it computed a pass in a second, and a thousand tokens in another."""
+    monkeypatch.setattr(service, "speed", Speed(1.0, 0.001))
+    return service
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        table("sequence", *PROTEINS, masks_per_sequence=1000),
-        table("length", 120, task="generate", steps=1000),
+        table("sequence", "M" * 100, masks_per_sequence=600),
+        table("sequence", *["M" * 100] * 60, masks_per_sequence=10),
+        table("length", 98, task="generate", steps=100, number=6),
+        table("sequence", "M" * 28 + "_" * 70, task="infill", number=9),
     ],
 )
-def test_work_that_takes_longer_than_the_limit_is_abandoned(
-    service: Service, body: dict[str, Any]
+def test_work_that_would_not_be_done_in_time_is_refused_at_once(
+    measured: Service, body: dict[str, Any]
 ) -> None:
-    with asking(service, timeout=0.05) as ask:
-        status, document = ask(body)
-    assert (status, document["error_code"]) == (504, "DEADLINE_EXCEEDED")
-    assert "not finished within 0.05 seconds" in document["message"]
+    app = application(measured, 60)
+    with TestClient(app) as client:
+        response = client.post("/invocations", json=body)
+    assert (response.status_code, response.json()["error_code"]) == (429, "RESOURCE_EXHAUSTED")
+    assert 1 <= int(response.headers["Retry-After"]) <= 60
+    assert "would not be finished within 60 seconds" in response.json()["message"]
+    with asking(measured, 6000) as ask:
+        assert ask(table("sequence", "MKT", masks_per_sequence=1))[0] == 200
 
 
-def test_requests_take_turns_and_pings_do_not_wait(
+def test_the_measurement_covers_all_kinds_of_work(served_exports: Path) -> None:
+    service = Service(load_export(served_exports / "diffusion"))
+    assert parse_and_estimate(service, table("sequence", "MKT")) == 0
+    rates = service.measure()
+    assert all(rate > 0 for rate in rates.values())
+    small, large = (
+        parse_and_estimate(service, table("sequence", *rows))
+        for rows in (["MKT"], ["M" * LIMIT] * 400)
+    )
+    assert 0 < small < large
+    assert parse_and_estimate(service, table("length", LIMIT, task="generate")) > small
+
+
+def parse_and_estimate(service: Service, body: dict[str, Any]) -> float:
+    return service.work(parse_request(json.dumps(body).encode())).seconds
+
+
+class Blocked:
+    """A service whose work of 'MKT' goes through passes until it is released or stopped."""
+
+    def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.released, self.stopped = (threading.Event() for _ in range(3))
+        self.runs = 0
+        work = service.work
+
+        def blocked(request: Any) -> Work:
+            own = work(request)
+            if request.rows[0].sequence != "MKT":
+                return own
+            return Work("score", 5.0, lambda progress: self.run(progress, own))
+
+        monkeypatch.setattr(service, "work", blocked)
+
+    def run(self, progress: Progress, own: Work) -> Any:
+        self.runs += 1
+        self.entered.set()
+        try:
+            while not self.released.wait(0.01):
+                progress(0.0)
+        except HungUp:
+            self.stopped.set()
+            raise
+        return own.run(progress)
+
+
+def test_short_requests_and_pings_do_not_wait_for_long_ones(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, go_on, answer = threading.Event(), threading.Event(), service.answer
+    blocked = Blocked(service, monkeypatch)
+    with asking(service) as ask, ThreadPoolExecutor(1) as pool:
+        long = pool.submit(ask, SCORE)
+        assert blocked.entered.wait(30)
+        assert ask(table("sequence", "MKTA"))[0] == 200
+        assert not long.done()
+        blocked.released.set()
+        assert long.result(30)[0] == 200
 
-    def slowly(*arguments: Any) -> Any:
-        entered.set()
-        assert go_on.wait(30)
-        return answer(*arguments)
 
-    monkeypatch.setattr(service, "answer", slowly)
-    with (
-        TestClient(application(service, 1.0)) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        headers = {"Content-Type": JSON}
-        first = pool.submit(client.post, "/invocations", content=SCORE, headers=headers)
-        assert entered.wait(30)
-        began = time.monotonic()
-        assert client.get("/ping").status_code == 200
-        assert time.monotonic() - began < 1
-        assert client.post("/invocations", content=SCORE, headers=headers).status_code == 504
-        go_on.set()
-        assert first.result(30).status_code in (200, 504)
-        assert client.post("/invocations", content=SCORE, headers=headers).status_code == 200
+async def post(app: Any, gone: threading.Event, body: bytes = SCORE) -> int:
+    """Status of a request whose client hangs up when the event is set; b"": no body is sent."""
+    sent, first = list[Any](), iter([{"type": "http.request", "body": body}] * bool(body))
+
+    async def receive() -> Any:
+        if message := next(first, None):
+            return message
+        while not gone.is_set():
+            await asyncio.sleep(0.005)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", JSON.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/invocations", "headers": headers}
+    await asyncio.wait_for(app(scope | {"query_string": b""}, receive, send), 20)
+    return int(sent[0]["status"])
+
+
+def test_a_client_that_hangs_up_is_no_longer_computed_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = Blocked(service, monkeypatch)
+    assert asyncio.run(post(application(service, 60), blocked.entered)) == 400  # nobody reads it
+    assert blocked.stopped.wait(10)
+
+
+def test_a_client_that_hangs_up_while_it_waits_is_not_computed_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked, app = Blocked(service, monkeypatch), application(service, 60)
+
+    async def two() -> tuple[int, int]:
+        first = asyncio.create_task(post(app, threading.Event()))
+        await asyncio.to_thread(blocked.entered.wait, 20)
+        second = await post(app, blocked.entered)
+        blocked.released.set()
+        return await first, second
+
+    assert asyncio.run(two()) == (200, 400)
+    assert blocked.runs == 1
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(service: Service) -> None:
+    assert asyncio.run(post(application(service, 0.05), threading.Event(), b"")) == 408
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"inputs": {"sequence": ["MKT"]}, "inputs": {"sequence": ["MKV"]}}',
+        b'{"inputs": {"sequence": ["MKT"], "sequence": ["MKV"]}}',
+        b'{"inputs": [{"sequence": "MKV"}, {"sequence": "MKT", "sequence": "MKV"}]}',
+        b'{"inputs": {"sequence": ["MKT"]}, "params": {"seed": 1, "seed": 1}}',
+        b'{"inputs": {"sequence": ["MKT"]}, "params": {"seed": 1}, "params": {"seed": 2}}',
+        b'{"inputs": [{"sequence": "MKT", "name": {"a": 1, "\\u0061": 2}}]}',
+        b'{"params": {"task": "generate", "task": "score"}, "instances": [{"sequence": "MKT"}]}',
+    ],
+)
+def test_a_key_twice_is_refused(ask: Ask, body: bytes) -> None:
+    status, document = ask(body)
+    assert status == 400
+    assert "occurs twice; remove one" in document["message"]
 
 
 def test_many_requests_at_a_time_have_the_answers_of_each_alone(ask: Ask) -> None:

@@ -26,6 +26,8 @@ from tests.commands import python_m
         ("trainer.max_steps=1.5", "must be an integer"),
         ("trainer.max_epochs=abc", "must be an integer ≥ 1"),
         ("trainer.threads=0", "must be an integer ≥ 1"),
+        ("trainer.seed=18446744073709551616", "must be an integer ≥ 0 and ≤ 1.8"),
+        ("generation.seed=18446744073709551617", "must be an integer ≥ 0 and ≤ 1.8"),
         ("optimizer.learning_rate=-1", "must be a number > 0"),
         ("optimizer.learning_rate=true", "must be a number"),
         ("data.search.min_seq_id=1.5", "must be a number ≥ 0 and ≤ 1"),
@@ -239,6 +241,17 @@ def test_unknown_and_missing_keys_are_named() -> None:
 def test_every_key_has_a_sentence() -> None:
     for command, settings in SETTINGS.items():
         assert not [key for key, one in keys(settings).items() if not one.help], command
+
+
+def test_every_seed_has_64_bits() -> None:
+    seeds = {
+        f"{command} {key}": (one.field.metadata["low"], one.field.metadata["high"])
+        for command, settings in SETTINGS.items()
+        for key, one in keys(settings).items()
+        if key.rpartition(".")[2] in ("seed", "seeds", "split_seed")
+    }
+    assert len(seeds) > 10
+    assert {*seeds.values()} == {(0, 2**64 - 1)}
 
 
 def test_the_size_of_the_vocabulary_is_that_of_the_proteins() -> None:
