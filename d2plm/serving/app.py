@@ -6,9 +6,10 @@ any size and parses them in the event loop.
 """
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from anyio import CapacityLimiter, fail_after, to_thread
+from anyio import fail_after
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -37,7 +38,7 @@ def application(service: Service, timeout: float) -> FastAPI:
     """
     app = FastAPI(title="D2PLM", version=__version__, openapi_url=None)
     max_bytes = max(BYTES_PER_RESIDUE * service.max_residues, MIN_BYTES)
-    schedule, checking = Schedule(timeout), CapacityLimiter(1)
+    schedule, checking = Schedule(timeout), ThreadPoolExecutor(1)
 
     @app.get("/ping")
     @app.get("/health")
@@ -52,7 +53,7 @@ def application(service: Service, timeout: float) -> FastAPI:
     async def invocations(request: Request) -> JSONResponse:
         with fail_after(timeout):
             body = await _read(request, max_bytes)
-        work = await to_thread.run_sync(lambda: service.work(parse_request(body)), limiter=checking)
+        work = await asyncio.wrap_future(checking.submit(lambda: service.work(parse_request(body))))
         job = schedule.accept(work)
         answer: asyncio.Future[Any] = asyncio.wrap_future(job)
         gone: asyncio.Future[Any] = asyncio.create_task(_hang_up(request))

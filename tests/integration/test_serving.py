@@ -417,4 +417,4 @@ def test_a_thousand_requests_are_answered_or_rejected(exports: Exports, tmp_path
             deque(pool.map(send, (drawn(rng) for _ in range(900))), maxlen=0)
         print(f"codes {dict(codes)}; {watched} (before: {before / 2**20:.0f} MiB)")
         assert watched.slowest < 5
-        assert watched.most - before < 300 * 2**20
+        assert watched.most - before < 350 * 2**20
