@@ -296,6 +296,9 @@ class Letters:
     def __str__(self) -> str:
         return "MKTAY"
 
+    def __repr__(self) -> str:  # without an address, as names of tests must not differ
+        return "Letters"
+
     def __iter__(self) -> Iterator[str]:
         return iter("MKTAY")
 
