@@ -5,8 +5,9 @@ in chunks, so that memory does not grow with the file. Names of proteins with re
 of variants, are kept in memory.
 """
 
+import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -31,8 +32,9 @@ from d2plm.evaluation.mutations import Variant
 from d2plm.evaluation.rank_correlation import rank_correlation
 from d2plm.evaluation.variant_table import (
     ALONE_COLUMN,
-    PROFILE_COLUMN,
+    MODEL_COLUMN,
     SCORE_COLUMN,
+    TERM_COLUMNS,
     Placed,
     read_variants,
 )
@@ -42,6 +44,8 @@ from d2plm.tracking.locations import open_model
 
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numbering of a part)"
+
+log = logging.getLogger(__name__)
 
 _CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
 
@@ -76,7 +80,9 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     evaluation, path = config.evaluation, Path(str(config.input))
     records = partial(read_sequences, path, vocabulary, config.window, config.max_residues)
     once = list(records()) if is_stream(path) else None  # a pipe can be read only once
-    families = _families(config, exported, (record.name for record in once or records()))
+    if config.relatives is not None:
+        exported.require_taking_relatives("relatives")
+    families = _families(config, (record.name for record in once or records()))
     tokens, check = 0, RelativesCheck(str(config.relatives), str(path))
     given = exported.all_short_enough(once or records(), can_cut=config.relatives is None)
     for number, record in enumerate(given):
@@ -122,8 +128,8 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
 def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, Any]:
     """Write the table of variants with their effects, and report the correlations.
 
-    With relatives there are three columns: the model given the relatives, the model alone, and the
-    site-independent profile of the wild type and the relatives.
+    With relatives, the score is that of their alignment (`FamilyEffects`); beside it are its terms,
+    the model given the relatives, if it takes any, and the model alone.
 
     Returns:
         The `output`, the `scores` in the order of the rows (NaN where a row is left out), with
@@ -137,7 +143,8 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     measured, proteins = table.measured(config.measured), list(read_fasta(Path(source)))
     rows_of = table.rows_by_protein(proteins, source, config.name)
     placed = table.place(proteins, rows_of, config.mutation_offset, config.strict)
-    families = _families(config, exported, (protein.name for protein in proteins))
+    families = _families(config, (protein.name for protein in proteins))
+    takes_relatives = families is not None and exported.model.config.relatives_dim is not None
     tokens, check = 0, RelativesCheck(str(config.relatives), source)
     given: dict[int, Family] = {}
     for protein, own in placed.items():
@@ -150,10 +157,10 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
             exported.require_short_enough(what, sequence, "remove it", DataError)
         if own.sequences is not None:
             residues = sum(len(one) + 2 for one in (wild_type, *own.sequences))
-            passes = 1 if families is None else 2
+            passes = 1 + takes_relatives
             tokens += passes * residues * config.evaluation.masks_per_sequence
         else:
-            passes = 1 if families is None else 1 + scoring.effect_draws(given[protein])
+            passes = 1 + (scoring.effect_draws(given[protein]) if takes_relatives else 0)
             sites = len(scoring.variants_by_positions(own.variants))
             tokens += passes * (len(wild_type) + 2) * sites
     check.report()
@@ -178,24 +185,17 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
                     *draws,
                     **settings,
                 )
-            family = given.get(protein)
-            for column, effects in _by_predictor(
-                partial(of_model, name=name), wild_type, own, family
-            ).items():
+            columns = _by_predictor(
+                partial(of_model, name=name), wild_type, own, given.get(protein), takes_relatives
+            )
+            for column, effects in columns.items():
                 every = scores.setdefault(column, np.full(len(table.cells), np.nan))
                 every[own.rows] = effects
-                if measured is None:
-                    continue
-                for group, which in _by_changes(own.variants).items():
-                    correlation = rank_correlation(
-                        effects[which],
-                        measured[1][own.rows[which]],
-                        [own.variants[i] for i in which.tolist()],
-                    )
-                    found = {"name": name, "score": column, "changes": group}
-                    correlations.append({**found, **asdict(correlation)})
-                    label = [name, *[column] * (family is not None), *[group] * (group != "all")]
-                    progress.say(f"{', '.join(label)}: {correlation}")
+            if measured is not None:
+                found = _correlations(name, columns, measured[1][own.rows], own.variants)
+                for line in _lines(found):
+                    progress.say(line)
+                correlations += [one | asdict(one["rho"]) for one in found]
         if target or JSON not in output_modes():
             table.write(target or sys.stdout, scores)
     if config.output is not None:
@@ -210,17 +210,65 @@ def _by_predictor(
     wild_type: NDArray[np.uint8],
     own: Placed,
     family: Family | None,
+    takes_relatives: bool,
 ) -> dict[str, NDArray[np.float64]]:
-    """Effects by column; `of_model` lacks the argument `family`. Indels have no profile's."""
-    if family is None:
-        return {SCORE_COLUMN: of_model()}
-    of_both = {SCORE_COLUMN: of_model(family=family), ALONE_COLUMN: of_model()}
+    """Effects by column; `of_model` lacks the argument `family`. Indels have only the model's."""
+    given = family if takes_relatives else None
     if own.sequences is not None:
-        return of_both
-    from d2plm.evaluation.site_independent import site_independent_effects  # imports HMMER
+        alone = {} if given is None else {ALONE_COLUMN: of_model()}
+        return {SCORE_COLUMN: of_model(family=given), **alone}
+    from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects  # imports HMMER
 
-    profile = site_independent_effects(wild_type, own.variants, family.members)
-    return {**of_both, PROFILE_COLUMN: profile}
+    if family is None:
+        blosum62 = blosum62_effects(wild_type, own.variants)
+        return {SCORE_COLUMN: of_model(), TERM_COLUMNS["blosum62"]: blosum62}
+    effects = FamilyEffects.of(wild_type, family.members)
+    log.info(
+        "%s, %d of them aligned to at least half of it, effective number %.1f",
+        counted(len(family.members), "relative"),
+        len(effects.aligned),
+        effects.effective_number,
+    )
+    terms = effects.effects(own.variants)
+    columns = {SCORE_COLUMN: terms.pop("score")}
+    columns |= {TERM_COLUMNS[name]: term for name, term in terms.items()}
+    if given is not None:
+        columns[MODEL_COLUMN] = of_model(family=given)
+    return {**columns, ALONE_COLUMN: of_model()}
+
+
+def _correlations(
+    name: str,
+    columns: dict[str, NDArray[np.float64]],
+    measured: NDArray[np.float64],
+    variants: Sequence[Variant],
+) -> list[dict[str, Any]]:
+    """The rank correlation `rho` of each column, of all variants and by their changes."""
+    return [
+        {
+            "name": name,
+            "score": column,
+            "changes": group,
+            "rho": rank_correlation(effects[which], measured[which], [variants[i] for i in which]),
+        }
+        for column, effects in columns.items()
+        for group, which in _by_changes(variants).items()
+    ]
+
+
+def _lines(correlations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What is said of the correlations of a protein's scores."""
+    rho: dict[str, float] = {}
+    for one in correlations:
+        group = [one["changes"]] * (one["changes"] != "all")
+        yield f"{', '.join([one['name'], one['score'], *group])}: {one['rho']}"
+        rho |= {} if group else {one["score"]: one["rho"].rho}
+    if rho[SCORE_COLUMN] <= rho.get(TERM_COLUMNS["blosum62"], -1):
+        yield (
+            f"{correlations[0]['name']}: the score is no better than BLOSUM62, which knows nothing "
+            "of this protein; look for more relatives, or check that the measurement rises with "
+            "fitness"
+        )
 
 
 def _by_changes(variants: Sequence[Variant]) -> dict[str, NDArray[np.int64]]:
@@ -233,12 +281,9 @@ def _by_changes(variants: Sequence[Variant]) -> dict[str, NDArray[np.int64]]:
     return {name: which for name, which in found.items() if len(which)}
 
 
-def _families(
-    config: ScoreSettings, exported: ExportedModel, names: Iterable[str]
-) -> list[Family] | None:
+def _families(config: ScoreSettings, names: Iterable[str]) -> list[Family] | None:
     if config.relatives is None:
         return None
-    exported.require_taking_relatives("relatives")
     path, most = Path(str(config.relatives)), config.max_relatives
     return read_families(path, most, list(names), str(config.input))
 

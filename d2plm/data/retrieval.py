@@ -39,7 +39,8 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore, add_to_digest
 from d2plm.settings.data import Reading, Resources, RetrievalSettings, SearchSettings
 
-FORMAT_VERSION = 2  # of the results that are kept
+FORMAT_VERSION = 3  # of the results that are kept
+MOST_HITS = 10_000  # of a protein; near-copies of it and of each other may be most of them
 
 Tokens = NDArray[np.uint8]
 Report = Callable[[str], None]
@@ -245,7 +246,7 @@ def _search(
         coverage=settings.min_coverage,
         coverage_mode=OF_THE_QUERY,
         sensitivity=settings.sensitivity,
-        max_seqs=max(SearchSettings().max_seqs, settings.max_relatives + 1),
+        max_seqs=MOST_HITS + settings.max_relatives,
     )
     queries, targets = (mmseqs.temporary_folder / name for name in ("proteins", "reference"))
     write_fasta(queries, ((str(number), decode(one)) for number, one in enumerate(proteins)))
@@ -270,11 +271,13 @@ def diverse(hits: Sequence[Alignment], most: int, below: float | None) -> list[A
     is the same in both; None disables the comparison. Insertions are ignored.
     """
     chosen: list[Alignment] = []
+    letters = np.empty((min(most, len(hits)), len(hits[0].opposite) if hits else 0), dtype=np.uint8)
     for hit in hits:
         if len(chosen) == most:
             break
-        aligned = hit.opposite != GAP
-        shared = [(hit.opposite == one.opposite)[aligned].mean() for one in chosen]
-        if below is None or max(shared, default=0) < below:
+        aligned, earlier = hit.opposite != GAP, letters[: len(chosen)]
+        shared = (earlier == hit.opposite)[:, aligned].mean(1)
+        if below is None or not (shared >= below).any():
+            letters[len(chosen)] = hit.opposite
             chosen.append(hit)
     return chosen

@@ -34,7 +34,7 @@ def baseline_nats(
         proteins: uint8 residue tokens.
         longest: number of residues counted of a training member, from its start.
     """
-    from d2plm.evaluation.profile_hmm import members_nats  # HMMER, where it is needed
+    from d2plm.families.profile_hmm import members_nats  # HMMER, where it is needed
 
     baselines = fit_baselines(train, max_residues=longest)
     counted = [baselines.score(tokens) for tokens in proteins]

@@ -136,7 +136,7 @@ def _profile_nats(
     targets: Sequence[Tokens], collection: Sequence[Tokens], chosen: Sequence[Indices]
 ) -> NDArray[np.float64]:
     """float64 [identities, BASELINES, N]: −log p of the targets given their relatives."""
-    from d2plm.evaluation.profile_hmm import (  # imports HMMER
+    from d2plm.families.profile_hmm import (  # imports HMMER
         alignment_nats,
         log_ratios,
         mixture_nats,

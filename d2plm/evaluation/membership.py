@@ -16,9 +16,9 @@ from pyhmmer.plan7 import HMM
 
 from d2plm.core.vocabulary import CANONICAL, Tokens, decode, encode, is_canonical
 from d2plm.data.family import Family
-from d2plm.evaluation.profile_hmm import aligned_columns, domain_hits, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
 from d2plm.evaluation.terms import REFERENCE
+from d2plm.families.profile_hmm import aligned_columns, domain_hits, family_hmm
 
 MAX_E_VALUE = 1e-3  # largest E-value of a member, in a search of this many proteins
 DATABASE = 1_000_000

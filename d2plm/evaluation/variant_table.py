@@ -57,13 +57,18 @@ LETTER_COLUMNS = (  # of a table whose variants are written in three columns
     ("position", "pos", "site", "resi", "residue_number", "aa_pos"),
     ("mutant", "mutation", "mut", "mut_aa", "aa_mut", "mutant_aa", "alt", "aa_alt"),
 )
-# What is written: of the model, given relatives where there are any; with relatives also of the
-# model alone, and of the site-independent profile.
-SCORE_COLUMN, ALONE_COLUMN, PROFILE_COLUMN = SCORE_COLUMNS = (
+# What is written: with relatives the score of their alignment and its terms, and the model's own.
+SCORE_COLUMN, MODEL_COLUMN, ALONE_COLUMN = (
     "d2plm_score",
-    "d2plm_score_alone",
-    "d2plm_profile_score",
+    "d2plm_model_score",
+    "d2plm_model_alone_score",
 )
+TERM_COLUMNS = {
+    "profile": "d2plm_profile_score",
+    "pairs": "d2plm_pairs_score",
+    "blosum62": "d2plm_blosum62_score",
+}
+SCORE_COLUMNS = (SCORE_COLUMN, *TERM_COLUMNS.values(), MODEL_COLUMN, ALONE_COLUMN)
 # Further reasons for which a row is left out; the last is a mistake.
 OTHER_PROTEIN, NO_VARIANT = "of another protein", "without a variant"
 OTHER_SEQUENCE = "with another sequence"

@@ -17,35 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from d2plm.core.batch import Relatives
+from d2plm.core.substitution import blosum62
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, ESM2_TOKENS
 
 TASKS_OF_A_THREAD = 8  # balances the threads: pairs differ in length
 LETTERS = len(CANONICAL) + 1  # the twenty residues, and one class for all other tokens
 UNKNOWN = len(CANONICAL)
-# log2 of the odds that two residues are aligned to each other, times two: BLOSUM62 (Henikoff &
-# Henikoff, doi:10.1073/pnas.89.22.10915), in the order of `CANONICAL`, the lower triangle.
-_BLOSUM62 = """
-4
--1 4
--4 0 6
-1 0 -3 4
--2 1 0 -2 4
--3 -1 -2 -2 0 5
--2 -1 -2 -3 -1 0 5
--1 0 -2 0 1 -1 -1 5
-2 -1 -4 3 -2 -3 -3 -1 4
--4 -2 -1 -3 0 2 -2 -1 -3 6
--3 -1 -2 -2 -1 -1 -2 -1 -3 -1 7
--2 -1 -2 -2 0 1 2 -1 -3 -1 -1 5
--2 -1 -2 -2 0 2 1 -1 -3 0 -1 1 5
--3 -2 0 -3 1 0 0 0 -3 1 -2 0 0 6
-0 -2 -3 -1 -2 -3 -3 -2 0 -3 -4 -3 -3 -3 6
--1 -2 -3 -1 -2 -2 -2 -2 -1 -3 -3 -2 -1 -2 3 7
-2 -1 -3 1 -1 -2 -1 -1 1 -3 -2 -1 0 -2 0 -1 5
--3 -2 -2 -3 -1 0 0 -2 -3 -1 -2 -1 0 1 -1 2 -2 8
--2 -3 -2 -3 -3 -3 -3 -2 -3 -4 -4 -3 -2 -4 1 2 -1 -2 11
--1 0 -3 -1 -1 -4 -3 -1 -1 -3 -3 -3 -3 -3 -2 -2 -1 -3 -2 9
-"""
 # Probabilities of the pair model. Their exact values matter little: on 600 pairs of relatives,
 # others within a factor of two change the log-odds by less than 1 %.
 GAP_OPENED, GAP_EXTENDED = 0.01, 0.75
@@ -134,7 +111,5 @@ def _letters() -> NDArray[np.uint8]:
 def _odds() -> NDArray[np.float64]:
     """float64 [21, 21]: odds that two letters are aligned to each other, relative to chance."""
     odds = np.ones((LETTERS, LETTERS))
-    for row, line in enumerate(_BLOSUM62.split("\n")[1:-1]):
-        scores = np.array(line.split(), dtype=float)
-        odds[row, : row + 1] = odds[: row + 1, row] = 2 ** (scores / 2)
+    odds[:UNKNOWN, :UNKNOWN] = np.exp(blosum62())
     return odds

@@ -20,8 +20,8 @@ from d2plm.data.family import read_family
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.manifest import open_prepared
 from d2plm.evaluation.family_bound import ADAPTED, BASE, FAMILY_PROFILE, compare_on_family, verdict
-from d2plm.evaluation.profile_hmm import alignment_nats, members_nats
 from d2plm.export.exported_model import load_export, save_export
+from d2plm.families.profile_hmm import alignment_nats, members_nats
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from tests.conftest import FASTA

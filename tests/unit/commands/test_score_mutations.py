@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from d2plm.evaluation.site_independent import site_independent_effects
 
 from d2plm import load_model
 from d2plm.cli import main
 from d2plm.core.vocabulary import decode
 from d2plm.evaluation.rank_correlation import rank_correlation
-from d2plm.evaluation.site_independent import site_independent_effects
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.flow_matching import MaskFlowMatching
-from tests.unit.evaluation.known_sites import likeliest, measured_effects, members, singles
+from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
 
 COLUMNS = ["d2plm_score", "d2plm_score_alone", "d2plm_profile_score"]
 

@@ -148,6 +148,14 @@ def test_each_setting_chooses(
     assert {*names(retrieve(**settings)[0])} == expected
 
 
+def test_distant_relatives_are_found_behind_hundreds_of_near_copies(folder: Path) -> None:
+    copies = {f"copy{i}": mutated(PROTEIN, 0.02, 100 + i) for i in range(400)}
+    crowded = fasta(folder / "crowded.fasta", {**copies, "remote": REMOTE})
+    settings = RetrievalSettings(identity_below=0.8)
+    (found,) = retrieve_relatives(PROTEINS[:1], crowded, folder / "crowded", settings)
+    assert names(found) == ["remote"]
+
+
 def test_a_hit_is_compared_with_those_chosen_before_it_where_it_stands() -> None:
     def hit(number: int, opposite: str) -> Alignment:
         return Alignment(0, number, 0.5, 1.0, np.frombuffer(opposite.encode(), dtype=np.uint8))

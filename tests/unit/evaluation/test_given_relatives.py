@@ -19,7 +19,7 @@ from d2plm.evaluation.given_relatives import (
     unrelated_of_same_length,
 )
 from d2plm.evaluation.likelihood import CrossEntropy, SequenceScores
-from d2plm.evaluation.profile_hmm import log_ratios, mixture_nats
+from d2plm.families.profile_hmm import log_ratios, mixture_nats
 from tests.conftest import Tokens
 
 

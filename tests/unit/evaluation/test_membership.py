@@ -23,9 +23,9 @@ from d2plm.evaluation.new_members import (
     write_members,
 )
 from d2plm.evaluation.plots import plot_new_members
-from d2plm.evaluation.profile_hmm import aligned_columns, family_hmm
 from d2plm.evaluation.quality import GENERATED, NATURAL
 from d2plm.evaluation.terms import REFERENCE
+from d2plm.families.profile_hmm import aligned_columns, family_hmm
 from tests.conftest import Tokens
 
 FAMILY = Path(__file__).parents[3] / "examples" / "data" / "family_abc_importers.fasta.gz"

@@ -5,9 +5,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.substitution import blosum62
 from d2plm.core.vocabulary import CANONICAL_START
 from d2plm.evaluation.mutations import Variant
-from d2plm.model import alignment
 from tests.conftest import Tokens
 
 Array = NDArray[np.float64]
@@ -22,7 +22,7 @@ def site_frequencies() -> Array:
     others, and with preferences of its own, which no substitution matrix knows.
     """
     random = np.random.default_rng(0)
-    alike = np.log(alignment._odds())[random.integers(0, 20, LENGTH), :20]
+    alike = blosum62()[random.integers(0, 20, LENGTH)]
     conserved = random.uniform(0.3, 2.0, (LENGTH, 1))
     weights = np.exp(conserved * alike + random.normal(size=(LENGTH, 20)))
     return weights / weights.sum(1, keepdims=True)

@@ -15,7 +15,7 @@ from pyhmmer.easel import Alphabet, TextSequence
 from pyhmmer.plan7 import Background, Builder
 
 from d2plm.core.vocabulary import encode
-from d2plm.evaluation.profile_hmm import NO_DOMAIN, log_ratios, mixture_nats
+from d2plm.families.profile_hmm import NO_DOMAIN, log_ratios, mixture_nats
 
 Array = NDArray[np.float64]
 

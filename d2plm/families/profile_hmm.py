@@ -213,17 +213,24 @@ def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
 def _background_nats(targets: Sequence[Tokens]) -> NDArray[np.float64]:
     """−log p of the canonical residues under HMMER's background frequencies."""
-    alphabet = Alphabet.amino()
-    frequencies = np.array(Background(alphabet).residue_frequencies, dtype=float)
-    by_letter = dict(zip(alphabet.symbols, frequencies / frequencies.sum(), strict=False))
-    nats = -np.log([by_letter[letter] for letter in CANONICAL])
+    nats = -np.log(amino_frequencies())
     residues = (tokens[is_canonical(tokens)].astype(int) - CANONICAL_START for tokens in targets)
     return np.array([float(nats[own].sum()) for own in residues])
 
 
+def amino_frequencies() -> NDArray[np.float64]:
+    """float64 [20]: HMMER's background frequencies in the order of `CANONICAL`."""
+    alphabet = Alphabet.amino()
+    frequencies = np.array(Background(alphabet).residue_frequencies, dtype=float)
+    by_letter = dict(zip(alphabet.symbols, frequencies / frequencies.sum(), strict=False))
+    return np.array([by_letter[letter] for letter in CANONICAL])
+
+
 def hmm_builder(alphabet: AA, simulated: int = UNCALIBRATED, **settings: Any) -> "Builder[AA]":
     """HMMER's builder of HMMs, with other settings than its own."""
-    return Builder(alphabet, EmN=simulated, EvN=simulated, EfN=simulated, **settings)
+    # By default, members shorter than half of a wide alignment count as fragments (fragthresh).
+    settings = {"EmN": simulated, "EvN": simulated, "EfN": simulated, "fragthresh": 0.0, **settings}
+    return Builder(alphabet, **settings)
 
 
 def hmmer_letters(tokens: Tokens) -> str:

@@ -1,0 +1,1 @@
+"""Families of proteins: their alignment, column profile, pairs of columns, effects of mutations."""

@@ -1,0 +1,183 @@
+"""Effects of mutations from the alignment of a protein's relatives, without any training.
+
+score = log profile + k · pairs + 0.3 · BLOSUM62, mutant minus wild type. The profile keeps its full
+weight, and k grows with the effective number of members. Pairs also prefer the residues that a
+protein has by descent, most in variable columns, which says nothing about effects: as far as the
+tree predicts members that were left out, and not the pairs (`Evidence`), the members' mean
+preference for their own residues is subtracted.
+
+Shape suffixes: L columns, 20 letters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from d2plm.core.substitution import blosum62
+from d2plm.core.vocabulary import CANONICAL_START, Tokens
+from d2plm.evaluation.mutations import Variant
+from d2plm.families.alignment import (
+    GAP,
+    Letters,
+    align_to,
+    column_profile,
+    letters_of,
+    sequence_weights,
+)
+from d2plm.families.pairs import (
+    MEMBERS,
+    PREDICTED,
+    Neighbours,
+    PairTable,
+    best_agreement,
+    drawn_by_weight,
+    evidence,
+)
+
+# Chosen by measurement, docs/science.md.
+MOST_PAIRS, HALF_OF_PAIRS = 2.0, 40.0  # k, and the effective number of members with half of it
+BLOSUM_SHARE = 0.3
+FEWEST_MEMBERS = 4  # pairs of fewer say nothing
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class FamilyEffects:
+    """The scores of a protein's substitutions.
+
+    Attributes:
+        letters: int8 [L], of the protein.
+        aligned: int8 [N, L], the members that are used, see `align_to`.
+        weights: float64 [N]; their sum is the effective number of members.
+    """
+
+    letters: Letters
+    aligned: Letters
+    weights: Table
+
+    @classmethod
+    def of(cls, protein: Tokens, relatives: Sequence[Tokens]) -> "FamilyEffects":
+        """From unaligned relatives; the protein itself among them is left out.
+
+        Args:
+            protein: uint8 [L] residue tokens.
+        """
+        aligned = align_to(protein, relatives)
+        return cls(letters_of(protein), aligned, sequence_weights(aligned))
+
+    @property
+    def effective_number(self) -> float:
+        return float(self.weights.sum())
+
+    def effects(self, variants: Sequence[Variant]) -> dict[str, Table]:
+        """float64 [N] of `score` and of each of its terms, higher where a variant is likelier.
+
+        Where the protein's residue is unknown, the mean over the profile stands for it.
+        """
+        pairs = self._summed(self._pair_terms, variants) + self._interactions(variants)
+        found = {
+            "profile": self._summed(self.log_profile, variants),
+            "pairs": self._pair_scale * pairs,
+            "blosum62": _blosum62_effects(self.letters, variants),
+        }
+        score = found["profile"] + found["pairs"] + BLOSUM_SHARE * found["blosum62"]
+        return {"score": score, **found}
+
+    @cached_property
+    def log_profile(self) -> Table:
+        """float64 [L, 20]: log of the column profile; without members, of the protein alone."""
+        if not len(self.aligned):
+            return np.log(column_profile(self.letters[None], 1.0))
+        return np.log(column_profile(self.aligned, self.effective_number))
+
+    def _summed(self, term_L20: Table, variants: Sequence[Variant]) -> Table:
+        mean = (np.exp(self.log_profile) * term_L20).sum(1, keepdims=True)
+        return summed_changes(np.append(term_L20, mean, axis=1), self.letters, variants)
+
+    @property
+    def _pair_scale(self) -> float:
+        return MOST_PAIRS * self.effective_number / (self.effective_number + HALF_OF_PAIRS)
+
+    @cached_property
+    def _fitted(self) -> tuple[PairTable, Table]:
+        """The pairs, and float64 [L], what is subtracted from the protein's own residues."""
+        random, profile_L20 = np.random.default_rng(0), np.exp(self.log_profile)
+        chosen = drawn_by_weight(self.weights, MEMBERS, random)
+        aligned, weights = self.aligned[chosen], self.weights[chosen]
+        if len(chosen) < len(self.aligned):  # drawn by weight, so that each stands for as much
+            weights = np.full(len(chosen), self.effective_number / len(chosen))
+        agreement = best_agreement(aligned, weights, profile_L20, random)
+        neighbours = Neighbours(aligned, weights, profile_L20, agreement)
+        laws = neighbours.laws(aligned, np.arange(len(aligned)))
+        table = PairTable(aligned, weights, profile_L20, laws)
+        sample = aligned[drawn_by_weight(weights, PREDICTED[2], random)]
+        terms, filled = table.terms(sample), sample < GAP
+        own = np.take_along_axis(terms, np.minimum(sample, GAP - 1)[..., None], 2)[..., 0]
+        preferred = np.where(filled, own - (terms * profile_L20).sum(2), 0).sum(0)
+        mean_L = preferred / np.maximum(filled.sum(0), 1)
+        found = evidence(aligned, weights, column_profile, agreement, random)
+        return table, found.share_of_tree * mean_L
+
+    @cached_property
+    def _pair_terms(self) -> Table:
+        """float64 [L, 20]: the pair term of the protein, its own residues lowered by the tree's."""
+        if len(self.aligned) < FEWEST_MEMBERS:
+            return np.zeros((len(self.letters), GAP))
+        table, preference_L = self._fitted
+        (terms_L20,) = table.terms(self.letters[None])
+        known = np.flatnonzero(self.letters < GAP)
+        terms_L20[known, self.letters[known]] -= preference_L[known]
+        return terms_L20
+
+    def _interactions(self, variants: Sequence[Variant]) -> Table:
+        """float64 [N]: what the changes of a variant add to each other's pair terms.
+
+        Half of the change of each changed column's term that the other changes make: of symmetric
+        log-odds the sum is the difference of their energy.
+        """
+        added = np.zeros(len(variants))
+        of_column: dict[int, list[int]] = {}
+        for number, variant in enumerate(variants):
+            for i in variant.positions if len(variant.positions) > 1 else ():
+                of_column.setdefault(i, []).append(number)
+        if len(self.aligned) < FEWEST_MEMBERS:
+            return added
+        letters = np.minimum(self.letters, GAP - 1)  # an unknown residue as any other
+        for i, numbers in of_column.items():
+            table, _ = self._fitted
+            odds = table.log_odds(i) * table.coupling[i][None, :, None]
+            odds *= table.scales(i, (self.letters < GAP)[None])[0] / 2
+            for number in numbers:
+                places, mutants = (np.array(one) for one in _parts(variants[number]))
+                change = odds[mutants[places == i][0]] - odds[letters[i]]
+                added[number] += (change[places, mutants] - change[places, letters[places]]).sum()
+        return added
+
+
+def blosum62_effects(protein: Tokens, variants: Sequence[Variant]) -> Table:
+    """float64 [N]: Σ_i of BLOSUM62's log-odds of mutant and wild type, less that of no change."""
+    return _blosum62_effects(letters_of(protein), variants)
+
+
+def _blosum62_effects(letters: Letters, variants: Sequence[Variant]) -> Table:
+    return summed_changes(np.pad(blosum62(), (0, 1))[letters], letters, variants)
+
+
+def summed_changes(term: Table, letters: Letters, variants: Sequence[Variant]) -> Table:
+    """float64 [N]: Σ_i term[i, mutant] − term[i, own] over the changes of each variant.
+
+    Args:
+        term: float64 [L, 21], the last column for residues that are not canonical.
+        letters: int8 [L], the own ones.
+    """
+    change = term - term[np.arange(len(term)), letters][:, None]
+    return np.array([change[_parts(variant)].sum() for variant in variants])
+
+
+def _parts(variant: Variant) -> tuple[list[int], list[int]]:
+    """The columns and the new letters of a variant."""
+    return [*variant.positions], [mutant - CANONICAL_START for mutant in variant.mutants]

@@ -1,0 +1,265 @@
+"""Pairs of columns: what the other residues of a protein say about one, beyond profile and tree.
+
+Members share residues because they are related, and not only because residues depend on each other.
+Pair counts are therefore compared with the counts expected if residues were independent given each
+member's nearest relatives: on a family evolved on a tree with independent sites, the log-odds
+almost vanish, and on independent samples with coupled sites they are those of the columns.
+
+Shape suffixes: N members, Q queries, L columns, 20 letters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+
+from d2plm.core.substitution import blosum62
+from d2plm.families.alignment import GAP, SAME_OBSERVATION, Floats, Letters, one_hot
+from d2plm.families.profile_hmm import amino_frequencies
+
+# Chosen by measurement, docs/science.md.
+AGREEMENTS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)  # weight of one equal residue, nats
+PRIOR = 3.0  # observations of the profile in a law of the neighbours
+PAIR_PRIOR, BORROWED = 2.0, 0.3  # observations of independence; share of similar residues' counts
+TOTAL_COUPLING = 3.5  # the sum over the columns that a residue is predicted from, at most
+MEMBERS = 800  # drawn by weight, of more
+PREDICTED = 60, 150, 100  # members that choose an agreement, the evidence, and the mean preference
+NO_EVIDENCE = 0.02  # nats per residue that count for both sides
+
+Law = NDArray[np.floating]  # [L, 20] or [Q, L, 20], a distribution at each column
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What predicts residues of members of clusters that were left out, nats per residue.
+
+    Attributes:
+        tree: gain of the nearest relatives over the profile.
+        pairs: gain of the pairs over the nearest relatives.
+    """
+
+    tree: float = 0.0
+    pairs: float = 0.0
+
+    @property
+    def share_of_tree(self) -> float:
+        """0 … 1: how much of what the pairs say may be the tree's."""
+        tree, pairs = (max(gain, 0.0) + NO_EVIDENCE for gain in (self.tree, self.pairs))
+        return tree / (tree + pairs)
+
+
+class Neighbours:
+    """Members of a family that predict a sequence by how much they agree with it.
+
+    Args:
+        aligned: int8 [N, L] members.
+        weights: float64 [N].
+        profile: float64 [L, 20] prior, worth PRIOR observations.
+        agreement: nats that the weight of a member grows by with each equal residue.
+    """
+
+    def __init__(
+        self, aligned: Letters, weights: NDArray[np.float64], profile: Law, agreement: float
+    ) -> None:
+        self.hot, self.log_weights = one_hot(aligned), np.log(weights)
+        self.profile, self.agreement = profile, agreement
+
+    def laws(self, queries: Letters, places: NDArray[np.int64] | None = None) -> Law:
+        """float32 [Q, L, 20]: the distribution at each column, that column hidden.
+
+        Args:
+            queries: int8 [Q, L].
+            places: int64 [Q], the queries' own rows among the members, which are left out.
+        """
+        log_votes = self.log_weights + self.agreement * (one_hot(queries) @ self.hot.T)
+        if places is not None:
+            log_votes[np.arange(len(queries)), places] = -np.inf
+        votes = np.exp(log_votes - log_votes.max(1, keepdims=True)).astype(np.float32)
+        shape = (*queries.shape, GAP)
+        counts, squares = (power @ self.hot for power in (votes, votes * votes))
+        counts, squares = counts.reshape(shape), squares.reshape(shape)
+        query, column = np.nonzero(queries < GAP)
+        own = query, column, queries[query, column]
+        counts[own] *= np.exp(-self.agreement)  # the hidden column is no agreement
+        squares[own] *= np.exp(-2 * self.agreement)
+        total = np.maximum(counts.sum(2, keepdims=True), 1e-30)
+        depth = total**2 / np.maximum(squares.sum(2, keepdims=True), 1e-30)
+        law: Law = (depth * counts / total + PRIOR * self.profile) / (depth + PRIOR)
+        return law
+
+
+def best_agreement(
+    aligned: Letters, weights: NDArray[np.float64], profile: Law, random: np.random.Generator
+) -> float:
+    """The one of AGREEMENTS that predicts members best from all others."""
+    places = drawn_by_weight(weights, PREDICTED[0], random)
+
+    def nats(agreement: float) -> float:
+        laws = Neighbours(aligned, weights, profile, agreement).laws(aligned[places], places)
+        return float(-np.log(_of_letters(laws, aligned[places])).mean())
+
+    return min(AGREEMENTS, key=nats)
+
+
+class PairTable:
+    """Log-odds of the residues of every two columns, computed a column at a time.
+
+    log_odds_i(a, j, b) = log q_ij(b | a) / r_ij(b | a), with q the members' weighted counts, and r
+    what is expected of them given their neighbours; rare residues borrow the counts of similar
+    ones. `coupling` [L, L] is softplus of the standard scores of the columns' information,
+    corrected by the average product (Dunn et al., doi:10.1093/bioinformatics/btm604), mean 1.
+
+    Args:
+        aligned: int8 [N, L] members.
+        weights: float64 [N].
+        profile: float64 [L, 20].
+        laws: float32 [N, L, 20], of each member by its `Neighbours`.
+    """
+
+    def __init__(
+        self, aligned: Letters, weights: NDArray[np.float64], profile: Law, laws: Law
+    ) -> None:
+        filled = (aligned < GAP)[..., None]
+        self.length, root = aligned.shape[1], np.sqrt(weights).astype(np.float32)[:, None]
+        self.seen = one_hot(aligned) * root
+        expected = np.where(filled, laws, 0).reshape(len(aligned), -1) * root
+        self.expected: Floats = expected.astype(np.float32)
+        counts = (self.seen * root).sum(0).reshape(self.length, GAP)
+        self.column = (counts + 2 * profile) / (counts.sum(1, keepdims=True) + 2)
+        self.replaced = replacement().astype(np.float32)
+        information = np.stack([self._information(i) for i in range(self.length)])
+        np.fill_diagonal(information, 0)
+        self.coupling = _coupling(information)
+
+    def _counts(self, i: int) -> tuple[Floats, Floats]:
+        """float32 [20, L, 20]: pairs of column i with each column, seen and expected."""
+        own = slice(GAP * i, GAP * (i + 1))
+        seen: Floats = self.seen[:, own].T @ self.seen
+        expected: Floats = self.expected[:, own].T @ self.expected
+        return seen.reshape(GAP, -1, GAP), expected.reshape(GAP, -1, GAP)
+
+    def _information(self, i: int) -> NDArray[np.float64]:
+        """float64 [L]: Σ p log p / e over the pairs of column i with each column."""
+        seen, expected = (c + 1e-3 for c in self._counts(i))
+        p, e = (c / c.sum((0, 2), keepdims=True) for c in (seen, expected))
+        return np.asarray((p * np.log(p / e)).sum((0, 2)), dtype=np.float64)
+
+    def log_odds(self, i: int) -> Floats:
+        """float32 [20, L, 20]: log q / r of residue a in column i and b in column j."""
+        counts, expected = self._counts(i)
+        both = counts.sum(0)
+        rate = (both + 2 * self.column) / (both.sum(1, keepdims=True) + 2)
+        independent = self._given(expected, rate[None])
+        return np.log(self._given(counts, independent) / independent).astype(np.float32)
+
+    def _given(self, counts: Floats, prior: Law) -> Law:
+        """[20, L, 20]: p(b in column j | a) from the counts and PAIR_PRIOR observations."""
+        lent = counts + BORROWED * np.tensordot(self.replaced, counts, 1)
+        law: Law = (lent + PAIR_PRIOR * prior) / (lent.sum(2, keepdims=True) + PAIR_PRIOR)
+        return law
+
+    def scales(self, i: int, visible: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """float64 [Q]: by which couplings to column i are multiplied, given what is visible [Q, L].
+
+        No residue is predicted by more than TOTAL_COUPLING.
+        """
+        total = visible @ self.coupling[i]
+        return np.minimum(1, TOTAL_COUPLING / np.maximum(total, 1e-9))
+
+    def terms(self, queries: Letters) -> NDArray[np.float64]:
+        """float64 [Q, L, 20]: Σ_j coupling_ij log_odds_i(a, j, x_j), of all other residues x_j."""
+        hot, visible = one_hot(queries), queries < GAP
+        found = np.empty((*queries.shape, GAP))
+        for i in range(self.length):
+            weighted = self.log_odds(i) * self.coupling[i].astype(np.float32)[None, :, None]
+            found[:, i] = hot @ weighted.reshape(GAP, -1).T * self.scales(i, visible)[:, None]
+        return found
+
+
+def replacement() -> NDArray[np.float64]:
+    """float64 [20, 20]: [a, d], the probability under BLOSUM62 that a replaces d."""
+    joint = np.exp(blosum62()) * np.outer(amino_frequencies(), amino_frequencies())
+    return joint / joint.sum(0)
+
+
+def drawn_by_weight(
+    weights: NDArray[np.float64], most: int, random: np.random.Generator
+) -> NDArray[np.int64]:
+    """Distinct members drawn by their weights, at most so many, in rising order."""
+    number = min(most, len(weights))
+    return np.sort(random.choice(len(weights), number, False, weights / weights.sum()))
+
+
+def evidence(
+    aligned: Letters,
+    weights: NDArray[np.float64],
+    profile_of: Callable[[Letters, float], Law],
+    agreement: float,
+    random: np.random.Generator,
+) -> Evidence:
+    """What the neighbours and the pairs of one half of a family say about the other half.
+
+    Clusters at SAME_OBSERVATION are left out whole. The tree is the neighbours' law; pairs are
+    scaled to predict best beyond it.
+
+    Args:
+        profile_of: the profile [L, 20] of members and their effective number.
+    """
+    clusters = _clusters(aligned)
+    halves = random.integers(0, 2, clusters.max() + 1)[clusters]
+    profiles, trees, pairs, letters = [], [], [], []
+    for half in (0, 1):
+        known, left_out = np.flatnonzero(halves != half), np.flatnonzero(halves == half)
+        if len(known) < 2 or not len(left_out):
+            continue
+        left_out = left_out[drawn_by_weight(weights[left_out], PREDICTED[1] // 2, random)]
+        members, given = aligned[known], weights[known]
+        profile = profile_of(members, float(given.sum()))
+        neighbours = Neighbours(members, given, profile, agreement)
+        laws = neighbours.laws(members, np.arange(len(known)))
+        table, targets = PairTable(members, given, profile, laws), aligned[left_out]
+        filled = targets < GAP
+        profiles.append(np.broadcast_to(np.log(profile), (*targets.shape, GAP))[filled])
+        trees.append(np.log(neighbours.laws(targets))[filled])
+        pairs.append(table.terms(targets)[filled])
+        letters.append(targets[filled])
+    if not letters:
+        return Evidence()
+    profile_, tree, pair = (np.concatenate(one) for one in (profiles, trees, pairs))
+    own = np.arange(len(tree)), np.concatenate(letters)
+
+    def nats(logits: NDArray[np.float64]) -> float:
+        return float((np.logaddexp.reduce(logits, axis=1) - logits[own]).mean())
+
+    scaled = minimize_scalar(lambda scale: nats(tree + scale * pair), bounds=(0, 4))
+    return Evidence(nats(profile_) - nats(tree), nats(tree) - float(scaled.fun))
+
+
+def _coupling(information: NDArray[np.float64]) -> NDArray[np.float64]:
+    length = len(information)
+    mean = information.sum(0) / max(length - 1, 1)
+    corrected = information - np.outer(mean, mean) / max(mean.mean(), 1e-12)
+    coupling = np.logaddexp(0, (corrected - corrected.mean()) / max(corrected.std(), 1e-12))
+    np.fill_diagonal(coupling, 0)
+    return np.asarray(coupling / max(coupling.mean(), 1e-12))
+
+
+def _clusters(aligned: Letters) -> NDArray[np.int64]:
+    """int64 [N]: greedy clusters at SAME_OBSERVATION identity to their longest member."""
+    hot, filled = one_hot(aligned), (aligned < GAP).sum(1)
+    found, number = np.full(len(aligned), -1), 0
+    for member in np.argsort(-filled, kind="stable"):
+        if found[member] < 0:
+            same = hot @ hot[member] >= SAME_OBSERVATION * np.minimum(filled, filled[member])
+            found[same & (found < 0)] = found[member] = number
+            number += 1
+    return found
+
+
+def _of_letters(laws: Law, letters: Letters) -> NDArray[np.float32]:
+    """The probabilities of the letters that there are, flat."""
+    filled = letters < GAP
+    probabilities: NDArray[np.float32] = laws[filled][np.arange(filled.sum()), letters[filled]]
+    return probabilities

@@ -1,0 +1,212 @@
+"""Scores of mutations from an alignment, on families whose law is known."""
+
+import numpy as np
+import pytest
+
+from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
+from d2plm.evaluation.mutations import Variant
+from d2plm.families import mutation_effects
+from d2plm.families.alignment import GAP, Letters, align_to, column_profile, sequence_weights
+from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
+from d2plm.families.pairs import Neighbours, PairTable
+from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
+from tests.unit.families.simulated import (
+    all_singles,
+    on_a_tree,
+    spearman,
+    true_effects,
+    with_pairs,
+)
+
+
+def of_first(aligned: Letters) -> FamilyEffects:
+    """The first member's effects from all others."""
+    return FamilyEffects(aligned[0], aligned[1:], sequence_weights(aligned[1:]))
+
+
+def pair_energy(effects: FamilyEffects, letters: Letters) -> float:
+    """½ Σ_ij coupling_ij log_odds_i(x_i, j, x_j), each column's couplings scaled, by brute force."""
+    table, _ = effects._fitted
+    total = 0.0
+    for i, own in enumerate(letters):
+        odds = table.log_odds(i)[own, np.arange(len(letters)), letters]
+        scale = table.scales(i, np.ones((1, len(letters)), dtype=bool))[0]
+        total += float(odds @ table.coupling[i]) * scale / 2
+    return total
+
+
+def test_pairs_cost_nothing_where_columns_covary_by_descent_alone() -> None:
+    ratios = []
+    for seed in range(3):
+        aligned, log_laws = on_a_tree(seed)
+        found = of_first(aligned).effects(all_singles(aligned[0]))
+        truth = true_effects(log_laws, aligned[0])
+        ratios.append(spearman(found["score"], truth) / spearman(found["profile"], truth))
+    assert np.mean(ratios) > 0.99
+    assert min(ratios) > 0.95
+
+
+def test_pairs_add_where_columns_depend_on_each_other() -> None:
+    gains = []
+    for seed in range(2):
+        aligned, fields, couplings = with_pairs(seed)
+        own = np.arange(aligned.shape[1])
+        energy = fields + couplings[:, :, own, aligned[0]].sum(2)
+        found = of_first(aligned).effects(all_singles(aligned[0]))
+        truth = true_effects(energy, aligned[0])
+        gains.append(spearman(found["score"], truth) - spearman(found["profile"], truth))
+    assert min(gains) > 0.05
+
+
+def test_effects_of_several_changes_are_those_of_their_energy() -> None:
+    aligned, *_ = with_pairs(0, length=12, members=120)
+    effects, wild_type = of_first(aligned), aligned[0]
+    places, mutants = (2, 5, 9), tuple((wild_type[[2, 5, 9]] + [1, 2, 3]) % 20)
+    tokens = tuple(int(one) + CANONICAL_START for one in mutants)
+    one = [Variant((i,), (to,)) for i, to in zip(places, tokens, strict=True)]
+    both = effects.effects([Variant(places, tokens), *one])
+    mutated = wild_type.copy()
+    mutated[list(places)] = mutants
+
+    def symmetric(letters: Letters) -> float:
+        return pair_energy(effects, letters)
+
+    def added(i: int) -> float:
+        """The change by column i's own term, in the wild type."""
+        single = wild_type.copy()
+        single[places[i]] = mutants[i]
+        table, preference = effects._fitted
+        term = table.terms(wild_type[None])[0, places[i]]
+        return float(term[mutants[i]] - term[wild_type[places[i]]] + preference[places[i]])
+
+    # The pair terms are the energy's where log-odds are symmetric; here they nearly are.
+    singles_pairs = both["pairs"][1:]
+    np.testing.assert_allclose(
+        singles_pairs, effects._pair_scale * np.array([added(i) for i in range(3)]), rtol=1e-6
+    )
+    interaction = both["pairs"][0] - singles_pairs.sum()
+    brute = 0.0
+    table, _ = effects._fitted
+    visible = np.ones((1, 12), dtype=bool)
+    for place, to in zip(places, mutants, strict=True):
+        odds = table.log_odds(place) * table.coupling[place][None, :, None]
+        for other, other_to in zip(places, mutants, strict=True):
+            new, old = (odds[to, other], odds[wild_type[place], other])
+            change = new[other_to] - new[wild_type[other]] - old[other_to] + old[wild_type[other]]
+            brute += float(change) * table.scales(place, visible)[0] / 2
+    assert interaction == pytest.approx(effects._pair_scale * brute, rel=1e-4, abs=1e-6)
+
+
+def test_columns_are_independent_of_the_order_of_members_and_of_copies_of_the_protein() -> None:
+    variants, family = singles()[::7], members(40)
+    once = FamilyEffects.of(likeliest(), family).effects(variants)
+    again = FamilyEffects.of(likeliest(), [likeliest(), *family[::-1]]).effects(variants)
+    for name, term in once.items():
+        np.testing.assert_allclose(again[name], term, atol=1e-5)
+
+
+def test_it_finds_the_effects_of_a_family_of_independent_sites() -> None:
+    variants, measured = singles(), measured_effects()
+    few, many = (
+        spearman(FamilyEffects.of(likeliest(), members(n)).effects(variants)["score"], measured)
+        for n in (10, 200)
+    )
+    assert few < many
+    assert many > 0.7  # of 0.87 that the noise leaves
+
+
+@pytest.mark.parametrize("text", ["M", "MX", "X", "MKTAYIAKUQRBZO", "W" * 300])
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_every_variant_has_a_score_whatever_is_given(text: str, number: int) -> None:
+    strange = [encode("G" * 40), encode("X" * 5), encode("M"), encode("MKTAUIAKQRXX")][:number]
+    protein = encode(text)
+    variants = [Variant((len(text) - 1,), (CANONICAL_START + to,)) for to in range(20)]
+    for term in FamilyEffects.of(protein, strange).effects(variants).values():
+        assert np.isfinite(term).all()
+
+
+def test_the_wild_type_and_no_change_score_0() -> None:
+    protein, family = likeliest(), members(20)
+    same = Variant((4,), (int(protein[4]),))
+    for term in FamilyEffects.of(protein, family).effects([Variant(), same]).values():
+        np.testing.assert_allclose(term, 0, atol=1e-12)
+
+
+def test_blosum62_is_that_of_the_table() -> None:
+    protein = encode("WAR")
+    tokens = encode("ARND")
+    changes = [Variant((0,), (int(t),)) for t in tokens] + [Variant((1, 2), (int(tokens[1]),) * 2)]
+    half_bits = blosum62_effects(protein, changes) * 2 / np.log(2)
+    np.testing.assert_allclose(half_bits, [-3 - 11, -3 - 11, -4 - 11, -4 - 11, -1 - 4])
+
+
+def test_a_large_family_is_sampled_for_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutation_effects, "MEMBERS", 60)
+    aligned, *_ = with_pairs(1, length=15, members=200)
+    effects = of_first(aligned)
+    table, _ = effects._fitted
+    assert len(table.seen) == 60
+    assert np.square(table.seen).sum() / 15 == pytest.approx(effects.effective_number, rel=1e-4)
+
+
+def aligned_rows(*texts: str) -> Letters:
+    codes = {letter: i for i, letter in enumerate("LAGVSERTIDPKQNFYMHWC")}
+    return np.array([[codes.get(c, GAP) for c in text] for text in texts], dtype=np.int8)
+
+
+def test_members_stand_beside_the_residues_they_align_to() -> None:
+    protein = encode("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDG")
+    without: Tokens = np.delete(protein, [10, 11])
+    with_more = np.insert(protein, 20, encode("WWW"))
+    found = align_to(protein, [protein, without, with_more, protein[:15], encode("G" * 40)])
+    # Equal where they are aligned, or less than half of the protein: no observation.
+    assert found.shape == (0, 43)
+    changed = without.copy()
+    changed[0] = encode("L")[0]
+    (row,) = align_to(protein, [changed, changed])
+    assert (row[10:12] == GAP).all()
+    assert (row[12:] == protein[12:] - CANONICAL_START).all()
+
+
+def test_weights_count_clusters() -> None:
+    aligned = aligned_rows("AAAAAAAAAA", "AAAAAAAAAC", "AAAAAAAA--", "CCCCCCCCCC", "CCCCCDDDDD")
+    np.testing.assert_allclose(sequence_weights(aligned), [1 / 3, 1 / 3, 1 / 3, 1, 1])
+
+
+def test_weights_do_not_depend_on_how_many_are_compared_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    aligned, _ = on_a_tree(4, length=20, members=60)
+    once = sequence_weights(aligned)
+    monkeypatch.setattr("d2plm.families.alignment._BLOCK", 7)
+    np.testing.assert_allclose(sequence_weights(aligned), once)
+
+
+def test_a_neighbours_law_hides_the_column_it_predicts() -> None:
+    """Against the definition, a column at a time."""
+    random = np.random.default_rng(0)
+    aligned = random.integers(0, 21, (12, 6)).astype(np.int8)
+    weights, profile = random.random(12) + 0.1, random.dirichlet(np.ones(20), 6)
+    query = random.integers(0, 21, (1, 6)).astype(np.int8)
+    (law,) = Neighbours(aligned, weights, profile, 0.7).laws(query)
+    for i in range(6):
+        shared = (aligned == query) & (query < GAP)
+        votes = weights * np.exp(0.7 * np.delete(shared, i, 1).sum(1)) * (aligned[:, i] < GAP)
+        counts = np.bincount(aligned[:, i], votes, 21)[:GAP]
+        depth = votes.sum() ** 2 / (votes**2).sum()
+        expected = (depth * counts / votes.sum() + 3 * profile[i]) / (depth + 3)
+        np.testing.assert_allclose(law[i], expected, rtol=1e-4)
+
+
+def test_a_column_does_not_predict_itself_and_gaps_predict_nothing() -> None:
+    aligned, *_ = with_pairs(2, length=10, members=80)
+    weights, profile = np.ones(80), column_profile(aligned, 80.0)
+    laws = Neighbours(aligned, weights, profile, 0.3).laws(aligned, np.arange(80))
+    table = PairTable(aligned, weights, profile, laws)
+    queries = np.repeat(aligned[:1], 3, axis=0)
+    queries[1, 4] = (queries[1, 4] + 1) % 20
+    queries[2] = GAP
+    terms = table.terms(queries)
+    np.testing.assert_allclose(terms[1, 4], terms[0, 4], atol=1e-6)
+    assert not np.allclose(np.delete(terms[1], 4, 0), np.delete(terms[0], 4, 0), atol=1e-3)
+    np.testing.assert_array_equal(terms[2], 0)
