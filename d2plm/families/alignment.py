@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from pyhmmer.easel import Alphabet, TextMSA, TextSequence
+from pyhmmer.easel import Alphabet, TextMSA, TextSequence, VectorD
 from pyhmmer.plan7 import Background
 
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens
@@ -76,29 +76,31 @@ def sequence_weights(aligned: Letters) -> NDArray[np.float64]:
     return 1 / np.maximum(counts, 1)
 
 
-def column_profile(aligned: Letters, effective_number: float) -> NDArray[np.float64]:
+def column_profile(aligned: Letters, weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """float64 [L, 20]: the probability of each residue in each column.
 
-    HMMER's match emissions with every column a match state: BLOSUM weights at SAME_OBSERVATION
-    that sum to the effective number of members, and its mixture of Dirichlet priors (Sjölander et
-    al., doi:10.1093/bioinformatics/12.4.327). Without members, the background.
+    HMMER's match emissions with every column a match state: the weighted counts, as many
+    observations as the weights sum to, and HMMER's mixture of Dirichlet priors (Sjölander et al.,
+    doi:10.1093/bioinformatics/12.4.327). Without members, the background.
+
+    Args:
+        aligned: int8 [N, L].
+        weights: float64 [N], see `sequence_weights`.
     """
     if not len(aligned):
         return np.tile(amino_frequencies(), (aligned.shape[1], 1))
     alphabet = Alphabet.amino()
-    builder = hmm_builder(
-        alphabet,
-        architecture="hand",  # the reference line says which columns are match states
-        weighting="blosum",
-        wid=SAME_OBSERVATION,
-        effective_number=effective_number,
-    )
     symbols = np.frombuffer(f"{CANONICAL}-".encode(), dtype=np.uint8)
     rows = (bytes(symbols[row]).decode() for row in aligned)
     named = [TextSequence(name=str(i).encode(), sequence=row) for i, row in enumerate(rows)]
-    alignment = TextMSA(name=b"family", sequences=named)
-    alignment.reference = "x" * aligned.shape[1]
-    hmm, _, _ = builder.build_msa(alignment.digitize(alphabet), Background(alphabet))
+    text = TextMSA(name=b"family", sequences=named)
+    text.reference = "x" * aligned.shape[1]  # which columns are match states, "hand"
+    alignment = text.digitize(alphabet)
+    alignment.sequence_weights = VectorD(weights * len(weights) / weights.sum())
+    builder = hmm_builder(
+        alphabet, architecture="hand", weighting="given", effective_number=float(weights.sum())
+    )
+    hmm, _, _ = builder.build_msa(alignment, Background(alphabet))
     emissions = hmm.match_emissions  # type: ignore[attr-defined]  # its stubs lack it
     emissions_L20 = np.array(emissions, dtype=np.float64)[1:]  # the first state is the begin
     emissions_L20 = emissions_L20[:, [alphabet.symbols.index(letter) for letter in CANONICAL]]

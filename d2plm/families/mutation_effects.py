@@ -91,8 +91,8 @@ class FamilyEffects:
     def log_profile(self) -> Table:
         """float64 [L, 20]: log of the column profile; without members, of the protein alone."""
         if not len(self.aligned):
-            return np.log(column_profile(self.letters[None], 1.0))
-        return np.log(column_profile(self.aligned, self.effective_number))
+            return np.log(column_profile(self.letters[None], np.ones(1)))
+        return np.log(column_profile(self.aligned, self.weights))
 
     def _summed(self, term_L20: Table, variants: Sequence[Variant]) -> Table:
         mean = (np.exp(self.log_profile) * term_L20).sum(1, keepdims=True)
@@ -119,7 +119,7 @@ class FamilyEffects:
         own = np.take_along_axis(terms, np.minimum(sample, GAP - 1)[..., None], 2)[..., 0]
         preferred = np.where(filled, own - (terms * profile_L20).sum(2), 0).sum(0)
         mean_L = preferred / np.maximum(filled.sum(0), 1)
-        found = evidence(aligned, weights, column_profile, agreement, random)
+        found = evidence(aligned, weights, agreement, random)
         return table, found.share_of_tree * mean_L
 
     @cached_property

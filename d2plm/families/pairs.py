@@ -8,7 +8,6 @@ almost vanish, and on independent samples with coupled sites they are those of t
 Shape suffixes: N members, Q queries, L columns, 20 letters.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from d2plm.core.substitution import blosum62
-from d2plm.families.alignment import GAP, SAME_OBSERVATION, Floats, Letters, one_hot
+from d2plm.families.alignment import GAP, SAME_OBSERVATION, Floats, Letters, column_profile, one_hot
 from d2plm.families.profile_hmm import amino_frequencies
 
 # Chosen by measurement, docs/science.md.
@@ -127,7 +126,8 @@ class PairTable:
         expected = np.where(filled, laws, 0).reshape(len(aligned), -1) * root
         self.expected: Floats = expected.astype(np.float32)
         counts = (self.seen * root).sum(0).reshape(self.length, GAP)
-        self.column = (counts + 2 * profile) / (counts.sum(1, keepdims=True) + 2)
+        column = (counts + 2 * profile) / (counts.sum(1, keepdims=True) + 2)
+        self.column: Floats = column.astype(np.float32)
         self.replaced = replacement().astype(np.float32)
         information = np.stack([self._information(i) for i in range(self.length)])
         np.fill_diagonal(information, 0)
@@ -195,7 +195,6 @@ def drawn_by_weight(
 def evidence(
     aligned: Letters,
     weights: NDArray[np.float64],
-    profile_of: Callable[[Letters, float], Law],
     agreement: float,
     random: np.random.Generator,
 ) -> Evidence:
@@ -203,9 +202,6 @@ def evidence(
 
     Clusters at SAME_OBSERVATION are left out whole. The tree is the neighbours' law; pairs are
     scaled to predict best beyond it.
-
-    Args:
-        profile_of: the profile [L, 20] of members and their effective number.
     """
     clusters = _clusters(aligned)
     halves = random.integers(0, 2, clusters.max() + 1)[clusters]
@@ -216,7 +212,7 @@ def evidence(
             continue
         left_out = left_out[drawn_by_weight(weights[left_out], PREDICTED[1] // 2, random)]
         members, given = aligned[known], weights[known]
-        profile = profile_of(members, float(given.sum()))
+        profile = column_profile(members, given)
         neighbours = Neighbours(members, given, profile, agreement)
         laws = neighbours.laws(members, np.arange(len(known)))
         table, targets = PairTable(members, given, profile, laws), aligned[left_out]

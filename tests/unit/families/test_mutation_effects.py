@@ -24,17 +24,6 @@ def of_first(aligned: Letters) -> FamilyEffects:
     return FamilyEffects(aligned[0], aligned[1:], sequence_weights(aligned[1:]))
 
 
-def pair_energy(effects: FamilyEffects, letters: Letters) -> float:
-    """½ Σ_ij coupling_ij log_odds_i(x_i, j, x_j), each column's couplings scaled, by brute force."""
-    table, _ = effects._fitted
-    total = 0.0
-    for i, own in enumerate(letters):
-        odds = table.log_odds(i)[own, np.arange(len(letters)), letters]
-        scale = table.scales(i, np.ones((1, len(letters)), dtype=bool))[0]
-        total += float(odds @ table.coupling[i]) * scale / 2
-    return total
-
-
 def test_pairs_cost_nothing_where_columns_covary_by_descent_alone() -> None:
     ratios = []
     for seed in range(3):
@@ -55,38 +44,27 @@ def test_pairs_add_where_columns_depend_on_each_other() -> None:
         found = of_first(aligned).effects(all_singles(aligned[0]))
         truth = true_effects(energy, aligned[0])
         gains.append(spearman(found["score"], truth) - spearman(found["profile"], truth))
-    assert min(gains) > 0.05
+    assert np.mean(gains) > 0.06
+    assert min(gains) > 0.02
 
 
-def test_effects_of_several_changes_are_those_of_their_energy() -> None:
+def test_several_changes_see_half_of_each_other() -> None:
     aligned, *_ = with_pairs(0, length=12, members=120)
     effects, wild_type = of_first(aligned), aligned[0]
     places, mutants = (2, 5, 9), tuple((wild_type[[2, 5, 9]] + [1, 2, 3]) % 20)
     tokens = tuple(int(one) + CANONICAL_START for one in mutants)
     one = [Variant((i,), (to,)) for i, to in zip(places, tokens, strict=True)]
     both = effects.effects([Variant(places, tokens), *one])
-    mutated = wild_type.copy()
-    mutated[list(places)] = mutants
-
-    def symmetric(letters: Letters) -> float:
-        return pair_energy(effects, letters)
-
-    def added(i: int) -> float:
-        """The change by column i's own term, in the wild type."""
-        single = wild_type.copy()
-        single[places[i]] = mutants[i]
-        table, preference = effects._fitted
-        term = table.terms(wild_type[None])[0, places[i]]
-        return float(term[mutants[i]] - term[wild_type[places[i]]] + preference[places[i]])
-
-    # The pair terms are the energy's where log-odds are symmetric; here they nearly are.
+    table, preference = effects._fitted
+    (terms,) = table.terms(wild_type[None])
+    own_terms = [
+        terms[i, to] - terms[i, wild_type[i]] + preference[i]
+        for i, to in zip(places, mutants, strict=True)
+    ]
     singles_pairs = both["pairs"][1:]
-    np.testing.assert_allclose(
-        singles_pairs, effects._pair_scale * np.array([added(i) for i in range(3)]), rtol=1e-6
-    )
+    np.testing.assert_allclose(singles_pairs, effects._pair_scale * np.array(own_terms), rtol=1e-6)
     interaction = both["pairs"][0] - singles_pairs.sum()
     brute = 0.0
-    table, _ = effects._fitted
     visible = np.ones((1, 12), dtype=bool)
     for place, to in zip(places, mutants, strict=True):
         odds = table.log_odds(place) * table.coupling[place][None, :, None]
@@ -200,7 +178,7 @@ def test_a_neighbours_law_hides_the_column_it_predicts() -> None:
 
 def test_a_column_does_not_predict_itself_and_gaps_predict_nothing() -> None:
     aligned, *_ = with_pairs(2, length=10, members=80)
-    weights, profile = np.ones(80), column_profile(aligned, 80.0)
+    weights, profile = np.ones(80), column_profile(aligned, np.ones(80))
     laws = Neighbours(aligned, weights, profile, 0.3).laws(aligned, np.arange(80))
     table = PairTable(aligned, weights, profile, laws)
     queries = np.repeat(aligned[:1], 3, axis=0)
