@@ -237,7 +237,7 @@ class SequenceModel:
         """
         settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
-        family = self._family(relatives, max_relatives)
+        family = self._given(relatives, max_relatives)
         if length is not None and not isinstance(length, int):
             length = [_plain(one) for one in _listed(length, "length", "an integer or", "integers")]
         templates = prompted(
@@ -289,7 +289,7 @@ class SequenceModel:
             template = parse_template(text, str(index), self.exported.vocabulary)
             self.exported.require_short_enough(f"template {index}", template, "shorten it")
             parsed += [template] * number
-        return self._sample(parsed, settings, self._family(relatives, max_relatives))
+        return self._sample(parsed, settings, self._given(relatives, max_relatives))
 
     @_of_numpy
     def score(
@@ -328,6 +328,8 @@ class SequenceModel:
         """
         tokens, names = self._read(sequences)
         require_number("seed", seed, integer=True, low=0, high=MAX_SEED)
+        if relatives is not None:
+            self.exported.require_taking_relatives("relatives")
         draws = bound_draws(
             self._denoiser,
             self.exported.paradigm,
@@ -397,22 +399,22 @@ class SequenceModel:
         *,
         mutation_offset: int | Literal["auto"] = "auto",
         relatives: Sequence[str] | None = None,
-        max_relatives: int = 8,
     ) -> list[float]:
-        """Σ_i log p(mutant_i) − log p(wild type_i) of each variant; higher means more likely.
+        """A score of each variant, higher where it is likelier; the wild type itself scores 0.
 
             model.score_mutations("MKTAYIAKQR", ["A4G", "A4G:K8R", "WT"])
 
-        Masked marginals (Meier et al., doi:10.1101/2021.07.09.450648): all positions that a
-        variant changes are masked at once in the wild type. The wild type itself scores 0.
+        With relatives, the score is that of their alignment (`families.mutation_effects`), which
+        the model has no part in. Without, it is Σ_i log p(mutant_i) − log p(wild type_i) by masked
+        marginals (Meier et al., doi:10.1101/2021.07.09.450648): all positions that a variant
+        changes are masked at once in the wild type.
 
         Args:
             variants: wild-type residue, position from 1 and mutant residue, such as `A4G`;
                 several substitutions are separated by `:`. HGVS is read, too: `p.Ala4Gly`.
             mutation_offset: 24 if the first residue of `wild_type` has number 25; "auto" takes the
                 offset that fits.
-            relatives: relatives of the wild type, for a model that takes relatives. If there are
-                more than `max_relatives`, the score is the mean over several samples of them.
+            relatives: as many relatives of the wild type as there are.
 
         Raises:
             ConfigError: if the offset is not an integer, or cannot be told.
@@ -431,10 +433,13 @@ class SequenceModel:
         for index, one in enumerate(found):
             if isinstance(one, VariantError):
                 raise DataError(f"variant {index}: {one}")
-        families = self._families(relatives, max_relatives, [tokens])
-        family = None if families is None else families[0]
+        families = self._families(relatives, 1, [tokens])
+        if families is not None:
+            from d2plm.families.mutation_effects import FamilyEffects  # imports HMMER
+
+            return FamilyEffects.of(tokens, families[0].members).effects(placed)["score"].tolist()
         return mutational_effects(
-            self._denoiser, paradigm, tokens, placed, family=family, **self._batching
+            self._denoiser, paradigm, tokens, placed, **self._batching
         ).tolist()
 
     def _families(
@@ -462,10 +467,15 @@ class SequenceModel:
         check.report()
         return families
 
+    def _given(self, relatives: Sequence[str] | None, most: int) -> Family | None:
+        """The family that the model is given."""
+        if relatives is not None:
+            self.exported.require_taking_relatives("relatives")
+        return self._family(relatives, most)
+
     def _family(self, relatives: Sequence[str] | None, most: int) -> Family | None:
         if relatives is None:
             return None
-        self.exported.require_taking_relatives("relatives")
         texts = _strings(_listed(relatives, "relatives"), "relative")
         tokens = [
             PROTEIN.encode(text, f"relative {i}", aligned=True) for i, text in enumerate(texts)

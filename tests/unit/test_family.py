@@ -19,11 +19,13 @@ from d2plm.core.vocabulary import decode, encode
 from d2plm.data.family import Family, RelativesCheck, read_families, read_family
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
+from d2plm.evaluation.mutations import Variant, place_variants
 from d2plm.evaluation.new_members import read_members
-from d2plm.evaluation.scoring import bound_draws
+from d2plm.evaluation.scoring import bound_draws, mutational_effects
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.masked import MaskedParadigm
 
 MEMBERS = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
 
@@ -357,25 +359,26 @@ def test_each_draw_of_masks_draws_other_relatives(model: SequenceModel) -> None:
         assert again[0, draw] == pytest.approx(draws[0, draw], rel=1e-5)
 
 
-def test_mutations_are_scored_given_relatives_on_average(model: SequenceModel) -> None:
-    wild_type, variants = "MKTAYIAKQR", ["A4G", "K8R:R10L", "WT"]
-    plain = model.score_mutations(wild_type, variants)
-    given = model.score_mutations(wild_type, variants, relatives=MEMBERS, max_relatives=2)
-    family = Family.of([encode(text) for text in MEMBERS], 2).given_to(encode(wild_type))
-    each = [
-        model.score_mutations(
-            wild_type,
-            variants,
-            relatives=[decode(m) for m in family.draw(draw, protein=encode(wild_type))],
-        )
-        for draw in range(4)
-    ]
+def test_the_model_s_effects_are_the_mean_over_draws_of_relatives(model: SequenceModel) -> None:
+    exported, wild_type = model.exported, encode("MKTAYIAKQR")
+    placed, _ = place_variants(["A4G", "K8R:R10L", "WT"], wild_type)
+    variants = [one for one in placed if isinstance(one, Variant)]
+    denoiser, paradigm = exported.denoiser("fp32"), exported.paradigm
+    assert isinstance(paradigm, MaskedParadigm)
+
+    def effects(family: Family | None) -> list[float]:
+        found = mutational_effects(denoiser, paradigm, wild_type, variants, family=family)
+        return found.tolist()
+
+    family = Family.of([encode(text) for text in MEMBERS], 2).given_to(wild_type)
+    given, plain = effects(family), effects(None)
+    each = [effects(Family.of(family.draw(d, protein=wild_type), 2)) for d in range(4)]
     assert given == pytest.approx(np.mean(each, axis=0), rel=1e-4, abs=1e-6)
     assert given[0] != pytest.approx(plain[0], rel=1e-3)
     assert given[2] == plain[2] == 0
     # The wild type among its relatives would reveal every masked residue.
-    with_itself = model.score_mutations(wild_type, variants, relatives=[*MEMBERS[:2], wild_type])
-    assert with_itself == model.score_mutations(wild_type, variants, relatives=MEMBERS[:2])
+    two = Family.of([encode(text) for text in MEMBERS[:2]], 2)
+    assert effects(Family.of([*two.members, wild_type], 2)) == effects(two)
 
 
 def test_what_cannot_be_given_is_rejected_in_words(

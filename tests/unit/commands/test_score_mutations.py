@@ -1,4 +1,4 @@
-"""`d2plm score` of a mutational scan given relatives: three predictors, each with its interval."""
+"""`d2plm score` of a mutational scan given relatives: each predictor with its interval."""
 
 import csv
 import json
@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d2plm.evaluation.site_independent import site_independent_effects
 
 from d2plm import load_model
 from d2plm.cli import main
 from d2plm.core.vocabulary import decode
 from d2plm.evaluation.rank_correlation import rank_correlation
 from d2plm.export.exported_model import save_export
+from d2plm.families.mutation_effects import FamilyEffects
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
 
-COLUMNS = ["d2plm_score", "d2plm_score_alone", "d2plm_profile_score"]
+TERMS = ["d2plm_score", "d2plm_profile_score", "d2plm_pairs_score", "d2plm_blosum62_score"]
+COLUMNS = [*TERMS, "d2plm_model_score", "d2plm_model_alone_score"]
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +70,25 @@ def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_sc
     assert [*rows[0]] == [*before, *COLUMNS]
     scores = {name: np.array([float(row[name]) for row in rows]) for name in COLUMNS}
     family, mutants = [decode(one) for one in members(60)], [row["mutant"] for row in rows]
+    effects = FamilyEffects.of(likeliest(), members(60)).effects(singles())
+    for name, term in zip(TERMS, effects.values(), strict=True):
+        np.testing.assert_allclose(scores[name], term, atol=1e-5)
     model, wild_type = load_model(folder, device="cpu", precision="fp32"), decode(likeliest())
-    given = model.score_mutations(wild_type, mutants, relatives=family, max_relatives=2)
+    given = model.score_mutations(wild_type, mutants, relatives=family)
     np.testing.assert_allclose(scores["d2plm_score"], given, atol=1e-5)
     alone = model.score_mutations(wild_type, mutants)
-    np.testing.assert_allclose(scores["d2plm_score_alone"], alone, atol=1e-5)
-    assert not np.allclose(given, alone, atol=1e-3)
-    profile = site_independent_effects(likeliest(), singles(), members(60))
-    np.testing.assert_allclose(scores["d2plm_profile_score"], profile, atol=1e-5)
+    np.testing.assert_allclose(scores["d2plm_model_alone_score"], alone, atol=1e-5)
+    assert not np.allclose(scores["d2plm_model_score"], alone, atol=1e-3)
 
     measured = np.array([float(row["DMS_score"]) for row in rows])
     found = {name: rank_correlation(scores[name], measured, singles()) for name in COLUMNS}
     said = capsys.readouterr().err.splitlines()
     assert said[0].endswith("1,140 variants in column 'mutant', measured in 'DMS_score', offset 0")
-    assert said[1:] == [f"WT, {name}: {found[name]}" for name in COLUMNS]
-    assert found["d2plm_profile_score"].low > 0.6
-    assert found["d2plm_score_alone"].low < 0 < found["d2plm_score_alone"].high  # random weights
+    assert said[1].startswith("60 relatives, 60 of them aligned to at least half of it, effective ")
+    assert said[2:] == [f"WT, {name}: {found[name]}" for name in COLUMNS]
+    assert found["d2plm_score"].low > 0.6
+    alone_rho = found["d2plm_model_alone_score"]
+    assert alone_rho.low < 0 < alone_rho.high  # random weights
 
 
 def test_the_correlations_are_numbers_for_another_program(
@@ -92,12 +96,37 @@ def test_the_correlations_are_numbers_for_another_program(
 ) -> None:
     assert main([*words(folder, scan), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    (correlation,) = document["correlations"]
+    correlation, _ = document["correlations"]
     assert {*correlation} == {"name", "score", "changes", "variants", "rho", "low", "high"}
     assert (correlation["name"], correlation["score"]) == ("WT", "d2plm_score")
     assert correlation["variants"] == len(singles())
     assert correlation["low"] < correlation["rho"] < correlation["high"]
-    assert "d2plm_score_alone" not in document
+    assert "d2plm_model_alone_score" not in document
+
+
+def test_it_says_so_where_the_score_is_no_better_than_blosum62(
+    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measured effects with the wrong sign."""
+    table = scan / "scan.csv"
+    lines = [line.split(",") for line in table.read_text().splitlines()]
+    turned = [f"{line[0]},{-float(line[2])}" for line in lines[1:]]
+    table.write_text("\n".join(["mutant,DMS_score", *turned]))
+    assert main(words(folder, scan, f"relatives={scan / 'family.fasta'}", "max_relatives=1")) == 0
+    assert "WT: the score is no better than BLOSUM62" in capsys.readouterr().err
+
+
+def test_relatives_are_used_with_a_model_that_takes_none(
+    scan: Path, tmp_path: Path, tiny_dit: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = LengthHistogram.of(np.array([9]), 126)
+    plain = save_export(tmp_path / "plain", tiny_dit(), MaskFlowMatching(), lengths, {})
+    output = tmp_path / "effects.csv"
+    more = (f"relatives={scan / 'family.fasta'}", f"output={output}")
+    assert main(words(plain, scan, *more)) == 0
+    with output.open(newline="") as file:
+        (header, *_) = csv.reader(file)
+    assert header[4:] == [*TERMS, "d2plm_model_alone_score"]
 
 
 def test_columns_that_would_be_written_twice_are_rejected(
