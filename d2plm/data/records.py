@@ -141,8 +141,8 @@ def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], 
 
 def require_distinct(names: Sequence[str], source: str | Path) -> None:
     """Raise a `DataError` unless each record of `source` has a name, and one of its own."""
-    if "" in names:
-        where = _described([names.index("")], names, source)
+    if unnamed := [place for place, name in enumerate(names) if not name]:
+        where = _described(unnamed, names, source)
         raise DataError(f"{source}: no name: {where}; give each record one of its own")
     place_of = places_by_name(names, source)
     for name in names:

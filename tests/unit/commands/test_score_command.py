@@ -315,7 +315,7 @@ def test_a_table_of_variants_gets_a_column_of_scores(
     assert captured.out == f"wrote {output} (7 variants)\n"
 
     rows = written(output)
-    assert [*rows[0]] == ["note", "Mutant", "DMS_score", "d2plm_score"]
+    assert [*rows[0]] == ["note", "Mutant", "DMS_score", "d2plm_score", BLOSUM62]
     assert [row["note"] for row in rows] == notes
     assert [row["Mutant"] for row in rows] == MUTANTS
     assert [row["DMS_score"] for row in rows] == MEASURED
@@ -330,11 +330,12 @@ def test_a_table_of_variants_gets_a_column_of_scores(
     of_singles = spearmanr(
         [expected[i] for i in singles], [float(MEASURED[i]) for i in singles]
     ).statistic
-    assert captured.err.splitlines() == [
+    assert captured.err.splitlines()[:4] == [
         f"{table}: 7 variants in column 'Mutant', measured in 'DMS_score', offset 0",
-        f"P1: Spearman's rho {rho:.3f} (5 measured variants)",
-        f"P1, 1 change: Spearman's rho {of_singles:.3f} (3 measured variants)",
-        "P1, 2 changes: no rank correlation, too few different values (1 measured variant)",
+        f"P1, d2plm_score: Spearman's rho {rho:.3f} (5 measured variants)",
+        f"P1, d2plm_score, 1 change: Spearman's rho {of_singles:.3f} (3 measured variants)",
+        "P1, d2plm_score, 2 changes: no rank correlation, too few different values "
+        "(1 measured variant)",
     ]
 
 
@@ -356,14 +357,16 @@ def test_variants_of_several_proteins_keep_their_order(
         effects_of(models, "P1", ["K2G:T3L", "M1A"]),
     )
     np.testing.assert_allclose(
-        [float(line[-1]) for line in lines[1:]],
+        [float(line[-2]) for line in lines[1:]],
         [p3_first, p1_first, p3_second, p1_second],
         atol=1e-6,
     )
     said = capsys.readouterr().err.splitlines()
     assert said[0].endswith("measured in 'DMS_score', offset 0")
-    assert said[1].startswith("P3: no rank correlation, too few different values (2 measured")
-    assert said[2].startswith("P1: no rank correlation, too few different values (2 measured")
+    none = "no rank correlation, too few different values (2 measured"
+    assert said[1].startswith(f"P3, d2plm_score: {none}")
+    assert said[2].startswith(f"P3, {BLOSUM62}: {none}")
+    assert said[3].startswith(f"P1, d2plm_score: {none}")
 
 
 def test_a_single_column_needs_no_quotes(models: Path, wild_type: Path, tmp_path: Path) -> None:
@@ -382,6 +385,7 @@ def test_an_offset_shifts_the_numbering(models: Path, wild_type: Path, tmp_path:
     np.testing.assert_allclose(scores, effects_of(models, "P1", ["M1A", "R10W"]), atol=1e-6)
 
 
+BLOSUM62 = "d2plm_blosum62_score"
 CASES = {
     "comments": "# project: toy; filtered\nmutant,DMS_score\nM1A,1\nK2G,2\nR10W,3\n",
     "other names, tabs": "id\tmutants\tlog_fitness\na\tM1A\t1\nb\tK2G\t2\nc\tR10W\t3\n",
@@ -407,10 +411,10 @@ def test_a_table_of_any_dialect_gets_the_same_scores(
     assert main(words_for(models, wild_type, table, output)) == 0
     said = capsys.readouterr().err.splitlines()
     with open_table(output) as found:
-        scores = [float(cells[-1]) for _, cells in found.rows()]
+        scores = [float(cells[-2]) for _, cells in found.rows()]
     np.testing.assert_allclose(scores, effects_of(models, "P1", ["M1A", "K2G", "R10W"]), atol=1e-6)
     assert "3 variants in column" in said[0] and "measured in" in said[0]
-    assert said[1].startswith("P1: Spearman's rho ")
+    assert said[1].startswith("P1, d2plm_score: Spearman's rho ")
 
 
 @pytest.mark.parametrize(

@@ -312,10 +312,11 @@ def test_invalid_relatives_are_rejected(
     for relatives in none:
         with pytest.raises(DataError, match=r"^relatives: contains no relatives of any protein"):
             model.score([PROTEIN, PROTEIN], relatives=relatives)
-    unclear: list[Any] = [[[OTHER]], [OTHER, [OTHER]]]
-    for relatives in unclear:
-        with pytest.raises(ConfigError, match="one list of strings per protein"):
-            model.score([PROTEIN, PROTEIN], relatives=relatives)
+    with pytest.raises(ConfigError, match="one list of strings per protein"):
+        model.score([PROTEIN, PROTEIN], relatives=[[OTHER]])
+    mixed: list[Any] = [OTHER, [OTHER]]
+    with pytest.raises(DataError, match=r"relative 1: .* is not a string"):
+        model.score([PROTEIN, PROTEIN], relatives=mixed)
     source = fasta(tmp_path / "one.fasta", {"first": PROTEIN})
     table = tmp_path / "other.tsv"
     table.write_text(f"protein\tsequence\nanother\t{OTHER}\n")
