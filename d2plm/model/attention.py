@@ -6,10 +6,11 @@ padded call and, being opaque to the compiler, keeps `fullgraph=True`. In fp32 a
 flash kernel, once per run of equally long neighbours. In half precision it is two matrix products
 with a softmax between them, which the processor's bf16 instructions do in half to two thirds of the
 flash kernel's time; scores and weights are rounded to that precision. Segments are computed in
-windows of few different lengths, because oneDNN generates code for every new shape of a product.
+windows of few different lengths, because oneDNN generates code for every new shape of a product;
+many short segments of one length, such as the draws of one protein, are one batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
 
 import torch
@@ -19,6 +20,7 @@ from d2plm.core.errors import ModelError
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 WINDOW = 32  # tokens; lengths up to 1,024 are 32 shapes of each product, and oneDNN keeps 1,024
+BATCHED, SHORT = 8, 128  # segments of one length, of so many tokens at most, computed as a batch
 
 
 def packed_attention(
@@ -57,13 +59,14 @@ def _segments(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
     return ((start, stop) for start, stop in pairwise(cu_seqlens.tolist()) if start < stop)
 
 
-def _windows(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+def _windows(
+    segments: Iterable[tuple[int, int]], tokens: int
+) -> Iterator[tuple[slice, slice, slice]]:
     """For each segment: its tokens, a window of a multiple of WINDOW around them, its place there.
 
-    A window also covers tokens of other segments, or is as short as the row.
+    A window also covers tokens of other segments, or is as short as the row of `tokens`.
     """
-    tokens = int(cu_seqlens[-1])
-    for start, stop in _segments(cu_seqlens):
+    for start, stop in segments:
         length = min(-(-(stop - start) // WINDOW) * WINDOW, tokens)
         first = min(start, tokens - length)
         window = slice(first, first + length)
@@ -102,9 +105,18 @@ def _packed_attention_cpu(
     out_THK = torch.empty(q_THK.shape, dtype=q_THK.dtype)
     lse_TH = _new_lse(q_THK)
     if q_THK.dtype in HALF_PRECISION:
-        for segment, window, own in _windows(cu_seqlens):
-            q, k, v = (x[window].transpose(0, 1).contiguous() for x in (q_THK, k_THK, v_THK))
-            out_THK[segment] = torch.bmm(_weights(q, k, own), v)[:, own].transpose(0, 1)
+        for start, count, length in _equal_length_runs(cu_seqlens):
+            if count >= BATCHED and length <= SHORT:
+                run = start, count, length
+                q, k, v = (_as_batch(x, *run).flatten(0, 1) for x in (q_THK, k_THK, v_THK))
+                out = torch.bmm(_weights(q, k, slice(0, length)), v)
+                _as_batch(out_THK, *run).copy_(out.unflatten(0, (count, -1)))
+                continue
+            starts = range(start, start + count * length, length)
+            segments = ((first, first + length) for first in starts)
+            for segment, window, own in _windows(segments, len(q_THK)):
+                q, k, v = (x[window].transpose(0, 1).contiguous() for x in (q_THK, k_THK, v_THK))
+                out_THK[segment] = torch.bmm(_weights(q, k, own), v)[:, own].transpose(0, 1)
         return out_THK, lse_TH
     for run in _equal_length_runs(cu_seqlens):
         q, k, v = (_as_batch(x, *run) for x in (q_THK, k_THK, v_THK))
@@ -132,7 +144,7 @@ def _packed_attention_cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = [torch.empty(q_THK.shape, dtype=q_THK.dtype) for _ in range(3)]
     if q_THK.dtype in HALF_PRECISION:
-        for segment, window, own in _windows(cu_seqlens):
+        for segment, window, own in _windows(_segments(cu_seqlens), len(q_THK)):
             inputs_HLK = (x[window].transpose(0, 1) for x in (grad_THK, q_THK, k_THK, v_THK))
             for whole, part in zip(gradients, _window_backward(own, *inputs_HLK), strict=True):
                 whole[segment] = part[:, own].transpose(0, 1)

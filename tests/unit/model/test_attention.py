@@ -12,6 +12,7 @@ HEADS, HEAD_SIZE = 3, 8
 LENGTHS = [
     [5],
     [7, 3, 3, 3, 9, 1],
+    [3, *[5] * 9, 0, 130, *[5] * 8],  # many short ones, computed as a batch, between others
     [4, 4, 0, 4, 0, 0],  # empty segments between and after equally long ones
     [1, 1, 1],
     [40, 33, 64],
