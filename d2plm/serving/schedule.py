@@ -17,7 +17,7 @@ from typing import Any
 
 from d2plm.core.errors import D2PLMError
 
-SHARE = 1 / 7  # of the time is for short requests while both kinds wait
+SHARE = 1 / 9  # of the time is for short requests while both kinds wait
 SHORT = 0.5, 1 / 20  # short requests take at most so many seconds, and so much of the timeout
 PACE_SECONDS = 5.0  # of work, over which the pace is averaged
 
