@@ -423,10 +423,7 @@ class SequenceModel:
                 uniform source and therefore no masked prediction.
         """
         self.exported.require_proteins("score_mutations")
-        remedy = "use a model of diffusion, or of flow matching from masks"
-        paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
         tokens = PROTEIN.encode(wild_type, "wild_type")
-        self.exported.require_short_enough("the wild type", tokens, "shorten it")
         texts = _several(variants, "variant")
         found, _ = place_variants(texts, tokens, offset=mutation_offset)
         placed = [one for one in found if isinstance(one, Variant)]
@@ -438,6 +435,9 @@ class SequenceModel:
             from d2plm.families.mutation_effects import FamilyEffects  # imports HMMER
 
             return FamilyEffects.of(tokens, families[0].members).effects(placed)["score"].tolist()
+        remedy = "use a model of diffusion, or of flow matching from masks"
+        paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
+        self.exported.require_short_enough("the wild type", tokens, "shorten it")
         return mutational_effects(
             self._denoiser, paradigm, tokens, placed, **self._batching
         ).tolist()

@@ -69,6 +69,8 @@ def _run(words: list[str]) -> int:
             traceback.print_exc()
         if isinstance(error, OutputError):  # the interpreter would write the rest at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.STANDARD_OUTPUT)
+            if isinstance(error.__cause__, BrokenPipeError):  # such as `| head`: nobody wants more
+                return error.exit_code
         _report(redacted(f"d2plm: error: {error}"), error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:

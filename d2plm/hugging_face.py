@@ -26,7 +26,7 @@ from d2plm.core.errors import ModelError, did_you_mean, require
 from d2plm.core.files import PROVENANCE, SAVED_BY
 from d2plm.core.vocabulary import FILE, FIRST, PAD, SAVED_TOKENIZER
 from d2plm.evaluation.embedding import watched
-from d2plm.evaluation.findings import EVALUATION
+from d2plm.evaluation.findings import EVALUATION, SEQUENCE_SCORES
 from d2plm.generation.lengths import FILE as LENGTHS
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
@@ -93,6 +93,9 @@ class DiTForMaskedLM(DiT):
         self, folder: str | Path, is_main_process: bool = True, *arguments: Any, **settings: Any
     ) -> Any:
         """Save the model with its paradigm and companions; `push_to_hub` also calls this."""
+        if is_main_process:  # figures of an evaluation are of other weights
+            for file in (EVALUATION, SEQUENCE_SCORES):
+                Path(folder, file).unlink(missing_ok=True)
         result = super().save_pretrained(folder, is_main_process, *arguments, **settings)
         paradigm = self.paradigm
         if is_main_process and paradigm and paradigm.vocabulary.size == self.config.vocab_size:
@@ -100,7 +103,7 @@ class DiTForMaskedLM(DiT):
         return result
 
     def _save_companions(self, folder: Path, paradigm: Paradigm) -> None:
-        """Write what `load_model` needs; an evaluation is removed, as the weights may differ."""
+        """Write what `load_model` needs."""
         LengthHistogram.uniform(self.config.max_position_embeddings - 2).save(folder)
         for file, content in self.companions.items():
             if file not in TOKENIZER or not (folder / file).exists():
@@ -110,7 +113,6 @@ class DiTForMaskedLM(DiT):
         provenance.pop("files", None)  # their digests
         provenance |= {"paradigm": paradigm.name, SAVED_BY: "transformers"}
         (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2))
-        (folder / EVALUATION).unlink(missing_ok=True)
 
     @classmethod
     def _from_config(cls, config: DiTConfig, **settings: Any) -> Self:

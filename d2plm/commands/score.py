@@ -5,7 +5,6 @@ in chunks, so that memory does not grow with the file. Names of proteins with re
 of variants, are kept in memory.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,8 +43,6 @@ from d2plm.tracking.locations import open_model
 
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numbering of a part)"
-
-log = logging.getLogger(__name__)
 
 _CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
 
@@ -223,12 +220,6 @@ def _by_predictor(
         blosum62 = blosum62_effects(wild_type, own.variants)
         return {SCORE_COLUMN: of_model(), TERM_COLUMNS["blosum62"]: blosum62}
     effects = FamilyEffects.of(wild_type, family.members)
-    log.info(
-        "%s, %d of them aligned to at least half of it, effective number %.1f",
-        counted(len(family.members), "relative"),
-        len(effects.aligned),
-        effects.effective_number,
-    )
     terms = effects.effects(own.variants)
     columns = {SCORE_COLUMN: terms.pop("score")}
     columns |= {TERM_COLUMNS[name]: term for name, term in terms.items()}

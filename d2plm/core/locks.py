@@ -13,6 +13,7 @@ from d2plm.core.errors import DataError
 
 # Error numbers of file systems without locks.
 WITHOUT_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+ATTEMPTS = 20  # at a lock whose folder its holders remove
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +37,19 @@ def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
     lock = FileLock(file, fallback_to_soft=False)
     made: list[Path] = []
     try:
-        made = _make_folder_of(file)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            file.touch()  # FileLock takes a file that cannot be made, as in /proc, for a held lock
-            log.warning("%s: waiting for it", busy)
+        for attempt in range(ATTEMPTS):
+            made += _make_folder_of(file)
             try:
+                with suppress(Timeout):
+                    lock.acquire(timeout=0)
+                    break
+                file.touch()  # FileLock takes a file that cannot be made, as in /proc, for held
+                log.warning("%s: waiting for it", busy)
                 lock.acquire()
-            except FileNotFoundError:  # its holder has failed and has removed the folder
-                made = _make_folder_of(file)
-                lock.acquire()
+                break
+            except FileNotFoundError:  # a holder has failed and has removed the folder
+                if attempt == ATTEMPTS - 1:
+                    raise
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise DataError(

@@ -50,7 +50,7 @@ _standard_output: TextIO | None = None  # for the JSON document, while prints go
 
 
 class _Stream(io.FileIO):
-    """Standard output or standard error; what the latter does not take stops no command."""
+    """Standard output or standard error; errors in writing to the latter are ignored."""
 
     def write(self, content: Any, /) -> int:
         try:
@@ -65,7 +65,7 @@ class _Stream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Let what standard output does not take be an error of the command, and of no file."""
+    """Make errors in writing to standard output an `OutputError`, never an error of some file."""
     for number, name in ((STANDARD_OUTPUT, "stdout"), (STANDARD_ERROR, "stderr")):
         former = getattr(sys, name)
         if former is None:  # closed: no other file may get its number

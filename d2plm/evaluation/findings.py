@@ -15,6 +15,7 @@ from d2plm.core.number_text import difference_text, interval_text
 from d2plm.evaluation.terms import REFERENCE, terms_of
 
 EVALUATION = "evaluation.json"
+SEQUENCE_SCORES = "sequence_scores.npz"  # beside it
 FORMAT_VERSION = 3
 MODEL = "this model"
 PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives

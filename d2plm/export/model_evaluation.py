@@ -25,7 +25,7 @@ from d2plm.data.cache import ArrayCache
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines, sample_reference
-from d2plm.evaluation.findings import EVALUATION, MODEL, read_evaluation
+from d2plm.evaluation.findings import EVALUATION, MODEL, SEQUENCE_SCORES, read_evaluation
 from d2plm.evaluation.given_relatives import (
     PROFILES_VERSION,
     RelativesChoice,
@@ -45,8 +45,6 @@ from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 from d2plm.settings.data import Resources, SearchSettings
-
-SEQUENCE_SCORES = "sequence_scores.npz"
 
 
 def evaluate(

@@ -9,6 +9,7 @@ preference for their own residues is subtracted.
 Shape suffixes: L columns, 20 letters.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.number_text import counted
 from d2plm.core.substitution import blosum62
 from d2plm.core.vocabulary import CANONICAL_START, Tokens
 from d2plm.evaluation.mutations import Variant
@@ -33,14 +35,16 @@ from d2plm.families.pairs import (
     Neighbours,
     PairTable,
     best_agreement,
-    drawn_by_weight,
     evidence,
+    sampled,
 )
 
 # Chosen by measurement, docs/science.md.
 MOST_PAIRS, HALF_OF_PAIRS = 2.0, 40.0  # k, and the effective number of members with half of it
 BLOSUM_SHARE = 0.3
-FEWEST_MEMBERS = 4  # pairs of fewer say nothing
+FEWEST_MEMBERS = 4  # from which pairs are counted
+
+log = logging.getLogger(__name__)
 
 Table = NDArray[np.float64]
 
@@ -67,7 +71,16 @@ class FamilyEffects:
             protein: uint8 [L] residue tokens.
         """
         aligned = align_to(protein, relatives)
-        return cls(letters_of(protein), aligned, sequence_weights(aligned))
+        found = cls(letters_of(protein), aligned, sequence_weights(aligned))
+        log.log(
+            logging.INFO if len(aligned) >= FEWEST_MEMBERS else logging.WARNING,
+            "%s, %s of them used, for at least half of the protein; effective number %.1f%s",
+            counted(len(relatives), "relative"),
+            f"{len(aligned):,}",
+            found.effective_number,
+            "" if len(aligned) >= FEWEST_MEMBERS else ": too few for pairs of columns",
+        )
+        return found
 
     @property
     def effective_number(self) -> float:
@@ -106,19 +119,18 @@ class FamilyEffects:
     def _fitted(self) -> tuple[PairTable, Table]:
         """The pairs, and float64 [L], what is subtracted from the protein's own residues."""
         random, profile_L20 = np.random.default_rng(0), np.exp(self.log_profile)
-        chosen = drawn_by_weight(self.weights, MEMBERS, random)
-        aligned, weights = self.aligned[chosen], self.weights[chosen]
-        if len(chosen) < len(self.aligned):  # drawn by weight, so that each stands for as much
-            weights = np.full(len(chosen), self.effective_number / len(chosen))
+        chosen, weights = sampled(self.weights, MEMBERS, random)
+        aligned = self.aligned[chosen]
         agreement = best_agreement(aligned, weights, profile_L20, random)
         neighbours = Neighbours(aligned, weights, profile_L20, agreement)
         laws = neighbours.laws(aligned, np.arange(len(aligned)))
         table = PairTable(aligned, weights, profile_L20, laws)
-        sample = aligned[drawn_by_weight(weights, PREDICTED[2], random)]
-        terms, filled = table.terms(sample), sample < GAP
+        places, shares = sampled(weights, PREDICTED[2], random)
+        sample = aligned[places]
+        terms, filled = table.terms(sample), shares[:, None] * (sample < GAP)
         own = np.take_along_axis(terms, np.minimum(sample, GAP - 1)[..., None], 2)[..., 0]
-        preferred = np.where(filled, own - (terms * profile_L20).sum(2), 0).sum(0)
-        mean_L = preferred / np.maximum(filled.sum(0), 1)
+        preferred = (filled * (own - (terms * profile_L20).sum(2))).sum(0)
+        mean_L = preferred / np.maximum(filled.sum(0), 1e-9)
         found = evidence(aligned, weights, agreement, random)
         return table, found.share_of_tree * mean_L
 

@@ -62,11 +62,11 @@ class Neighbours:
     def __init__(
         self, aligned: Letters, weights: NDArray[np.float64], profile: Law, agreement: float
     ) -> None:
-        self.hot, self.log_weights = one_hot(aligned), np.log(weights)
+        self.hot, self.log_weights = one_hot(aligned).astype(np.float64), np.log(weights)
         self.profile, self.agreement = profile, agreement
 
     def laws(self, queries: Letters, places: NDArray[np.int64] | None = None) -> Law:
-        """float32 [Q, L, 20]: the distribution at each column, that column hidden.
+        """float64 [Q, L, 20]: the distribution at each column, that column hidden.
 
         Args:
             queries: int8 [Q, L].
@@ -75,7 +75,8 @@ class Neighbours:
         log_votes = self.log_weights + self.agreement * (one_hot(queries) @ self.hot.T)
         if places is not None:
             log_votes[np.arange(len(queries)), places] = -np.inf
-        votes = np.exp(log_votes - log_votes.max(1, keepdims=True)).astype(np.float32)
+        # In float64, as the best member may have a gap where others, far behind, have a letter.
+        votes = np.exp(log_votes - log_votes.max(1, keepdims=True))
         shape = (*queries.shape, GAP)
         counts, squares = (power @ self.hot for power in (votes, votes * votes))
         counts, squares = counts.reshape(shape), squares.reshape(shape)
@@ -83,8 +84,8 @@ class Neighbours:
         own = query, column, queries[query, column]
         counts[own] *= np.exp(-self.agreement)  # the hidden column is no agreement
         squares[own] *= np.exp(-2 * self.agreement)
-        total = np.maximum(counts.sum(2, keepdims=True), 1e-30)
-        depth = total**2 / np.maximum(squares.sum(2, keepdims=True), 1e-30)
+        total = np.maximum(counts.sum(2, keepdims=True), 1e-100)
+        depth = total**2 / np.maximum(squares.sum(2, keepdims=True), 1e-200)
         law: Law = (depth * counts / total + PRIOR * self.profile) / (depth + PRIOR)
         return law
 
@@ -93,11 +94,14 @@ def best_agreement(
     aligned: Letters, weights: NDArray[np.float64], profile: Law, random: np.random.Generator
 ) -> float:
     """The one of AGREEMENTS that predicts members best from all others."""
-    places = drawn_by_weight(weights, PREDICTED[0], random)
+    places, shares = sampled(weights, PREDICTED[0], random)
+    filled = aligned[places] < GAP
+    letters, each = aligned[places][filled], np.broadcast_to(shares[:, None], filled.shape)[filled]
 
     def nats(agreement: float) -> float:
         laws = Neighbours(aligned, weights, profile, agreement).laws(aligned[places], places)
-        return float(-np.log(_of_letters(laws, aligned[places])).mean())
+        own = laws[filled][np.arange(len(letters)), letters]
+        return float(np.average(-np.log(own), weights=each))
 
     return min(AGREEMENTS, key=nats)
 
@@ -114,7 +118,7 @@ class PairTable:
         aligned: int8 [N, L] members.
         weights: float64 [N].
         profile: float64 [L, 20].
-        laws: float32 [N, L, 20], of each member by its `Neighbours`.
+        laws: [N, L, 20], of each member by its `Neighbours`.
     """
 
     def __init__(
@@ -184,12 +188,13 @@ def replacement() -> NDArray[np.float64]:
     return joint / joint.sum(0)
 
 
-def drawn_by_weight(
+def sampled(
     weights: NDArray[np.float64], most: int, random: np.random.Generator
-) -> NDArray[np.int64]:
-    """Distinct members drawn by their weights, at most so many, in rising order."""
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """At most `most` members drawn by weight, and their own weights, scaled to the sum of all."""
     number = min(most, len(weights))
-    return np.sort(random.choice(len(weights), number, False, weights / weights.sum()))
+    places = np.sort(random.choice(len(weights), number, False, weights / weights.sum()))
+    return places, weights[places] * (weights.sum() / weights[places].sum())
 
 
 def evidence(
@@ -205,12 +210,13 @@ def evidence(
     """
     clusters = _clusters(aligned)
     halves = random.integers(0, 2, clusters.max() + 1)[clusters]
-    profiles, trees, pairs, letters = [], [], [], []
+    profiles, trees, pairs, letters, shares = [], [], [], [], []
     for half in (0, 1):
         known, left_out = np.flatnonzero(halves != half), np.flatnonzero(halves == half)
         if len(known) < 2 or not len(left_out):
             continue
-        left_out = left_out[drawn_by_weight(weights[left_out], PREDICTED[1] // 2, random)]
+        places, given_shares = sampled(weights[left_out], PREDICTED[1] // 2, random)
+        left_out = left_out[places]
         members, given = aligned[known], weights[known]
         profile = column_profile(members, given)
         neighbours = Neighbours(members, given, profile, agreement)
@@ -221,13 +227,14 @@ def evidence(
         trees.append(np.log(neighbours.laws(targets))[filled])
         pairs.append(table.terms(targets)[filled])
         letters.append(targets[filled])
+        shares.append(np.broadcast_to(given_shares[:, None], filled.shape)[filled])
     if not letters:
         return Evidence()
     profile_, tree, pair = (np.concatenate(one) for one in (profiles, trees, pairs))
-    own = np.arange(len(tree)), np.concatenate(letters)
+    own, each = (np.arange(len(tree)), np.concatenate(letters)), np.concatenate(shares)
 
     def nats(logits: NDArray[np.float64]) -> float:
-        return float((np.logaddexp.reduce(logits, axis=1) - logits[own]).mean())
+        return float(np.average(np.logaddexp.reduce(logits, axis=1) - logits[own], weights=each))
 
     scaled = minimize_scalar(lambda scale: nats(tree + scale * pair), bounds=(0, 4))
     return Evidence(nats(profile_) - nats(tree), nats(tree) - float(scaled.fun))
@@ -237,7 +244,10 @@ def _coupling(information: NDArray[np.float64]) -> NDArray[np.float64]:
     length = len(information)
     mean = information.sum(0) / max(length - 1, 1)
     corrected = information - np.outer(mean, mean) / max(mean.mean(), 1e-12)
-    coupling = np.logaddexp(0, (corrected - corrected.mean()) / max(corrected.std(), 1e-12))
+    others = corrected[~np.eye(length, dtype=np.bool_)]
+    if not len(others):
+        return np.zeros((length, length))
+    coupling = np.logaddexp(0, (corrected - others.mean()) / max(others.std(), 1e-12))
     np.fill_diagonal(coupling, 0)
     return np.asarray(coupling / max(coupling.mean(), 1e-12))
 
@@ -252,10 +262,3 @@ def _clusters(aligned: Letters) -> NDArray[np.int64]:
             found[same & (found < 0)] = found[member] = number
             number += 1
     return found
-
-
-def _of_letters(laws: Law, letters: Letters) -> NDArray[np.float32]:
-    """The probabilities of the letters that there are, flat."""
-    filled = letters < GAP
-    probabilities: NDArray[np.float32] = laws[filled][np.arange(filled.sum()), letters[filled]]
-    return probabilities

@@ -130,8 +130,10 @@ class Experts(nn.Module):
     def forward(self, rows_ND: Tensor, ends_E: Tensor) -> Tensor:
         """The experts' outputs [N, D] of rows that are sorted by expert; int32 `ends_E`."""
         inputs: list[Tensor] = [rows_ND, self.gate_up_weight, self.down_weight]
-        if torch.is_autocast_enabled(rows_ND.device.type):  # which casts for torch's own products
-            dtype = torch.get_autocast_dtype(rows_ND.device.type)
+        device = rows_ND.device.type
+        # Autocast casts only for torch's own products; on meta there is none.
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
             inputs = [tensor.to(dtype) for tensor in inputs]
         rows_ND, gate_up, down = inputs
         gate, up = GroupedLinear.apply(rows_ND, gate_up, ends_E).chunk(2, dim=-1)

@@ -149,7 +149,9 @@ class Schedule:
     def _lateness(self, new: Job) -> float:
         """Seconds by which a request of the length of the new one would be late at most."""
         end, worst = self.clock(), -inf
-        share = SHARE if new.is_short else 1 - SHARE
+        share = 1 - SHARE
+        if new.is_short:
+            share = 1 if all(job.is_short for job in self.jobs) else SHARE
         same = (job for job in [*self.jobs, new] if job.is_short == new.is_short)
         for job in sorted(same, key=lambda job: job.rank):
             end += 0 if job.dropped else job.seconds * (1 - job.progress) / share

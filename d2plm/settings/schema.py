@@ -165,7 +165,10 @@ def range_of(limits: Mapping[str, Any]) -> str:
     """The range of a number in words, such as `≥ 0 and < 1`; empty without bounds."""
     signs = {"low": "≥", "above": ">", "high": "≤", "below": "<"}
     given = {name: limits.get(name) for name in signs}
-    return " and ".join(f"{signs[n]} {bound:g}" for n, bound in given.items() if bound is not None)
+    shown = {
+        n: f"{b}" if isinstance(b, int) else f"{b:g}" for n, b in given.items() if b is not None
+    }
+    return " and ".join(f"{signs[name]} {bound}" for name, bound in shown.items())
 
 
 @dataclass(frozen=True)

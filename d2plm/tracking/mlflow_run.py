@@ -264,11 +264,11 @@ def open_client(uri: str | None, create: bool = False) -> "MlflowClient":
     fix = "start it, correct its address (uri)"
     try:
         if (file := sqlite_file(address)) is not None:
+            if not create and not file.exists():
+                raise FileNotFoundError(f"there is no file {file}")
             fix = f"free space, wait for its users, or move {file} away if it is damaged"
             if create:
                 create_store(file)
-            elif not file.exists():
-                raise FileNotFoundError(f"there is no file {file}")
         elif address.startswith(("http://", "https://")):
             _require_answer(address)
         client = mlflow.MlflowClient(tracking_uri=address)

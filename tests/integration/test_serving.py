@@ -175,7 +175,7 @@ def test_on_sigterm_the_requests_that_have_begun_are_finished(
     ("words", "reason"),
     [
         (["runs/nosuch"], "runs/nosuch"),
-        (["models:/nosuch@champion"], "cannot fetch model nosuch@champion"),
+        (["models:/nosuch@champion"], "mlflow.db: there is no file"),
         (["models:/nosuch"], "must be the folder of a model, models:/NAME@ALIAS or"),
         (["{model}", "port=70000"], "port=70000: must be an integer"),
         (["{model}", "port={taken}"], "Address already in use"),

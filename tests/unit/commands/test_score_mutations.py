@@ -85,7 +85,9 @@ def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_sc
     found = {name: rank_correlation(scores[name], measured, singles()) for name in COLUMNS}
     said = capsys.readouterr().err.splitlines()
     assert said[0].endswith("1,140 variants in column 'mutant', measured in 'DMS_score', offset 0")
-    assert said[1].startswith("60 relatives, 59 of them aligned to at least half of it, effective ")
+    assert said[1].startswith(
+        "60 relatives, 59 of them used, for at least half of the protein; effective "
+    )
     assert said[2:] == [f"WT, {name}: {found[name]}" for name in COLUMNS]
     assert found["d2plm_score"].low > 0.6
     alone_rho = found["d2plm_model_alone_score"]

@@ -690,7 +690,7 @@ def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
     resources = Resources(threads=1, memory_limit="1G", temporary_dir=str(elsewhere))
     prepare(_fasta(tmp_path, _proteins()), tmp_path / "out", resources=resources)
     assert [folder.parent for folder in seen] == [elsewhere]
-    assert list(elsewhere.iterdir()) == []
+    assert not elsewhere.exists() or not list(elsewhere.iterdir())
 
 
 def test_a_split_that_was_half_replaced_is_not_opened(

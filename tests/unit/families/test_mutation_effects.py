@@ -8,7 +8,7 @@ from d2plm.evaluation.mutations import Variant
 from d2plm.families import mutation_effects
 from d2plm.families.alignment import GAP, Letters, align_to, column_profile, sequence_weights
 from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
-from d2plm.families.pairs import Neighbours, PairTable
+from d2plm.families.pairs import Neighbours, PairTable, sampled
 from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
 from tests.unit.families.simulated import (
     all_singles,
@@ -125,6 +125,28 @@ def test_a_large_family_is_sampled_for_its_pairs(monkeypatch: pytest.MonkeyPatch
     table, _ = effects._fitted
     assert len(table.seen) == 60
     assert np.square(table.seen).sum() / 15 == pytest.approx(effects.effective_number, rel=1e-4)
+
+
+def test_a_law_holds_where_the_nearest_member_has_a_gap() -> None:
+    """Votes differ by factors that float32 does not hold."""
+    near = np.zeros((1, 200), dtype=np.int8)
+    far = np.ones((30, 200), dtype=np.int8)
+    near[:, 7], far[:, 7] = GAP, 3
+    aligned, profile = np.concatenate([near, far]), np.full((200, 20), 0.05)
+    law = Neighbours(aligned, np.ones(31), profile, 0.8).laws(np.zeros((1, 200), dtype=np.int8))
+    assert law[0, 7, 3] == pytest.approx((30 + 3 * 0.05) / 33, rel=1e-6)
+
+
+def test_members_that_share_a_weight_count_as_one_where_members_are_drawn() -> None:
+    weights = np.concatenate([np.full(500, 1.0), np.full(500, 1 / 500)])
+    places, shares = sampled(weights, 800, np.random.default_rng(0))
+    assert shares.sum() == pytest.approx(weights.sum())
+    assert shares[places >= 500].sum() / shares.sum() < 0.01
+
+
+def test_too_few_relatives_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    FamilyEffects.of(likeliest(), [encode("WWWWWWCCCCCCCC")])
+    assert "1 relative, 0 of them used" in caplog.text and "too few" in caplog.text
 
 
 def aligned_rows(*texts: str) -> Letters:

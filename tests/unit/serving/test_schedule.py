@@ -1,5 +1,6 @@
 """The order in which requests are computed, and which are refused, by a clock that passes set."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
@@ -131,7 +132,7 @@ def test_what_would_be_late_or_make_others_late_is_refused() -> None:
         BusyError, match=r"takes about 55\.0 seconds and would not be finished"
     ) as e:
         it.send("too long on its own", 55)
-    assert e.value.retry_after == 5  # 55 ÷ (1 − SHARE) − 60, rounded up
+    assert e.value.retry_after == math.ceil(55 / (1 - SHARE) - 60)
     it.send("long", 30)
     it.send("next", 20)
     with pytest.raises(BusyError, match="within 60 seconds"):
