@@ -164,10 +164,8 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
 def range_of(limits: Mapping[str, Any]) -> str:
     """The range of a number in words, such as `≥ 0 and < 1`; empty without bounds."""
     signs = {"low": "≥", "above": ">", "high": "≤", "below": "<"}
-    given = {name: limits.get(name) for name in signs}
-    shown = {
-        n: f"{b}" if isinstance(b, int) else f"{b:g}" for n, b in given.items() if b is not None
-    }
+    given = {name: limits[name] for name in signs if limits.get(name) is not None}
+    shown = {n: str(b) if isinstance(b, int) else f"{b:g}" for n, b in given.items()}
     return " and ".join(f"{signs[name]} {bound}" for name, bound in shown.items())
 
 

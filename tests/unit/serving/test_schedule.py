@@ -138,7 +138,7 @@ def test_what_would_be_late_or_make_others_late_is_refused() -> None:
     with pytest.raises(BusyError, match="within 60 seconds"):
         it.send("late", 10)
     with pytest.raises(BusyError):
-        it.send("makes another late", 3)
+        it.send("makes another late", 5)
     it.send("short", 0.1)  # has a share of its own
     it.run()
     it.send("late", 10)
