@@ -232,11 +232,13 @@ def test_training_that_ends_early_passes_on_its_exit_code(
     monkeypatch.setattr(processes, "run", lambda *words: ran.append(words) or code)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    monkeypatch.delenv(processes.GLOO_INTERFACE, raising=False)
     with pytest.raises(LaunchError, match=said) as caught:
         train_locally(tmp_path / "config.yaml", processes=2)
     assert caught.value.exit_code == code
     ((command, environment),) = ran
-    assert "--nproc-per-node=2" in command
+    assert {"--nproc-per-node=2", "--local-addr=localhost"} <= {*command}
+    assert environment[processes.GLOO_INTERFACE].startswith("lo")  # no look-up of its own name
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["MALLOC_TRIM_THRESHOLD_"] == "1"  # the user's own
 
