@@ -214,10 +214,11 @@ def _by_predictor(
     if own.sequences is not None:
         alone = {} if given is None else {ALONE_COLUMN: of_model()}
         return {SCORE_COLUMN: of_model(family=given), **alone}
-    from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects  # imports HMMER
+    from d2plm.families.alignment import letters_of  # imports HMMER
+    from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
 
     if family is None:
-        blosum62 = blosum62_effects(wild_type, own.variants)
+        blosum62 = blosum62_effects(letters_of(wild_type), own.variants)
         return {SCORE_COLUMN: of_model(), TERM_COLUMNS["blosum62"]: blosum62}
     effects = FamilyEffects.of(wild_type, family.members)
     terms = effects.effects(own.variants)

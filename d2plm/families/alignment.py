@@ -16,7 +16,6 @@ from pyhmmer.plan7 import Background
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens
 from d2plm.families.profile_hmm import (
     aligned_columns,
-    amino_frequencies,
     family_hmm,
     hmm_builder,
 )
@@ -81,14 +80,12 @@ def column_profile(aligned: Letters, weights: NDArray[np.float64]) -> NDArray[np
 
     HMMER's match emissions with every column a match state: the weighted counts, as many
     observations as the weights sum to, and HMMER's mixture of Dirichlet priors (Sjölander et al.,
-    doi:10.1093/bioinformatics/12.4.327). Without members, the background.
+    doi:10.1093/bioinformatics/12.4.327).
 
     Args:
         aligned: int8 [N, L].
         weights: float64 [N], see `sequence_weights`.
     """
-    if not len(aligned):
-        return np.tile(amino_frequencies(), (aligned.shape[1], 1))
     alphabet = Alphabet.amino()
     symbols = np.frombuffer(f"{CANONICAL}-".encode(), dtype=np.uint8)
     rows = (bytes(symbols[row]).decode() for row in aligned)

@@ -87,15 +87,15 @@ class FamilyEffects:
         return float(self.weights.sum())
 
     def effects(self, variants: Sequence[Variant]) -> dict[str, Table]:
-        """float64 [N] of `score` and of each of its terms, higher where a variant is likelier.
-
-        Where the protein's residue is unknown, the mean over the profile stands for it.
-        """
-        pairs = self._summed(self._pair_terms, variants) + self._interactions(variants)
+        """float64 [N] of `score` and of each of its terms, higher where a variant is likelier."""
+        pairs = np.zeros(len(variants))
+        if len(self.aligned) >= FEWEST_MEMBERS:
+            pairs = summed_changes(self._pairs[1], self.letters, variants)
+            pairs += self._interactions(variants)
         found = {
-            "profile": self._summed(self.log_profile, variants),
+            "profile": summed_changes(self.log_profile, self.letters, variants),
             "pairs": self._pair_scale * pairs,
-            "blosum62": _blosum62_effects(self.letters, variants),
+            "blosum62": blosum62_effects(self.letters, variants),
         }
         score = found["profile"] + found["pairs"] + BLOSUM_SHARE * found["blosum62"]
         return {"score": score, **found}
@@ -107,17 +107,13 @@ class FamilyEffects:
             return np.log(column_profile(self.letters[None], np.ones(1)))
         return np.log(column_profile(self.aligned, self.weights))
 
-    def _summed(self, term_L20: Table, variants: Sequence[Variant]) -> Table:
-        mean = (np.exp(self.log_profile) * term_L20).sum(1, keepdims=True)
-        return summed_changes(np.append(term_L20, mean, axis=1), self.letters, variants)
-
     @property
     def _pair_scale(self) -> float:
         return MOST_PAIRS * self.effective_number / (self.effective_number + HALF_OF_PAIRS)
 
     @cached_property
-    def _fitted(self) -> tuple[PairTable, Table]:
-        """The pairs, and float64 [L], what is subtracted from the protein's own residues."""
+    def _pairs(self) -> tuple[PairTable, Table]:
+        """The pairs, and their term [L, 20] of the protein, its own residues lowered."""
         random, profile_L20 = np.random.default_rng(0), np.exp(self.log_profile)
         chosen, weights = sampled(self.weights, MEMBERS, random)
         aligned = self.aligned[chosen]
@@ -127,23 +123,15 @@ class FamilyEffects:
         table = PairTable(aligned, weights, profile_L20, laws)
         places, shares = sampled(weights, PREDICTED[2], random)
         sample = aligned[places]
-        terms, filled = table.terms(sample), shares[:, None] * (sample < GAP)
+        terms_L20, *of_sample = table.terms(np.concatenate([self.letters[None], sample]))
+        terms, filled = np.array(of_sample), shares[:, None] * (sample < GAP)
         own = np.take_along_axis(terms, np.minimum(sample, GAP - 1)[..., None], 2)[..., 0]
         preferred = (filled * (own - (terms * profile_L20).sum(2))).sum(0)
         mean_L = preferred / np.maximum(filled.sum(0), 1e-9)
-        found = evidence(aligned, weights, agreement, random)
-        return table, found.share_of_tree * mean_L
-
-    @cached_property
-    def _pair_terms(self) -> Table:
-        """float64 [L, 20]: the pair term of the protein, its own residues lowered by the tree's."""
-        if len(self.aligned) < FEWEST_MEMBERS:
-            return np.zeros((len(self.letters), GAP))
-        table, preference_L = self._fitted
-        (terms_L20,) = table.terms(self.letters[None])
+        share = evidence(aligned, weights, agreement, random).share_of_tree
         known = np.flatnonzero(self.letters < GAP)
-        terms_L20[known, self.letters[known]] -= preference_L[known]
-        return terms_L20
+        terms_L20[known, self.letters[known]] -= share * mean_L[known]
+        return table, terms_L20
 
     def _interactions(self, variants: Sequence[Variant]) -> Table:
         """float64 [N]: what the changes of a variant add to each other's pair terms.
@@ -156,13 +144,11 @@ class FamilyEffects:
         for number, variant in enumerate(variants):
             for i in variant.positions if len(variant.positions) > 1 else ():
                 of_column.setdefault(i, []).append(number)
-        if len(self.aligned) < FEWEST_MEMBERS:
-            return added
-        letters = np.minimum(self.letters, GAP - 1)  # an unknown residue as any other
+        (table, _), letters = self._pairs, self.letters
         for i, numbers in of_column.items():
-            table, _ = self._fitted
             odds = table.log_odds(i) * table.coupling[i][None, :, None]
-            odds *= table.scales(i, (self.letters < GAP)[None])[0] / 2
+            odds *= table.scales(i, (letters < GAP)[None])[0] / 2
+            odds = np.pad(odds, ((0, 1), (0, 0), (0, 1)))  # of residues that are not canonical
             for number in numbers:
                 places, mutants = (np.array(one) for one in _parts(variants[number]))
                 change = odds[mutants[places == i][0]] - odds[letters[i]]
@@ -170,23 +156,20 @@ class FamilyEffects:
         return added
 
 
-def blosum62_effects(protein: Tokens, variants: Sequence[Variant]) -> Table:
+def blosum62_effects(letters: Letters, variants: Sequence[Variant]) -> Table:
     """float64 [N]: Σ_i of BLOSUM62's log-odds of mutant and wild type, less that of no change."""
-    return _blosum62_effects(letters_of(protein), variants)
-
-
-def _blosum62_effects(letters: Letters, variants: Sequence[Variant]) -> Table:
-    return summed_changes(np.pad(blosum62(), (0, 1))[letters], letters, variants)
+    return summed_changes(np.pad(blosum62(), ((0, 1), (0, 0)))[letters], letters, variants)
 
 
 def summed_changes(term: Table, letters: Letters, variants: Sequence[Variant]) -> Table:
     """float64 [N]: Σ_i term[i, mutant] − term[i, own] over the changes of each variant.
 
     Args:
-        term: float64 [L, 21], the last column for residues that are not canonical.
+        term: float64 [L, 20]; 0 for own residues that are not canonical.
         letters: int8 [L], the own ones.
     """
-    change = term - term[np.arange(len(term)), letters][:, None]
+    padded = np.pad(term, ((0, 0), (0, 1)))
+    change = term - padded[np.arange(len(term)), letters][:, None]
     return np.array([change[_parts(variant)].sum() for variant in variants])
 
 

@@ -6,7 +6,14 @@ import pytest
 from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
 from d2plm.evaluation.mutations import Variant
 from d2plm.families import mutation_effects
-from d2plm.families.alignment import GAP, Letters, align_to, column_profile, sequence_weights
+from d2plm.families.alignment import (
+    GAP,
+    Letters,
+    align_to,
+    column_profile,
+    letters_of,
+    sequence_weights,
+)
 from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
 from d2plm.families.pairs import Neighbours, PairTable, sampled
 from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
@@ -55,11 +62,9 @@ def test_several_changes_see_half_of_each_other() -> None:
     tokens = tuple(int(one) + CANONICAL_START for one in mutants)
     one = [Variant((i,), (to,)) for i, to in zip(places, tokens, strict=True)]
     both = effects.effects([Variant(places, tokens), *one])
-    table, preference = effects._fitted
-    (terms,) = table.terms(wild_type[None])
+    table, terms = effects._pairs
     own_terms = [
-        terms[i, to] - terms[i, wild_type[i]] + preference[i]
-        for i, to in zip(places, mutants, strict=True)
+        terms[i, to] - terms[i, wild_type[i]] for i, to in zip(places, mutants, strict=True)
     ]
     singles_pairs = both["pairs"][1:]
     np.testing.assert_allclose(singles_pairs, effects._pair_scale * np.array(own_terms), rtol=1e-6)
@@ -114,7 +119,7 @@ def test_blosum62_is_that_of_the_table() -> None:
     protein = encode("WAR")
     tokens = encode("ARND")
     changes = [Variant((0,), (int(t),)) for t in tokens] + [Variant((1, 2), (int(tokens[1]),) * 2)]
-    half_bits = blosum62_effects(protein, changes) * 2 / np.log(2)
+    half_bits = blosum62_effects(letters_of(protein), changes) * 2 / np.log(2)
     np.testing.assert_allclose(half_bits, [-3 - 11, -3 - 11, -4 - 11, -4 - 11, -1 - 4])
 
 
@@ -122,7 +127,7 @@ def test_a_large_family_is_sampled_for_its_pairs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mutation_effects, "MEMBERS", 60)
     aligned, *_ = with_pairs(1, length=15, members=200)
     effects = of_first(aligned)
-    table, _ = effects._fitted
+    table, _ = effects._pairs
     assert len(table.seen) == 60
     assert np.square(table.seen).sum() / 15 == pytest.approx(effects.effective_number, rel=1e-4)
 
