@@ -25,20 +25,43 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Alignment:
+    """Corrupted proteins aligned to their relatives: N = Σ lengths of the proteins, over R pairs.
+
+    Attributes:
+        features: float32 [N, F] of each position of a protein and one relative, which
+            `d2plm.model.alignment` lists.
+        places: int64 [N], the position in the packed row of each line.
+        bounds: int64 [R + 1], the lines of each pair.
+    """
+
+    features: Tensor
+    places: Tensor
+    bounds: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Alignment":
+        """The same with `function` of each tensor."""
+        return Alignment(*map(function, vars(self).values()))
+
+
+@dataclass(frozen=True)
 class Relatives:
     """R relatives of the sequences of a batch, which the model sees but never predicts.
 
-    They stay on the host, where alignments are computed.
+    They stay on the host, where they are aligned.
 
     Attributes:
         tokens: uint8 [M], the concatenated residues, without special tokens.
         bounds: int64 [R + 1], start and end of each relative; none is empty.
         segments: int64 [R], the segment of the batch to which each relative belongs.
+        alignment: of the corrupted batch to them, where the corruption was known ahead of the step;
+            None: the model's forward aligns them.
     """
 
     tokens: NDArray[np.uint8]
     bounds: NDArray[np.int64]
     segments: NDArray[np.int64]
+    alignment: Alignment | None = None
 
     @classmethod
     def pack(cls, by_segment: Sequence[Sequence[NDArray[np.uint8]]]) -> Self:
@@ -205,8 +228,12 @@ class PackedBatch:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until `stream` has finished its queued work."""
-        for tensor in self._tensors().values():
+
+        def record(tensor: Tensor) -> Tensor:
             tensor.record_stream(stream)
+            return tensor
+
+        self._map(record)
 
     def repeated(self, count: int) -> Self:
         """`count` copies, one after another; `relatives` must be those of all copies already."""
@@ -240,8 +267,11 @@ class PackedBatch:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        changed = {name: function(tensor) for name, tensor in self._tensors().items()}
-        return replace(self, **changed)  # type: ignore[arg-type]  # only the tensor fields
+        changed: dict[str, Any] = {name: function(one) for name, one in self._tensors().items()}
+        if self.relatives is not None and self.relatives.alignment is not None:
+            alignment = self.relatives.alignment.map(function)
+            changed["relatives"] = replace(self.relatives, alignment=alignment)
+        return replace(self, **changed)
 
 
 def under_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> Iterator[list[T]]:

@@ -8,7 +8,6 @@ learn to align; the encoder that uses them is learnt.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.batch import Relatives
+from d2plm.core.batch import Alignment, Relatives
 from d2plm.core.substitution import blosum62
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, ESM2_TOKENS
 
@@ -31,37 +30,14 @@ FEATURES = LETTERS + 1 + 3 * len(WINDOWS)
 BEGUN_INSIDE = 0.01  # to begin or end inside both proteins, relative to the end of one of them
 
 
-@dataclass(frozen=True)
-class Alignment:
-    """Proteins aligned to their relatives: N = Σ lengths of the aligned proteins, over R pairs.
-
-    Attributes:
-        features: float32 [N, FEATURES]: `residues`; the probability that one of the twenty is
-            aligned; and for each window around the position the fraction of visible residues equal
-            to the aligned ones, the logarithm of their number, and the aligned fraction of the
-            visible residues.
-        places: int64 [N], the position in the packed row of each line.
-        bounds: int64 [R + 1], the lines of each pair.
-    """
-
-    features: Tensor
-    places: Tensor
-    bounds: Tensor
-
-    @property
-    def residues(self) -> Tensor:
-        """float32 [N, 21], the probability that a position is aligned to each type of residue.
-
-        The remainder to 1 is the probability of a gap.
-        """
-        return self.features[:, :LETTERS]
-
-
 def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment:
     """Align segments of a packed row to the relatives of each.
 
     Computed on the host, on as many threads as torch has; tensors of the result are on the device
-    of `tokens`.
+    of `tokens`. The features of a line: the probability that the position is aligned to each type
+    of residue, [21], the remainder to 1 being that of a gap; the probability that one of the twenty
+    is aligned; and for each of `WINDOWS` the fraction of visible residues equal to the aligned
+    ones, the logarithm of their number, and the aligned fraction of the visible residues.
 
     Args:
         tokens: uint8 [T], corrupted tokens of the packed row.

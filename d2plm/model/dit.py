@@ -79,7 +79,8 @@ class DiT(PreTrainedModel):
             max_seqlen: an upper bound on the segment lengths.
             times: float [S], the paradigm's time of each segment, in [0, 1].
             relatives: of some segments; only of a model with an encoder for them. They are aligned
-                here, so that nothing of the hidden residues can enter the alignment.
+                here, so that nothing of the hidden residues can enter the alignment, unless they
+                come with an alignment to these very `tokens`.
             reduce: called with the last hidden states [T, D], in fp32 or better, and the function
                 that projects any M of them to logits [M, V]; for large vocabularies, and not with
                 relatives.
@@ -139,7 +140,10 @@ class DiT(PreTrainedModel):
                 "this model was trained without relatives and takes none; train one with "
                 "relatives_dim above 0"
             )
-        return self.relatives(align(tokens, cu_seqlens, relatives), len(tokens))
+        alignment = relatives.alignment
+        if alignment is None:
+            alignment = align(tokens, cu_seqlens, relatives)
+        return self.relatives(alignment, len(tokens))
 
     def forward_padded(
         self,

@@ -344,8 +344,9 @@ def sum_segments(values_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
             if stop > start:
                 torch.sum(values_TD[start:stop], dim=0, out=sums_SD[segment])
         return sums_SD
-    exact = values_TD.to(torch.promote_types(values_TD.dtype, torch.float32)).contiguous()
-    return torch.segment_reduce(exact, "sum", offsets=cu_seqlens.long()).to(values_TD.dtype)
+    from d2plm.model.segment_sum_kernel import segment_sums  # Triton, which only CUDA builds have
+
+    return segment_sums(values_TD, cu_seqlens)
 
 
 @sum_segments.register_fake

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from d2plm.model.alignment import FEATURES, LETTERS, Alignment
+from d2plm.core.batch import Alignment
+from d2plm.model.alignment import FEATURES, LETTERS
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.layers import in_dtype
 

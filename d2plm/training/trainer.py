@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from d2plm.core.processes import handled
 from d2plm.core.spans import span
 from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, Position
 from d2plm.data.prefetch import prefetch
+from d2plm.model.alignment import align
 from d2plm.model.dit import DiT, dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.lora import add_lora
@@ -350,9 +352,7 @@ class Trainer:
             end_together(self.process)
 
     def _train_to_the_limit(self) -> None:
-        batches = prefetch(
-            self.loader.stream(self.position), self.device, enabled=self.loading.async_prefetch
-        )
+        batches = self.batches()
         agreement = Agreement(self.process)
         while not self.is_last_step:
             waiting_since = time.perf_counter()
@@ -371,6 +371,29 @@ class Trainer:
             elif agreed == _SAVE_FAILED:
                 self._settle_save()
         agreement.finish()
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """The global batches from the present position on, on the device."""
+        stream = self.loader.stream(self.position)
+        if self.loading.max_relatives is not None and self.device.type == "cuda":
+            # In the step, the alignment would wait for the device to know what is visible.
+            steps = enumerate(stream, self.step)
+            stream = (self.with_aligned_relatives(batch, step) for step, batch in steps)
+        return prefetch(stream, self.device, enabled=self.loading.async_prefetch)
+
+    def with_aligned_relatives(self, batch: GlobalBatch, step: int) -> GlobalBatch:
+        """The batch of a step, its relatives aligned on the host to what the step will not hide."""
+
+        def aligned(packed: PackedBatch) -> PackedBatch:
+            if packed.relatives is None:
+                return packed
+            tokens = self.paradigm.corrupt(packed, Key(self.seed, step)).tokens
+            alignment = align(tokens, packed.cu_seqlens, packed.relatives)
+            if self.loader.pin_memory:
+                alignment = alignment.map(torch.Tensor.pin_memory)
+            return replace(packed, relatives=replace(packed.relatives, alignment=alignment))
+
+        return replace(batch, micro_batches=[aligned(packed) for packed in batch.micro_batches])
 
     def train_step(self, batch: GlobalBatch) -> None:
         """One optimizer step on a global batch."""

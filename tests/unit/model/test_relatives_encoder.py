@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.batch import PackedBatch, Relatives
+from d2plm.core.batch import Alignment, PackedBatch, Relatives
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.vocabulary import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.model import alignment
-from d2plm.model.alignment import UNKNOWN, Alignment, align
+from d2plm.model.alignment import LETTERS, UNKNOWN, align
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from tests.conftest import TINY_SIZES
@@ -62,8 +62,12 @@ def enumerated(target: Tensor, relative: Tensor) -> Tensor:
     return (slope * odds).detach()
 
 
+def residues(found: Alignment) -> Tensor:
+    return found.features[:, :LETTERS]
+
+
 def lines(found: Alignment, pair: int) -> Tensor:
-    return found.residues[found.bounds[pair] : found.bounds[pair + 1]]
+    return residues(found)[found.bounds[pair] : found.bounds[pair + 1]]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -106,9 +110,9 @@ def test_long_proteins_neither_overflow_nor_vanish() -> None:
     batch = PackedBatch.pack([target, hidden, tandem])
     given = Relatives.pack([related, related, [target[:600]]])
     found = align(batch.tokens, batch.cu_seqlens, given)
-    assert found.residues.isfinite().all()
-    assert (found.residues >= 0).all()
-    covered = found.residues.sum(1)
+    assert residues(found).isfinite().all()
+    assert (residues(found) >= 0).all()
+    covered = residues(found).sum(1)
     assert float(covered.max()) < 1 + 1e-5
     same = lines(found, 0).gather(1, letters(target)[:, None])[:, 0]
     assert float(same.mean()) > 0.99
@@ -122,7 +126,7 @@ def test_features_count_what_agrees_in_each_window() -> None:
     batch = PackedBatch.pack([protein(random, 7), target])
     related = Relatives.pack([[protein(random, 5)], [relative]])
     found = align(batch.tokens, batch.cu_seqlens, related)
-    features, own = found.features[7:], found.residues[7:]
+    features, own = found.features[7:], residues(found)[7:]
     known = letters(target)
     for i in range(40):
         near = [k for k in range(max(0, i - 8), min(40, i + 9)) if known[k] < UNKNOWN]

@@ -24,6 +24,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, Position
 from d2plm.data.prefetch import prefetch
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.model import experts, layers
 from d2plm.model.dit import DiT
@@ -89,12 +90,16 @@ def on_cuda(store: SequenceStore, folder: Path, **settings: Any) -> Trainer:
     """A trainer of the tiny model on the stand-in."""
     return make_trainer(
         OnCuda,
-        collections=[Collection(store)],
         output_dir=folder,
         token_budget=256,
         max_length=64,
         compile=False,
-        **{"precision": "bf16", "paradigm": AbsorbingDiffusion(), **settings},
+        **{
+            "collections": [Collection(store)],
+            "precision": "bf16",
+            "paradigm": AbsorbingDiffusion(),
+            **settings,
+        },
     )
 
 
@@ -199,6 +204,17 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(
 def test_other_settings_do_not_change_it_either(
     changes: dict[str, Any], waits_of: Callable[..., dict[int, list[str]]]
 ) -> None:
+    assert waits_of(**changes)[2] == []
+
+
+def test_relatives_are_aligned_ahead_of_the_step(
+    tiny_store: SequenceStore, waits_of: Callable[..., dict[int, list[str]]]
+) -> None:
+    count = len(tiny_store)
+    queries = np.arange(count)
+    index = RelativesIndex.of_hits(count, queries, (queries + 1) % count, np.full(count, 0.4), 2)
+    collections = [Collection(tiny_store, relatives=index)]
+    changes = {"model": {"relatives_dim": 8}, "max_relatives": 2, "collections": collections}
     assert waits_of(**changes)[2] == []
 
 
