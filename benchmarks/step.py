@@ -342,7 +342,7 @@ def _kernels(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -> li
     kernels = [
         event
         for event in profiler.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
     total = max(sum(event.self_device_time_total for event in kernels), 1e-9)
     kernels.sort(key=lambda event: -event.self_device_time_total)

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from d2plm.core.errors import ModelError
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
+MULTIPLE = 8  # of which CUDA's kernel takes a head size
 WINDOW = 32  # tokens; lengths up to 1,024 are 32 shapes of each product, and oneDNN keeps 1,024
 BATCHED, SHORT = 8, 128  # segments of one length, of so many tokens at most, computed as a batch
 
@@ -48,10 +50,15 @@ def packed_attention(
         )
     from torch.nn.attention.varlen import varlen_attn
 
+    size = q_THK.shape[-1]
+    missing = -size % MULTIPLE
+    if missing:  # zeros change no score but its scale, 1/√K
+        q_THK = q_THK * ((size + missing) / size) ** 0.5
+        q_THK, k_THK, v_THK = (F.pad(x, (0, missing)) for x in (q_THK, k_THK, v_THK))
     out_THK: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where one asks for it
         q_THK, k_THK, v_THK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     )
-    return out_THK
+    return out_THK[..., :size]
 
 
 def _segments(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:

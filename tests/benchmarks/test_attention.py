@@ -38,10 +38,10 @@ def test_every_implementation_returns_a_softmax_written_out() -> None:
 
 
 def test_an_implementation_with_a_wrong_gradient_is_rejected() -> None:
-    named = {name: [one] for name, one in prepared(torch.float32).items()}
-    given, attend = named[PADDED][0]
+    named = prepared(torch.float32)
+    given, attend = named[PADDED]
     # The same output, and no gradient for the keys.
-    named[PADDED] = [(given, lambda q, k, v: attend(q, k.detach() + 0 * k, v))]
+    named[PADDED] = given, lambda q, k, v: attend(q, k.detach() + 0 * k, v)
     errors = attention.errors(named, BOUNDS)
     assert errors[PACKED] < attention.EXACT
     for error in (errors[PADDED], float("nan")):

@@ -122,7 +122,7 @@ def losses(trainer: Trainer, steps: int = 4) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("size", [8, 60, 64])
 def test_attention_within_segments(dtype: torch.dtype, size: int) -> None:
     bounds = torch.tensor([0, 1, 1, 30, 158, 300, 300, 321], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
@@ -194,6 +194,10 @@ def test_losses_of_flow_matching_are_those_of_a_cpu(build: Build, paradigm: str)
 def test_a_step_never_waits_for_the_device(
     build: Build, model: str, changes: dict[str, Any]
 ) -> None:
+    if model == "experts" and changes.get("precision") == "fp16":
+        pytest.skip(
+            "in fp16, torch computes a grouped product group by group, and reads their ends"
+        )
     trainer = build(model=model, **changes)
     batches = trainer.batches()
     for batch in islice(batches, 2):
