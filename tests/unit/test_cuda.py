@@ -196,7 +196,7 @@ def test_a_step_never_waits_for_the_device(
 ) -> None:
     if model == "experts" and changes.get("precision") == "fp16":
         pytest.skip(
-            "in fp16, torch computes a grouped product group by group, and reads their ends"
+            "in fp16, torch computes grouped products one by one, and reads their bounds"
         )
     trainer = build(model=model, **changes)
     batches = trainer.batches()
