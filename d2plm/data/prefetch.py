@@ -6,6 +6,7 @@ only some hundred kilobytes: the gain is that a step never waits for the host, n
 """
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -46,3 +47,12 @@ def _side_stream(stream: Iterable[GlobalBatch], device: torch.device) -> Iterato
         pending = following
     if pending is not None:
         yield pending
+
+
+def read_ahead(stream: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+    """The batches of `stream`, each made by a thread while the one before is in use."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, stream, None)
+        while (batch := following.result()) is not None:
+            following = thread.submit(next, stream, None)
+            yield batch

@@ -28,7 +28,7 @@ from d2plm.core.precision import resolve_precision
 from d2plm.core.processes import handled
 from d2plm.core.spans import span
 from d2plm.data.loader import Collection, GlobalBatch, PackedDataset, Position
-from d2plm.data.prefetch import prefetch
+from d2plm.data.prefetch import prefetch, read_ahead
 from d2plm.model.alignment import align
 from d2plm.model.dit import DiT, dit_without_memory
 from d2plm.model.dit_config import DiTConfig
@@ -378,7 +378,7 @@ class Trainer:
         if self.loading.max_relatives is not None and self.device.type == "cuda":
             # In the step, the alignment would wait for the device to know what is visible.
             steps = enumerate(stream, self.step)
-            stream = (self.with_aligned_relatives(batch, step) for step, batch in steps)
+            stream = read_ahead(self.with_aligned_relatives(batch, step) for step, batch in steps)
         return prefetch(stream, self.device, enabled=self.loading.async_prefetch)
 
     def with_aligned_relatives(self, batch: GlobalBatch, step: int) -> GlobalBatch:

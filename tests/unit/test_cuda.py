@@ -195,9 +195,7 @@ def test_a_step_never_waits_for_the_device(
     build: Build, model: str, changes: dict[str, Any]
 ) -> None:
     if model == "experts" and changes.get("precision") == "fp16":
-        pytest.skip(
-            "in fp16, torch computes grouped products one by one, and reads their bounds"
-        )
+        pytest.skip("in fp16, torch computes grouped products one by one, and reads their bounds")
     trainer = build(model=model, **changes)
     batches = trainer.batches()
     for batch in islice(batches, 2):

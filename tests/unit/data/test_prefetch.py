@@ -8,8 +8,9 @@ from typing import NoReturn
 import pytest
 import torch
 
+from d2plm.core.errors import DataError
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
-from d2plm.data.prefetch import prefetch
+from d2plm.data.prefetch import prefetch, read_ahead
 from d2plm.data.store import SequenceStore
 
 BATCHES = 20
@@ -71,6 +72,25 @@ def test_elsewhere_every_batch_is_copied_in_order(tiny_store: SequenceStore, ena
 
 def test_nothing_comes_of_nothing() -> None:
     assert list(prefetch([], torch.device("cpu"))) == []
+
+
+def test_a_thread_makes_the_next_batch_while_one_is_used(tiny_store: SequenceStore) -> None:
+    asked = [threading.Event() for _ in range(BATCHES)]
+
+    def source() -> Iterator[GlobalBatch]:
+        for event, batch in zip(asked, stream(tiny_store), strict=True):
+            event.set()
+            yield batch
+        raise DataError("the store is gone")
+
+    made = read_ahead(source())
+    for number, theirs in enumerate(islice(stream(tiny_store), BATCHES - 1)):
+        assert_same_content(next(made), theirs)
+        assert asked[number + 1].wait(10)
+    next(made)
+    with pytest.raises(DataError, match="gone"):
+        next(made)
+    assert list(read_ahead(islice(stream(tiny_store), 0))) == []
 
 
 @needs_cuda
