@@ -13,22 +13,19 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from d2plm.assembly.many_runs import check_all, check_runs, dry_run, run_all
-from d2plm.assembly.tracked_run import tracking_arguments
+from d2plm.assembly.sweep import for_all, one_run, run_sweep
 from d2plm.config import Arguments, as_yaml, hydra_over, parse_overrides, plain
 from d2plm.core.errors import ConfigError
-from d2plm.core.files import config_dir, write_text
+from d2plm.core.files import config_dir
 from d2plm.core.terminal import result
 from d2plm.settings.callbacks import CallbackSettings
 from d2plm.settings.commands import TrainSettings
-from d2plm.tracking.runs import tracking_run
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
 FORMAT_VERSION = 1
@@ -52,37 +49,27 @@ def run(arguments: Arguments) -> dict[str, Any]:
             "--multirun: cannot run under torchrun; start d2plm train without torchrun and set "
             "distributed.processes"
         )
-    sweep = expand(arguments)
-    configs = check_all(
-        {name: partial(arguments.compose, overrides) for name, (_, overrides) in sweep.items()}
+    combinations = expand(arguments)
+    configs = for_all(
+        {name: partial(arguments.compose, words) for name, (_, words) in combinations.items()}
     )
     if arguments.show_only:
         shown = (f"# {name}\n{as_yaml(config)}" for name, config in configs.items())
         result("---\n".join(shown))
         return {name: plain(config) for name, config in configs.items()}
-    first = next(iter(configs.values()))
-    check_runs(configs)
-    if first.dry_run:
-        return dry_run(configs)
-    settings = {name: varied for name, (varied, _) in sweep.items()}
-    keys = list(next(iter(settings.values())))
-    values = {key: ", ".join(dict.fromkeys(one[key] for one in settings.values())) for key in keys}
+    settings = {name: varied for name, (varied, _) in combinations.items()}
+    first, keys = next(iter(configs.values())), list(next(iter(settings.values())))
     folder = Path(first.multirun_dir) / folder_name(",".join(keys))
-    tracking = {**tracking_arguments(first), "run_name": f"{first.name}: {', '.join(keys)}"}
-    with tracking_run(folder, **tracking) as parent:
-        parent.log_params(values)
-        runs = {
-            name: _of_sweep(config, first, folder / folder_name(name), name, parent.id)
-            for name, config in configs.items()
-        }
-        run_all(runs, ["train"], first.parallel)
-        results = collect(settings, runs)
-        table = sweep_table(results)
-        for file, text in (("sweep.json", json.dumps(results, indent=2)), ("sweep.md", table)):
-            write_text(folder / file, f"{text}\n")
-            parent.log_file(folder / file)
-    result(table)
-    return results
+    runs = {name: one_run(one, name, folder / folder_name(name)) for name, one in configs.items()}
+    return run_sweep(
+        first,
+        runs,
+        ["train"],
+        varied={key: dict.fromkeys(one[key] for one in settings.values()) for key in keys},
+        results=folder / "sweep",
+        reduce=lambda: collect(settings, runs),
+        table=sweep_table,
+    )
 
 
 def expand(arguments: Arguments) -> dict[str, Combination]:
@@ -91,38 +78,34 @@ def expand(arguments: Arguments) -> dict[str, Combination]:
     Raises:
         ConfigError: if nothing varies, a combination occurs twice, or values cannot be listed.
     """
-    root = (arguments.folder or config_dir()).resolve()
-    with hydra_over(root) as loader:
+    with hydra_over((arguments.folder or config_dir()).resolve()) as loader:
         overrides = parse_overrides(arguments.overrides, loader)
         varying = {
-            place: (override.get_key_element(), _values(override))
+            place: [f"{override.get_key_element()}={value}" for value in _values(override)]
             for place, override in enumerate(overrides)
             if override.is_sweep_override()
         }
+    keys = [overrides[place].get_key_element() for place in varying]
     for override in overrides:
-        if override.key_or_group in FOLDERS:
-            raise ConfigError(
-                f"--multirun: {override.input_line}: each run has its own folder; set multirun_dir "
-                "instead"
-            )
+        key, reason = override.key_or_group, None
+        if key in FOLDERS:
+            reason = "each run has its own folder; set multirun_dir instead"
+        elif key in keys and (key in OWN_KEYS or keys.count(key) > 1):
+            reason = "cannot vary between runs" if key in OWN_KEYS else "is set twice"
+        if reason is not None:
+            raise ConfigError(f"--multirun: {override.input_line}: {reason}")
     if not varying:
         raise ConfigError(
             "--multirun: no key has several values; give some, such as "
             "optimizer.learning_rate=1e-3,4e-4"
         )
-    keys = [key for key, _ in varying.values()]
-    for key in keys:
-        if key in OWN_KEYS or keys.count(key) > 1:
-            reason = "cannot vary between runs" if key in OWN_KEYS else "is set twice"
-            raise ConfigError(f"--multirun: {key} {reason}; see docs/sweeps.md")
     combinations: dict[str, Combination] = {}
-    for values in itertools.product(*(values for _, values in varying.values())):
-        settings = dict(zip(keys, values, strict=True))
-        changed = [f"{key}={value}" for key, value in settings.items()]
+    for changed in itertools.product(*varying.values()):
         name = ",".join(changed)
         if name in combinations:
             raise ConfigError(f"--multirun: {name} occurs twice; give each value once")
         words = dict(enumerate(arguments.overrides)) | dict(zip(varying, changed, strict=True))
+        settings = dict(word.split("=", 1) for word in changed)
         combinations[name] = settings, list(words.values())
     return combinations
 
@@ -135,21 +118,6 @@ def _values(override: Override) -> list[str]:
     if not values:
         raise ConfigError(f"--multirun: {override.input_line}: {reason}")
     return values
-
-
-def _of_sweep(
-    config: TrainSettings, first: TrainSettings, folder: Path, name: str, parent_run_id: str | None
-) -> TrainSettings:
-    """Configuration of a run, with its own folder, in the MLflow experiment of the first run."""
-    tracking = replace(
-        config.tracking,
-        uri=first.tracking.uri,
-        experiment=first.tracking.experiment,
-        run_name=name,
-        parent_run_id=parent_run_id,
-    )
-    model_dir = str(folder / "model")
-    return replace(config, output_dir=str(folder), model_dir=model_dir, tracking=tracking)
 
 
 def folder_name(name: str) -> str:

@@ -12,17 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.assembly.many_runs import check_runs, dry_run, run_all, write_results
 from d2plm.assembly.preparation import build_vocabulary, prepare_data
-from d2plm.assembly.training_run import (
-    model_config,
-    trainer_keys,
-    training_stores,
-    with_vocab_size,
-)
+from d2plm.assembly.sweep import one_run, run_sweep
+from d2plm.assembly.training_run import model_config, trainer_keys, training_stores, with_vocab_size
 from d2plm.config import changed
 from d2plm.core.errors import ConfigError, require, within
-from d2plm.core.terminal import result
 from d2plm.evaluation.scaling import LEAST_VALUES, Point, analyse, plot_scaling, scaling_table
 from d2plm.export.model_evaluation import load_scores
 from d2plm.model.flops import token_parameters, training_flops
@@ -45,45 +39,48 @@ def run(config: ScalingSettings) -> dict[str, Any]:
     """
     with within("data"):
         config = with_vocab_size(config, build_vocabulary(config.data))
-    _check(config)
+    budgets = _budgets(config)
+    _sizes(config)
     if not config.dry_run:
         prepare_data(config)
-    lengths = training_stores(config)["train"].lengths
-    grid = plan(config, lengths)
+    grid = plan(config, training_stores(config)["train"].lengths)
     # Longest first, so that no core idles at the end.
     longest_first = sorted(grid, key=lambda planned: -planned.point.flops)
-    runs = {str(one.config.tracking.run_name): one.config for one in longest_first}
-    if config.dry_run:
-        return dry_run(runs)
-    check_runs(runs)
-    run_all(runs, ("train", "evaluate"), config.parallel)
-    evaluation, _ = load_scores(Path(grid[0].config.model_dir))
-    named = {key: value for key, value in evaluation.items() if key == "terms"}
-    results = {**analyse(_points(grid)), **named}
-    table = scaling_table(results)
-    plot_scaling(results, write_results(config, results, table))
-    result(table)
-    return results
+    return run_sweep(
+        config,
+        {str(one.config.tracking.run_name): one.config for one in longest_first},
+        ("train", "evaluate"),
+        varied={"sizes": config.sizes, **budgets},
+        results=Path(config.work_dir) / config.name,
+        reduce=lambda: _law(grid),
+        table=scaling_table,
+        plot=plot_scaling,
+    )
 
 
-def _check(config: ScalingSettings) -> None:
-    """Reject settings that cannot determine a scaling law, before anything is computed."""
+def _budgets(config: ScalingSettings) -> dict[str, list[Any]]:
+    """The setting that holds the budgets → the budgets."""
+    both = {"steps": config.steps, "flops": config.flops}
+    given = {name: budgets for name, budgets in both.items() if budgets is not None}
+    if len(given) != 1:
+        raise ConfigError("set exactly one of the two", both)
+    for name, budgets in given.items():
+        fits = len({*budgets}) == len(budgets) >= LEAST_VALUES
+        require(fits, name, budgets, f"a list of at least {LEAST_VALUES} different budgets")
+    return given
+
+
+def _sizes(config: ScalingSettings) -> dict[str, ScalingSettings]:
+    """The complete configuration of each size."""
     sizes = config.sizes
     fits = all(isinstance(changes, dict) for changes in sizes.values())
     wanted = f"at least {LEAST_VALUES}, as {{name: {{section: {{key: value}}}}}}"
     require(fits and len(sizes) >= LEAST_VALUES, "sizes", sizes, wanted)
-    models = {size: changed(config, sizes[size], f"sizes.{size}") for size in sizes}
-    parameters = {size: token_parameters(model_config(own)) for size, own in models.items()}
+    sized = {size: changed(config, sizes[size], f"sizes.{size}") for size in sizes}
+    parameters = {size: token_parameters(model_config(own)) for size, own in sized.items()}
     wanted = "of different numbers of parameters"
     require(len(set(parameters.values())) == len(sizes), "sizes", parameters, wanted)
-    if (config.steps is None) == (config.flops is None):
-        raise ConfigError(
-            "set exactly one of the two", {"steps": config.steps, "flops": config.flops}
-        )
-    name = "flops" if config.steps is None else "steps"
-    budgets = getattr(config, name)
-    fits = len({*budgets}) == len(budgets) >= LEAST_VALUES
-    require(fits, name, budgets, f"a list of at least {LEAST_VALUES} different budgets")
+    return sized
 
 
 def plan(config: ScalingSettings, lengths: NDArray[np.integer]) -> list[Planned]:
@@ -92,51 +89,42 @@ def plan(config: ScalingSettings, lengths: NDArray[np.integer]) -> list[Planned]
     The FLOPs of attention depend on `lengths`, the residues of the training proteins.
 
     Raises:
-        ConfigError: if a budget in FLOPs is less than one step.
+        ConfigError: if a setting cannot determine a law, or a budget is less than one step.
     """
     grid = []
-    for size, changes in config.sizes.items():
-        sized = changed(config, changes, f"sizes.{size}")
+    ((kind, budgets),) = _budgets(config).items()
+    for size, sized in _sizes(config).items():
         model = model_config(sized)
         with trainer_keys():
             longest = crop_length(sized.data.max_length, model.max_position_embeddings)
         segments = np.minimum(lengths.astype(np.int64) + 2, longest)
         per_token = training_flops(model, segments.tolist()) / int(segments.sum())
         tokens_of_step = sized.trainer.global_batch_tokens or sized.data.token_budget
-        for budget in config.steps or config.flops or ():
-            steps = int(budget) if config.steps else round(budget / (per_token * tokens_of_step))
+        for budget in budgets:
+            steps = budget if kind == "steps" else round(budget / (per_token * tokens_of_step))
             if steps < 1:
-                raise ConfigError(f"less than one step of size {size}", {"flops": budget})
+                raise ConfigError(f"less than one step of size {size}", {kind: budget})
             tokens = steps * tokens_of_step
             point = Point(size, token_parameters(model), tokens, tokens * per_token, math.nan)
-            grid.append(Planned(run_settings(sized, size, steps), point))
+            trainer = replace(sized.trainer, max_steps=steps, max_epochs=None)
+            own = replace(sized, name=size, trainer=trainer, dry_run=False)
+            folder = Path(config.work_dir) / size / f"steps{steps}"
+            grid.append(Planned(one_run(own, f"{size}, {steps} steps", folder), point))
     return grid
 
 
-def run_settings(config: ScalingSettings, size: str, steps: int) -> ScalingSettings:
-    """Complete configuration of a run of `steps` steps, from that of its size."""
-    folder = Path(config.work_dir) / size / f"steps{steps}"
-    return replace(
-        config,
-        name=size,
-        output_dir=str(folder),
-        model_dir=str(folder / "model"),
-        trainer=replace(config.trainer, max_steps=steps, max_epochs=None),
-        tracking=replace(config.tracking, run_name=f"{size}, {steps} steps"),
-        dry_run=False,
-    )
-
-
-def _points(grid: list[Planned]) -> list[Point]:
-    points, scored_on = [], set()
-    for planned in grid:
-        evaluation, _ = load_scores(Path(planned.config.model_dir))
-        scored_on.add((evaluation["digests"]["validation"], evaluation["digests"]["masks"]))
-        loss, interval = (evaluation["model"][key] for key in ("nelbo", "nelbo_interval"))
-        points.append(replace(planned.point, loss=loss, interval=interval))
-    if len(scored_on) > 1:
+def _law(grid: list[Planned]) -> dict[str, Any]:
+    """The law of the evaluated grid, as JSON content."""
+    evaluations = [load_scores(Path(one.config.model_dir))[0] for one in grid]
+    digests = [evaluation["digests"] for evaluation in evaluations]
+    if len({(one["validation"], one["masks"]) for one in digests}) > 1:
         raise ConfigError(
             "sizes: the runs were evaluated on different residues or masks; use the same paradigm, "
             "split and maximum length for all sizes"
         )
-    return points
+    models = [evaluation["model"] for evaluation in evaluations]
+    points = [
+        replace(one.point, loss=model["nelbo"], interval=model["nelbo_interval"])
+        for one, model in zip(grid, models, strict=True)
+    ]
+    return {**analyse(points), **{k: v for k, v in evaluations[0].items() if k == "terms"}}

@@ -61,15 +61,21 @@ class PipelineSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings(PipelineSettings):
-    """d2plm train."""
+class SweepSettings(PipelineSettings):
+    """A list of training runs, and where they execute."""
 
+    parallel: int = key(1, low=1)
+    """runs of a sweep at a time; each takes its share of the cores"""
     dry_run: bool = key(False)
     """or --dry-run: check everything, print what would run, and exit"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(SweepSettings):
+    """d2plm train."""
+
     multirun_dir: str = key("${work_dir}/multirun", path="folder")
     """with --multirun: folder that has one for each sweep, with a folder for each run"""
-    parallel: int = key(1, low=1)
-    """with --multirun: runs at a time; each takes its share of the cores"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ class AdaptSettings(PipelineSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings(PipelineSettings):
+class CompareSettings(SweepSettings):
     """d2plm compare."""
 
     arms: dict[str, Any] = key({})
@@ -96,12 +102,10 @@ class CompareSettings(PipelineSettings):
     first"""
     seeds: list[int] = key([0, 1, 2], low=0, high=MAX_SEED)
     """seeds of the training"""
-    parallel: int = key(1, low=1)
-    """runs at a time; each takes its share of the cores"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingSettings(PipelineSettings):
+class ScalingSettings(SweepSettings):
     """d2plm scaling."""
 
     sizes: dict[str, Any] = key({})
@@ -110,10 +114,6 @@ class ScalingSettings(PipelineSettings):
     """budgets in optimizer steps, equal for all sizes; three or more"""
     flops: list[float] | None = key(None, low=1)
     """or budgets in training FLOPs, from which the steps of each size are computed"""
-    parallel: int = key(1, low=1)
-    """runs at a time; each takes its share of the cores"""
-    dry_run: bool = key(False)
-    """or --dry-run: check everything, print what every run would do and need, and exit"""
 
 
 @dataclass(frozen=True, kw_only=True)

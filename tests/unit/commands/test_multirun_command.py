@@ -91,11 +91,11 @@ def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, A
     """What would have been started, in place of starting it."""
     calls: list[dict[str, Any]] = []
 
-    def record(runs: dict[str, Any], commands: list[str], _parallel: int) -> None:
-        assert list(commands) == ["train"]
+    def record(runs: dict[str, Any], commands: list[str], parallel: int) -> None:
+        assert (list(commands), parallel) == (["train"], 1)
         calls.append(runs)
 
-    monkeypatch.setattr("d2plm.commands.multirun.run_all", record)
+    monkeypatch.setattr("d2plm.assembly.sweep._run_here", record)
     monkeypatch.setattr("d2plm.assembly.training_run.open_stores", lambda config: stores(prepared))
     return calls
 

@@ -112,7 +112,7 @@ def test_a_dry_run_forecasts_every_run_and_starts_none(
     def forecast(config: Any) -> dict[str, str]:
         return {"training": f"{config.trainer.max_steps} steps"}
 
-    monkeypatch.setattr("d2plm.assembly.many_runs.forecast", forecast)
+    monkeypatch.setattr("d2plm.assembly.sweep.forecast", forecast)
     words = [f"work_dir={tmp_path}", "data.residues=random", "dry_run=true"]
     forecasts = run(experiment(*words))
     assert next(iter(forecasts)) == "large, 900 steps" and len(forecasts) == 9
@@ -130,8 +130,13 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     class Store:
         lengths = LENGTHS
 
-    def run_all(runs: Mapping[str, Any], commands: Any, parallel: int) -> None:
+    def execute(runs: Mapping[str, Any], commands: Any, parallel: int) -> None:
         seen["runs"], seen["commands"], seen["parallel"] = runs, commands, parallel
+
+    def forecast(config: Any) -> dict[str, str]:
+        assert "runs" not in seen, "all runs are checked before the first starts"
+        seen.setdefault("checked", []).append(config.tracking.run_name)
+        return {}
 
     def load_scores(folder: Path) -> tuple[dict[str, Any], None]:
         planned = next(p for p in seen["grid"] if p.config.model_dir == str(folder))
@@ -149,12 +154,12 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, stand_in in (
         ("prepare_data", lambda config: None),
         ("training_stores", lambda config: {"train": Store()}),
-        ("check_runs", lambda runs: seen.setdefault("checked", list(runs))),
-        ("run_all", run_all),
         ("load_scores", load_scores),
         ("plan", planned),
     ):
         monkeypatch.setattr(scaling, name, stand_in)
+    monkeypatch.setattr("d2plm.assembly.sweep.forecast", forecast)
+    monkeypatch.setattr("d2plm.assembly.sweep._run_here", execute)
     monkeypatch.setattr("d2plm.evaluation.scaling.resampled_laws", lambda law, *_, **__: [law] * 2)
     return seen
 
