@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.assembly.training_run import build_plan, trainer_keys
-from d2plm.core.errors import ClusterError, require, within
-from d2plm.launch.client import JOB_KINDS, connect
+from d2plm.core.errors import require, within
+from d2plm.launch.client import JOB_KINDS, connect, first_known_kind
 from d2plm.launch.job_spec import IMAGE, TrainingJob
 from d2plm.launch.run_job import delete_job, train_in_cluster
 from d2plm.settings.commands import PipelineSettings
@@ -37,15 +37,8 @@ def where_to_train(config: PipelineSettings) -> str:
         return kind
     if POD_VARIABLE not in os.environ:
         return "local"
-    cluster = connect()
-    for name, known in JOB_KINDS.items():
-        if cluster.has(known):
-            return name
-    controllers = " nor ".join(known.controller for known in JOB_KINDS.values())
-    raise ClusterError(
-        f"launcher=auto: the cluster has neither {controllers}; install one, or set "
-        "launcher=local to train in the step's own pod"
-    )
+    used = first_known_kind(connect())
+    return next(name for name, known in JOB_KINDS.items() if known is used)
 
 
 def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any) -> TrainingJob:

@@ -11,7 +11,7 @@ from d2plm.assembly.training_job import training_job
 from d2plm.core.errors import DoctorError
 from d2plm.doctor import machine_checks, service_checks
 from d2plm.doctor.cluster_checks import ClusterChecks
-from d2plm.doctor.verdicts import Check, Status, Verdict, examine, show, skipped
+from d2plm.doctor.verdicts import Check, Verdict, examine, show, skipped
 from d2plm.launch.client import is_configured
 from d2plm.settings.commands import DoctorSettings
 
@@ -36,11 +36,11 @@ def run(config: DoctorSettings) -> list[dict[str, str]]:
         job = training_job(config, (), name="d2plm-doctor")
         reached = ClusterChecks(config.launcher.kind, job, config.timeout_seconds)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
-        if reached.groups:
+        if verdicts["API server"].status == "ok":
             verdicts |= examine(reached.checks(), LIMIT_SECONDS)
     show(verdicts)
     rows = [{"check": name, **asdict(verdict)} for name, verdict in verdicts.items()]
-    names = [name for name, verdict in verdicts.items() if verdict.status is Status.FAILED]
+    names = [name for name, verdict in verdicts.items() if verdict.status == "failed"]
     if names:
         refusal = DoctorError(
             f"{len(names)} of {len(verdicts)} checks failed: {', '.join(names)}; fix them as shown "

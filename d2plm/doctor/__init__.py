@@ -1,4 +1,1 @@
-"""Checks of this machine, its services and the cluster, each with advice on fixing problems.
-
-Unlike the library, the checks name configuration keys: their advice is for the command line.
-"""
+"""Checks of this machine, its services and the cluster, with advice for the command line."""

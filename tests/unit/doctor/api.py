@@ -71,13 +71,8 @@ class Api:
 
     def lacks(self, *groups: str) -> None:
         """Serve no more of these API groups."""
-        served = self.answers["/apis"]
-        assert isinstance(served, dict)
-        served["groups"] = [one for one in served["groups"] if one["name"] not in groups]
-        for path in (PYTORCHJOBS, TRAINJOBS):
-            if path.split("/")[2] in groups:
-                for served_path in [one for one in self.answers if one.startswith(path)]:
-                    del self.answers[served_path]
+        for path in [one for one in self.answers if one.split("/")[2:3] in [[g] for g in groups]]:
+            del self.answers[path]
 
 
 @contextmanager
@@ -139,14 +134,8 @@ def healthy() -> dict[str, Answer]:
             "major": "1",
             "minor": "33",
         },
-        "/apis": {
-            "kind": "APIGroupList",
-            "groups": [
-                group("kubeflow.org", "v2beta1", "v1"),
-                group("trainer.kubeflow.org", "v1alpha1"),
-                group("kueue.x-k8s.io", "v1beta1"),
-            ],
-        },
+        "/apis": {"kind": "APIGroupList", "groups": []},
+        "/apis/kueue.x-k8s.io": {"preferredVersion": {"version": "v1beta1"}},
         PYTORCHJOBS: resources("kubeflow.org/v1", "pytorchjobs", "pytorchjobs/status"),
         TRAINJOBS: resources("trainer.kubeflow.org/v1alpha1", "trainjobs", "trainingruntimes"),
         REVIEWS: {},
@@ -160,14 +149,8 @@ def healthy() -> dict[str, Answer]:
     }
 
 
-def group(name: str, *versions: str) -> dict[str, Any]:
-    """An API group in the format of discovery."""
-    served = [{"version": one, "groupVersion": f"{name}/{one}"} for one in versions]
-    return {"name": name, "versions": served, "preferredVersion": served[0]}
-
-
 def resources(version: str, *names: str) -> dict[str, Any]:
-    """The resources of a version, likewise."""
+    """The resources of a version in the format of discovery."""
     served = [
         {"name": name, "singularName": "", "namespaced": True, "kind": "K", "verbs": []}
         for name in names
