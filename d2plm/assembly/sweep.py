@@ -80,22 +80,11 @@ def run_sweep(
     if settings.dry_run:
         result("\n\n".join(f"{name}\n{aligned(rows)}" for name, rows in forecasts.items()))
         return forecasts
-    tracking = settings.tracking
     own = {**tracking_arguments(settings), "run_name": f"{settings.name}: {', '.join(varied)}"}
     with tracking_run(results, **own) as parent:
         parent.log_params({key: ", ".join(map(str, values)) for key, values in varied.items()})
-        place = {
-            "uri": tracking.uri,
-            "experiment": tracking.experiment,
-            "parent_run_id": parent.id or tracking.parent_run_id,
-        }
-        executor(settings)(
-            {
-                name: replace(config, tracking=replace(config.tracking, **place))
-                for name, config in runs.items()
-            },
-            commands,
-        )
+        placed = {name: _below(config, settings, parent.id) for name, config in runs.items()}
+        executor(settings)(placed, commands)
         reduced = reduce()
         shown = table(reduced)
         files = {suffix: results.with_name(f"{results.name}.{suffix}") for suffix in SUFFIXES}
@@ -107,6 +96,18 @@ def run_sweep(
             parent.log_file(file)
     result(shown)
     return reduced
+
+
+def _below(config: Kind, settings: SweepSettings, parent: str | None) -> Kind:
+    """A run's configuration, with its tracking run below `parent` in the sweep's experiment."""
+    shared = settings.tracking
+    tracking = replace(
+        config.tracking,
+        uri=shared.uri,
+        experiment=shared.experiment,
+        parent_run_id=parent or shared.parent_run_id,
+    )
+    return replace(config, tracking=tracking)
 
 
 def executor(settings: SweepSettings) -> Executor:

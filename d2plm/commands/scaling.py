@@ -4,13 +4,12 @@ Every budget has its own run, whose learning-rate schedule ends with the budget:
 loss of a longer run is not the final loss of a shorter one.
 """
 
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from d2plm.assembly.preparation import build_vocabulary, prepare_data
 from d2plm.assembly.sweep import one_run, run_sweep
@@ -18,18 +17,13 @@ from d2plm.assembly.training_run import model_config, trainer_keys, training_sto
 from d2plm.config import changed
 from d2plm.core.errors import ConfigError, require, within
 from d2plm.evaluation.scaling import LEAST_VALUES, Point, analyse, plot_scaling, scaling_table
+from d2plm.export.exported_model import read_provenance
 from d2plm.export.model_evaluation import load_scores
 from d2plm.model.flops import token_parameters, training_flops
 from d2plm.settings.commands import ScalingSettings
 from d2plm.training.trainer_settings import crop_length
 
-
-@dataclass(frozen=True)
-class Planned:
-    """A run of the grid: its complete configuration, and its point without the loss."""
-
-    config: ScalingSettings
-    point: Point
+BUDGETS = {"steps": "max_steps", "flops": "flops_budget"}  # → limit of a training run
 
 
 def run(config: ScalingSettings) -> dict[str, Any]:
@@ -39,39 +33,33 @@ def run(config: ScalingSettings) -> dict[str, Any]:
     """
     with within("data"):
         config = with_vocab_size(config, build_vocabulary(config.data))
-    budgets = _budgets(config)
-    _sizes(config)
+    runs = plan(config)
     if not config.dry_run:
         prepare_data(config)
-    grid = plan(config, training_stores(config)["train"].lengths)
-    # Longest first, so that no core idles at the end.
-    longest_first = sorted(grid, key=lambda planned: -planned.point.flops)
     return run_sweep(
         config,
-        {str(one.config.tracking.run_name): one.config for one in longest_first},
+        dict(reversed(runs.items())),  # the longest first, so that no core idles at the end
         ("train", "evaluate"),
-        varied={"sizes": config.sizes, **budgets},
+        varied={"sizes": config.sizes, "budgets": config.steps or config.flops or ()},
         results=Path(config.work_dir) / config.name,
-        reduce=lambda: _law(grid),
+        reduce=lambda: _law(runs),
         table=scaling_table,
         plot=plot_scaling,
     )
 
 
-def _budgets(config: ScalingSettings) -> dict[str, list[Any]]:
-    """The setting that holds the budgets → the budgets."""
-    both = {"steps": config.steps, "flops": config.flops}
-    given = {name: budgets for name, budgets in both.items() if budgets is not None}
-    if len(given) != 1:
+def plan(config: ScalingSettings) -> dict[str, ScalingSettings]:
+    """The runs by name, by size and then by budget.
+
+    Raises:
+        ConfigError: if the settings cannot determine a law.
+    """
+    both = {name: getattr(config, name) for name in BUDGETS}
+    if [*both.values()].count(None) != 1:
         raise ConfigError("set exactly one of the two", both)
-    for name, budgets in given.items():
-        fits = len({*budgets}) == len(budgets) >= LEAST_VALUES
-        require(fits, name, budgets, f"a list of at least {LEAST_VALUES} different budgets")
-    return given
-
-
-def _sizes(config: ScalingSettings) -> dict[str, ScalingSettings]:
-    """The complete configuration of each size."""
+    ((kind, budgets),) = ((name, given) for name, given in both.items() if given is not None)
+    fits = len({*budgets}) == len(budgets) >= LEAST_VALUES
+    require(fits, kind, budgets, f"a list of at least {LEAST_VALUES} different budgets")
     sizes = config.sizes
     fits = all(isinstance(changes, dict) for changes in sizes.values())
     wanted = f"at least {LEAST_VALUES}, as {{name: {{section: {{key: value}}}}}}"
@@ -80,51 +68,40 @@ def _sizes(config: ScalingSettings) -> dict[str, ScalingSettings]:
     parameters = {size: token_parameters(model_config(own)) for size, own in sized.items()}
     wanted = "of different numbers of parameters"
     require(len(set(parameters.values())) == len(sizes), "sizes", parameters, wanted)
-    return sized
-
-
-def plan(config: ScalingSettings, lengths: NDArray[np.integer]) -> list[Planned]:
-    """Plan the runs, by size and then by budget.
-
-    The FLOPs of attention depend on `lengths`, the residues of the training proteins.
-
-    Raises:
-        ConfigError: if a setting cannot determine a law, or a budget is less than one step.
-    """
-    grid = []
-    ((kind, budgets),) = _budgets(config).items()
-    for size, sized in _sizes(config).items():
-        model = model_config(sized)
-        with trainer_keys():
-            longest = crop_length(sized.data.max_length, model.max_position_embeddings)
-        segments = np.minimum(lengths.astype(np.int64) + 2, longest)
-        per_token = training_flops(model, segments.tolist()) / int(segments.sum())
-        tokens_of_step = sized.trainer.global_batch_tokens or sized.data.token_budget
+    runs = {}
+    for size, own in sized.items():
         for budget in budgets:
-            steps = budget if kind == "steps" else round(budget / (per_token * tokens_of_step))
-            if steps < 1:
-                raise ConfigError(f"less than one step of size {size}", {kind: budget})
-            tokens = steps * tokens_of_step
-            point = Point(size, token_parameters(model), tokens, tokens * per_token, math.nan)
-            trainer = replace(sized.trainer, max_steps=steps, max_epochs=None)
-            own = replace(sized, name=size, trainer=trainer, dry_run=False)
-            folder = Path(config.work_dir) / size / f"steps{steps}"
-            grid.append(Planned(one_run(own, f"{size}, {steps} steps", folder), point))
-    return grid
+            limits = {**dict.fromkeys((*BUDGETS.values(), "max_epochs")), BUDGETS[kind]: budget}
+            trainer = replace(own.trainer, **limits)
+            name, folder = f"{size}, {budget} {kind}", f"{config.work_dir}/{size}/{kind}{budget}"
+            runs[name] = one_run(replace(own, name=size, trainer=trainer), name, Path(folder))
+    return runs
 
 
-def _law(grid: list[Planned]) -> dict[str, Any]:
-    """The law of the evaluated grid, as JSON content."""
-    evaluations = [load_scores(Path(one.config.model_dir))[0] for one in grid]
-    digests = [evaluation["digests"] for evaluation in evaluations]
-    if len({(one["validation"], one["masks"]) for one in digests}) > 1:
+def _law(runs: Mapping[str, ScalingSettings]) -> dict[str, Any]:
+    """The law of the evaluated runs, as JSON content.
+
+    The FLOPs of attention depend on the lengths of the training proteins.
+    """
+    points, scored_on = [], set()
+    for config in runs.values():
+        folder, model = Path(config.model_dir), model_config(config)
+        (evaluation, _), provenance = load_scores(folder), read_provenance(folder) or {}
+        scored_on.add((evaluation["digests"]["validation"], evaluation["digests"]["masks"]))
+        with trainer_keys():
+            longest = crop_length(config.data.max_length, model.max_position_embeddings)
+        lengths = training_stores(config)["train"].lengths
+        segments = np.minimum(lengths.astype(np.int64) + 2, longest)
+        tokens = provenance["step"] * (
+            config.trainer.global_batch_tokens or config.data.token_budget
+        )
+        flops = tokens * (training_flops(model, segments) / int(segments.sum()))
+        loss, interval = (evaluation["model"][key] for key in ("nelbo", "nelbo_interval"))
+        point = Point(config.name, token_parameters(model), tokens, flops, loss, interval)
+        points.append(point)
+    if len(scored_on) > 1:
         raise ConfigError(
             "sizes: the runs were evaluated on different residues or masks; use the same paradigm, "
             "split and maximum length for all sizes"
         )
-    models = [evaluation["model"] for evaluation in evaluations]
-    points = [
-        replace(one.point, loss=model["nelbo"], interval=model["nelbo_interval"])
-        for one, model in zip(grid, models, strict=True)
-    ]
-    return {**analyse(points), **{k: v for k, v in evaluations[0].items() if k == "terms"}}
+    return {**analyse(points), **{key: evaluation[key] for key in ("terms",) if key in evaluation}}

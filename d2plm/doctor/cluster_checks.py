@@ -53,7 +53,7 @@ class ClusterChecks:
     def checks(self) -> dict[str, Check]:
         """All other checks, after `reach` has succeeded."""
         claims = {f"claim {name}": partial(self.claim, name) for name in self.job.claims}
-        rows = {"permissions": self.permissions, "Kueue": self.queue, **claims}
+        rows: dict[str, Check] = {"permissions": self.permissions, "Kueue": self.queue, **claims}
         rows |= {"image": self.image, "GPUs": self.gpus}
         return {
             "job": self.job_accepted,

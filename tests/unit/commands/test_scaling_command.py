@@ -14,7 +14,7 @@ from d2plm.commands.scaling import plan, run
 from d2plm.config import changed, compose
 from d2plm.core.errors import ConfigError
 from d2plm.evaluation.scaling import Law
-from d2plm.model.flops import training_flops
+from d2plm.model.flops import token_parameters, training_flops
 
 LENGTHS = np.random.default_rng(0).integers(40, 900, 500)
 LAW = Law(2.7, 1.2, 0.3, 30.0, 0.4)
@@ -25,17 +25,14 @@ def experiment(*words: str) -> Any:
 
 
 def test_the_experiment_is_three_sizes_with_three_budgets() -> None:
-    grid = plan(experiment(), LENGTHS)
-    expected = ["small"] * 3 + ["medium"] * 3 + ["large"] * 3
-    assert [planned.point.size for planned in grid] == expected
-    for planned in grid:
-        nominal = {"small": 0.1e6, "medium": 0.4e6, "large": 1.5e6}[planned.point.size]
-        assert planned.point.parameters == pytest.approx(nominal, rel=0.15)
-        steps = planned.config.trainer.max_steps
-        assert planned.point.tokens == steps * 4096
-        assert planned.config.output_dir == f"runs/scaling/{planned.point.size}/steps{steps}"
-        assert planned.config.name == planned.point.size
-    assert len({planned.config.output_dir for planned in grid}) == 9
+    runs = plan(experiment())
+    expected = [(size, n) for size in ("small", "medium", "large") for n in (100, 300, 900)]
+    assert [(one.name, one.trainer.max_steps) for one in runs.values()] == expected
+    for (size, steps), (name, one) in zip(expected, runs.items(), strict=True):
+        nominal = {"small": 0.1e6, "medium": 0.4e6, "large": 1.5e6}[size]
+        assert token_parameters(model_config(one)) == pytest.approx(nominal, rel=0.15)
+        assert name == one.tracking.run_name == f"{size}, {steps} steps"
+        assert one.output_dir == f"runs/scaling/{size}/steps{steps}"
 
 
 def test_the_sizes_of_the_text_grid_are_the_shipped_models() -> None:
@@ -46,32 +43,19 @@ def test_the_sizes_of_the_text_grid_are_the_shipped_models() -> None:
 
 
 def test_a_run_s_schedule_ends_with_its_budget() -> None:
-    for planned in plan(experiment(), LENGTHS):
-        steps = planned.config.trainer.max_steps
-        factor = build_schedule(planned.config)(steps)
+    for one in plan(experiment()).values():
+        steps = one.trainer.max_steps
+        assert steps is not None
+        factor = build_schedule(one)(steps)
         assert factor(steps) == pytest.approx(0, abs=1e-6)
         assert factor(steps // 2) > 0.3
 
 
-def test_the_flops_are_those_of_the_training_proteins() -> None:
-    planned = plan(experiment(), LENGTHS)[-1]
-    segments = np.minimum(LENGTHS + 2, 512).tolist()
-    whole = training_flops(model_config(planned.config), segments)
-    assert planned.point.flops == pytest.approx(whole * planned.point.tokens / sum(segments))
-
-
-def test_a_budget_in_flops_gives_each_size_its_steps() -> None:
-    grid = plan(experiment("steps=null", "flops=[1e12,3e12,1e13]"), LENGTHS)
-    for planned, budget in zip(grid, [1e12, 3e12, 1e13] * 3, strict=True):
-        step = planned.point.flops / planned.config.trainer.max_steps
-        assert abs(planned.point.flops - budget) <= step / 2
-    by_size = [planned.config.trainer.max_steps for planned in grid[2::3]]
-    assert by_size == sorted(by_size, reverse=True), "the same compute is fewer steps when larger"
-
-
-def test_a_budget_of_less_than_a_step_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="less than one step of size"):
-        plan(experiment("steps=null", "flops=[10,20,30]"), LENGTHS)
+def test_a_budget_in_flops_is_that_of_the_training() -> None:
+    runs = plan(experiment("steps=null", "flops=[1e12,3e12,1e13]"))
+    for one, budget in zip(runs.values(), [1e12, 3e12, 1e13] * 3, strict=True):
+        assert (one.trainer.flops_budget, one.trainer.max_steps) == (budget, None)
+    assert len({one.output_dir for one in runs.values()}) == 9
 
 
 @pytest.mark.parametrize(
@@ -138,24 +122,23 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.setdefault("checked", []).append(config.tracking.run_name)
         return {}
 
+    def run_of(folder: Path) -> Any:
+        return next(run for run in seen["runs"].values() if run.model_dir == str(folder))
+
     def load_scores(folder: Path) -> tuple[dict[str, Any], None]:
-        planned = next(p for p in seen["grid"] if p.config.model_dir == str(folder))
-        nelbo = float(LAW.loss(planned.point.parameters, planned.point.tokens))
-        masks = seen["masks"].get(planned.point.size, "m")
+        run = run_of(folder)
+        tokens = run.trainer.max_steps * 4096
+        nelbo = float(LAW.loss(token_parameters(model_config(run)), tokens))
         return {
             "model": {"nelbo": nelbo, "nelbo_interval": [nelbo - 0.01, nelbo + 0.01]},
-            "digests": {"validation": "v", "masks": masks},
+            "digests": {"validation": "v", "masks": seen["masks"].get(run.name, "m")},
         }, None
-
-    def planned(*arguments: Any) -> Any:
-        seen["grid"] = plan(*arguments)
-        return seen["grid"]
 
     for name, stand_in in (
         ("prepare_data", lambda config: None),
         ("training_stores", lambda config: {"train": Store()}),
         ("load_scores", load_scores),
-        ("plan", planned),
+        ("read_provenance", lambda folder: {"step": run_of(folder).trainer.max_steps}),
     ):
         monkeypatch.setattr(scaling, name, stand_in)
     monkeypatch.setattr("d2plm.assembly.sweep.forecast", forecast)
@@ -174,6 +157,12 @@ def test_every_run_is_trained_and_evaluated_and_the_law_is_written(
     assert in_place_of_training["checked"] == names
     assert len(names) == 9
     assert names[0] == "large, 900 steps", "the longest run first"
+    runs = in_place_of_training["runs"]
+    for point, name in zip(results["points"], reversed(names), strict=True):
+        assert point["tokens"] == runs[name].trainer.max_steps * 4096
+        segments = np.minimum(LENGTHS + 2, 512).tolist()
+        whole = training_flops(model_config(runs[name]), segments)
+        assert point["flops"] == pytest.approx(whole * point["tokens"] / sum(segments))
     assert results["law"]["irreducible"] == pytest.approx(LAW.irreducible, rel=0.01)
     assert results["law"]["alpha"] == pytest.approx(LAW.alpha, rel=0.05)
     assert json.loads((tmp_path / "scaling.json").read_text()) == json.loads(json.dumps(results))
