@@ -6,7 +6,7 @@ undetermined; sentences beside the figures name the constants whose intervals ar
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -94,14 +94,12 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """FLOPs per token = coefficient · N^exponent.
-
-    The matrices need 6·N; attention makes small models more expensive, so the exponent is below 1.
-    """
+class Power:
+    """y = coefficient · x^exponent, with the standard error of the exponent."""
 
     coefficient: float
     exponent: float
+    standard_error: float = 0.0
 
 
 def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
@@ -153,24 +151,27 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
     )
 
 
-def _checked(parameters: Any, tokens: Any, losses: Any) -> tuple[Numbers, Numbers, Numbers]:
-    n, d, y = (np.asarray(values, dtype=np.float64) for values in (parameters, tokens, losses))
-    problem = ""
-    if not (n.shape == d.shape == y.shape and n.ndim == 1):
-        problem = f"{n.shape} sizes, {d.shape} budgets and {y.shape} losses"
-    elif len(y) < LEAST_POINTS:
-        problem = f"{len(y)} runs for {CONSTANTS} constants; at least {LEAST_POINTS} are needed"
-    elif np.ptp(y) == 0:
-        problem = f"all {len(y)} losses are {y[0]:g}; nothing scales"
-    for what, values in (("size", n), ("number of tokens", d), ("loss", y)):
-        if not (np.isfinite(values).all() and (values > 0).all()):
-            problem = problem or f"a {what} is not a positive number: {values.tolist()}"
-    for what, values in (("sizes", n), ("budgets", d)):
-        if (number := len(np.unique(values))) < LEAST_VALUES:
-            problem = problem or f"{number} different {what}; at least {LEAST_VALUES} are needed"
-    if problem:
+def _checked(parameters: Any, tokens: Any, losses: Any) -> list[Numbers]:
+    values = [np.asarray(one, dtype=np.float64) for one in (parameters, tokens, losses)]
+    problem = next(_problems(*values), None)
+    if problem is not None:
         raise ConfigError(f"scaling law: {problem}")
-    return n, d, y
+    return values
+
+
+def _problems(n: Numbers, d: Numbers, y: Numbers) -> Iterator[str]:
+    if not (n.shape == d.shape == y.shape and n.ndim == 1):
+        yield f"{n.shape} sizes, {d.shape} budgets and {y.shape} losses"
+    if len(y) < LEAST_POINTS:
+        yield f"{len(y)} runs for {CONSTANTS} constants; at least {LEAST_POINTS} are needed"
+    if np.ptp(y) == 0:
+        yield f"all {len(y)} losses are {y[0]:g}; nothing scales"
+    for what, values in {"size": n, "number of tokens": d, "loss": y}.items():
+        if not (np.isfinite(values).all() and (values > 0).all()):
+            yield f"a {what} is not a positive number: {values.tolist()}"
+    for what, values in {"sizes": n, "budgets": d}.items():
+        if (number := len(np.unique(values))) < LEAST_VALUES:
+            yield f"{number} different {what}; at least {LEAST_VALUES} are needed"
 
 
 def _centred(values: Numbers) -> tuple[Numbers, float]:
@@ -204,27 +205,27 @@ def resampled_laws(
     ]
 
 
-def fit_cost(points: Sequence[Point]) -> Cost:
-    """FLOPs per token as a power of N, by least squares of the logarithms."""
-    fit = linregress(*np.log([[p.parameters, p.flops / p.tokens] for p in points]).T)
-    return Cost(math.exp(fit.intercept), float(fit.slope))
+def fit_power(x: Any, y: Any) -> Power:
+    """y as a power of x, by least squares of the logarithms."""
+    fit = linregress(np.log(x), np.log(y))
+    return Power(math.exp(fit.intercept), float(fit.slope), float(fit.stderr))
 
 
-def optimal_size(law: Law, cost: Cost, flops: Any) -> Any:
-    """The N with the least L(N, D) of those that this compute can train: c·N^s·D = C.
+def optimum(law: Law, cost: Power, flops: Any) -> tuple[Any, Any]:
+    """(N, D) with the least L(N, D) that this compute can train: c·N^s·D = C.
 
     N^(α + sβ) = αA/(sβB) · (C/c)^β; with c = 6 and s = 1 it is equation 4 of the paper.
+
+    Args:
+        cost: c and s: FLOPs per token = c·N^s. The matrices need 6·N; attention makes small models
+            more expensive, so s is below 1.
+        flops: C; arrays broadcast.
     """
     alpha, slope = law.alpha, cost.exponent * law.beta
     ratio = alpha * law.size_coefficient / (slope * law.data_coefficient)
     budget = np.asarray(flops, np.float64) / cost.coefficient
-    return (ratio * budget**law.beta) ** (1 / (alpha + slope))
-
-
-def optimal_tokens(law: Law, cost: Cost, flops: Any) -> Any:
-    """The D that goes with `optimal_size`."""
-    size = optimal_size(law, cost, flops)
-    return np.asarray(flops, np.float64) / (cost.coefficient * size**cost.exponent)
+    size = (ratio * budget**law.beta) ** (1 / (alpha + slope))
+    return size, budget / size**cost.exponent
 
 
 def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str, Any]:
@@ -246,7 +247,11 @@ def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str,
         "size": _interval([one.size_term(n.min()) - one.size_term(n.max()) for one in laws]),
         "data": _interval([one.data_term(d.min()) - one.data_term(d.max()) for one in laws]),
     }
-    cost = fit_cost(points)
+    cost = fit_power(n, [point.flops / point.tokens for point in points])
+    sizes = {
+        size: fit_power([point.flops for point in runs], [point.loss for point in runs])
+        for size, runs in _by_size(points).items()
+    }
     return {
         "format_version": FORMAT_VERSION,
         "points": [asdict(point) for point in points],
@@ -256,7 +261,7 @@ def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str,
         "undetermined": _undetermined(intervals, effects, noise * y.mean()),
         "cost": asdict(cost),
         "frontier": _frontier(law, laws, cost, points),
-        "power_laws": {size: _power_law(of_size) for size, of_size in _by_size(points).items()},
+        "power_laws": {size: asdict(power) for size, power in sizes.items()},
     }
 
 
@@ -288,13 +293,15 @@ def _undetermined(
     return sentences
 
 
-def _frontier(law: Law, laws: Sequence[Law], cost: Cost, points: Sequence[Point]) -> dict[str, Any]:
+def _frontier(
+    law: Law, laws: Sequence[Law], cost: Power, points: Sequence[Point]
+) -> dict[str, Any]:
     """The best size at some budgets between the runs'; and the exponent with which it grows."""
     least, greatest = (f(point.parameters for point in points) for f in (min, max))
     budgets = [point.flops for point in points]
     rows = []
     for flops in np.geomspace(min(budgets), max(budgets), FRONTIER_ROWS).tolist():
-        size, tokens = (float(of(law, cost, flops)) for of in (optimal_size, optimal_tokens))
+        size, tokens = map(float, optimum(law, cost, flops))
         rows.append(
             {
                 "flops": flops,
@@ -311,7 +318,7 @@ def _frontier(law: Law, laws: Sequence[Law], cost: Cost, points: Sequence[Point]
     }
 
 
-def _exponent(law: Law, cost: Cost) -> float:
+def _exponent(law: Law, cost: Power) -> float:
     return law.beta / (law.alpha + cost.exponent * law.beta)
 
 
@@ -321,16 +328,6 @@ def _by_size(points: Sequence[Point]) -> dict[str, list[Point]]:
     return {
         size: [point for point in ordered if point.size == size]
         for size in dict.fromkeys(point.size for point in ordered)
-    }
-
-
-def _power_law(points: Sequence[Point]) -> dict[str, float]:
-    """L(C) = coefficient · C^(−exponent) of one size, by least squares of the logarithms."""
-    fit = linregress(*np.log([[p.flops, p.loss] for p in points]).T)
-    return {
-        "coefficient": math.exp(fit.intercept),
-        "exponent": -float(fit.slope),
-        "standard_error": float(fit.stderr),
     }
 
 
@@ -377,7 +374,7 @@ def scaling_table(results: dict[str, Any]) -> str:
         "Intervals of the law are of 95 %, by resampled residuals.",
         "L(C) ∝ C^(−γ) for each size: "
         + "; ".join(
-            f"{size} γ = {fit['exponent']:.4f} ± {fit['standard_error']:.4f}"
+            f"{size} γ = {-fit['exponent']:.4f} ± {fit['standard_error']:.4f}"
             for size, fit in results["power_laws"].items()
         )
         + ".",
@@ -388,7 +385,7 @@ def scaling_table(results: dict[str, Any]) -> str:
 def plot_scaling(results: dict[str, Any], file: Path) -> None:
     """Write a PNG: loss against FLOPs, each size's runs, law and power law, and the frontier."""
     points = [Point(**point) for point in results["points"]]
-    law, cost, terms = Law(**results["law"]), Cost(**results["cost"]), terms_of(results)
+    law, cost, terms = Law(**results["law"]), Power(**results["cost"]), terms_of(results)
     figure = new_figure(8, 5)
     axes = figure.subplots()
     for colour, (size, runs) in zip(COLOURS * len(points), _by_size(points).items(), strict=False):
@@ -398,10 +395,10 @@ def plot_scaling(results: dict[str, Any], file: Path) -> None:
         per_token = runs[0].flops / runs[0].tokens
         axes.plot(along, law.loss(runs[0].parameters, along / per_token), color=colour)
         power = results["power_laws"][size]
-        axes.plot(along, power["coefficient"] * along ** -power["exponent"], ":", color=colour)
+        axes.plot(along, power["coefficient"] * along ** power["exponent"], ":", color=colour)
     sizes, budgets = zip(*((point.parameters, point.flops) for point in points), strict=True)
     along = np.geomspace(min(budgets), max(budgets), 100)
-    best, tokens = optimal_size(law, cost, along), optimal_tokens(law, cost, along)
+    best, tokens = optimum(law, cost, along)
     trained = (best >= min(sizes)) & (best <= max(sizes))
     if trained.any():
         frontier = law.loss(best, tokens)[trained]
