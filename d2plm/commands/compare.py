@@ -16,9 +16,7 @@ from d2plm.settings.commands import CompareSettings
 def run(config: CompareSettings) -> dict[str, Any]:
     """Prepare the data, run all arms, write and print the comparison."""
     arms, seeds = config.arms, config.seeds
-    wanted = "at least two, as {name: {section: {key: value}}}"
-    fits = len(arms) >= 2 and all(isinstance(changes, dict) for changes in arms.values())
-    require(fits, "arms", list(arms), wanted)
+    require(len(arms) >= 2, "arms", list(arms), "at least two")
     fits = len({*seeds}) == len(seeds) > 0
     require(fits, "seeds", seeds, "a list of different seeds, at least one")
     runs = {(arm, seed): run_settings(config, arm, seed) for seed in seeds for arm in arms}

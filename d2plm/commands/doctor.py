@@ -54,15 +54,10 @@ def run(config: DoctorSettings) -> list[dict[str, str]]:
 def _no_cluster(config: DoctorSettings) -> Verdict | None:
     if config.cluster is False:
         return skipped("cluster=false")
-    if config.cluster is True:
-        return None
-    if config.launcher.kind == "local":
+    if config.cluster == "auto" and config.launcher.kind == "local":
         return skipped("launcher.kind=local needs no cluster")
-    if not is_configured():
-        return skipped(
-            "no kubectl configuration and no service account found",
-            "set KUBECONFIG to check a cluster",
-        )
+    if config.cluster == "auto" and not is_configured():
+        return skipped("kubectl and pods have none configured", "set KUBECONFIG to check a cluster")
     return None
 
 

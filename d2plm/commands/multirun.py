@@ -28,7 +28,6 @@ from d2plm.settings.callbacks import CallbackSettings
 from d2plm.settings.commands import TrainSettings
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
-FORMAT_VERSION = 1
 OWN_KEYS = ("parallel", "multirun_dir")  # settings of the sweep, not of its runs
 FOLDERS = ("output_dir", "model_dir")  # separate for each run, inside the sweep's folder
 FIGURE = "validation_nelbo"
@@ -146,7 +145,6 @@ def collect(
         rows.append({"name": name, "settings": settings[name], "folder": str(folder), **figures})
     rows.sort(key=lambda row: math.inf if row[FIGURE] is None else row[FIGURE])
     return {
-        "format_version": FORMAT_VERSION,
         "keys": list(rows[0]["settings"]),
         "same_residues": len({_scored_on(config) for config in runs.values()}) == 1,
         "best": None if rows[0][FIGURE] is None else rows[0]["name"],

@@ -61,9 +61,7 @@ def plan(config: ScalingSettings) -> dict[str, ScalingSettings]:
     fits = len({*budgets}) == len(budgets) >= LEAST_VALUES
     require(fits, kind, budgets, f"a list of at least {LEAST_VALUES} different budgets")
     sizes = config.sizes
-    fits = all(isinstance(changes, dict) for changes in sizes.values())
-    wanted = f"at least {LEAST_VALUES}, as {{name: {{section: {{key: value}}}}}}"
-    require(fits and len(sizes) >= LEAST_VALUES, "sizes", sizes, wanted)
+    require(len(sizes) >= LEAST_VALUES, "sizes", list(sizes), f"at least {LEAST_VALUES}")
     sized = {size: changed(config, sizes[size], f"sizes.{size}") for size in sizes}
     parameters = {size: token_parameters(model_config(own)) for size, own in sized.items()}
     wanted = "of different numbers of parameters"
@@ -104,4 +102,4 @@ def _law(runs: Mapping[str, ScalingSettings]) -> dict[str, Any]:
             "sizes: the runs were evaluated on different residues or masks; use the same paradigm, "
             "split and maximum length for all sizes"
         )
-    return {**analyse(points), **{key: evaluation[key] for key in ("terms",) if key in evaluation}}
+    return {**analyse(points), "terms": evaluation.get("terms", {})}

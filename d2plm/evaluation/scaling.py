@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 from scipy.special import huber
-from scipy.stats import linregress
+from scipy.stats import gmean, linregress
 
 from d2plm.core.errors import ConfigError
 from d2plm.core.number_text import interval_text
 from d2plm.core.palette import GREY, SERIES, new_figure, save_figure
 from d2plm.evaluation.terms import terms_of
 
-FORMAT_VERSION = 1
 HUBER = 1e-3  # of residuals of log L: quadratic below, linear above, as in the paper
 CONSTANTS = 5
 LEAST_POINTS = CONSTANTS + 1
@@ -115,7 +114,8 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
         ConfigError: if the runs cannot determine five constants whatever their losses are.
     """
     n, d, y = _checked(parameters, tokens, losses)
-    (log_n, n_centre), (log_d, d_centre), log_y = _centred(n), _centred(d), np.log(y)
+    units = gmean(n), gmean(d)  # so that the constants hardly depend on each other
+    log_n, log_d, log_y = np.log(n / units[0]), np.log(d / units[1]), np.log(y)
 
     def terms(x: Numbers) -> tuple[Numbers, Numbers, float]:
         log_a, log_b, log_e, alpha, beta = x
@@ -133,7 +133,7 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
     middle = math.log(y.mean())
     low = np.array([middle + math.log(SMALLEST_TERM)] * 3 + [EXPONENTS[0]] * 2)
     high = np.array([middle + math.log(10)] * 3 + [EXPONENTS[1]] * 2)
-    starts = [_start(n, d, y, *exponents) for exponents in product(STARTS, repeat=2)]
+    starts = [_start(log_n, log_d, y, *exponents) for exponents in product(STARTS, repeat=2)]
     starts.sort(key=lambda start: float(huber(HUBER, residuals(start)).sum()))
     options = {"loss": "huber", "f_scale": HUBER, "max_nfev": MOST_ITERATIONS}
     tolerances = {"ftol": 1e-10, "xtol": 1e-10, "gtol": 1e-14}
@@ -144,9 +144,9 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
     log_a, log_b, log_e, alpha, beta = min(fits, key=lambda fit: float(fit.cost)).x
     return Law(
         irreducible=math.exp(log_e),
-        size_coefficient=math.exp(log_a + alpha * n_centre),
+        size_coefficient=math.exp(log_a) * units[0] ** alpha,
         alpha=float(alpha),
-        data_coefficient=math.exp(log_b + beta * d_centre),
+        data_coefficient=math.exp(log_b) * units[1] ** beta,
         beta=float(beta),
     )
 
@@ -174,15 +174,9 @@ def _problems(n: Numbers, d: Numbers, y: Numbers) -> Iterator[str]:
             yield f"{number} different {what}; at least {LEAST_VALUES} are needed"
 
 
-def _centred(values: Numbers) -> tuple[Numbers, float]:
-    """(logarithms less their mean, the mean)."""
-    logs = np.log(values)
-    return logs - logs.mean(), float(logs.mean())
-
-
-def _start(n: Numbers, d: Numbers, y: Numbers, alpha: float, beta: float) -> Numbers:
-    """[log A', log B', log E, α, β] with A', B' of N and D in units of their geometric means."""
-    columns = [np.exp(-alpha * _centred(n)[0]), np.exp(-beta * _centred(d)[0]), np.ones_like(y)]
+def _start(log_n: Numbers, log_d: Numbers, y: Numbers, alpha: float, beta: float) -> Numbers:
+    """[log A', log B', log E, α, β] with A', B' of N and D in the units of the logarithms."""
+    columns = [np.exp(-alpha * log_n), np.exp(-beta * log_d), np.ones_like(y)]
     terms, _ = nnls(np.stack(columns, axis=1), y)
     return np.array([*np.log(np.maximum(terms, 1e-3 * y.mean())), alpha, beta])
 
@@ -234,10 +228,7 @@ def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str,
     Raises:
         ConfigError: if the runs cannot determine a law.
     """
-    n, d, y = (
-        np.array([getattr(point, key) for point in points], dtype=np.float64)
-        for key in ("parameters", "tokens", "loss")
-    )
+    n, d, y = np.array([(point.parameters, point.tokens, point.loss) for point in points], float).T
     law = fit_law(n, d, y)
     laws = resampled_laws(law, n, d, y, resamples=resamples)
     squares = np.square(np.log(y) - np.log(law.loss(n, d))).sum()
@@ -253,7 +244,6 @@ def analyse(points: Sequence[Point], *, resamples: int = RESAMPLES) -> dict[str,
         for size, runs in _by_size(points).items()
     }
     return {
-        "format_version": FORMAT_VERSION,
         "points": [asdict(point) for point in points],
         "law": asdict(law),
         "intervals": intervals,
@@ -302,24 +292,11 @@ def _frontier(
     rows = []
     for flops in np.geomspace(min(budgets), max(budgets), FRONTIER_ROWS).tolist():
         size, tokens = map(float, optimum(law, cost, flops))
-        rows.append(
-            {
-                "flops": flops,
-                "parameters": size,
-                "tokens": tokens,
-                "loss": float(law.loss(size, tokens)),
-                "extrapolated": not least <= size <= greatest,
-            }
-        )
-    return {
-        "exponent": _exponent(law, cost),
-        "exponent_interval": _interval([_exponent(one, cost) for one in laws]),
-        "rows": rows,
-    }
-
-
-def _exponent(law: Law, cost: Power) -> float:
-    return law.beta / (law.alpha + cost.exponent * law.beta)
+        row = {"flops": flops, "parameters": size, "tokens": tokens}
+        row["loss"] = float(law.loss(size, tokens))
+        rows.append({**row, "extrapolated": not least <= size <= greatest})
+    exponent, *others = (one.beta / (one.alpha + cost.exponent * one.beta) for one in (law, *laws))
+    return {"exponent": exponent, "exponent_interval": _interval(others), "rows": rows}
 
 
 def _by_size(points: Sequence[Point]) -> dict[str, list[Point]]:

@@ -97,7 +97,7 @@ class AdaptSettings(PipelineSettings):
 class CompareSettings(SweepSettings):
     """d2plm compare."""
 
-    arms: dict[str, Any] = key({})
+    arms: dict[str, dict[str, Any]] = key({})
     """name: settings that differ, as {section: {key: value}}; the others are compared with the
     first"""
     seeds: list[int] = key([0, 1, 2], low=0, high=MAX_SEED)
@@ -108,7 +108,7 @@ class CompareSettings(SweepSettings):
 class ScalingSettings(SweepSettings):
     """d2plm scaling."""
 
-    sizes: dict[str, Any] = key({})
+    sizes: dict[str, dict[str, Any]] = key({})
     """name: settings that differ, as {section: {key: value}}; three or more"""
     steps: list[int] | None = key(None, low=1)
     """budgets in optimizer steps, equal for all sizes; three or more"""
