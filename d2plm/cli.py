@@ -34,7 +34,7 @@ Every command accepts Hydra overrides (model=35m trainer.max_steps=1000 ...) and
   --cfg [job]           print the composed configuration and exit
   -m, --multirun        train only: one run for every combination of values (key=a,b ...)
 {options}
-  --dry-run             train and scaling only: check everything, print what would run, and exit
+  --dry-run             train, compare, scaling: check everything, print what would run, and exit
   --config-name NAME    use another root file
   --config-dir DIR      read configurations from this folder
   --config-file FILE    use a complete configuration, such as the config.yaml of a run
