@@ -32,7 +32,7 @@ class Family:
 
     Attributes:
         members: uint8 residue tokens, distinct.
-        most: that are drawn for one protein.
+        most: maximum number of relatives drawn per protein.
     """
 
     members: Sequence[Tokens]
@@ -117,7 +117,7 @@ class RelativesCheck:
     """Collects, protein by protein, what is to be said about their relatives.
 
     Args:
-        relatives, proteins: where they are from, for messages.
+        relatives, proteins: their files, for messages.
     """
 
     def __init__(self, relatives: str | Path, proteins: str | Path) -> None:
@@ -166,8 +166,8 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
 
     Args:
         path: a table of relatives, or what `read_family` reads.
-        most: as of `Family`.
-        names: of the proteins, by which a table refers to them.
+        most: as in `Family`.
+        names: names of the proteins, by which a table refers to them.
 
     Raises:
         DataError: the file cannot be read, is neither, or holds no protein; or it is a table, and

@@ -65,7 +65,7 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
 
 
 def read_template_fasta(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(name, text, where it is) of each record of a FASTA file of templates, unchecked.
+    """(name, text, its place) of each record of a FASTA file of templates, unchecked.
 
     Raises (when iterated):
         DataError: the file is missing, unreadable, empty, damaged or no FASTA.
@@ -84,7 +84,7 @@ def read_fasta_blocks(
     Alignments in the formats Stockholm and Clustal are read, too; see `checked` for the records.
 
     Args:
-        vocabulary: of the letters; None for any, as of templates.
+        vocabulary: vocabulary of the letters; None allows any letter, as in templates.
         in_parts: whether a record of many megabytes may come in parts.
 
     Raises (when iterated):

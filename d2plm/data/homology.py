@@ -91,7 +91,7 @@ class MMseqs:
         binary: the program, as returned by `find_mmseqs`.
         log: file to which its output is appended.
         temporary_folder: folder for its databases, which take several times the input's size.
-        memory_limit: for the k-mer index, as MMseqs2 writes it ("48G"); it then works in parts.
+        memory_limit: limit of the k-mer index, as MMseqs2 writes it ("48G"); it works in parts.
             None lets MMseqs2 use all memory of the machine, which is too much in a container.
         nucleotides: whether sequences are nucleotides, which are compared on both strands, instead
             of proteins.

@@ -207,7 +207,7 @@ def _cut(
     """Names, starts, lengths and records of the pieces of at most `window` tokens, in order.
 
     Args:
-        numbers: of the records; as bytes those of pieces, none for a record that is not cut.
+        numbers: numbers of the records; as bytes those of pieces, empty for an uncut record.
         first: number of the first piece of a record in parts; None for whole records, which keep
             their names if they are not cut.
     """

@@ -74,7 +74,7 @@ class DrawnRelatives:
     Attributes:
         parts: which sequences of each collection are relatives of which.
         firsts: int64, the number of the first sequence of each collection.
-        most: of one sequence.
+        most: maximum number of relatives drawn per sequence.
     """
 
     parts: Sequence[RelativesIndex]

@@ -28,7 +28,7 @@ class PreparedData:
             `verification` that no homologs are left between them.
         provenance: the account, the settings of the `search`, and the numbers of sequences,
             residues and clusters of each of the `splits`; saved with models trained on them.
-        relatives: of the training sequences among themselves; None if none were looked for.
+        relatives: relatives of the training sequences in the training set; None if not searched.
     """
 
     manifest: dict[str, Any]
@@ -56,7 +56,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of the prepared data in a folder; None where there is none.
+    """The manifest of the prepared data in a folder; None if there is none.
 
     Raises:
         DataError: it is damaged.

@@ -57,13 +57,13 @@ _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
 class MegatronSequences(SequenceStore):
     """The documents of a corpus, as a store whose tokens stay where they are.
 
-    A document is one sequence, or with a `window` consecutive ones of so many tokens at most; empty
+    A document is one sequence, or with a `window` consecutive ones of at most that many; empty
     documents have none. Its number in the corpus is its cluster. There are no manifest and no
     digests of all tokens, so none can be verified.
 
     Args:
         prefix: path of the two files without their endings, or one of the files.
-        vocabulary: of the corpus; ids in the files are its tokens less FIRST.
+        vocabulary: vocabulary of the corpus; ids in the files are its tokens less FIRST.
         window: maximum number of tokens of a sequence; None cuts nothing.
         end_of_document: id that ends every document and is left out, because packing writes an
             `<eos>` itself; None is the first of END_OF_DOCUMENT that the vocabulary has and with
@@ -324,7 +324,7 @@ def export_megatron(
 
 
 class _Index(NamedTuple):
-    """Of an index: dtype of the ids, place of each sequence's first [n + 1], document index [d]."""
+    """An index: dtype of the ids, place of each sequence's first [n + 1], document index [d]."""
 
     dtype: np.dtype[Any]
     places: NDArray[np.int64]

@@ -10,7 +10,7 @@ _FINALIZER = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)))  # 
 
 
 def ngram_hashes(tokens: Tokens, length: int) -> NDArray[np.uint64]:
-    """A hash of every `length` tokens in a row; of all of them where there are fewer.
+    """A hash of every `length` tokens in a row; of all of them if there are fewer.
 
     It is Σ xᵢ Bⁿ⁻ⁱ mod 2⁶⁴, then mixed. Two neighbouring runs' sums make that of both, so the
     passes over the tokens grow with log n.

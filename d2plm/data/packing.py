@@ -28,7 +28,7 @@ class Bin:
 
     Attributes:
         sequences: int64 [S], which ones, longest first (see `packed_attention`).
-        place: of its first sequence in the epoch's plan, which keys the crops.
+        place: place of its first sequence in the epoch's plan, which keys the crops.
         draw_ids: int64 [S], indices within the global batch.
         global_sequences: number of sequences in the global batch.
     """
@@ -93,14 +93,14 @@ class PackingSampler:
         max_length: longest segment in tokens, `<cls>` and `<eos>` included; longer sequences are
             cropped by the loader.
         draws: which sequences an epoch draws; None draws every one once.
-        seed: of the order, where `draws` is None.
+        seed: seed of the order, if `draws` is None.
 
     Attributes:
-        max_segments: of a bin, those of its padding included.
+        max_segments: maximum number of segments in a bin, including those of its padding.
 
     Raises:
-        ConfigError: where a single sequence could exceed the budget.
-        DataError: where there are no sequences.
+        ConfigError: if a single sequence could exceed the budget.
+        DataError: if there are no sequences.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ def bin_capacity(token_budget: int, mean_tokens: float, max_length: int) -> tupl
     """How many sequences a bin may hold, and segments with those that its tail may take.
 
     Args:
-        mean_tokens: of a sequence.
-        max_length: of a segment.
+        mean_tokens: mean number of tokens in a sequence.
+        max_length: maximum number of tokens in a segment.
     """
     sequences = int(HEADROOM * token_budget / mean_tokens) + SPARE
     return sequences, sequences + -(-token_budget // max_length)

@@ -1,4 +1,4 @@
-"""From any input to training, validation and test stores that have nothing alike between them.
+"""From any input to training, validation and test stores that share no similar sequences.
 
 The steps: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
 whole clusters, drop the training sequences that a search finds similar to held-out ones, verify,
@@ -80,23 +80,23 @@ def prepare(
     report: Report = lambda line: None,
     progress: Progress = lambda done, note: None,
 ) -> dict[str, Any]:
-    """Split sequences into stores between which a search finds nothing alike.
+    """Split sequences into stores between which a search finds no similar sequences.
 
-    Writes `train_lmdb`, `validation_lmdb`, `test_lmdb` (if one is wanted), `mmseqs.log` (if it is
+    Writes `train_lmdb`, `validation_lmdb`, `test_lmdb` (if requested), `mmseqs.log` (if it is
     used), `cache/` (the clusters), unless the input is a raw store also `raw_lmdb`, and last
     `manifest.json` into `output_dir`. Data already prepared there from the same sequences, with the
     same settings and the same MMseqs2, are kept and nothing is done.
 
     Args:
         inputs: the folder of a raw store, or what `ingest` takes.
-        vocabulary: of the sequences.
+        vocabulary: vocabulary of the sequences.
         min_residues, max_residues: bounds of the sequences kept; None is no bound.
         window: tokens of the pieces into which longer records are cut; the pieces of a record are
             never split between the stores; None cuts none.
         clustering, search: MMseqs2's settings, for proteins and nucleotides.
         text: the settings for documents.
-        relatives_sensitivity: of a search for the relatives of each training protein among the
-            others, 1 (fast) … 7.5 (sensitive); None for none.
+        relatives_sensitivity: sensitivity of a search for relatives of the training proteins among
+            themselves, 1 (fast) … 7.5 (sensitive); None for none.
         resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes
             it work in parts may, as it then keeps other prefilter results.
         keep: use the data prepared there already, from any input; for several pods that start

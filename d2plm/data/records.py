@@ -49,7 +49,7 @@ class RawRecords:
         done: share of the input read, 0 … 1.
         part: where these are not n whole records but a part of a long one, the number of the part,
             from 0 on.
-        tokens: of inputs that hold these instead of texts.
+        tokens: tokens of inputs that hold them instead of texts.
     """
 
     names: list[bytes]

@@ -51,7 +51,7 @@ class Relative:
     """A relative of a protein.
 
     Attributes:
-        name: in the reference; of several equal proteins, that of the first.
+        name: name in the reference; of several equal proteins, that of the first.
         identity: identity to the protein, identical residues ÷ aligned columns, 0 … 1.
         coverage: fraction of the protein that the alignment covers.
         tokens: uint8 [L], its residues.
@@ -74,8 +74,8 @@ def find_relatives(
     """Search the sequences of a store among themselves for relatives of each, itself left out.
 
     Args:
-        sensitivity: of the prefilter, 1 (fast) … 7.5 (sensitive).
-        most: relatives of each between two `IDENTITIES`.
+        sensitivity: sensitivity of the prefilter, 1 (fast) … 7.5 (sensitive).
+        most: maximum number of relatives of each protein between two `IDENTITIES`.
         report: called with a line before and after the search.
         chosen: the sequences whose relatives are searched, in rising order; None for all.
 
@@ -154,7 +154,7 @@ def retrieve_relatives(
     Args:
         proteins: uint8 residue tokens, each with at least one residue.
         reference: a file or folder as of `open_reference`.
-        folder: of the result (see `ArrayCache`), the reference's store and MMseqs2's log.
+        folder: folder of the result (see `ArrayCache`), the reference's store and MMseqs2's log.
         report: called with a line per stage.
         progress: called with the share of the reference that has been read, and a note.
 

@@ -1,6 +1,6 @@
 """The similarity search used for a vocabulary: MMseqs2, or for texts shared n-grams.
 
-`prepare` clusters sequences that are alike, so that whole clusters are held out, and then searches
+`prepare` clusters similar sequences, so that whole clusters are held out, and then searches
 what remains for sequences that are like held-out ones. Both are one `SimilaritySearch`.
 """
 
@@ -36,7 +36,7 @@ _NGRAMS = {"bytes": (25, 50), "tokenizer": (5, 13)}
 
 
 class Finder(Protocol):
-    """Finds sequences of a store that are alike."""
+    """Finds similar sequences of a store."""
 
     def clusters(self, store: SequenceStore, selected: Mask) -> NDArray[np.int32]:
         """The clusters of the selected sequences, bool [N].
@@ -53,7 +53,7 @@ class Finder(Protocol):
         pool: Mask,
         more: Sequence[str | Path],
     ) -> NDArray[np.int64]:
-        """Pairs of a sequence of the pool and a held-out one that are alike.
+        """Pairs of similar sequences, one of the pool and one held out.
 
         Args:
             direction: "from_held_out" has the held-out sequences as queries, "from_training" the
@@ -63,7 +63,7 @@ class Finder(Protocol):
 
         Returns:
             int64 [pairs, 2]: the place of each pair's sequence in the pool, and whether enough of
-            both sequences is alike, 0 or 1.
+            both sequences is similar, 0 or 1.
         """
 
 
@@ -74,9 +74,9 @@ class SimilaritySearch:
     Attributes:
         program, version: what finds them; manifests have the version as `<program>_version`.
         clustering, search: the settings of either, as JSON.
-        directions: of the search, as of `SplitSettings`.
+        directions: directions of the search, as in `SplitSettings`.
         hits: what a search finds, in words.
-        thresholds: names of the settings of clustering and search to raise where too much is alike.
+        thresholds: names of the settings of clustering and search to raise if too many are similar.
         open: the finder for a preparation's (folder, key, report), with its log and temporary files
             in the folder.
     """

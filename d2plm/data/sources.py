@@ -122,9 +122,9 @@ def read_sources(
 
     Args:
         paths: as `resolve_inputs` returns them.
-        reading: None where no setting can name the format or the fields.
-        vocabulary: of the sequences: decides between plain text and FASTA, and which tokens the ids
-            of a Megatron corpus are.
+        reading: None if no setting can name the format or the fields.
+        vocabulary: vocabulary of the sequences: decides between plain text and FASTA, and which
+            tokens the ids of a Megatron corpus are.
         in_parts: whether a record of many megabytes may come in parts.
 
     Raises (when iterated):

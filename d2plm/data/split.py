@@ -45,7 +45,7 @@ def hold_out(
     threshold: str,
     records: NDArray[np.int32] | None = None,
 ) -> dict[str, Mask]:
-    """The held-out sets that are wanted, by name: bool [N] each, true for its sequences.
+    """The requested held-out sets, by name: bool [N] each, true for its sequences.
 
     Args:
         records: int32 [N], from `records_of`; None if no record was cut.
@@ -102,12 +102,12 @@ def choose_clusters(
     """Choose whole clusters for several held-out sets, one after another.
 
     Clusters are taken in the order of a seeded hash of their first member until a set is full; one
-    that is larger than what is still wanted is passed over, so a set is never too large.
+    that is larger than the number still needed is passed over, so a set is never too large.
 
     Args:
         clusters: int32 [N], the first member of each sequence's cluster; -1 where the sequence is
             left out of everything.
-        wanted: sequences of each set.
+        wanted: number of sequences in each set.
         taken: bool [N], sequences in use already, whose clusters are not to be chosen.
 
     Returns:

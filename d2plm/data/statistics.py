@@ -159,8 +159,8 @@ def plot(stores: Mapping[str, StoreStatistics], file: Path, title: str) -> None:
     """Draw the lengths of stores, by name, one under another, and beside them the compositions.
 
     Args:
-        stores: at least one, at most four.
-        file: its ending is one of PICTURES; its folder is made where it is missing.
+        stores: one to four stores.
+        file: its ending is one of PICTURES; its folder is created if it is missing.
 
     Raises:
         DataError: the file cannot be written.

@@ -54,8 +54,8 @@ class Block:
     """Consecutive sequences of a store, in memory.
 
     Attributes:
-        first: index of the first of them.
-        tokens: of the vocabulary's dtype [M], theirs one after another.
+        first: index of the first sequence.
+        tokens: vocabulary's dtype [M], tokens of the sequences, concatenated.
         bounds: int64 [n + 1], where each begins and ends in `tokens`.
     """
 
@@ -93,7 +93,7 @@ class SequenceStore:
 
     Attributes:
         manifest: format version, kind, counts, alphabet, digests, free `provenance`.
-        vocabulary: of the tokens; arrays of tokens have its dtype.
+        vocabulary: vocabulary of the tokens; arrays of tokens have its dtype.
         lengths: int32 [N], tokens of each sequence, memory mapped.
         clusters: int32 [N], homology cluster of each sequence, memory mapped; None if not known.
 
@@ -288,7 +288,7 @@ class SequenceStore:
         return position
 
     def _view(self, environment: "_Environment", block: int) -> memoryview:
-        """The tokens of a block where they are mapped; valid while the caller holds the lock."""
+        """A view of the mapped tokens of a block; valid while the caller holds the lock."""
         view = environment.views.get(block)
         if view is None:
             with self._reading():
@@ -408,7 +408,7 @@ class _Environment:
         self.transaction = self.lmdb.begin(buffers=True)
 
     def value(self, database: bytes, block: int) -> memoryview:
-        """A value where it is mapped; used under `lock` alone."""
+        """A view of a mapped value; used under `lock` alone."""
         value = self.transaction.get(KEY.pack(block), db=self.databases[database])
         if value is None:
             raise KeyError(f"no {database.decode()} of block {block}")
@@ -484,7 +484,7 @@ def _vocabulary_of(path: Path, manifest: dict[str, Any]) -> Vocabulary:
 
 
 def _file_of(path: Path) -> tuple[int, int] | None:
-    """Device and number of a file; None where there is none."""
+    """Device and number of a file; None if there is none."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

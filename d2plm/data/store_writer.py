@@ -37,7 +37,7 @@ class SequenceStoreWriter:
         path: the store's folder; an existing store there is replaced, anything else refused.
         kind: what the store holds: "raw", "train", "validation", …
         provenance: anything JSON can hold, kept in the manifest.
-        vocabulary: of the tokens.
+        vocabulary: vocabulary of the tokens.
 
     Attributes:
         provenance: may still be changed until the block ends.
@@ -102,7 +102,7 @@ class SequenceStoreWriter:
         """Add sequences.
 
         Args:
-            names: of each.
+            names: name of each sequence.
             sequences: the tokens of each as a buffer of bytes: little-endian integers of the
                 vocabulary's dtype.
             records: int64 as bytes, the records of which each is a piece; none if none was cut.

@@ -62,7 +62,7 @@ class ShuffledSequences:
     """The sequences of a store, the tokens of each in a random order of its own.
 
     Args:
-        seed: of the orders; sequence i has the same one whenever it is read.
+        seed: seed of the orders; sequence i has the same one whenever it is read.
     """
 
     def __init__(self, store: SequenceStore, seed: int = 0) -> None:

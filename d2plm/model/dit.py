@@ -78,9 +78,9 @@ class DiT(PreTrainedModel):
             cu_seqlens: int32 [S + 1] segment bounds; the last value is T.
             max_seqlen: an upper bound on the segment lengths.
             times: float [S], the paradigm's time of each segment, in [0, 1].
-            relatives: of some segments; only of a model with an encoder for them. They are aligned
-                here, so that nothing of the hidden residues can enter the alignment, unless they
-                come with an alignment to these very `tokens`.
+            relatives: relatives of some segments, for a model with an encoder for them. They are
+                aligned here, so that nothing of the hidden residues can enter the alignment, unless
+                they come with an alignment to these very `tokens`.
             reduce: called with the last hidden states [T, D], in fp32 or better, and the function
                 that projects any M of them to logits [M, V]; for large vocabularies, and not with
                 relatives.

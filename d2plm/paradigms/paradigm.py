@@ -45,7 +45,7 @@ class Denoiser(Protocol):
 class ExtendedDenoiser(Protocol):
     """A `Denoiser` that may be given relatives of the segments, or reduce its hidden states.
 
-    Called in this form only where there are relatives, or with `reduce`, which returns something
+    Called in this form only if there are relatives, or with `reduce`, which returns something
     else than logits from the hidden states and their projection.
     """
 
@@ -69,7 +69,7 @@ class Corrupted:
         tokens: integer [T], the noised tokens, as of `PackedBatch.computable`.
         targets: int64 [T], index of the clean residue among the K; 0 where the weight is 0.
         times: float64 [S], the paradigm's time of each segment, in [0, 1].
-        weights: float64 [T], weight of each position's loss; 0 where it is no target.
+        weights: float64 [T], weight of each position's loss; 0 if it is no target.
         count: float64 scalar, this batch's share of the global batch's normaliser.
     """
 
@@ -125,15 +125,15 @@ class Paradigm(ABC):
     Attributes:
         Settings: class of its settings, which are saved with every model.
         vocabulary: whose tokens are corrupted and predicted; set it for others than proteins.
-        name: in folders, experiments and messages.
-        description: in a model card.
+        name: name in folders, experiments and messages.
+        description: sentence in a model card.
         source: the prior: `mask`, or `uniform`, random residues.
-        estimator: of the bound, as reports name it.
+        estimator: name of the bound's estimator in reports.
         prior_time, data_time: 0 and 1, or 1 and 0: the time of the prior and the time of the data.
         schedule: the probability that a residue is clean.
         samplers: the supported ones, the default first.
         refused_samplers: the other samplers, each with the reason.
-        default_steps, max_steps: of a sampler.
+        default_steps, max_steps: steps of a sampler.
         losses: the supported ones: `elbo`, a bound; `mean` over the predicted residues; others.
         loss_kind: the one of them in use.
         time_sampling: `uniform` in the paradigm's time, or `low_variance`: with the corrupted
@@ -374,7 +374,7 @@ class Paradigm(ABC):
 
     @abstractmethod
     def prior_tokens(self, key: Key, *indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """`dtype` [N]: the tokens of wanted residues at the prior, keyed by `indices` [N] each."""
+        """`dtype` [N]: tokens to generate, drawn from the prior, keyed by `indices` [N] each."""
 
     @abstractmethod
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
@@ -385,17 +385,17 @@ class Paradigm(ABC):
 
         Args:
             log_p: float64 [N, K], log-probabilities of the residues given the other positions.
-            tokens: integer [N], the tokens at the wanted positions before the step.
-            step: from κ_t to κ_s.
+            tokens: integer [N], the tokens at the positions to generate, before the step.
+            step: the step from κ_t to κ_s.
         """
 
     def may_change(self, tokens: Tensor, draws: Tensor, step: Step) -> Tensor:
-        """bool [N]: where a step may change the tokens, known before the model is evaluated.
+        """bool [N]: whether a step may change each token, known before the model is evaluated.
 
         Args:
             tokens: integer [N].
             draws: float64 [N] in [0, 1), with which the step's distribution will be sampled.
-            step: from κ_t to κ_s.
+            step: the step from κ_t to κ_s.
         """
         return torch.ones_like(tokens, dtype=torch.bool)
 

@@ -1,7 +1,7 @@
 """Reading a checkpoint's metadata without running code that a pickle names.
 
 `torch.distributed.checkpoint` stores the locations of tensors in a pickle, which may name any
-function of any package, so anyone who can write a checkpoint could run code where it is resumed.
+function of any package, so anyone who can write a checkpoint could run code when it is resumed.
 Only the types that describe tensors are accepted. Entries that are not tensors are rejected,
 because PyTorch would unpickle their content without a check. Python 3.11.0 to 3.11.3 pickle an
 Enum's member as `getattr(its class, its name)`, the later ones as `its class(its value)`: both are

@@ -88,7 +88,7 @@ class Process:
         return self.device.type + (f" × {self.world_size}" if self.world_size > 1 else "")
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all rows, of each once; in place where there are several."""
+        """The sum of a tensor over all rows, of each once; in place if there are several."""
         if self.mesh is not None:
             dist.all_reduce(value)
             value /= self.row_ranks * self.pipeline_ranks  # each row is on so many
@@ -101,7 +101,7 @@ class Process:
         return value
 
     def sum_stages(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over the stages of a pipeline, in place where there are several."""
+        """The sum of a tensor over the stages of a pipeline, in place if there are several."""
         if self.pipeline_group is not None:
             dist.all_reduce(value, group=self.pipeline_group)
         return value

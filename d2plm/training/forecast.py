@@ -36,8 +36,8 @@ class Memory:
         weights: this rank's shards of the masters.
         moments: AdamW's two; Muon keeps one of a matrix, and a step's directions beside it.
         average: the EMA shadow.
-        gradients: of this rank's shards in the masters' dtype; whole while micro-batches follow, as
-            they are reduced with the last.
+        gradients: gradients of this rank's shards in the masters' dtype; whole while micro-batches
+            follow, as they are reduced with the last.
         gathered: parameters in the compute dtype, whole, and a block's whole gradients before they
             are reduced; without sharding, the cast copy of the model.
         activations: what autograd keeps of a micro-batch's forward, with its logits, and what a
@@ -77,10 +77,10 @@ def memory_per_rank(
 
     Args:
         plan: resolved for its world size.
-        tokens: of a micro-batch, padding included; `segments` in it, likewise.
-        dtype: of the matrix work.
+        tokens, segments: numbers of them in a micro-batch, including padding.
+        dtype: dtype of the matrix products.
         compile: whether the blocks are compiled, which keeps a third less of their activations.
-        micro_batches: of a step.
+        micro_batches: micro-batches in a step.
     """
     model = dit_without_memory(config)
     with _row_mesh(plan) as mesh:

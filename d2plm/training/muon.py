@@ -49,7 +49,7 @@ def build_muon(
     the square root of the width, are multiplied by √m, and the rate of AdamW's matrices by m.
 
     Args:
-        model: with `config.hidden_size` and `config.time_embedding_dim`, its widths.
+        model: a model with the widths `config.hidden_size` and `config.time_embedding_dim`.
         parameters: what to update in their place, by name: this rank's shards.
         settings: None takes the defaults. The rate is converted where it is, and with it the
             decay, which is a share of the rate.
@@ -96,7 +96,7 @@ class Muon(AdamW):
 
     Args:
         matrices: plain tensors, this rank's shards: matrices, or stacks of them.
-        factors: of the steps of each of them.
+        factors: step-size multiplier of each matrix.
         momentum: the weight of the past.
     """
 
@@ -177,7 +177,7 @@ class Sharding:
     Attributes:
         shape: rows and columns of the whole matrix, of the part of it that is spread, or of each
             of a stack.
-        device: where it is orthogonalised.
+        device: device on which it is orthogonalised.
         group: the ranks that share it; None if this one has all of it.
         split: how it is split over a tensor group, each rank of which orthogonalises it.
     """
@@ -232,8 +232,8 @@ def orthogonalise_shards(
     """The rows that this rank has of each orthogonalised matrix, from its rows of the matrices.
 
     Args:
-        shards: of each matrix, [rows of this rank, columns]; of a stack, its matrices here.
-        dtype: of the products and of what is sent; that of the shards if they are fp64.
+        shards: [rows of this rank, columns] of each matrix; of a stack, its matrices here.
+        dtype: dtype of the products and messages; that of the shards if they are fp64.
     """
     if shards[0].dtype == torch.float64:
         dtype = torch.float64

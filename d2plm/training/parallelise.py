@@ -113,7 +113,7 @@ def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bo
 def compile_blocks(
     blocks: nn.ModuleList, setting: bool | str, device: torch.device, flops: float
 ) -> bool:
-    """Compile each block in place where it can be done; returns whether it was.
+    """Compile each block in place if possible; returns whether it was compiled.
 
     A compiler and Python's headers are needed. Without them a warning is logged and the blocks run
     uncompiled.
@@ -121,7 +121,7 @@ def compile_blocks(
     Args:
         setting: `auto` compiles on CUDA, and on a CPU where the run is long enough to save more
             time than the compiler takes.
-        flops: of the whole run, not of the remaining steps, so that a resumed run is the same.
+        flops: FLOPs of the whole run, not of the remaining steps, so that a resumed run is equal.
     """
     if not is_to_compile(setting, device, flops):
         return False

@@ -30,7 +30,7 @@ class Stage(nn.Module):
 
     Args:
         model: the whole model.
-        number: of this stage among `count`.
+        number: number of this stage among `count`.
     """
 
     def __init__(self, model: DiT, number: int, count: int) -> None:
@@ -76,7 +76,7 @@ class Pipeline:
 
     Args:
         rows: how the processes of a stage share rows; None if they do not.
-        dtype: of the hidden states.
+        dtype: dtype of the hidden states.
 
     Attributes:
         stages: those of this process.

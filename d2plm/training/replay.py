@@ -44,7 +44,7 @@ class Replayed:
 
     Attributes:
         step: the number it has in the logs; the update that makes `step` updates done.
-        loss: of the global batch; `grad_norm` its gradient's norm before clipping.
+        loss: loss of the global batch; `grad_norm`: norm of its gradient before clipping.
         sequences: largest loss first.
         gradients: {parameter name: norm of its gradient, unclipped}.
     """
@@ -61,7 +61,7 @@ def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed
     """Repeat a step of the run that `trainer` was built for, on one process.
 
     Args:
-        trainer: of the run's settings; what it trains is not saved.
+        trainer: a trainer with the run's settings; what it trains is not saved.
         step: as logged, 1 or more.
         location: checkpoint to start from; None takes the newest whole one before the step, or the
             initial weights.

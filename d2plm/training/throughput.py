@@ -114,7 +114,7 @@ class CrowdedCores(Metric):
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's dense bf16 TFLOP/s; None where they are unknown, or another dtype is used."""
+    """The device's dense bf16 TFLOP/s; None if they are unknown or another dtype is used."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     return peak_of(torch.cuda.get_device_name(device))

@@ -93,7 +93,7 @@ class Trainer:
 
     Attributes:
         step: optimizer steps done; `first_step` of them before this start.
-        num_parameters: of the whole model; of `model`, this rank has its stage's alone.
+        num_parameters: parameters of the whole model; `model` has only this rank's stage.
         parameters: this rank's shards, plain tensors by name.
         splits: those of which each rank of a tensor group has a part.
         history: the newest 10,000 rows of metrics that were logged, evaluations included, each with
@@ -173,7 +173,7 @@ class Trainer:
         self.model.train()
 
     def add_adapter(self, rank: int | None) -> None:
-        """Train changes of low rank in place of the model's own weights, if they are wanted."""
+        """Train changes of low rank in place of the model's own weights, if requested."""
         self.lora_rank = rank
         self.plan.require_adapters(rank)
         if rank is None:
@@ -468,7 +468,7 @@ class Trainer:
         return factor if self.loss_scale is None else factor * self.loss_scale.scale, count
 
     def clip_gradients(self) -> Tensor:
-        """Scale the gradient to `max_grad_norm` where it is longer; returns its norm before."""
+        """Scale the gradient down to `max_grad_norm`; returns its norm before scaling."""
         gradients = self._shards.take_gradients()
         norm = norms([gradients], self.process, self.splits)[0]
         factor = torch.ones((), device=self.device)

@@ -32,7 +32,7 @@ def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """The parameter `names` that match one of `patterns`, which are case-sensitive.
 
     Raises:
-        ConfigError: for a pattern that matches none, and where they match all.
+        ConfigError: if a pattern matches no parameter, or the patterns match all.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -92,8 +92,8 @@ class Callback:
         """Gradients are complete and clipped; `trainer.skip_update = True` drops them.
 
         Args:
-            loss: of the global batch, nats; 0-d, on the device.
-            grad_norm: of the whole gradient before clipping; 0-d, on the device.
+            loss: loss of the global batch, nats; 0-d, on the device.
+            grad_norm: norm of the whole gradient before clipping; 0-d, on the device.
         """
 
     def on_step_end(self, trainer: "Trainer", loss: Tensor, grad_norm: Tensor, /) -> None:

@@ -119,7 +119,7 @@ def dump_step(trainer: Trainer, folder: Path) -> None:
 
 
 def described_gradients(trainer: Trainer) -> dict[str, Any]:
-    """Loss, gradient norm, and the norm of each parameter; strings where a value is not finite.
+    """Loss, gradient norm, and the norm of each parameter; strings if a value is not finite.
 
     `not_finite` names the parameters of such norms. A collective operation if they are sharded.
     """

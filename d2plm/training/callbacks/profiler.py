@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Profiler(Callback):
-    """Trace `steps` steps to `output_dir/profile/rankR.step-N.json.gz`, N the first of them.
+    """Trace `steps` steps to `output_dir/profile/rankR.step-N.json.gz`, N the first step.
 
     Chrome's trace format, for https://ui.perfetto.dev; `rankR.step-N.txt` beside it lists the
-    operators that took most time. The CPU is traced and, where there is one, the CUDA device.
+    operators that took most time. The CPU is traced and, if there is one, the CUDA device.
     """
 
     def __init__(self, settings: ProfilerSettings | None = None) -> None:
