@@ -74,7 +74,7 @@ class Deduplicator:
         """Add n sequences, parts of `tokens` [M] from `starts` [n] on of `lengths` [n].
 
         Args:
-            records: as of `Records`.
+            records: as in `Records`.
 
         Raises:
             OSError: a temporary file cannot be written.

@@ -77,7 +77,7 @@ class Family:
         return self._only(np.sort(drawn[number:])), self._only(np.sort(drawn[:number]))
 
     def given_to(self, protein: Tokens) -> "Family":
-        """The family without the protein itself, what contains it and what is a part of it."""
+        """The family without the protein and without members that contain it or lie in it."""
         own = protein.tobytes()
         kept = [own not in one and one not in own for one in self._texts]
         return self if all(kept) else self._only(np.flatnonzero(kept))
@@ -92,7 +92,7 @@ class Family:
 
         Args:
             key: integers that determine the draw.
-            protein: what they are drawn for, long members cut to what aligns with it.
+            protein: protein they are drawn for; long members are cut to the part aligned with it.
         """
         drawn, count = self.members, len(self.members)
         if count > self.most:
@@ -114,7 +114,7 @@ class Family:
 
 
 class RelativesCheck:
-    """Collects, protein by protein, what is to be said about their relatives.
+    """Collects messages about the relatives of proteins, one protein at a time.
 
     Args:
         relatives, proteins: their files, for messages.
@@ -135,7 +135,7 @@ class RelativesCheck:
         return given
 
     def report(self) -> None:
-        """Log what is left out, and which proteins have no relatives.
+        """Log which members are left out and which proteins have no relatives.
 
         Raises:
             DataError: if none has.
@@ -200,7 +200,7 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
 
 
 def read_family(path: Path, most: int) -> Family:
-    """The family in an input of any form that `read_sequences` reads; arguments as of `Family.of`.
+    """The family in an input of any form that `read_sequences` reads; arguments as in `Family.of`.
 
     Raises:
         DataError: the input cannot be read, or holds no protein.

@@ -44,7 +44,7 @@ def merged(clusters: NDArray[np.int32], pairs: NDArray[np.integer]) -> NDArray[n
 
 
 def with_equal(clusters: NDArray[np.int32], labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The clusters, as of `merged`, after sequences of the same label, int32 [N], were joined."""
+    """The clusters, as in `merged`, after sequences of the same label, int32 [N], were joined."""
     kept = np.flatnonzero(clusters >= 0)
     return merged(clusters, _pairs(labels[kept], kept))
 

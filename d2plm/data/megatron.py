@@ -287,7 +287,7 @@ def export_megatron(
     sequence.
 
     Args:
-        prefix: as of `MegatronSequences`; files there are replaced when the new ones are complete.
+        prefix: as in `MegatronSequences`; files there are replaced when the new ones are complete.
         end_of_document: id to write after each document, as `--append-eod` does; None for none.
         progress: called with the number of sequences written so far.
 

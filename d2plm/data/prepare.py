@@ -2,7 +2,7 @@
 
 The steps: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
 whole clusters, drop the training sequences that a search finds similar to held-out ones, verify,
-write. What is similar, `data.similarity` defines: homologs of MMseqs2, or overlapping texts. The
+write. `data.similarity` defines similarity: homologs of MMseqs2, or overlapping texts. The
 result depends on the sequences, the settings and the seed, never on the order or form of the input.
 The results of clustering and of each search are kept: a preparation that was killed resumes after
 the last of them, and another seed needs no new clustering.

@@ -107,13 +107,13 @@ def shown(name: bytes) -> str:
 
 
 def identifiers(name: bytes) -> list[bytes]:
-    """What a name may be referred to by: itself, and `P1` and `A_B` of `sp|P1|A_B`."""
+    """The identifiers of a name: itself, and `P1` and `A_B` of `sp|P1|A_B`."""
     found = _IDENTIFIERS.fullmatch(name)
     return [name, *filter(None, found.groups())] if found else [name]
 
 
 def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], int | None]:
-    """Where a name's record is among the records of `source`, as a function; None: nowhere.
+    """A function from a name to the place of its record in `source`; None if there is none.
 
     `P02185` and `MYG_PHYMC` also refer to `sp|P02185|MYG_PHYMC` and `UniRef90_P02185`, and these to
     each other, and `toy` to `toy/11-47`; a record without a name cannot be referred to. To ask for
@@ -140,7 +140,7 @@ def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], 
 
 
 def require_distinct(names: Sequence[str], source: str | Path) -> None:
-    """Raise a `DataError` unless each record of `source` has a name, and one of its own."""
+    """Raise a `DataError` unless each record of `source` has a name that no other has."""
     if unnamed := [place for place, name in enumerate(names) if not name]:
         where = _described(unnamed, names, source)
         raise DataError(f"{source}: no name: {where}; give each record one of its own")

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[Relative]]) -> None:
-    """Write the relatives of each of the proteins; `names` are theirs.
+    """Write the relatives of each protein; `names` are the proteins' names.
 
     Raises:
         DataError: the file cannot be written.

@@ -116,7 +116,7 @@ def held_out_relatives(
 
     Args:
         chosen: the sequences whose relatives are searched, in rising order; None for all.
-        folder: where the result is kept (see `ArrayCache`), and MMseqs2's log.
+        folder: folder of the cached result (see `ArrayCache`) and MMseqs2's log.
 
     Raises:
         DataError: MMseqs2 is missing or fails, or `folder` cannot be written.
@@ -153,7 +153,7 @@ def retrieve_relatives(
 
     Args:
         proteins: uint8 residue tokens, each with at least one residue.
-        reference: a file or folder as of `open_reference`.
+        reference: a file or folder as in `open_reference`.
         folder: folder of the result (see `ArrayCache`), the reference's store and MMseqs2's log.
         report: called with a line per stage.
         progress: called with the share of the reference that has been read, and a note.

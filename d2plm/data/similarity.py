@@ -75,7 +75,7 @@ class SimilaritySearch:
         program, version: what finds them; manifests have the version as `<program>_version`.
         clustering, search: the settings of either, as JSON.
         directions: directions of the search, as in `SplitSettings`.
-        hits: what a search finds, in words.
+        hits: description of the pairs that a search finds.
         thresholds: names of the settings of clustering and search to raise if too many are similar.
         open: the finder for a preparation's (folder, key, report), with its log and temporary files
             in the folder.

@@ -105,7 +105,7 @@ def choose_clusters(
     that is larger than the number still needed is passed over, so a set is never too large.
 
     Args:
-        clusters: int32 [N], the first member of each sequence's cluster; -1 where the sequence is
+        clusters: int32 [N], the first member of each sequence's cluster; -1 if the sequence is
             left out of everything.
         wanted: number of sequences in each set.
         taken: bool [N], sequences in use already, whose clusters are not to be chosen.

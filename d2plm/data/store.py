@@ -3,7 +3,7 @@
 A store is a folder: `data.mdb` (LMDB), `lengths.npy`, `offsets.npy`, optionally `clusters.npy` and
 `pieces.npy`, and `manifest.json`. LMDB maps the file: all processes of a machine share one copy in
 memory, and a read needs no system call. A value contains the tokens of 1,024 sequences, which
-wastes less than one per cent of the disk, where one value per sequence would waste a fifth; the
+wastes less than one per cent of the disk, whereas one value per sequence would waste a fifth; the
 price is an array of offsets, and that nothing can be added to a finished store. The folder is
 renamed last, so a half-written store is never opened.
 """

@@ -59,7 +59,7 @@ class SyntheticSequences:
 
 
 class ShuffledSequences:
-    """The sequences of a store, the tokens of each in a random order of its own.
+    """The sequences of a store, each with its tokens in an independent random order.
 
     Args:
         seed: seed of the orders; sequence i has the same one whenever it is read.

@@ -254,7 +254,7 @@ def number(cell: str, delimiter: str = ",") -> float:
 
 
 def ambiguous(cells: Iterable[str]) -> tuple[int, str] | None:
-    """Where a column of numbers may have thousands or decimals: the place of a cell, and why."""
+    """The place of a cell that may have thousands or decimals, and why it is ambiguous."""
     texts = [(place, cell.strip()) for place, cell in enumerate(cells) if not is_missing(cell)]
     points, commas = ([one for one in texts if mark in one[1]] for mark in ".,")
     if points and commas:

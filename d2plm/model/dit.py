@@ -119,7 +119,7 @@ class DiT(PreTrainedModel):
         return x, None if self.time_embedding is None else self.time_embedding(times)
 
     def layout(self, tokens: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Layout:
-        """Where the tokens of a row stand, with angles of `dtype`."""
+        """The positions of a row's tokens, with angles of `dtype`."""
         config, segments = self.config, segment_ids(cu_seqlens, len(tokens))
         cos, sin = rope_tables(
             positions(cu_seqlens, segments),

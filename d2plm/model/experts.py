@@ -119,7 +119,7 @@ class WithLoss(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """E SwiGLU feed-forwards, stacked: down(silu(gate(x)) · up(x)), each on its own rows."""
+    """E SwiGLU feed-forwards, stacked: down(silu(gate(x)) · up(x)), each for its own rows."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class MaskedParadigm(Paradigm):
     def masked_log_probabilities(
         self, model: Denoiser, batch: PackedBatch, masked: Tensor, fraction: Tensor
     ) -> Tensor:
-        """log p(residue | what is not masked) [T, K], with the `masked` tokens hidden.
+        """log p(residue | the unmasked residues) [T, K], with the `masked` tokens hidden.
 
         Args:
             masked: bool [T], a subset of the maskable residues.

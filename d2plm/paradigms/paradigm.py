@@ -66,8 +66,8 @@ class Corrupted:
     """A corrupted batch and its targets.
 
     Attributes:
-        tokens: integer [T], the noised tokens, as of `PackedBatch.computable`.
-        targets: int64 [T], index of the clean residue among the K; 0 where the weight is 0.
+        tokens: integer [T], the noised tokens, as in `PackedBatch.computable`.
+        targets: int64 [T], index of the clean residue among the K; 0 if the weight is 0.
         times: float64 [S], the paradigm's time of each segment, in [0, 1].
         weights: float64 [T], weight of each position's loss; 0 if it is no target.
         count: float64 scalar, this batch's share of the global batch's normaliser.
@@ -359,7 +359,7 @@ class Paradigm(ABC):
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Logits [T, V] → log p(residue | the other positions) [T, K].
 
-        In fp32, or fp64 where the logits are.
+        In fp32, or in fp64 if the logits are.
         """
         return predicted_log_softmax(logits, self.vocabulary)
 

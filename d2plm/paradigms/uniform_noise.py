@@ -71,7 +71,7 @@ def generalised_kl_nats(log_p: Tensor, shown: Tensor, clean: Tensor, kappa: Tens
     flow's own velocities (Shaul et al., arXiv:2412.03487). A bound, but loose: its path jumps
     straight to x_1, which reveals more of x_1 than the path of the time reversal.
 
-    Arguments as of `time_reversal_nats`.
+    Arguments as in `time_reversal_nats`.
     """
     kappa = kappa.clamp(KAPPA_MARGIN, 1 - KAPPA_MARGIN)
     posterior = log_posterior(log_p.double(), shown, kappa)
@@ -121,7 +121,7 @@ def posterior_step(log_p: Tensor, shown: Tensor, now: float, then: float) -> Ten
     matrix; there p includes the evidence of z, which is in the first factor here). This is the
     reverse process whose likelihood the time-reversal bound bounds.
 
-    Arguments as of `jump`.
+    Arguments as in `jump`.
     """
     # With κ_t = κ_s every probability would be 0 where top-k has removed the residue shown.
     kept = min(now / then, 1 - KAPPA_MARGIN) if then > 0 else 0.0

@@ -95,7 +95,7 @@ class Process:
         return value
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum over all ranks of what each has of its own tokens; in place."""
+        """Sum over all ranks a tensor computed from each rank's own tokens; in place."""
         if self.mesh is not None:
             dist.all_reduce(value)
         return value

@@ -1,7 +1,7 @@
 """Learning-rate schedules as plain functions of the step, so that resuming needs no state.
 
 All begin with a linear warm-up and differ in the decline after it. `cosine` is the usual choice
-where the length of the run is known. `wsd` stays at the peak until shortly before the end, so that
+if the length of the run is known. `wsd` stays at the peak until shortly before the end, so that
 one long run can be ended or continued at any length for the cost of its decay alone.
 """
 

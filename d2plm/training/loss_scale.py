@@ -1,6 +1,6 @@
 """LossScale: keeps fp16 gradients from vanishing, without looking at them from the host.
 
-The loss is multiplied before the backward and the gradients are divided after it. Where a gradient
+The loss is multiplied before the backward and the gradients are divided after it. If a gradient
 overflows, the fused optimizer skips the step and the scale is halved (Micikevicius et al.,
 arXiv:1710.03740, section 3.2). Everything stays on the device.
 """
@@ -58,5 +58,5 @@ class LossScale:
                         value.masked_fill_(self.overflow.to(value.device, non_blocking=True), 0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, live."""
+        """The tensors saved in a checkpoint, not copies."""
         return {"scale": self.scale, "good_steps": self.good_steps}

@@ -164,7 +164,7 @@ def gradient_norms(
 ) -> dict[str, Tensor]:
     """The norm of the gradient of each group of parameters, before clipping; a collective.
 
-    Where the whole norm is not finite, gradients are not clipped, nor changed here.
+    If the whole norm is not finite, gradients are not clipped, nor changed here.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     for name, parameter in trainer.parameters.items():

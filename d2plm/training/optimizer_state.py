@@ -52,7 +52,7 @@ def allocate(layout: Layout, parameters: Mapping[str, Tensor]) -> State:
     """Zeros on this rank for the optimizer state of a checkpoint with this `layout`.
 
     Raises:
-        CheckpointError: where the checkpoint has state of a parameter that is not trained.
+        CheckpointError: if the checkpoint has state of a parameter that is not trained.
     """
     tensors: State = {}
     for (section, name, *kind), entry in layout:
@@ -70,7 +70,7 @@ def allocate(layout: Layout, parameters: Mapping[str, Tensor]) -> State:
 def restore(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], tensors: State, rest: Mapping[str, Any]
 ) -> None:
-    """Give the optimizer what `collect` returned, by its own `load_state_dict`.
+    """Load what `collect` returned by the optimizer's `load_state_dict`.
 
     Raises:
         CheckpointError: if it was of another kind of optimizer, or its groups were others.

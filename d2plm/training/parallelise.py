@@ -104,7 +104,7 @@ def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object
 
 
 def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bool:
-    """Whether blocks are to be compiled; arguments as of `compile_blocks`."""
+    """Whether blocks are to be compiled; arguments as in `compile_blocks`."""
     if setting == "auto":
         return device.type != "cpu" or flops >= WORTH_COMPILING
     return bool(setting)
@@ -119,7 +119,7 @@ def compile_blocks(
     uncompiled.
 
     Args:
-        setting: `auto` compiles on CUDA, and on a CPU where the run is long enough to save more
+        setting: `auto` compiles on CUDA, and on a CPU if the run is long enough to save more
             time than the compiler takes.
         flops: FLOPs of the whole run, not of the remaining steps, so that a resumed run is equal.
     """

@@ -55,7 +55,7 @@ class Stage(nn.Module):
     ) -> Tensor | tuple[Tensor, ...]:
         """What the next stage receives, or logits, from what the previous one sent.
 
-        Arguments of a row as of `DiT`, in micro-batches [1, …].
+        Arguments of a row as in `DiT`, in micro-batches [1, …].
         """
         tokens_T, cu_seqlens = tokens[0], cu_seqlens[0]
         if x_TD is None:

@@ -47,7 +47,7 @@ class Plan(Parallelism):
         """The plan with the number of shards filled in.
 
         Raises:
-            ConfigError: where the product of the dimensions is not the number of processes.
+            ConfigError: if the product of the dimensions is not the number of processes.
         """
         keys = ("pipeline", "replicate", "context", "tensor")
         named = self._named(*keys) or {"replicate": 1}

@@ -35,7 +35,7 @@ def own_shard(full: Tensor, like: Tensor) -> Tensor:
 
 
 def sharded_like(shard: Tensor, like: Shard, mesh: DeviceMesh | None = None) -> Shard:
-    """This rank's `shard` as what `like` is, on `mesh` or that of `like`.
+    """This rank's `shard` with the type of `like`, on `mesh` or the mesh of `like`.
 
     It stays as it is where `like` is plain.
     """

@@ -101,7 +101,7 @@ class Trainer:
         skip_update: set by a callback in `on_before_optimizer_step`: this step's gradients are
             dropped, and weights, optimizer state and average stay as they are.
         loss: last step's training loss, a 0-d tensor on the device.
-        grad_norm: last step's gradient norm before clipping, likewise.
+        grad_norm: last step's gradient norm before clipping, on the device.
 
     Raises:
         ConfigError: on impossible settings, before anything is computed.
@@ -289,7 +289,7 @@ class Trainer:
         self.ema = EMA(self.parameters, self.settings.ema_decay)
 
     def build_load_balancing(self) -> None:
-        """What keeps the loads of experts equal, where the model has any."""
+        """Load balancing of experts, if the model has any."""
         self.experts = LoadBalancer(self.model, self.parameters, self.process)
 
     def build_checkpoints(self) -> None:
@@ -516,7 +516,7 @@ class Trainer:
         return location
 
     def save_state(self, folder: Path) -> None:
-        """Write the present state into a folder of its own, as the only checkpoint there."""
+        """Write the current state to a separate folder, as its only checkpoint."""
         self.saver.finish()
         root, group = checkpoint.Root(str(folder)), self.saver.group
         saver = checkpoint.Saver(root, self.process, keep=1, group=group)

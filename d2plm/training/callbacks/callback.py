@@ -56,7 +56,7 @@ class Callback:
         return cls(settings)
 
     def __init__(self, settings: CallbackSettings | None = None) -> None:
-        """Take the settings, of which a subclass declares a class of its own."""
+        """Take the settings; a subclass may declare its own class of settings."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, as JSON, identical on every rank."""
