@@ -71,7 +71,8 @@ def plan(config: ScalingSettings) -> dict[str, ScalingSettings]:
         for budget in budgets:
             limits = {**dict.fromkeys((*BUDGETS.values(), "max_epochs")), BUDGETS[kind]: budget}
             trainer = replace(own.trainer, **limits)
-            name, folder = f"{size}, {budget} {kind}", f"{config.work_dir}/{size}/{kind}{budget}"
+            text = f"{budget:.12g}"
+            name, folder = f"{size}, {text} {kind}", f"{config.work_dir}/{size}/{kind}{text}"
             runs[name] = one_run(replace(own, name=size, trainer=trainer), name, Path(folder))
     return runs
 

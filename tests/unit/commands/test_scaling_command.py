@@ -55,7 +55,8 @@ def test_a_budget_in_flops_is_that_of_the_training() -> None:
     runs = plan(experiment("steps=null", "flops=[1e12,3e12,1e13]"))
     for one, budget in zip(runs.values(), [1e12, 3e12, 1e13] * 3, strict=True):
         assert (one.trainer.flops_budget, one.trainer.max_steps) == (budget, None)
-    assert len({one.output_dir for one in runs.values()}) == 9
+    folders = [one.output_dir for one in runs.values()]
+    assert len({*folders}) == 9 and folders[0] == "runs/scaling/small/flops1e+12"
 
 
 @pytest.mark.parametrize(
