@@ -166,14 +166,6 @@ def test_every_run_that_is_rejected_is_named(sweep: Sweep) -> None:
         sweep("optimizer.learning_rate=-1,1e-3,-2")
 
 
-def test_a_sweep_that_is_rejected_leaves_no_tracking_run(sweep: Sweep, tmp_path: Path) -> None:
-    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    with pytest.raises(ConfigError, match="no run was started"):
-        rates = "optimizer.learning_rate=1e-3,-1"
-        sweep(rates, "tracking.trackers=[mlflow]", f"tracking.uri={store}")
-    assert not (tmp_path / "mlflow.db").exists()
-
-
 def test_a_worker_does_not_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(ConfigError, match="cannot run under torchrun"):

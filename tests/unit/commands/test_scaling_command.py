@@ -91,22 +91,6 @@ def test_sizes_must_differ(tmp_path: Path) -> None:
         run(config)
 
 
-def test_a_dry_run_forecasts_every_run_and_starts_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forecast(config: Any) -> dict[str, str]:
-        return {"training": f"{config.trainer.max_steps} steps"}
-
-    monkeypatch.setattr("d2plm.assembly.sweep.forecast", forecast)
-    words = [f"work_dir={tmp_path}", "data.residues=random", "dry_run=true"]
-    forecasts = run(experiment(*words))
-    assert next(iter(forecasts)) == "large, 900 steps" and len(forecasts) == 9
-    assert forecasts["small, 100 steps"] == {"training": "100 steps"}
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in forecasts)
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.fixture
 def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Runs that end at once, with the bounds of a known law."""
