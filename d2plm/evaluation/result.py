@@ -1,0 +1,301 @@
+"""The result of an evaluation: one typed document with one JSON form, read and written here.
+
+The terminal's tables, the model card, the run's description, the report and the figures are made
+from it. This module does not need torch or scipy, which the image that prepares data lacks.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from d2plm.core.errors import DataError
+from d2plm.core.estimate import Estimate
+from d2plm.core.files import read_json, write_text
+from d2plm.core.table import Number, Table
+from d2plm.evaluation.terms import PROTEINS, Terms
+
+EVALUATION = "evaluation.json"
+SEQUENCE_SCORES = "sequence_scores.npz"  # beside it
+MODEL = "this model"
+PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
+REPEATED_TOKENS = 8  # a run of so many that has occurred before in the sequence is a repetition
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The likelihood bound of a model or baseline on the held-out sequences.
+
+    Attributes:
+        nelbo: nats per token.
+        bits: bits per unit of the terms; None for proteins.
+        estimator: of a model's bound.
+        perplexity_mlm15: with 15 % of the tokens masked; None for a source that is not a mask.
+    """
+
+    nelbo: Estimate
+    perplexity: Estimate
+    bits: Estimate | None = None
+    estimator: str | None = None
+    perplexity_mlm15: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Bound):
+    """The bound of another model or a baseline.
+
+    Attributes:
+        difference: the evaluated model's bound minus this one, nats per token, paired by sequence.
+    """
+
+    difference: Estimate
+
+
+Bounds = Mapping[str, Bound]
+
+
+@dataclass(frozen=True)
+class IdentityBin:
+    """Proteins by identity to the nearest training protein; without proteins there is no bound."""
+
+    sequences: int
+    residues: int
+    clusters: int
+    model: Bound | None
+    reference: Compared | None
+
+
+@dataclass(frozen=True)
+class FractionBin:
+    """Cross-entropy of the predicted tokens, `low` to `high` of the sequence being corrupted."""
+
+    low: float
+    high: float
+    predicted: int
+    cross_entropy: Estimate
+
+
+@dataclass(frozen=True)
+class RelativesBelow:
+    """Bounds given relatives below an identity.
+
+    Attributes:
+        with_relatives: number of proteins that have any.
+        alone: difference of the model from itself without relatives.
+        baselines: `PROFILE` and `ALIGNED`.
+    """
+
+    identity: float
+    with_relatives: int
+    model: Bound
+    alone: Estimate
+    baselines: dict[str, Compared]
+
+    @property
+    def best(self) -> Compared:
+        """The baseline with the lower perplexity."""
+        return min(self.baselines.values(), key=lambda bound: bound.perplexity.value)
+
+
+@dataclass(frozen=True)
+class GivenRelatives:
+    """The bound of `proteins` held-out proteins, each given up to `most` relatives.
+
+    Attributes:
+        masks_per_sequence: draws of the bound.
+        alone: without relatives.
+        unrelated: given unrelated proteins of the same lengths; its difference is that from `alone`.
+        reordered: number of proteins whose relatives were given in another order, too.
+        order_difference: largest difference that the order makes, nats per residue.
+    """
+
+    most: int
+    masks_per_sequence: int
+    proteins: int
+    alone: Bound
+    below: list[RelativesBelow]
+    unrelated: Compared
+    reordered: int
+    order_difference: float | None
+
+
+def shown(label: str, form: str) -> Any:
+    """A figure of a set with its row's label and format; `{}` is the key of a dictionary."""
+    return field(metadata={"label": label, "form": form})
+
+
+@dataclass(frozen=True)
+class ProteinSet:
+    """Quality of one set of proteins; shares are 0 … 1, None is a figure of nothing.
+
+    Attributes:
+        valid_share: sequences of the twenty canonical residues alone.
+        residue_kl: KL(set ‖ training) of the residue frequencies, nats. The training counts have
+            one pseudo-count for each residue, the set's have none.
+        length_ks: Kolmogorov–Smirnov distance of the lengths, the largest difference between the
+            two distribution functions.
+        kmer_js: k → Jensen–Shannon divergence of the k-mers from the sampled training proteins',
+            0 … ln 2 nats, not smoothed. It is too large for a finite set, the more so the larger k
+            and the fewer k-mers: of natural proteins, too.
+        longest_run_mean, longest_run_max: of one canonical residue in a sequence.
+        low_complexity_share: residues in a window of low complexity.
+        duplicate_share: copies of another sequence of the set, beyond the first.
+        in_training_share: sequences that equal a training protein.
+        hit_share: sequences for which a similar training protein is found.
+        identity_mean, identity_median: to the nearest training protein, 0 if none is found.
+        identity_above: percent → share of the sequences with a larger identity.
+        diversity: clusters ÷ sequences.
+        residue_frequencies, length_histogram, identity_histogram: for the figures.
+    """
+
+    sequences: int = shown("sequences", ",")
+    residues: int
+    valid_share: float = shown("of the 20 residues alone, %", "%")
+    residue_kl: float | None = shown("residues: KL to training, nats", ".4f")
+    length_ks: float = shown("lengths: KS distance to training", ".3f")
+    kmer_js: dict[str, float | None] = shown("{}-mers: JS to training, nats", ".4f")
+    longest_run_mean: float = shown("longest run of a residue, mean", ".2f")
+    longest_run_max: int = shown("longest run of a residue, largest", "")
+    low_complexity_share: float = shown("residues of low complexity, %", "%")
+    duplicate_share: float = shown("duplicates in the set, %", "%")
+    in_training_share: float = shown("exact copies of training, %", "%")
+    hit_share: float = shown("nearest in training: found, %", "%")
+    identity_mean: float = shown("  identity (0: none found), mean %", "%")
+    identity_median: float = shown("  identity (0: none found), median %", "%")
+    identity_above: dict[str, float] = shown("  identity above {} %, %", "%")
+    clusters: int
+    diversity: float = shown("diversity: clusters ÷ sequences", ".3f")
+    residue_frequencies: dict[str, float]
+    length_histogram: list[int]
+    identity_histogram: list[int]
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """Quality of one set of sequences of any alphabet, without a search for similar ones.
+
+    Attributes:
+        token_kl: as `residue_kl` of proteins; `ngram_js`: as their `kmer_js`.
+        distinct: n → distinct n-grams ÷ all n-grams of the set.
+        repeated_share: runs of REPEATED_TOKENS tokens that the sequence had before.
+    """
+
+    sequences: int = shown("{sequence}s", ",")
+    tokens: int = shown("{token}s", ",")
+    token_kl: float | None = shown("{token}s: KL to training, nats", ".4f")
+    length_ks: float = shown("lengths: KS distance to training", ".3f")
+    ngram_js: dict[str, float | None] = shown("{}-grams: JS to training, nats", ".4f")
+    distinct: dict[str, float] = shown("{}-grams: distinct, %", "%")
+    longest_run_mean: float = shown("longest run of a {token}, mean", ".2f")
+    longest_run_max: int = shown("longest run of a {token}, largest", "")
+    repeated_share: float = shown(f"repeated runs of {REPEATED_TOKENS} {{token}}s, %", "%")
+    duplicate_share: float = shown("duplicates in the set, %", "%")
+    in_training_share: float = shown("exact copies of training, %", "%")
+    length_histogram: list[int]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Sets of generated, natural and sampled sequences beside one another.
+
+    Attributes:
+        settings: how the quality was measured.
+        sets: name → figures; `training_lengths`, `training_frequencies`: for the figures.
+    """
+
+    settings: dict[str, Any]
+    sets: dict[str, ProteinSet | TextSet]
+    training_lengths: list[int]
+    training_frequencies: dict[str, float]
+    terms: Terms = PROTEINS
+
+    def table(self) -> Table:
+        """A row for each figure, a column for each set."""
+        rows = [self._column(one) for one in self.sets.values()]
+        notes = "The sets differ in number: k-mer divergence and diversity cannot be compared."
+        differ = len({one.sequences for one in self.sets.values()}) > 1
+        return Table(
+            ["", *self.sets],
+            [[label, *(column[label] for column in rows)] for label in rows[0]],
+            notes=[notes] if differ else [],
+        )
+
+    def _column(self, one: ProteinSet | TextSet) -> dict[str, Number]:
+        nouns = {"sequence": self.terms.sequence, "token": self.terms.token}
+        column = {}
+        for figure in fields(one):
+            value, form = getattr(one, figure.name), figure.metadata.get("form")
+            if form is not None:
+                of_keys = value if isinstance(value, dict) else {"": value}
+                for key, number in of_keys.items():
+                    scaled = 100 * number if form == "%" else number
+                    label = figure.metadata["label"].format(key, **nouns)
+                    column[label] = Number(scaled, ".1f" if form == "%" else form)
+        return column
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of a model, of baselines and of other models, all on the same residues.
+
+    Attributes:
+        estimator, interval: how the bounds and their intervals were computed.
+        residues: number of tokens scored.
+        length_nats: cost of the length, on which the bound is conditional, nats per sequence.
+        by_identity: bins of identity to the nearest training protein, if requested.
+        calibration: model → bins of the corrupted fraction.
+        settings: of the evaluation; `digests`: of the model, the data and the masks.
+    """
+
+    estimator: str
+    interval: str
+    sequences: int
+    residues: int
+    clusters: int
+    model: Bound
+    length_nats: float
+    baselines: dict[str, Compared]
+    others: dict[str, Compared]
+    by_identity: dict[str, IdentityBin] | None
+    calibration: dict[str, list[FractionBin]]
+    given_relatives: GivenRelatives | None
+    quality: Quality | None
+    settings: dict[str, Any]
+    digests: dict[str, str]
+    masking_version: int
+    terms: Terms = PROTEINS
+    format_version: Literal[4] = 4
+
+    @property
+    def bounds(self) -> Bounds:
+        """All bounds by name, the best last."""
+        rows: Bounds = {**self.baselines, **self.others, MODEL: self.model}
+        return dict(sorted(rows.items(), key=lambda row: -row[1].perplexity.value))
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write the JSON form.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    write_text(folder / EVALUATION, json.dumps(asdict(evaluation), indent=2))
+
+
+def read_evaluation(folder: Path) -> Evaluation | None:
+    """The evaluation in a folder, or None where there is none.
+
+    Raises:
+        DataError: if it is damaged or of another version.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    content = read_json(folder / EVALUATION)
+    try:
+        return None if content is None else TypeAdapter(Evaluation).validate_python(content)
+    except ValidationError as error:
+        raise DataError(
+            f"{folder / EVALUATION}: was written by another version of D2PLM, or is damaged; run "
+            "d2plm evaluate again"
+        ) from error
