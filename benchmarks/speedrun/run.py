@@ -37,7 +37,7 @@ from d2plm.core.errors import D2PLMError
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.machine import machine
-from d2plm.core.number_text import interval_text
+from d2plm.core.estimate import interval_text
 from d2plm.data.cache import digest_of
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import fit_baselines

@@ -18,7 +18,7 @@ from d2plm.core.redaction import redacted_settings
 from d2plm.core.versions import git_revision
 from d2plm.core.vocabulary import open_vocabulary
 from d2plm.data.manifest import MANIFEST, read_manifest
-from d2plm.evaluation.findings import read_evaluation
+from d2plm.evaluation.result import read_evaluation
 from d2plm.evaluation.terms import terms_for
 from d2plm.settings.commands import PipelineSettings
 from d2plm.tracking.description import description

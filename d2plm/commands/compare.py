@@ -4,21 +4,26 @@ Each run trains and evaluates in its own processes and folder. Finished runs are
 command continues where it was stopped.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from d2plm.assembly.many_runs import check_runs, run_all, write_results
 from d2plm.assembly.preparation import prepare_data
 from d2plm.config import changed
 from d2plm.core.errors import require
 from d2plm.core.terminal import result
-from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
+from d2plm.evaluation.comparison import (
+    Comparison,
+    Run,
+    compare,
+    comparison_table,
+    plot_comparison,
+)
 from d2plm.export.model_evaluation import load_scores
 from d2plm.settings.commands import CompareSettings
 
 
-def run(config: CompareSettings) -> dict[str, Any]:
+def run(config: CompareSettings) -> Comparison:
     """Prepare the data, run all arms, write and print the comparison."""
     arms, seeds = config.arms, config.seeds
     wanted = "at least two, as {name: {section: {key: value}}}"
@@ -34,8 +39,8 @@ def run(config: CompareSettings) -> dict[str, Any]:
     comparison = compare(
         {arm: {seed: _read(settings[arm, seed]) for seed in seeds} for arm in arms}
     )
-    table = comparison_table(comparison)
-    plot_comparison(comparison, write_results(config, comparison, table))
+    table = comparison_table(comparison).markdown()
+    plot_comparison(comparison, write_results(config, asdict(comparison), table))
     result(table)
     return comparison
 

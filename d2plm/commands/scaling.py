@@ -5,7 +5,7 @@ loss of a longer run is not the final loss of a shorter one.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ def run(config: ScalingSettings) -> dict[str, Any]:
     check_runs(runs)
     run_all(runs, ("train", "evaluate"), config.parallel)
     evaluation, _ = load_scores(Path(grid[0].config.model_dir))
-    named = {key: value for key, value in evaluation.items() if key == "terms"}
-    results = {**analyse(_points(grid)), **named}
+    results = {**analyse(_points(grid)), "terms": asdict(evaluation.terms)}
     table = scaling_table(results)
     plot_scaling(results, write_results(config, results, table))
     result(table)
@@ -131,9 +130,9 @@ def _points(grid: list[Planned]) -> list[Point]:
     points, scored_on = [], set()
     for planned in grid:
         evaluation, _ = load_scores(Path(planned.config.model_dir))
-        scored_on.add((evaluation["digests"]["validation"], evaluation["digests"]["masks"]))
-        loss, interval = (evaluation["model"][key] for key in ("nelbo", "nelbo_interval"))
-        points.append(replace(planned.point, loss=loss, interval=interval))
+        scored_on.add((evaluation.digests["validation"], evaluation.digests["masks"]))
+        nelbo = evaluation.model.nelbo
+        points.append(replace(planned.point, loss=nelbo.value, interval=nelbo.interval))
     if len(scored_on) > 1:
         raise ConfigError(
             "sizes: the runs were evaluated on different residues or masks; use the same paradigm, "

@@ -101,7 +101,7 @@ def quality_plots(quality: Quality | None) -> dict[str, Callable[..., None]]:
     """The plots of what was compared, by name; homology and residues are of proteins alone."""
     if quality is None:
         return {}
-    if quality.terms.unit is not None:
+    if not quality.proteins:
         return {"lengths": plot_lengths}
     return {"residues": plot_residues, "lengths": plot_lengths, "novelty": plot_novelty}
 
@@ -274,7 +274,7 @@ def plot_given_relatives(axes: Any, given: GivenRelatives) -> None:
 
 def plot_residues(axes: Any, quality: Quality) -> None:
     """Draw residue frequencies: the training proteins' as bars, those of the sets as points."""
-    sets, expected = quality.sets, quality.training_frequencies
+    sets, expected = quality.proteins, quality.training_frequencies
     letters = sorted(expected, key=expected.__getitem__, reverse=True)
     places = np.arange(len(letters))
     bars = [100 * expected[letter] for letter in letters]
@@ -311,7 +311,7 @@ def plot_lengths(axes: Any, quality: Quality) -> None:
 
 def plot_novelty(axes: Any, quality: Quality) -> None:
     """Draw identities to the nearest training protein as bars; no hit has a bar of its own."""
-    sets = quality.sets
+    sets = quality.proteins
     width = 0.8 / len(sets)
     for number, ((name, figures), colour, hatch) in enumerate(
         zip(sets.items(), cycle(SERIES), cycle(HATCHES), strict=False)

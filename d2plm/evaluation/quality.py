@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +29,15 @@ from d2plm.data.homology import MMseqs, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, some_of
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
-from d2plm.evaluation.terms import REFERENCE, Terms, terms_of
+from d2plm.evaluation.result import ProteinSet, Quality
+from d2plm.evaluation.terms import REFERENCE
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings
 
-FORMAT_VERSION = 1
 GENERATED, NATURAL = "generated", "natural, held out"  # how the sets are called
 LONGEST_KMER = 3
 LENGTH_BIN = 25  # residues, of the histogram that is drawn
 IDENTITY_BIN = 0.05
-CLOSE_IDENTITIES = (0.5, 0.9)
+CLOSE_IDENTITIES = (50, 90)  # percent
 KMER_SEQUENCES = 100_000  # training proteins sampled for the k-mers
 # A window of low complexity, as in SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
 LOW_COMPLEXITY = {"low_complexity_window": 12, "low_complexity_bits": 2.2}
@@ -122,27 +121,21 @@ def compare_quality(
     novelty: Mapping[str, Novelty],
     train: SequenceStore,
     settings: QualitySettings = QualitySettings(),
-) -> dict[str, Any]:
+) -> Quality:
     """Quality of several sets of sequences, beside one another.
 
     Args:
         sets: name → sequences of tokens, uint8 [L], 1 ≤ L: the generated ones, natural held-out
             ones and samples of the composition baseline, as many of each.
         novelty: name → from `find_novelty`.
-
-    Returns:
-        JSON content: `settings`, `training` (frequencies and lengths) and `sets`, name → `quality`.
     """
     training = training_counts(train, settings.max_residues)
-    return {
-        "format_version": FORMAT_VERSION,
-        "settings": {**asdict(settings), **LOW_COMPLEXITY, "kmer_sequences": KMER_SEQUENCES},
-        "digests": {"train": train.digest},
-        "training": {"sequences": len(train), **_distributions(training)},
-        "sets": {
-            name: quality(sequences, training, novelty[name]) for name, sequences in sets.items()
-        },
-    }
+    return Quality(
+        {**asdict(settings), **LOW_COMPLEXITY, "kmer_sequences": KMER_SEQUENCES},
+        {name: quality(sequences, training, novelty[name]) for name, sequences in sets.items()},
+        in_bins(training.lengths),
+        _frequencies(training),
+    )
 
 
 def find_novelty(
@@ -181,35 +174,13 @@ def find_novelty(
     return {name: Novelty(*part) for name, part in zip(sets, parts, strict=True)}
 
 
-def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> dict[str, Any]:
+def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> ProteinSet:
     """Quality of one set of sequences.
 
     Args:
         sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
         training: composition of the training proteins.
         novelty: of the same sequences, which `find_novelty` has checked.
-
-    Returns:
-        JSON content; shares are 0 … 1, and None stands for a figure of nothing, such as a k-mer
-        divergence where no sequence has k residues.
-
-        - sequences, residues: their numbers.
-        - valid_share: of the sequences, made of the twenty canonical residues alone.
-        - residue_kl_nats: KL(set ‖ training) of the residue frequencies. The training counts have
-          one pseudo-count for each residue, the set's have none.
-        - length_ks: Kolmogorov–Smirnov distance of the lengths, the largest difference between the
-          two distribution functions.
-        - kmer_js_nats: for k = "1", "2", "3" the Jensen–Shannon divergence of the k-mers to the
-          sampled training proteins', 0 … ln 2, not smoothed. It is too large for a finite set,
-          the more so the larger k and the fewer k-mers: of natural proteins, too.
-        - longest_run_mean, longest_run_max: of one canonical residue in a sequence.
-        - low_complexity_share: of all residues, in a window of low complexity.
-        - duplicate_share: of the sequences, copies of another one beyond the first.
-        - in_training_share: of the sequences, equal to a training protein.
-        - identity_mean, identity_median: to the nearest training protein, 0 where none is found;
-          hit_share: of the sequences, where one is; identity_above: threshold → share above it.
-        - clusters, diversity: homology clusters, and their number ÷ sequences.
-        - residue_frequencies, length_histogram, identity_histogram: for the figures.
     """
     kmers = kmer_counts(sequences, LONGEST_KMER)
     counts = Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
@@ -218,23 +189,36 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
     window, bits = LOW_COMPLEXITY.values()
     simple = sum(int(low_complexity(tokens, int(window), bits).sum()) for tokens in sequences)
     distinct = len({tokens.tobytes() for tokens in sequences})
-    return {
-        "sequences": len(sequences),
-        "residues": residues,
-        "valid_share": float(np.mean([is_canonical(tokens).all() for tokens in sequences])),
-        "residue_kl_nats": kl_divergence(counts.residues, training.residues + 1),
-        "length_ks": ks_distance(counts.lengths, training.lengths),
-        "kmer_js_nats": {
+    identities, bins = novelty.nearest.identities, round(1 / IDENTITY_BIN)
+    # Identities have three decimals: as integers they fall into the bins exactly.
+    places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)
+    return ProteinSet(
+        sequences=len(sequences),
+        residues=residues,
+        valid_share=float(np.mean([is_canonical(tokens).all() for tokens in sequences])),
+        residue_kl=kl_divergence(counts.residues, training.residues + 1),
+        length_ks=ks_distance(counts.lengths, training.lengths),
+        kmer_js={
             str(k): js_divergence(own, others)
             for k, (own, others) in enumerate(zip(counts.kmers, training.kmers, strict=True), 1)
         },
-        "longest_run_mean": float(np.mean(runs)),
-        "longest_run_max": max(runs),
-        "low_complexity_share": simple / residues,
-        "duplicate_share": 1 - distinct / len(sequences),
-        **_novelty_figures(novelty, len(sequences)),
-        **_distributions(counts),
-    }
+        longest_run_mean=float(np.mean(runs)),
+        longest_run_max=max(runs),
+        low_complexity_share=simple / residues,
+        duplicate_share=1 - distinct / len(sequences),
+        in_training_share=float(novelty.in_training.mean()),
+        hit_share=float((identities > 0).mean()),
+        identity_mean=float(identities.mean()),
+        identity_median=float(np.median(identities)),
+        identity_above={
+            f"{percent}": float((identities > percent / 100).mean()) for percent in CLOSE_IDENTITIES
+        },
+        clusters=novelty.clusters,
+        diversity=novelty.clusters / len(sequences),
+        residue_frequencies=_frequencies(counts),
+        length_histogram=in_bins(counts.lengths),
+        identity_histogram=np.bincount(places, minlength=bins).tolist(),
+    )
 
 
 def training_counts(
@@ -363,35 +347,6 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
     return low
 
 
-def quality_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """What was compared as (label, a cell of each set); first the sets' names.
-
-    Args:
-        comparison: from `compare_quality` or `compare_texts`.
-    """
-    sets, terms = comparison["sets"], terms_of(comparison)
-    columns = [
-        _cells(figures)
-        if terms.unit is None
-        else _text_cells(figures, comparison["settings"], terms)
-        for figures in sets.values()
-    ]
-    return [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]
-
-
-def quality_table(comparison: Mapping[str, Any]) -> str:
-    """What was compared as text: a row for each figure, a column for each set."""
-    sets, rows = comparison["sets"], quality_rows(comparison)
-    label_width = max(len(label) for label, _ in rows) + 2
-    width = max(len(cell) for _, cells in rows for cell in cells) + 2
-    lines = [f"{label:{label_width}}" + "".join(f"{c:>{width}}" for c in cs) for label, cs in rows]
-    if len({figures["sequences"] for figures in sets.values()}) > 1:
-        lines.append(
-            "The sets differ in number: k-mer divergence and diversity cannot be compared."
-        )
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def _check(name: str, sequences: Sequence[Tokens]) -> None:
     if not len(sequences):
         raise DataError(f"{name}: holds no sequences; give at least one")
@@ -403,95 +358,13 @@ def _check(name: str, sequences: Sequence[Tokens]) -> None:
             )
 
 
-def _novelty_figures(novelty: Novelty, sequences: int) -> dict[str, Any]:
-    identities = novelty.nearest.identities
-    bins = round(1 / IDENTITY_BIN)
-    # Identities have three decimals: as integers they fall into the bins exactly.
-    places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)
-    return {
-        "in_training_share": float(novelty.in_training.mean()),
-        "identity_mean": float(identities.mean()),
-        "identity_median": float(np.median(identities)),
-        "hit_share": float((identities > 0).mean()),
-        "identity_above": {str(t): float((identities > t).mean()) for t in CLOSE_IDENTITIES},
-        "clusters": novelty.clusters,
-        "diversity": novelty.clusters / sequences,
-        "identity_histogram": np.bincount(places, minlength=bins).tolist(),
-    }
-
-
-def _distributions(counts: Counts) -> dict[str, Any]:
-    """Residue frequencies by letter, and sequences in bins of LENGTH_BIN residues."""
+def _frequencies(counts: Counts) -> dict[str, float]:
+    """Residue frequencies by letter."""
     frequencies = counts.residues / max(int(counts.residues.sum()), 1)
-    return {
-        "residue_frequencies": dict(zip(CANONICAL, frequencies.tolist(), strict=True)),
-        "length_histogram": in_bins(counts.lengths),
-    }
+    return dict(zip(CANONICAL, frequencies.tolist(), strict=True))
 
 
 def in_bins(lengths: NDArray[np.int64]) -> list[int]:
     """A histogram of lengths in bins of LENGTH_BIN."""
     bins: list[int] = np.add.reduceat(lengths, np.arange(0, len(lengths), LENGTH_BIN)).tolist()
     return bins
-
-
-def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The cells of a set's column, by the label of their rows."""
-
-    def identity(share: float) -> str:
-        return _percent(share) if figures["hit_share"] else "none found"
-
-    return {
-        "sequences": f"{figures['sequences']:,}",
-        "of the 20 residues alone, %": _percent(figures["valid_share"]),
-        "residues: KL to training, nats": _nats(figures["residue_kl_nats"]),
-        "lengths: KS distance to training": f"{figures['length_ks']:.3f}",
-        **{
-            f"{k}-mers: JS to training, nats": _nats(value)
-            for k, value in figures["kmer_js_nats"].items()
-        },
-        "longest run of a residue, mean": f"{figures['longest_run_mean']:.2f}",
-        "longest run of a residue, largest": f"{figures['longest_run_max']}",
-        "residues of low complexity, %": _percent(figures["low_complexity_share"]),
-        "duplicates in the set, %": _percent(figures["duplicate_share"]),
-        "exact copies of training, %": _percent(figures["in_training_share"]),
-        "nearest in training: found, %": _percent(figures["hit_share"]),
-        "  identity (0: none found), mean %": identity(figures["identity_mean"]),
-        "  identity (0: none found), median %": identity(figures["identity_median"]),
-        **{
-            f"  identity above {100 * float(threshold):.0f} %, %": identity(share)
-            for threshold, share in figures["identity_above"].items()
-        },
-        "diversity: clusters ÷ sequences": f"{figures['diversity']:.3f}",
-    }
-
-
-def _text_cells(
-    figures: Mapping[str, Any], settings: Mapping[str, int], terms: Terms
-) -> dict[str, str]:
-    return {
-        f"{terms.sequence}s": f"{figures['sequences']:,}",
-        f"{terms.token}s": f"{figures['tokens']:,}",
-        f"{terms.token}s: KL to training, nats": _nats(figures["token_kl_nats"]),
-        "lengths: KS distance to training": f"{figures['length_ks']:.3f}",
-        **{
-            f"{n}-grams: JS to training, nats": _nats(value)
-            for n, value in figures["ngram_js_nats"].items()
-        },
-        **{f"{n}-grams: distinct, %": _percent(share) for n, share in figures["distinct"].items()},
-        f"longest run of a {terms.token}, mean": f"{figures['longest_run_mean']:.2f}",
-        f"longest run of a {terms.token}, largest": f"{figures['longest_run_max']}",
-        f"repeated runs of {settings['repeated_tokens']} {terms.token}s, %": _percent(
-            figures["repeated_share"]
-        ),
-        "duplicates in the set, %": _percent(figures["duplicate_share"]),
-        "exact copies of training, %": _percent(figures["in_training_share"]),
-    }
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
-def _nats(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

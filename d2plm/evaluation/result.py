@@ -6,9 +6,10 @@ from it. This module does not need torch or scipy, which the image that prepares
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from d2plm.core.errors import DataError
 from d2plm.core.estimate import Estimate
@@ -20,6 +21,7 @@ EVALUATION = "evaluation.json"
 SEQUENCE_SCORES = "sequence_scores.npz"  # beside it
 MODEL = "this model"
 PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
+Kind = TypeVar("Kind")
 REPEATED_TOKENS = 8  # a run of so many that has occurred before in the sequence is a repetition
 
 
@@ -210,6 +212,11 @@ class Quality:
     training_frequencies: dict[str, float]
     terms: Terms = PROTEINS
 
+    @property
+    def proteins(self) -> dict[str, ProteinSet]:
+        """The sets if they are of proteins."""
+        return {name: one for name, one in self.sets.items() if isinstance(one, ProteinSet)}
+
     def table(self) -> Table:
         """A row for each figure, a column for each set."""
         rows = [self._column(one) for one in self.sets.values()]
@@ -289,13 +296,20 @@ def read_evaluation(folder: Path) -> Evaluation | None:
     Raises:
         DataError: if it is damaged or of another version.
     """
+    content = read_json(folder / EVALUATION)
+    evaluation = typed(Evaluation, content)
+    if content is not None and evaluation is None:
+        raise DataError(
+            f"{folder / EVALUATION}: was written by another version of D2PLM; run d2plm evaluate "
+            "again"
+        )
+    return evaluation
+
+
+def typed(kind: type[Kind], content: dict[str, Any] | None) -> Kind | None:
+    """JSON content as an object of a dataclass; None if it has other fields or versions."""
     from pydantic import TypeAdapter, ValidationError
 
-    content = read_json(folder / EVALUATION)
-    try:
-        return None if content is None else TypeAdapter(Evaluation).validate_python(content)
-    except ValidationError as error:
-        raise DataError(
-            f"{folder / EVALUATION}: was written by another version of D2PLM, or is damaged; run "
-            "d2plm evaluate again"
-        ) from error
+    with suppress(ValidationError):
+        return TypeAdapter(kind).validate_python(content)
+    return None

@@ -12,6 +12,7 @@ from typing import Any
 
 from d2plm.core import palette
 from d2plm.evaluation import plots
+from d2plm.evaluation.result import Evaluation, Quality
 
 WIDTH, HEIGHT = 5.4, 4.4  # inches; page.css shows 26rem of it
 ROW = 0.4  # inches per row of the figure of likelihoods
@@ -35,14 +36,14 @@ _NAMESPACE = re.compile(r"\{[^}]*\}")
 
 
 def draw(
-    evaluation: dict[str, Any] | None,
+    evaluation: Evaluation | None,
     metrics: Sequence[dict[str, float]],
-    quality: dict[str, Any] | None,
+    quality: Quality | None,
     members: dict[str, Any] | None,
 ) -> dict[str, str]:
     """Draw the figures that have data, as SVG elements by name."""
-    bins = plots.measured_bins(evaluation["by_identity"]) if evaluation else {}
-    given = (evaluation or {}).get("given_relatives")
+    bins = plots.measured_bins(evaluation) if evaluation else {}
+    given = evaluation and evaluation.given_relatives
     figures: list[tuple[str, Any, Callable[..., None], tuple[Any, ...]]] = [
         ("training", metrics, plots.plot_curve, (evaluation, metrics)),
         ("pace", metrics, plots.plot_pace, (metrics,)),
@@ -80,7 +81,7 @@ def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:
     content, height = io.StringIO(), HEIGHT
     if plot is plots.plot_likelihoods:
         [evaluation] = arguments
-        height = ROW * (3 + len(evaluation["baselines"]) + len(evaluation["others"]))
+        height = ROW * (2 + len(evaluation.bounds))
     with matplotlib.rc_context(settings):
         figure = palette.new_figure(WIDTH, height)
         axes = figure.subplots(2, 1, sharex=True) if plot is plots.plot_pace else figure.subplots()

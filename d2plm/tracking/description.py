@@ -6,9 +6,9 @@ Every pipeline step rewrites it from the files that exist at that time.
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.number_text import interval_text
-from d2plm.evaluation.findings import judge, likelihood_table
-from d2plm.evaluation.terms import PROTEINS, Terms, terms_of
+from d2plm.evaluation.result import Evaluation
+from d2plm.evaluation.tables import as_markdown
+from d2plm.evaluation.terms import PROTEINS, Terms
 
 LIMIT = 8000  # maximum number of characters of a tag in MLflow
 LOAD = """### Load
@@ -40,7 +40,7 @@ def description(
     manifest: dict[str, Any] | None = None,
     parameters: int | None = None,
     step: int | None = None,
-    evaluation: dict[str, Any] | None = None,
+    evaluation: Evaluation | None = None,
     terms: Terms = PROTEINS,
     version: tuple[str, str] | None = None,
 ) -> str:
@@ -53,17 +53,10 @@ def description(
         terms: what things are called before an evaluation records it.
         version: (name, number) in the registry.
     """
-    terms = terms if evaluation is None else terms_of(evaluation)
+    terms = terms if evaluation is None else evaluation.terms
     parts = [_opening(name, paradigm, manifest, parameters, step, terms)]
     if evaluation is not None:
-        finding, model = judge(evaluation), evaluation["model"]
-        interval = interval_text(model["perplexity_interval"], ".3f")
-        perplexity = (
-            f"Its perplexity on {evaluation['residues']:,} held-out {terms.token}s is at most "
-            f"{model['perplexity']:.3f} {interval}."
-        )
-        parts.append(" ".join([f"**{finding.headline}**", *finding.details, perplexity]))
-        parts.append(likelihood_table(evaluation))
+        parts.append(as_markdown(evaluation))
     if step is not None:
         parts.append(LOAD.format(folder=model_dir.resolve()))
     if step is not None and version is not None:
