@@ -57,7 +57,7 @@ def run(config: AdaptSettings) -> dict[str, Any]:
     family_bound.plot_family(figures, work_dir / "adaptation.png")
     result(f"\n{table}\n\n{said}\n{amounts}\n")
     made = _generate(config, adapted, family, work_dir / "members.fasta")
-    new = [headline(made), "```", *members_table(made), "```"] if made else []
+    new = [headline(made), "```", members_table(made).text(), "```"] if made else []
     page = [f"# {config.input}", said, amounts, table, "![perplexities](adaptation.png)"]
     page += ["![new members](members.members.png)"] if made else []
     write_text(work_dir / "adaptation.md", "\n\n".join([*page, "\n".join(new)]) + "\n")

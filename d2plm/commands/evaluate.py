@@ -126,7 +126,9 @@ def _metrics(evaluation: Evaluation) -> dict[str, float]:
         "evaluation/perplexity_high": high,
         "evaluation/perplexity_mlm15": model.perplexity_mlm15,
         "evaluation/nelbo": model.nelbo.value,
-        f"evaluation/bits_per_{evaluation.terms.unit}": model.bits and model.bits.value,
+        f"evaluation/bits_per_{evaluation.terms.unit}": None
+        if model.bits is None
+        else model.bits.value,
     }
     for row in [] if given is None else given.below:
         below = f"given_relatives/perplexity_below_{100 * row.identity:.0f}"

@@ -1,4 +1,4 @@
-"""A table, rendered as text for a terminal or as Markdown; the report's template renders it as HTML."""
+"""A table, rendered as text or as Markdown; the report's template renders it as HTML."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +17,9 @@ class Number:
         return "–" if self.value is None else format(self.value, self.form)
 
 
+Cell = str | Number
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of cells under their heads.
@@ -27,7 +30,7 @@ class Table:
     """
 
     heads: Sequence[str]
-    rows: Sequence[Sequence[str | Number]]
+    rows: Sequence[Sequence[Cell]]
     marked: str = ""
     notes: Sequence[str] = ()
 

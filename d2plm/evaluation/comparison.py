@@ -18,7 +18,7 @@ from scipy.stats import t as student_t
 from d2plm.core.errors import ConfigError
 from d2plm.core.estimate import Estimate, Interval, Verdict, interval_text, verdict
 from d2plm.core.palette import BLUE, GREY, ORANGE, new_figure, save_figure
-from d2plm.core.table import Number, Table
+from d2plm.core.table import Cell, Number, Table
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
 from d2plm.evaluation.plots import plot_estimate
@@ -168,10 +168,10 @@ def comparison_table(comparison: Comparison) -> Table:
     """The arms beside one another, and the best baseline."""
     terms, first = comparison.terms, next(iter(comparison.arms))
     over = f"[over {terms.sequence}s]"
-    rows: list[list[str | Number]] = []
+    rows: list[list[Cell]] = []
     for arm, figures in comparison.arms.items():
         seeds = ", ".join(f"{value:.3f}" for value in figures.seeds.values())
-        row = [arm, Number(figures.perplexity, ".3f"), seeds]
+        row: list[Cell] = [arm, Number(figures.perplexity, ".3f"), seeds]
         found = figures.difference
         if found is None:
             rows.append([*row, "", "", "(the others are compared with it)"])

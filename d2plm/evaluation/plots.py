@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from d2plm.core.estimate import Estimate
 from d2plm.core.palette import (
     BLUE,
     CLASS_COLOURS,
@@ -25,7 +26,6 @@ from d2plm.core.palette import (
     new_figure,
     save_figure,
 )
-from d2plm.core.estimate import Estimate
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.quality import GENERATED, LENGTH_BIN, NATURAL
 from d2plm.evaluation.result import (
@@ -209,9 +209,7 @@ def plot_likelihoods(axes: Any, evaluation: Evaluation) -> None:
 def plot_calibration(axes: Any, evaluation: Evaluation) -> None:
     """Draw the cross-entropy against the corrupted fraction, of the model and of other models."""
     styles = zip(chain((BLUE, *OTHERS), repeat(GREY)), cycle(MARKERS), strict=False)
-    for (name, bins), (colour, marker) in zip(
-        evaluation.calibration.items(), styles, strict=False
-    ):
+    for (name, bins), (colour, marker) in zip(evaluation.calibration.items(), styles, strict=False):
         centres = [(one.low + one.high) / 2 for one in bins]
         values = [one.cross_entropy.value for one in bins]
         bounds = [one.cross_entropy.ends for one in bins]
@@ -236,7 +234,9 @@ def measured_bins(evaluation: Evaluation) -> dict[str, IdentityBin]:
 
 def plot_identity(axes: Any, rows: Mapping[str, IdentityBin]) -> None:
     """Draw the perplexity by identity to the nearest training protein, of `measured_bins`."""
-    model, reference = ([getattr(one, of) for one in rows.values()] for of in ("model", "reference"))
+    model, reference = (
+        [getattr(one, of) for one in rows.values()] for of in ("model", "reference")
+    )
     series = (-0.1, MODEL, model, BLUE, "s"), (0.1, REFERENCE, reference, ORANGE, "o")
     for offset, name, bounds, colour, form in series:
         for place, bound in enumerate(bounds):

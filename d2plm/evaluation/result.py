@@ -107,7 +107,7 @@ class GivenRelatives:
     Attributes:
         masks_per_sequence: draws of the bound.
         alone: without relatives.
-        unrelated: given unrelated proteins of the same lengths; its difference is that from `alone`.
+        unrelated: given unrelated proteins of the same lengths, and the difference from `alone`.
         reordered: number of proteins whose relatives were given in another order, too.
         order_difference: largest difference that the order makes, nats per residue.
     """
@@ -127,7 +127,7 @@ def shown(label: str, form: str) -> Any:
     return field(metadata={"label": label, "form": form})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProteinSet:
     """Quality of one set of proteins; shares are 0 … 1, None is a figure of nothing.
 
@@ -173,7 +173,7 @@ class ProteinSet:
     identity_histogram: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextSet:
     """Quality of one set of sequences of any alphabet, without a search for similar ones.
 
@@ -207,7 +207,7 @@ class Quality:
     """
 
     settings: dict[str, Any]
-    sets: dict[str, ProteinSet | TextSet]
+    sets: Mapping[str, ProteinSet | TextSet]
     training_lengths: list[int]
     training_frequencies: dict[str, float]
     terms: Terms = PROTEINS

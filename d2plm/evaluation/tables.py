@@ -5,7 +5,7 @@ report renders the same tables as HTML.
 """
 
 from d2plm.core.estimate import difference_text
-from d2plm.core.table import Number, Table
+from d2plm.core.table import Cell, Number, Table
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.result import MODEL, Bounds, Compared, Evaluation, GivenRelatives
 from d2plm.evaluation.terms import PROTEINS, REFERENCE, Terms
@@ -15,7 +15,7 @@ def bounds_table(bounds: Bounds, terms: Terms = PROTEINS, model: str = MODEL) ->
     """A row for each bound, that of `model` in bold."""
     heads = ["", "perplexity [95 % interval]", f"nats/{terms.token}"]
     heads += [] if terms.unit is None else [f"bits/{terms.unit}"]
-    rows = []
+    rows: list[list[Cell]] = []
     for name, bound in bounds.items():
         bits = [] if terms.unit is None else [Number(bound.bits, ".4f")]
         figures = Number(bound.perplexity, ".3f"), Number(bound.nelbo.value, ".4f"), *bits
@@ -51,7 +51,7 @@ def relatives_table(given: GivenRelatives) -> Table:
 def identity_table(evaluation: Evaluation) -> Table:
     """The bounds by identity to the nearest training protein."""
     heads = ["nearest training protein", "proteins", "residues", "clusters", MODEL, REFERENCE]
-    rows = []
+    rows: list[list[Cell]] = []
     for name, one in (evaluation.by_identity or {}).items():
         bounds = [None if of is None else of.perplexity for of in (one.model, one.reference)]
         difference = None if one.reference is None else one.reference.difference

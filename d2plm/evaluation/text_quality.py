@@ -55,6 +55,7 @@ def compare_texts(
     ranks = token_ranks([*sample, *(row for own in rows.values() for row in own)], vocabulary)
     training = sparse_counts(sample, LONGEST_NGRAM, ranks)
     lengths = np.bincount(np.minimum(train.lengths, max_residues))
+
     def figures(sequences: Sequence[Tokens], own_rows: Sequence[Tokens]) -> TextSet:
         ngrams = sparse_counts(own_rows, LONGEST_NGRAM, ranks)
         windows = [window_hashes(tokens, REPEATED_TOKENS) for tokens in sequences]

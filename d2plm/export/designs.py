@@ -204,7 +204,9 @@ def _scores(
         **settings,
     )
     return [
-        (score.residues, _per_residue(score), score.perplexity) if score.residues else (0, None, None)
+        (score.residues, _per_residue(score), score.perplexity)
+        if score.residues
+        else (0, None, None)
         for score in protein_scores(draws, sequences)
     ]
 

@@ -93,7 +93,8 @@ def gather(sources: Sources) -> dict[str, Any]:
     described = terms.unit is None
     designs = _designs(output_dir, evaluation, model, missing) if described else None
     members = _members(output_dir)
-    quality = (evaluation and evaluation.quality) or (designs and designs.quality)
+    compared = evaluation.quality if evaluation else None
+    quality = compared or (designs.quality if designs else None)
     if members is not None:
         missing["quality"] = (
             "The generated proteins belong to one family, so they are not compared with natural "
@@ -116,6 +117,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         "tables": {
             **({} if evaluation is None else _tables(evaluation)),
             **({} if quality is None else {"statistics": quality.table()}),
+            **({} if members is None else {"members-table": members_table(members)}),
         },
         "last": {name: value for row in metrics for name, value in row.items()},
         "manifest": _manifest(sources.prepared_dir, evaluation, missing),
@@ -244,7 +246,7 @@ def _members(output_dir: Path) -> dict[str, Any] | None:
     if members is None:
         return None
     rows = [{**row, "blocks": list(coloured(row["columns"]))} for row in members["alignment"]]
-    return {**members, "headline": headline(members), "table": members_table(members), "rows": rows}
+    return {**members, "headline": headline(members), "rows": rows}
 
 
 def _settings(

@@ -231,9 +231,7 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> t
     return better, reason
 
 
-def _download_evaluation(
-    client: "MlflowClient", name: str, version: str, folder: Path
-) -> Path:
+def _download_evaluation(client: "MlflowClient", name: str, version: str, folder: Path) -> Path:
     """Download the evaluation and scores of a version, without its weights."""
     from mlflow.artifacts import download_artifacts, list_artifacts
 
