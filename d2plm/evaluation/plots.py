@@ -36,8 +36,8 @@ from d2plm.evaluation.result import (
     Evaluation,
     GivenRelatives,
     IdentityBin,
-    ProteinSet,
     Quality,
+    SequenceSet,
 )
 from d2plm.evaluation.terms import REFERENCE
 
@@ -101,7 +101,7 @@ def quality_plots(quality: Quality | None) -> dict[str, Callable[..., None]]:
     """The plots of what was compared, by name; homology and residues are of proteins alone."""
     if quality is None:
         return {}
-    if not quality.proteins:
+    if quality.terms.unit is not None:
         return {"lengths": plot_lengths}
     return {"residues": plot_residues, "lengths": plot_lengths, "novelty": plot_novelty}
 
@@ -274,7 +274,7 @@ def plot_given_relatives(axes: Any, given: GivenRelatives) -> None:
 
 def plot_residues(axes: Any, quality: Quality) -> None:
     """Draw residue frequencies: the training proteins' as bars, those of the sets as points."""
-    sets, expected = quality.proteins, quality.training_frequencies
+    sets, expected = quality.sets, quality.training_frequencies
     letters = sorted(expected, key=expected.__getitem__, reverse=True)
     places = np.arange(len(letters))
     bars = [100 * expected[letter] for letter in letters]
@@ -311,7 +311,7 @@ def plot_lengths(axes: Any, quality: Quality) -> None:
 
 def plot_novelty(axes: Any, quality: Quality) -> None:
     """Draw identities to the nearest training protein as bars; no hit has a bar of its own."""
-    sets = quality.proteins
+    sets = quality.sets
     width = 0.8 / len(sets)
     for number, ((name, figures), colour, hatch) in enumerate(
         zip(sets.items(), cycle(SERIES), cycle(HATCHES), strict=False)
@@ -327,11 +327,11 @@ def plot_novelty(axes: Any, quality: Quality) -> None:
     _legend(axes)
 
 
-def identity_shares(figures: ProteinSet) -> list[float]:
+def identity_shares(figures: SequenceSet) -> list[float]:
     """Percent of a set's proteins without a hit, then in each tenth of identity."""
     tenths = np.reshape(figures.identity_histogram, (-1, _IDENTITY_STEPS)).sum(axis=1)
     # Proteins without a hit have identity 0, which is in the first bin.
-    missed = round((1 - figures.hit_share) * figures.sequences)
+    missed = round((1 - (figures.hit_share or 0)) * figures.sequences)
     tenths[0] -= missed
     return [float(share) for share in 100 * np.array([missed, *tenths]) / figures.sequences]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from d2plm.data.homology import MMseqs, mmseqs_in
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
 from d2plm.evaluation.baselines import kmer_counts, some_of
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
-from d2plm.evaluation.result import ProteinSet, Quality
+from d2plm.evaluation.result import Quality, SequenceSet
 from d2plm.evaluation.terms import REFERENCE
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings
 
@@ -66,14 +67,14 @@ class Counts:
     """Composition of sequences.
 
     Attributes:
-        lengths: int64 [longest + 1], sequences of each length in residues.
-        residues: int64 [20], how often each canonical residue occurs.
-        kmers: for k = 1 … LONGEST_KMER int64 [20^k], as from `kmer_counts`.
+        lengths: int64 [longest + 1], sequences of each length in tokens.
+        tokens: int64 [K], how often each predicted token occurs.
+        kmers: of proteins, for k = 1 … LONGEST_KMER int64 [20^k], as from `kmer_counts`.
     """
 
     lengths: NDArray[np.int64]
-    residues: NDArray[np.int64]
-    kmers: list[NDArray[np.int64]]
+    tokens: NDArray[np.int64]
+    kmers: Sequence[NDArray[np.int64]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,8 @@ def find_novelty(
     return {name: Novelty(*part) for name, part in zip(sets, parts, strict=True)}
 
 
-def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> ProteinSet:
-    """Quality of one set of sequences.
+def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> SequenceSet:
+    """Quality of one set of proteins.
 
     Args:
         sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
@@ -183,30 +184,17 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
         novelty: of the same sequences, which `find_novelty` has checked.
     """
     kmers = kmer_counts(sequences, LONGEST_KMER)
-    counts = Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
-    residues = sum(map(len, sequences))
-    runs = [longest_run(tokens) for tokens in sequences]
+    counts = Counts(length_counts(sequences), kmers[0], kmers)
+    divergences = map(js_divergence, counts.kmers, training.kmers)
     window, bits = LOW_COMPLEXITY.values()
     simple = sum(int(low_complexity(tokens, int(window), bits).sum()) for tokens in sequences)
-    distinct = len({tokens.tobytes() for tokens in sequences})
     identities, bins = novelty.nearest.identities, round(1 / IDENTITY_BIN)
     # Identities have three decimals: as integers they fall into the bins exactly.
     places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)
-    return ProteinSet(
-        sequences=len(sequences),
-        residues=residues,
+    return SequenceSet(
+        **of_any_alphabet(sequences, counts, training, divergences, novelty.in_training, PROTEIN),
         valid_share=float(np.mean([is_canonical(tokens).all() for tokens in sequences])),
-        residue_kl=kl_divergence(counts.residues, training.residues + 1),
-        length_ks=ks_distance(counts.lengths, training.lengths),
-        kmer_js={
-            str(k): js_divergence(own, others)
-            for k, (own, others) in enumerate(zip(counts.kmers, training.kmers, strict=True), 1)
-        },
-        longest_run_mean=float(np.mean(runs)),
-        longest_run_max=max(runs),
-        low_complexity_share=simple / residues,
-        duplicate_share=1 - distinct / len(sequences),
-        in_training_share=float(novelty.in_training.mean()),
+        low_complexity_share=simple / sum(map(len, sequences)),
         hit_share=float((identities > 0).mean()),
         identity_mean=float(identities.mean()),
         identity_median=float(np.median(identities)),
@@ -216,9 +204,42 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
         clusters=novelty.clusters,
         diversity=novelty.clusters / len(sequences),
         residue_frequencies=_frequencies(counts),
-        length_histogram=in_bins(counts.lengths),
         identity_histogram=np.bincount(places, minlength=bins).tolist(),
     )
+
+
+def of_any_alphabet(
+    sequences: Sequence[Tokens],
+    counts: Counts,
+    training: Counts,
+    divergences: Iterable[float | None],
+    copied: NDArray[np.bool_],
+    vocabulary: Vocabulary,
+) -> dict[str, Any]:
+    """The figures of `SequenceSet` that every alphabet has.
+
+    Args:
+        divergences: of the n-grams from the training sequences', n = 1, 2, …
+        copied: bool [N], whether a training sequence equals it.
+    """
+    runs = [longest_run(tokens, vocabulary) for tokens in sequences]
+    return {
+        "sequences": len(sequences),
+        "tokens": sum(map(len, sequences)),
+        "token_kl": kl_divergence(counts.tokens, training.tokens + 1),
+        "length_ks": ks_distance(counts.lengths, training.lengths),
+        "ngram_js": {str(n): divergence for n, divergence in enumerate(divergences, start=1)},
+        "longest_run_mean": float(np.mean(runs)),
+        "longest_run_max": max(runs),
+        "duplicate_share": 1 - len({tokens.tobytes() for tokens in sequences}) / len(sequences),
+        "in_training_share": float(copied.mean()),
+        "length_histogram": in_bins(counts.lengths),
+    }
+
+
+def length_counts(sequences: Iterable[Tokens]) -> NDArray[np.int64]:
+    """int64 [longest + 1]: number of sequences of each length."""
+    return np.bincount([len(tokens) for tokens in sequences])
 
 
 def training_counts(
@@ -230,16 +251,16 @@ def training_counts(
         max_residues: of each, from its start; None counts all.
     """
     limit = max_residues or MAX_RESIDUES
-    length_counts = np.zeros(min(int(train.lengths.max()), limit) + 1, dtype=np.int64)
+    of_lengths = np.zeros(min(int(train.lengths.max()), limit) + 1, dtype=np.int64)
     token_counts = np.zeros(256, dtype=np.int64)
     for block in train.blocks():
         lengths = np.diff(block.bounds)
-        np.add.at(length_counts, np.minimum(lengths, limit), 1)
+        np.add.at(of_lengths, np.minimum(lengths, limit), 1)
         places = np.arange(len(block.tokens)) - np.repeat(block.bounds[:-1], lengths)
         token_counts += np.bincount(block.tokens[places < limit], minlength=256)
     sampled = (train[index][:limit] for index in sorted(some_of(train, kmer_sequences)))
     return Counts(
-        length_counts,
+        of_lengths,
         token_counts[CANONICAL_START:CANONICAL_STOP],
         kmer_counts(sampled, LONGEST_KMER),
     )
@@ -360,7 +381,7 @@ def _check(name: str, sequences: Sequence[Tokens]) -> None:
 
 def _frequencies(counts: Counts) -> dict[str, float]:
     """Residue frequencies by letter."""
-    frequencies = counts.residues / max(int(counts.residues.sum()), 1)
+    frequencies = counts.tokens / max(int(counts.tokens.sum()), 1)
     return dict(zip(CANONICAL, frequencies.tolist(), strict=True))
 
 

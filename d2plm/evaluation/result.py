@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from d2plm.core.errors import DataError
 from d2plm.core.estimate import Estimate
 from d2plm.core.files import read_json, write_text
-from d2plm.core.table import Number, Table
+from d2plm.core.table import Cell, Number, Table
 from d2plm.evaluation.terms import PROTEINS, Terms
 
 EVALUATION = "evaluation.json"
@@ -122,79 +122,61 @@ class GivenRelatives:
     order_difference: float | None
 
 
-def shown(label: str, form: str) -> Any:
-    """A figure of a set with its row's label and format; `{}` is the key of a dictionary."""
-    return field(metadata={"label": label, "form": form})
+def shown(label: str, form: str, **default: Any) -> Any:
+    """A figure with its row's label and format, in which `{}` is the key of a dictionary."""
+    return field(metadata={"label": label, "form": form}, **default)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProteinSet:
-    """Quality of one set of proteins; shares are 0 … 1, None is a figure of nothing.
+class SequenceSet:
+    """Quality of one set of sequences; shares are 0 … 1, None is a figure of nothing.
 
     Attributes:
-        valid_share: sequences of the twenty canonical residues alone.
-        residue_kl: KL(set ‖ training) of the residue frequencies, nats. The training counts have
-            one pseudo-count for each residue, the set's have none.
+        token_kl: KL(set ‖ training) of the token frequencies, nats. The training counts have one
+            pseudo-count for each token, the set's have none.
         length_ks: Kolmogorov–Smirnov distance of the lengths, the largest difference between the
             two distribution functions.
-        kmer_js: k → Jensen–Shannon divergence of the k-mers from the sampled training proteins',
-            0 … ln 2 nats, not smoothed. It is too large for a finite set, the more so the larger k
-            and the fewer k-mers: of natural proteins, too.
-        longest_run_mean, longest_run_max: of one canonical residue in a sequence.
-        low_complexity_share: residues in a window of low complexity.
+        ngram_js: n → Jensen–Shannon divergence of the n-grams from those of sampled training
+            sequences, 0 … ln 2 nats, not smoothed. It is too large for a finite set, the more so
+            the larger n and the fewer n-grams: of natural sequences, too.
+        longest_run_mean, longest_run_max: of one predicted token in a sequence.
         duplicate_share: copies of another sequence of the set, beyond the first.
-        in_training_share: sequences that equal a training protein.
-        hit_share: sequences for which a similar training protein is found.
+        in_training_share: sequences that equal a training sequence.
+        length_histogram: in bins; `residue_frequencies`, `identity_histogram`: of proteins.
+        valid_share: proteins of the twenty canonical residues alone.
+        low_complexity_share: residues in a window of low complexity.
+        hit_share: proteins for which a similar training protein is found.
         identity_mean, identity_median: to the nearest training protein, 0 if none is found.
-        identity_above: percent → share of the sequences with a larger identity.
-        diversity: clusters ÷ sequences.
-        residue_frequencies, length_histogram, identity_histogram: for the figures.
-    """
-
-    sequences: int = shown("sequences", ",")
-    residues: int
-    valid_share: float = shown("of the 20 residues alone, %", "%")
-    residue_kl: float | None = shown("residues: KL to training, nats", ".4f")
-    length_ks: float = shown("lengths: KS distance to training", ".3f")
-    kmer_js: dict[str, float | None] = shown("{}-mers: JS to training, nats", ".4f")
-    longest_run_mean: float = shown("longest run of a residue, mean", ".2f")
-    longest_run_max: int = shown("longest run of a residue, largest", "")
-    low_complexity_share: float = shown("residues of low complexity, %", "%")
-    duplicate_share: float = shown("duplicates in the set, %", "%")
-    in_training_share: float = shown("exact copies of training, %", "%")
-    hit_share: float = shown("nearest in training: found, %", "%")
-    identity_mean: float = shown("  identity (0: none found), mean %", "%")
-    identity_median: float = shown("  identity (0: none found), median %", "%")
-    identity_above: dict[str, float] = shown("  identity above {} %, %", "%")
-    clusters: int
-    diversity: float = shown("diversity: clusters ÷ sequences", ".3f")
-    residue_frequencies: dict[str, float]
-    length_histogram: list[int]
-    identity_histogram: list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextSet:
-    """Quality of one set of sequences of any alphabet, without a search for similar ones.
-
-    Attributes:
-        token_kl: as `residue_kl` of proteins; `ngram_js`: as their `kmer_js`.
-        distinct: n → distinct n-grams ÷ all n-grams of the set.
-        repeated_share: runs of REPEATED_TOKENS tokens that the sequence had before.
+        identity_above: percent → share of the proteins with a larger identity.
+        clusters: of similar proteins; `diversity`: their number ÷ sequences.
+        distinct: n → distinct n-grams ÷ all n-grams of the set, of texts.
+        repeated_share: runs of REPEATED_TOKENS tokens that a text had before.
     """
 
     sequences: int = shown("{sequence}s", ",")
     tokens: int = shown("{token}s", ",")
+    valid_share: float | None = shown("of the 20 residues alone, %", "%", default=None)
     token_kl: float | None = shown("{token}s: KL to training, nats", ".4f")
     length_ks: float = shown("lengths: KS distance to training", ".3f")
     ngram_js: dict[str, float | None] = shown("{}-grams: JS to training, nats", ".4f")
-    distinct: dict[str, float] = shown("{}-grams: distinct, %", "%")
+    distinct: dict[str, float] | None = shown("{}-grams: distinct, %", "%", default=None)
     longest_run_mean: float = shown("longest run of a {token}, mean", ".2f")
     longest_run_max: int = shown("longest run of a {token}, largest", "")
-    repeated_share: float = shown(f"repeated runs of {REPEATED_TOKENS} {{token}}s, %", "%")
+    low_complexity_share: float | None = shown("residues of low complexity, %", "%", default=None)
+    repeated_share: float | None = shown(
+        f"repeated runs of {REPEATED_TOKENS} {{token}}s, %", "%", default=None
+    )
     duplicate_share: float = shown("duplicates in the set, %", "%")
     in_training_share: float = shown("exact copies of training, %", "%")
+    hit_share: float | None = shown("nearest in training: found, %", "%", default=None)
+    identity_mean: float | None = shown("  identity (0: none found), mean %", "%", default=None)
+    identity_median: float | None = shown("  identity (0: none found), median %", "%", default=None)
+    identity_above: dict[str, float] | None = shown("  identity above {} %, %", "%", default=None)
+    clusters: int | None = None
+    diversity: float | None = shown("diversity: clusters ÷ sequences", ".3f", default=None)
     length_histogram: list[int]
+    residue_frequencies: dict[str, float] = field(default_factory=dict)
+    identity_histogram: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -207,39 +189,30 @@ class Quality:
     """
 
     settings: dict[str, Any]
-    sets: Mapping[str, ProteinSet | TextSet]
+    sets: dict[str, SequenceSet]
     training_lengths: list[int]
     training_frequencies: dict[str, float]
     terms: Terms = PROTEINS
 
-    @property
-    def proteins(self) -> dict[str, ProteinSet]:
-        """The sets if they are of proteins."""
-        return {name: one for name, one in self.sets.items() if isinstance(one, ProteinSet)}
-
     def table(self) -> Table:
         """A row for each figure, a column for each set."""
-        rows = [self._column(one) for one in self.sets.values()]
-        notes = "The sets differ in number: k-mer divergence and diversity cannot be compared."
-        differ = len({one.sequences for one in self.sets.values()}) > 1
-        return Table(
-            ["", *self.sets],
-            [[label, *(column[label] for column in rows)] for label in rows[0]],
-            notes=[notes] if differ else [],
-        )
-
-    def _column(self, one: ProteinSet | TextSet) -> dict[str, Number]:
         nouns = {"sequence": self.terms.sequence, "token": self.terms.token}
-        column = {}
-        for figure in fields(one):
-            value, form = getattr(one, figure.name), figure.metadata.get("form")
-            if form is not None:
-                of_keys = value if isinstance(value, dict) else {"": value}
-                for key, number in of_keys.items():
-                    scaled = 100 * number if form == "%" else number
-                    label = figure.metadata["label"].format(key, **nouns)
-                    column[label] = Number(scaled, ".1f" if form == "%" else form)
-        return column
+        rows: list[list[Cell]] = []
+        for figure in fields(SequenceSet):
+            values = [getattr(one, figure.name) for one in self.sets.values()]
+            if not figure.metadata or (figure.default is None and values[0] is None):
+                continue
+            scale, form = {"%": (100, ".1f")}.get(
+                figure.metadata["form"], (1, figure.metadata["form"])
+            )
+            for key in values[0] if isinstance(values[0], dict) else [None]:
+                label = figure.metadata["label"].format(key, **nouns)
+                numbers = values if key is None else [value[key] for value in values]
+                scaled = (None if number is None else scale * number for number in numbers)
+                rows.append([label, *(Number(number, form) for number in scaled)])
+        differ = len({one.sequences for one in self.sets.values()}) > 1
+        note = "The sets differ in number: n-gram divergence and diversity cannot be compared."
+        return Table(["", *self.sets], rows, notes=[note] if differ else [])
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from d2plm.evaluation.baselines import (
     token_ranks,
 )
 from d2plm.evaluation.quality import (
+    Counts,
     in_bins,
     in_training,
     js_divergence,
-    kl_divergence,
-    ks_distance,
-    longest_run,
+    length_counts,
+    of_any_alphabet,
 )
-from d2plm.evaluation.result import REPEATED_TOKENS, Quality, TextSet
+from d2plm.evaluation.result import REPEATED_TOKENS, Quality, SequenceSet
 from d2plm.evaluation.terms import Terms
 
 LONGEST_NGRAM = 3
@@ -53,38 +53,28 @@ def compare_texts(
     sample = [*joined(train[int(i)][:max_residues] for i in among)]
     rows = {name: [*joined(sequences)] for name, sequences in sets.items()}
     ranks = token_ranks([*sample, *(row for own in rows.values() for row in own)], vocabulary)
-    training = sparse_counts(sample, LONGEST_NGRAM, ranks)
+    of_training = sparse_counts(sample, LONGEST_NGRAM, ranks)
     lengths = np.bincount(np.minimum(train.lengths, max_residues))
+    training = Counts(lengths, _tokens(sample, vocabulary))
 
-    def figures(sequences: Sequence[Tokens], own_rows: Sequence[Tokens]) -> TextSet:
-        ngrams = sparse_counts(own_rows, LONGEST_NGRAM, ranks)
+    def figures(sequences: Sequence[Tokens], own: Sequence[Tokens]) -> SequenceSet:
+        ngrams = sparse_counts(own, LONGEST_NGRAM, ranks)
+        counts = Counts(length_counts(sequences), _tokens(own, vocabulary))
+        divergences = map(_divergence, ngrams, of_training)
+        copied = in_training(sequences, train)
         windows = [window_hashes(tokens, REPEATED_TOKENS) for tokens in sequences]
-        distinct = sum(len(np.unique(hashes)) for hashes in windows)
-        runs = [longest_run(tokens, vocabulary) for tokens in sequences]
-        own_lengths = np.bincount([len(tokens) for tokens in sequences])
-        return TextSet(
-            sequences=len(sequences),
-            tokens=sum(map(len, sequences)),
-            token_kl=kl_divergence(_tokens(own_rows, vocabulary), _tokens(sample, vocabulary) + 1),
-            length_ks=ks_distance(own_lengths, lengths),
-            ngram_js={
-                str(n): _divergence(own, others)
-                for n, (own, others) in enumerate(zip(ngrams, training, strict=True), start=1)
-            },
+        new = sum(len(np.unique(hashes)) for hashes in windows)
+        return SequenceSet(
+            **of_any_alphabet(sequences, counts, training, divergences, copied, vocabulary),
             distinct={
-                str(n): len(own.codes) / max(int(own.counts.sum()), 1)
-                for n, own in enumerate(ngrams, start=1)
+                str(n): len(one.codes) / max(int(one.counts.sum()), 1)
+                for n, one in enumerate(ngrams, start=1)
             },
-            longest_run_mean=float(np.mean(runs)),
-            longest_run_max=max(runs),
-            repeated_share=1 - distinct / max(sum(map(len, windows)), 1) if distinct else 0.0,
-            duplicate_share=1 - len({tokens.tobytes() for tokens in sequences}) / len(sequences),
-            in_training_share=float(in_training(sequences, train).mean()),
-            length_histogram=in_bins(own_lengths),
+            repeated_share=1 - new / max(sum(map(len, windows)), 1) if new else 0.0,
         )
 
     by_set = {name: figures(sequences, rows[name]) for name, sequences in sets.items()}
-    return Quality({"repeated_tokens": REPEATED_TOKENS}, by_set, in_bins(lengths), {}, terms)
+    return Quality({}, by_set, in_bins(lengths), {}, terms)
 
 
 def window_hashes(values: NDArray[Any], width: int) -> NDArray[np.uint64]:
