@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.estimate import Estimate
 from d2plm.evaluation.likelihood import FRACTION_BINS, CrossEntropy, SequenceScores
+from d2plm.evaluation.result import Bound, Compared, GivenRelatives, RelativesBelow
 
 NGRAMS = ("unigram", "2-gram", "3-gram", "4-gram", "5-gram")
 BASELINES = ("uniform", *NGRAMS, "composition", *(f"composition × {name}" for name in NGRAMS))
@@ -39,30 +41,26 @@ def invented_baselines(residues: NDArray[np.int64]) -> dict[str, NDArray[np.floa
     return {name: residues * (2.95 - 0.01 * place) for place, name in enumerate(BASELINES)}
 
 
-def invented_given_relatives() -> dict[str, Any]:
+def invented_bound(nats: float, difference: float | None = None) -> Bound:
+    """A bound with an interval of ±0.1 nats; with a difference, that of another model."""
+    nelbo = Estimate(nats, (nats - 0.1, nats + 0.1))
+    if difference is None:
+        return Bound(nelbo, nelbo.exp())
+    ends = sorted((difference / 2, 2 * difference))
+    return Compared(nelbo, nelbo.exp(), difference=Estimate(difference, (ends[0], ends[1])))
+
+
+def invented_given_relatives() -> GivenRelatives:
     """What an evaluation given relatives found, of a model that is better the nearer they are."""
 
-    def figures(nats: float) -> dict[str, Any]:
-        ends = [float(np.exp(nats - 0.1)), float(np.exp(nats + 0.1))]
-        return {"nelbo": nats, "perplexity": float(np.exp(nats)), "perplexity_interval": ends}
-
-    def row(identity: float, nats: float) -> dict[str, Any]:
-        baselines = {"profile HMMs": nats + 0.4, "HMM of their alignment": nats + 0.3}
-        paired = {
-            name: {"nelbo_difference": nats - other, "interval": [nats - other - 0.1, -0.1]}
-            for name, other in {**baselines, "alone": 2.85}.items()
+    def row(identity: float, nats: float) -> RelativesBelow:
+        baselines: Any = {
+            "profile HMMs": invented_bound(nats + 0.4, -0.4),
+            "HMM of their alignment": invented_bound(nats + 0.3, -0.3),
         }
-        of_baselines = {name: figures(other) for name, other in baselines.items()}
-        shown = {"with_relatives": int(20 * identity), "model": figures(nats), **of_baselines}
-        return {"identity": identity, **shown, "paired": paired}
+        alone = Estimate(nats - 2.85, (nats - 2.95, nats - 2.75))
+        return RelativesBelow(identity, int(20 * identity), invented_bound(nats), alone, baselines)
 
-    change = {"nelbo_difference": 0.01, "interval": [0.005, 0.015]}
-    return {
-        "choice": {"identities": [0.9, 0.5], "most": 8, "masks_per_sequence": 2, "proteins": 24},
-        "alone": figures(2.85),
-        "below": [row(0.9, 1.6), row(0.5, 2.5)],
-        "controls": {
-            "unrelated": {"model": figures(2.86), "paired": {"alone": change}},
-            "order": {"sequences": 5, "largest_difference": 9e-8},
-        },
-    }
+    unrelated: Any = invented_bound(2.86, 0.01)
+    below = [row(0.9, 1.6), row(0.5, 2.5)]
+    return GivenRelatives(8, 2, 24, invented_bound(2.85), below, unrelated, 5, 9e-8)
