@@ -1,5 +1,8 @@
 """Artificial scores from which tests build evaluations."""
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +10,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.estimate import Estimate
 from d2plm.evaluation.likelihood import FRACTION_BINS, CrossEntropy, SequenceScores
-from d2plm.evaluation.result import Bound, Compared, GivenRelatives, RelativesBelow
+from d2plm.evaluation.result import Bound, Compared, Evaluation, GivenRelatives, RelativesBelow
 
 NGRAMS = ("unigram", "2-gram", "3-gram", "4-gram", "5-gram")
 BASELINES = ("uniform", *NGRAMS, "composition", *(f"composition × {name}" for name in NGRAMS))
@@ -64,3 +67,36 @@ def invented_given_relatives() -> GivenRelatives:
     unrelated: Any = invented_bound(2.86, 0.01)
     below = [row(0.9, 1.6), row(0.5, 2.5)]
     return GivenRelatives(8, 2, 24, invented_bound(2.85), below, unrelated, 5, 9e-8)
+
+
+def invented_evaluation(
+    perplexity: float, baselines: Mapping[str, float], **others: Any
+) -> Evaluation:
+    """An evaluation of a model and baselines of these perplexities, some attributes being others'.
+
+    Every difference has an interval of a tenth around it.
+    """
+    nats = math.log(perplexity)
+    compared: dict[str, Any] = {
+        name: invented_bound(math.log(other), nats - math.log(other))
+        for name, other in baselines.items()
+    }
+    evaluation = Evaluation(
+        estimator="exact-k bound",
+        interval="95 % bootstrap over homology clusters",
+        sequences=200,
+        residues=20_000,
+        clusters=100,
+        model=invented_bound(nats),
+        length_nats=5.0,
+        baselines=compared,
+        others={},
+        by_identity=None,
+        calibration={},
+        given_relatives=None,
+        quality=None,
+        settings={},
+        digests={},
+        masking_version=1,
+    )
+    return replace(evaluation, **others)

@@ -115,7 +115,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         "finding": evaluation and judge(evaluation),
         "next_steps": evaluation and next_steps(evaluation, sources.model_dir),
         "tables": {
-            **({} if evaluation is None else _tables(evaluation)),
+            **({} if evaluation is None else tables_of(evaluation)),
             **({} if quality is None else {"statistics": quality.table()}),
             **({} if members is None else {"members-table": members_table(members)}),
         },
@@ -134,7 +134,8 @@ def gather(sources: Sources) -> dict[str, Any]:
     }
 
 
-def _tables(evaluation: Evaluation) -> dict[str, Table]:
+def tables_of(evaluation: Evaluation) -> dict[str, Table]:
+    """The tables of an evaluation, by their id in the page."""
     given = evaluation.given_relatives
     return {
         "likelihoods": likelihood_table(evaluation),
