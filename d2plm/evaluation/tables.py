@@ -10,10 +10,12 @@ from d2plm.evaluation.findings import judge
 from d2plm.evaluation.result import MODEL, Bounds, Compared, Evaluation, GivenRelatives
 from d2plm.evaluation.terms import PROTEINS, REFERENCE, Terms
 
+PERPLEXITY = "perplexity [95 % interval]"
+
 
 def bounds_table(bounds: Bounds, terms: Terms = PROTEINS, model: str = MODEL) -> Table:
     """A row for each bound, that of `model` in bold."""
-    heads = ["", "perplexity [95 % interval]", f"nats/{terms.token}"]
+    heads = ["", PERPLEXITY, f"nats/{terms.token}"]
     heads += [] if terms.unit is None else [f"bits/{terms.unit}"]
     rows: list[list[Cell]] = []
     for name, bound in bounds.items():

@@ -1,6 +1,7 @@
 """d2plm scaling: the runs, their cost, and settings that are rejected before any run starts."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from d2plm.commands import scaling
 from d2plm.commands.scaling import plan, run
 from d2plm.config import changed, compose
 from d2plm.core.errors import ConfigError
+from d2plm.evaluation.result import Evaluation
 from d2plm.evaluation.scaling import Law
 from d2plm.model.flops import training_flops
+from tests.evaluations import invented_evaluation
 
 LENGTHS = np.random.default_rng(0).integers(40, 900, 500)
 LAW = Law(2.7, 1.2, 0.3, 30.0, 0.4)
@@ -133,14 +136,12 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def run_all(runs: Mapping[str, Any], commands: Any, parallel: int) -> None:
         seen["runs"], seen["commands"], seen["parallel"] = runs, commands, parallel
 
-    def load_scores(folder: Path) -> tuple[dict[str, Any], None]:
+    def load_scores(folder: Path) -> tuple[Evaluation, None]:
         planned = next(p for p in seen["grid"] if p.config.model_dir == str(folder))
         nelbo = float(LAW.loss(planned.point.parameters, planned.point.tokens))
         masks = seen["masks"].get(planned.point.size, "m")
-        return {
-            "model": {"nelbo": nelbo, "nelbo_interval": [nelbo - 0.01, nelbo + 0.01]},
-            "digests": {"validation": "v", "masks": masks},
-        }, None
+        digests = {"validation": "v", "masks": masks}
+        return invented_evaluation(math.exp(nelbo), {}, digests=digests), None
 
     def planned(*arguments: Any) -> Any:
         seen["grid"] = plan(*arguments)
