@@ -62,4 +62,4 @@ def run_settings(config: CompareSettings, arm: str, seed: int) -> CompareSetting
 
 def _read(config: CompareSettings) -> Run:
     evaluation, scores = load_scores(Path(config.model_dir))
-    return Run(evaluation, scores["nats"], scores["residues"], scores["clusters"])
+    return Run(evaluation, **scores)

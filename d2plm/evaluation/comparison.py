@@ -7,7 +7,7 @@ intervals exclude zero; with one seed no difference is shown.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,34 +41,25 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """An arm's nats per residue minus those of the first arm: below zero the arm is better.
-
-    Attributes:
-        over_proteins: with the interval over clusters of the held-out proteins.
-        seeds: seed → difference; `over_seeds`: their interval.
-    """
-
-    over_proteins: Estimate
-    seeds: dict[int, float]
-    over_seeds: Interval | None
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
 class Arm:
-    """The figures of an arm.
+    """The figures of an arm; those of the difference are None for the first arm.
 
     Attributes:
         seeds: seed → perplexity.
         better_than_baseline: number of the seeds that are.
-        difference: None for the first arm.
+        difference: nats per residue less those of the first arm (below zero: better than it), with
+            the interval over clusters of the held-out proteins.
+        seed_differences: seed → difference; `seed_interval`: of their mean.
+        verdict: by both intervals.
     """
 
     perplexity: Estimate
     seeds: dict[int, float]
     better_than_baseline: int
-    difference: Difference | None
+    difference: Estimate | None = None
+    seed_differences: dict[int, float] = field(default_factory=dict)
+    seed_interval: Interval | None = None
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,7 @@ def compare(runs: Mapping[str, Mapping[int, Run]]) -> Comparison:
         best,
         first.evaluation.baselines[best].perplexity,
         {
-            arm: _arm(seeds, best, None if arm == first_arm else runs[first_arm])
+            arm: _compared(_arm(seeds, best), seeds, {} if arm == first_arm else runs[first_arm])
             for arm, seeds in runs.items()
         },
     )
@@ -127,25 +118,34 @@ def _same_residues(run: Run, other: Run) -> bool:
     )
 
 
-def _arm(seeds: Mapping[int, Run], baseline: str, first: Mapping[int, Run] | None) -> Arm:
+def _arm(seeds: Mapping[int, Run], baseline: str) -> Arm:
     any_run = next(iter(seeds.values()))
-    within = any_run.residues, any_run.clusters
     against = [run.evaluation.baselines[baseline].difference for run in seeds.values()]
-    difference = None
-    if first is not None:
-        over_proteins = corpus_estimate(_mean_nats(seeds) - _mean_nats(first), *within)
-        by_seed = {
-            seed: float((run.nats - first[seed].nats).sum() / run.residues.sum())
-            for seed, run in seeds.items()
-        }
-        over_seeds = seed_interval([*by_seed.values()])
-        both = verdict(over_proteins.interval, over_seeds)
-        difference = Difference(over_proteins, by_seed, over_seeds, both)
     return Arm(
-        corpus_estimate(_mean_nats(seeds), *within).exp(),
+        corpus_estimate(_mean_nats(seeds), any_run.residues, any_run.clusters).exp(),
         {seed: run.evaluation.model.perplexity.value for seed, run in seeds.items()},
         sum(one.verdict is Verdict.BETTER for one in against),
-        difference,
+    )
+
+
+def _compared(arm: Arm, seeds: Mapping[int, Run], first: Mapping[int, Run]) -> Arm:
+    """The arm with its difference from the first one, unless it is the first."""
+    if not first:
+        return arm
+    any_run = next(iter(seeds.values()))
+    nats = _mean_nats(seeds) - _mean_nats(first)
+    difference = corpus_estimate(nats, any_run.residues, any_run.clusters)
+    by_seed = {
+        seed: float((run.nats - first[seed].nats).sum() / run.residues.sum())
+        for seed, run in seeds.items()
+    }
+    over_seeds = seed_interval([*by_seed.values()])
+    return replace(
+        arm,
+        difference=difference,
+        seed_differences=by_seed,
+        seed_interval=over_seeds,
+        verdict=verdict(difference.interval, over_seeds),
     )
 
 
@@ -172,14 +172,13 @@ def comparison_table(comparison: Comparison) -> Table:
     for arm, figures in comparison.arms.items():
         seeds = ", ".join(f"{value:.3f}" for value in figures.seeds.values())
         row: list[Cell] = [arm, Number(figures.perplexity, ".3f"), seeds]
-        found = figures.difference
-        if found is None:
+        if figures.difference is None:
             rows.append([*row, "", "", "(the others are compared with it)"])
             continue
-        interval = "" if found.over_seeds is None else interval_text(found.over_seeds, "+.4f")
-        by_seed = ", ".join(f"{value:+.4f}" for value in found.seeds.values())
-        difference = f"{found.over_proteins:+.4f} {interval}".rstrip()
-        rows.append([*row, difference, by_seed, f"{found.verdict} {first}"])
+        interval = figures.seed_interval and interval_text(figures.seed_interval, "+.4f")
+        by_seed = ", ".join(f"{value:+.4f}" for value in figures.seed_differences.values())
+        difference = f"{figures.difference:+.4f} {interval or ''}".rstrip()
+        rows.append([*row, difference, by_seed, f"{figures.verdict} {first}"])
     baseline = Number(comparison.baseline_perplexity, ".3f")
     rows.append([f"{comparison.baseline} baseline", baseline, "", "", "", ""])
     counts = ", ".join(

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.estimate import difference_text
-from d2plm.core.palette import BLUE, GREY, SKY, new_figure, save_figure
+from d2plm.core.palette import BLUE, SKY, new_figure, save_figure
 from d2plm.core.vocabulary import Tokens
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.likelihood import bound_of, compared_with
+from d2plm.evaluation.plots import plot_bounds
 from d2plm.evaluation.result import Bounds, Compared
 
 ADAPTED, BASE = "adapted model", "base model"
@@ -85,11 +86,6 @@ def plot_family(bounds: Bounds, file: Path) -> None:
     """
     figure = new_figure(8, 0.5 * len(bounds) + 1)
     axes = figure.subplots()
-    for place, (name, bound) in enumerate(bounds.items()):
-        colour = BLUE if name == ADAPTED else SKY if name == BASE else GREY
-        value, (low, high) = bound.perplexity.value, bound.perplexity.ends
-        axes.barh(place, value, color=colour, xerr=[[value - low], [high - value]])
-        axes.text(high + 0.2, place, f"{value:.2f}", va="center", fontsize=9)
-    axes.set_yticks(range(len(bounds)), list(bounds))
-    axes.set(xlabel="perplexity of members that no model has seen", ylim=(len(bounds) - 0.5, -0.5))
+    plot_bounds(axes, bounds, {ADAPTED: BLUE, BASE: SKY}, ADAPTED)
+    axes.set(xlabel="perplexity of members that no model has seen, 95 % interval")
     save_figure(figure, file)

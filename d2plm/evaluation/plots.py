@@ -4,6 +4,7 @@ Each function draws one matplotlib axes; `plot` puts them into one PNG, the repo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,16 @@ from d2plm.evaluation.result import (
     Bounds,
     Evaluation,
     GivenRelatives,
-    IdentityBin,
     Quality,
     SequenceSet,
 )
 from d2plm.evaluation.terms import REFERENCE
 
+ROWS = (  # of the picture of an evaluation
+    ("training", "likelihood"),
+    ("calibration", "identity", "relatives"),
+    ("residues", "lengths", "novelty"),
+)
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
 BASELINES = {
     "unigram": (GREY, ":"),
@@ -63,7 +68,7 @@ _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 def plot(
     evaluation: Evaluation, metrics: Sequence[dict[str, float]], file: Path, title: str
 ) -> None:
-    """Write one PNG: curve and likelihoods, calibration and identity, and quality where measured.
+    """Write one PNG with the figures of ROWS that were measured.
 
     Args:
         metrics: the rows that training logged; may be empty.
@@ -72,38 +77,43 @@ def plot(
     Raises:
         DataError: if the file cannot be written.
     """
-    quality = evaluation.quality
-    of_quality = quality_plots(quality)
-    rows = 2 + bool(of_quality)
-    figure = new_figure(12, 4.6 * rows)
-    parts: Any = figure.subfigures(rows, 1)
-    curve, bars = parts[0].subplots(1, 2, width_ratios=(1.6, 1))
+    measured = figures_of(evaluation, metrics, evaluation.quality)
+    rows = [[name for name in row if name in measured] for row in ROWS]
+    rows = [row for row in rows if row]
+    figure = new_figure(12, 4.6 * len(rows))
+    parts: Any = figure.subfigures(len(rows), 1)
     parts[0].suptitle(plain(title))
-    plot_curve(curve, evaluation, metrics)
-    plot_likelihoods(bars, evaluation)
-    by_identity = measured_bins(evaluation)
-    given = evaluation.given_relatives
-    columns = 1 + bool(by_identity) + (given is not None)
-    calibration, *more = parts[1].subplots(1, columns, squeeze=False)[0]
-    plot_calibration(calibration, evaluation)
-    if by_identity:
-        plot_identity(more[0], by_identity)
-    if given is not None:
-        plot_given_relatives(more[-1], given)
-    if of_quality:
-        several = parts[2].subplots(1, len(of_quality), squeeze=False)[0]
-        for axes, draw in zip(several, of_quality.values(), strict=True):
-            draw(axes, quality)
+    for part, row in zip(parts, rows, strict=True):
+        widths = [1.6 if name == "training" else 1 for name in row]
+        for axes, name in zip(
+            part.subplots(1, len(row), width_ratios=widths, squeeze=False)[0], row, strict=True
+        ):
+            measured[name](axes)
     save_figure(figure, file)
 
 
-def quality_plots(quality: Quality | None) -> dict[str, Callable[..., None]]:
-    """The plots of what was compared, by name; homology and residues are of proteins alone."""
-    if quality is None:
-        return {}
-    if quality.terms.unit is not None:
-        return {"lengths": plot_lengths}
-    return {"residues": plot_residues, "lengths": plot_lengths, "novelty": plot_novelty}
+def figures_of(
+    evaluation: Evaluation | None,
+    metrics: Sequence[dict[str, float]],
+    quality: Quality | None,
+) -> dict[str, Callable[[Any], None]]:
+    """Name → a function that draws the figure into axes, for those that have data."""
+    drawn: dict[str, Callable[[Any], None]] = {}
+    if metrics:
+        drawn["training"] = partial(plot_curve, evaluation=evaluation, metrics=metrics)
+    if evaluation is not None:
+        drawn["likelihood"] = partial(plot_likelihoods, evaluation=evaluation)
+        drawn["calibration"] = partial(plot_calibration, evaluation=evaluation)
+        if any(one.residues for one in (evaluation.by_identity or {}).values()):
+            drawn["identity"] = partial(plot_identity, evaluation=evaluation)
+        if evaluation.given_relatives is not None:
+            drawn["relatives"] = partial(plot_given_relatives, given=evaluation.given_relatives)
+    if quality is not None:
+        drawn["lengths"] = partial(plot_lengths, quality=quality)
+        if quality.terms.unit is None:  # homology and residues are of proteins alone
+            drawn["residues"] = partial(plot_residues, quality=quality)
+            drawn["novelty"] = partial(plot_novelty, quality=quality)
+    return drawn
 
 
 def plot_curve(
@@ -185,25 +195,30 @@ def plot_estimate(
 
 def plot_likelihoods(axes: Any, evaluation: Evaluation) -> None:
     """Draw each perplexity with its interval: the baselines, other models, the model."""
-    rows: Bounds = {**evaluation.baselines, **evaluation.others, MODEL: evaluation.model}
     colours = {
         **{name: colour for name, (colour, _) in BASELINES.items()},
         **dict(zip(evaluation.others, OTHERS, strict=False)),
         MODEL: BLUE,
     }
-    for place, (name, bound) in enumerate(rows.items()):
-        form, colour = "s" if name == MODEL else "o", colours.get(name, GREY)
+    bounds: Bounds = {**evaluation.baselines, **evaluation.others, MODEL: evaluation.model}
+    plot_bounds(axes, bounds, colours, MODEL)
+
+
+def plot_bounds(axes: Any, bounds: Bounds, colours: Mapping[str, str], model: str) -> None:
+    """Draw each perplexity with its interval, that of `model` as a square."""
+    for place, (name, bound) in enumerate(bounds.items()):
+        form, colour = "s" if name == model else "o", colours.get(name, GREY)
         plot_estimate(axes, place, bound.perplexity, fmt=form, color=colour)
         (_, high), text = bound.perplexity.ends, f"{bound.perplexity.value:.2f}"
         style = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(text, (high, place), **style)
-    shown = [bound.perplexity.value for bound in rows.values()]
-    axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
+    shown = [bound.perplexity.value for bound in bounds.values()]
+    axes.set_yticks(range(len(bounds)), [plain(name) for name in bounds])
     room = 0.15 * (max(shown) - min(shown)) + 0.3
     axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 2 * room))
     if max(shown) > MOST_LINEAR:
         axes.set(xscale="log", xlim=(0.8 * min(shown), 2 * max(shown)))
-    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
+    axes.set_ylim(len(bounds) - 0.5, -0.5)  # the first on top
 
 
 def plot_calibration(axes: Any, evaluation: Evaluation) -> None:
@@ -227,13 +242,9 @@ def plot_calibration(axes: Any, evaluation: Evaluation) -> None:
     _legend(axes)
 
 
-def measured_bins(evaluation: Evaluation) -> dict[str, IdentityBin]:
-    """The identity bins that hold at least one protein."""
-    return {name: one for name, one in (evaluation.by_identity or {}).items() if one.residues}
-
-
-def plot_identity(axes: Any, rows: Mapping[str, IdentityBin]) -> None:
-    """Draw the perplexity by identity to the nearest training protein, of `measured_bins`."""
+def plot_identity(axes: Any, evaluation: Evaluation) -> None:
+    """Draw the perplexity by identity to the nearest training protein, where there are proteins."""
+    rows = {name: one for name, one in (evaluation.by_identity or {}).items() if one.residues}
     model, reference = (
         [getattr(one, of) for one in rows.values()] for of in ("model", "reference")
     )

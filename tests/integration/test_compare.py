@@ -36,7 +36,7 @@ def test_arms_are_trained_evaluated_and_set_beside_one_another(
     comparison = json.loads((work_dir / "compare_shuffled.json").read_text())
     assert list(comparison["arms"]) == ["diffusion", "shuffled"]
     assert comparison["arms"]["diffusion"]["difference"] is None
-    difference = comparison["arms"]["shuffled"]["difference"]["over_proteins"]
+    difference = comparison["arms"]["shuffled"]["difference"]
     low, high = difference["interval"]
     assert low < difference["value"] < high
     assert "| shuffled | " in result.stdout

@@ -158,9 +158,8 @@ def test_a_comparison_averages_the_seeds_nats(tmp_path: Path) -> None:
     )
     base = np.mean([r.nats for r in runs["diffusion"].values()], axis=0)
     flow = found.arms["flow"]
-    assert flow.difference is not None
-    assert flow.difference.over_proteins == corpus_estimate(mean - base, RESIDUES, CLUSTERS)
-    assert flow.difference.verdict is Verdict.BETTER
+    assert flow.difference == corpus_estimate(mean - base, RESIDUES, CLUSTERS)
+    assert flow.verdict is Verdict.BETTER
     assert flow.better_than_baseline == 3
     text = comparison_table(found).markdown()
     assert "better than diffusion" in text and "not shown" not in text
@@ -171,27 +170,26 @@ def test_a_comparison_averages_the_seeds_nats(tmp_path: Path) -> None:
 def test_seeds_that_disagree_show_nothing() -> None:
     runs = arms(diffusion=2.85, flow=2.85)
     runs["flow"] = {0: run(2.80, 1), 1: run(2.80, 2), 2: run(2.86, 3)}
-    found = compare(runs).arms["flow"].difference
-    assert found is not None and found.over_proteins.verdict is Verdict.BETTER
+    found = compare(runs).arms["flow"]
+    assert found.difference is not None and found.difference.verdict is Verdict.BETTER
     assert found.verdict is Verdict.UNDECIDED
 
 
 def test_one_seed_shows_nothing() -> None:
-    found = compare({"a": {0: run(2.85, 1)}, "b": {0: run(2.80, 2)}}).arms["b"].difference
-    assert found is not None and found.over_proteins.verdict is Verdict.BETTER
-    assert found.over_seeds is None
+    found = compare({"a": {0: run(2.85, 1)}, "b": {0: run(2.80, 2)}}).arms["b"]
+    assert found.difference is not None and found.difference.verdict is Verdict.BETTER
+    assert found.seed_interval is None
     assert found.verdict is Verdict.UNDECIDED
 
 
 def test_the_seeds_interval_is_student_s() -> None:
     runs = arms(diffusion=2.85, flow=2.80)
-    found = compare(runs).arms["flow"].difference
-    assert found is not None
-    differences = [*found.seeds.values()]
+    found = compare(runs).arms["flow"]
+    differences = [*found.seed_differences.values()]
     low, high = stats.t.interval(
         0.95, 2, loc=np.mean(differences), scale=stats.sem(differences, ddof=1)
     )
-    assert found.over_seeds == pytest.approx([low, high])
+    assert found.seed_interval == pytest.approx([low, high])
 
 
 def test_arms_scored_on_other_lengths_are_rejected() -> None:
