@@ -5,14 +5,11 @@ only if the paired interval on the same residues and masks shows that the new ve
 """
 
 import io
-import re
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-
-from huggingface_hub.constants import REPOCARD_NAME as CARD
 
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.core.estimate import Verdict, difference_text
@@ -25,7 +22,7 @@ from d2plm.export.exported_model import read_provenance
 from d2plm.export.model_evaluation import load_scores
 from d2plm.model import lora
 from d2plm.serving import service
-from d2plm.tracking.description import shortened
+from d2plm.tracking.description import card_text, shortened
 from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
 
 if TYPE_CHECKING:
@@ -297,13 +294,8 @@ def _signature() -> "ModelSignature":
 
 def _version_description(evaluation: Evaluation, export: Path) -> str:
     """The result, and as much of the model card as fits."""
-    text = judge(evaluation).headline
-    file = export / CARD
-    if not file.is_file():
-        return text
-    card = file.read_text(encoding="utf-8")
-    card = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL).strip()
-    return shortened(f"{text}\n\n{card}", MAX_DESCRIPTION, f"the rest is in {CARD} of the model")
+    text = f"{judge(evaluation).headline}\n\n{card_text(export)}".strip()
+    return shortened(text, MAX_DESCRIPTION)
 
 
 def _tags(

@@ -24,9 +24,8 @@ def outputs(evaluation: Evaluation, folder: Path) -> dict[str, str]:
     card = model_card(
         AbsorbingDiffusion(), {}, name="x", parameters=1, max_residues=9, evaluation=read
     )
-    described = description(
-        name="x", paradigm="diffusion", output_dir=folder, model_dir=folder, evaluation=read
-    )
+    (folder / "README.md").write_text(card)
+    described = description(name="x", paradigm="diffusion", output_dir=folder, model_dir=folder)
     report = write_report(Sources(folder, folder / "model", folder / "data")).read_text()
     return {
         "terminal": tables.as_text(read),

@@ -13,10 +13,7 @@ from d2plm.commands.evaluate import _metrics
 from d2plm.config import compose
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
-from d2plm.core.vocabulary import Bytes
 from d2plm.evaluation.result import Evaluation
-from d2plm.evaluation.tables import as_markdown
-from d2plm.evaluation.terms import terms_for
 from d2plm.tracking.description import description, shortened
 from d2plm.tracking.registry import EVALUATED
 from d2plm.tracking.runs import in_sections
@@ -84,48 +81,25 @@ def test_every_metric_of_training_is_in_the_document_under_its_group() -> None:
     assert {"validation/nelbo", "validation/perplexity", "evaluation/perplexity"} <= documented
 
 
-def test_a_description_says_what_the_run_is_how_good_and_how_to_load_it(
-    evaluation: Evaluation, tmp_path: Path
-) -> None:
-    counts = {
-        "train_sequences": 16895,
-        "train_residues": 7737363,
-        "validation_sequences": 1881,
-        "validation_clusters": 671,
-        "leaking_dropped": 25,
-    }
-    manifest = {"input": "uniprot.fasta.gz", "counts": counts, "leaking_pairs_after": 4}
-    known = {"name": "demo", "paradigm": "flow_matching", "output_dir": tmp_path}
+def test_a_description_says_how_to_resume_the_run_and_contains_the_card(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"name": "demo", "paradigm": "flow_matching", "output_dir": tmp_path}
     model_dir = tmp_path / "model"
-    begun = description(**known, model_dir=model_dir, manifest=manifest)
-    assert "16,895 proteins (7,737,363 residues) of `uniprot.fasta.gz`" in begun
-    assert "pairs found afterwards: 4" in begun
-    assert "load_model" not in begun and "|" not in begun
-    texts = terms_for(Bytes())
-    of_texts = description(**known, model_dir=model_dir, manifest=manifest, terms=texts)
-    assert "language model of texts" in of_texts and "protein" not in of_texts
-    done = description(
-        **known,
-        model_dir=model_dir,
-        manifest=manifest,
-        parameters=2_115_489,
-        step=1500,
-        evaluation=evaluation,
-        version=("d2plm-x", "3"),
-    )
-    assert "flow matching, 2,115,489 parameters, the averaged weights after 1,500 steps" in done
-    assert "-0.0092 nats/residue" in done
-    assert "**Better than the best baseline, composition: " in done
-    assert as_markdown(evaluation) in done
-    assert f'load_model("{model_dir}")' in done
+    begun = description(**known, model_dir=model_dir)
+    assert begun.startswith("**demo**: flow matching.")
+    assert f"d2plm train --config-file {tmp_path / 'config.yaml'}" in begun
+    assert str(model_dir) in begun
+    model_dir.mkdir()
+    (model_dir / "README.md").write_text("---\nlibrary_name: d2plm\n---\n\n# A model\n")
+    done = description(**known, model_dir=model_dir, version=("d2plm-x", "3"))
     assert "(#/models/d2plm-x/versions/3)" in done
-    assert f"d2plm train --config-file {tmp_path / 'config.yaml'}" in done
+    assert done.endswith("\n\n# A model")
 
 
 def test_a_text_that_is_too_long_ends_with_a_whole_paragraph_and_a_closed_block() -> None:
     text = "first\n\n```\ncode\n\nmore code\n```\n\nlast"
-    assert shortened(text, 100, "elsewhere") == text
-    assert shortened(text, 35, "elsewhere") == "first\n\n```\ncode\n```\n\n… elsewhere"
+    assert shortened(text, 100) == text
+    rest = "\n\n… the rest is in README.md of the model"
+    assert shortened(text + 60 * "x", 24 + len(rest)) == f"first\n\n```\ncode\n```{rest}"
 
 
 def test_secrets_of_a_configuration_are_not_shown() -> None:
