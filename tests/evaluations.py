@@ -61,12 +61,11 @@ def invented_given_relatives() -> GivenRelatives:
             "profile HMMs": invented_bound(nats + 0.4, -0.4),
             "HMM of their alignment": invented_bound(nats + 0.3, -0.3),
         }
-        alone = Estimate(nats - 2.85, (nats - 2.95, nats - 2.75))
-        return RelativesBelow(identity, int(20 * identity), invented_bound(nats), alone, baselines)
+        return RelativesBelow(identity, int(20 * identity), invented_bound(nats), baselines)
 
     unrelated: Any = invented_bound(2.86, 0.01)
     below = [row(0.9, 1.6), row(0.5, 2.5)]
-    return GivenRelatives(8, 2, 24, invented_bound(2.85), below, unrelated, 5, 9e-8)
+    return GivenRelatives(8, 24, invented_bound(2.85), below, unrelated, 9e-8)
 
 
 def invented_evaluation(

@@ -102,7 +102,7 @@ def compare(runs: Mapping[str, Mapping[int, Run]]) -> Comparison:
         best,
         first.evaluation.baselines[best].perplexity,
         {
-            arm: _compared(_arm(seeds, best), seeds, {} if arm == first_arm else runs[first_arm])
+            arm: _arm(seeds, best, None if arm == first_arm else runs[first_arm])
             for arm, seeds in runs.items()
         },
     )
@@ -118,34 +118,30 @@ def _same_residues(run: Run, other: Run) -> bool:
     )
 
 
-def _arm(seeds: Mapping[int, Run], baseline: str) -> Arm:
+def _arm(seeds: Mapping[int, Run], baseline: str, first: Mapping[int, Run] | None) -> Arm:
     any_run = next(iter(seeds.values()))
+    nats, within = _mean_nats(seeds), (any_run.residues, any_run.clusters)
     against = [run.evaluation.baselines[baseline].difference for run in seeds.values()]
-    return Arm(
-        corpus_estimate(_mean_nats(seeds), any_run.residues, any_run.clusters).exp(),
+    arm = Arm(
+        corpus_estimate(nats, *within).exp(),
         {seed: run.evaluation.model.perplexity.value for seed, run in seeds.items()},
         sum(one.verdict is Verdict.BETTER for one in against),
     )
-
-
-def _compared(arm: Arm, seeds: Mapping[int, Run], first: Mapping[int, Run]) -> Arm:
-    """The arm with its difference from the first one, unless it is the first."""
-    if not first:
+    if first is None:
         return arm
-    any_run = next(iter(seeds.values()))
-    nats = _mean_nats(seeds) - _mean_nats(first)
-    difference = corpus_estimate(nats, any_run.residues, any_run.clusters)
+    difference = corpus_estimate(nats - _mean_nats(first), *within)
     by_seed = {
         seed: float((run.nats - first[seed].nats).sum() / run.residues.sum())
         for seed, run in seeds.items()
     }
     over_seeds = seed_interval([*by_seed.values()])
+    both = verdict(difference.interval, over_seeds)
     return replace(
         arm,
         difference=difference,
         seed_differences=by_seed,
         seed_interval=over_seeds,
-        verdict=verdict(difference.interval, over_seeds),
+        verdict=both,
     )
 
 

@@ -105,7 +105,6 @@ def evaluate_given_relatives(
                 identity,
                 with_relatives=sum(1 for own in which if own),
                 model=bound_of(nats, *within),
-                alone=corpus_estimate(nats - alone.nats, *within),
                 baselines={
                     name: compared_with(nats, own, *within)
                     for name, own in zip(BASELINES, own_profiles, strict=True)
@@ -119,12 +118,10 @@ def evaluate_given_relatives(
     several = [n for n, own in enumerate(widest) if len(own) > 1][:ORDER_SAMPLE]
     return GivenRelatives(
         choice.most,
-        choice.masks_per_sequence,
         proteins=len(targets),
         alone=bound_of(alone.nats, *within),
         below=rows,
         unrelated=Compared(**vars(bound_of(with_unrelated.nats, *within)), difference=change),
-        reordered=len(several),
         order_difference=_order_matters_by(score, several, of(widest), targets),
     )
 

@@ -84,14 +84,12 @@ class RelativesBelow:
 
     Attributes:
         with_relatives: number of proteins that have any.
-        alone: difference of the model from itself without relatives.
         baselines: `PROFILE` and `ALIGNED`.
     """
 
     identity: float
     with_relatives: int
     model: Bound
-    alone: Estimate
     baselines: dict[str, Compared]
 
     @property
@@ -105,20 +103,16 @@ class GivenRelatives:
     """The bound of `proteins` held-out proteins, each given up to `most` relatives.
 
     Attributes:
-        masks_per_sequence: draws of the bound.
         alone: without relatives.
         unrelated: given unrelated proteins of the same lengths, and the difference from `alone`.
-        reordered: number of proteins whose relatives were given in another order, too.
-        order_difference: largest difference that the order makes, nats per residue.
+        order_difference: largest difference that another order makes, nats per residue.
     """
 
     most: int
-    masks_per_sequence: int
     proteins: int
     alone: Bound
     below: list[RelativesBelow]
     unrelated: Compared
-    reordered: int
     order_difference: float | None
 
 
