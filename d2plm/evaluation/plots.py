@@ -98,22 +98,24 @@ def figures_of(
     quality: Quality | None,
 ) -> dict[str, Callable[[Any], None]]:
     """Name → a function that draws the figure into axes, for those that have data."""
-    drawn: dict[str, Callable[[Any], None]] = {}
-    if metrics:
-        drawn["training"] = partial(plot_curve, evaluation=evaluation, metrics=metrics)
-    if evaluation is not None:
-        drawn["likelihood"] = partial(plot_likelihoods, evaluation=evaluation)
-        drawn["calibration"] = partial(plot_calibration, evaluation=evaluation)
-        if any(one.residues for one in (evaluation.by_identity or {}).values()):
-            drawn["identity"] = partial(plot_identity, evaluation=evaluation)
-        if evaluation.given_relatives is not None:
-            drawn["relatives"] = partial(plot_given_relatives, given=evaluation.given_relatives)
-    if quality is not None:
-        drawn["lengths"] = partial(plot_lengths, quality=quality)
-        if quality.terms.unit is None:  # homology and residues are of proteins alone
-            drawn["residues"] = partial(plot_residues, quality=quality)
-            drawn["novelty"] = partial(plot_novelty, quality=quality)
-    return drawn
+    given = evaluation and evaluation.given_relatives
+    bins = [one for one in ((evaluation and evaluation.by_identity) or {}).values() if one.residues]
+    of_proteins = quality is not None and quality.terms.unit is None  # residues and homology
+    figures: dict[str, tuple[object, Callable[..., None], Any]] = {
+        "training": (metrics, partial(plot_curve, metrics=metrics), evaluation),
+        "likelihood": (evaluation, plot_likelihoods, evaluation),
+        "calibration": (evaluation, plot_calibration, evaluation),
+        "identity": (bins, plot_identity, evaluation),
+        "relatives": (given, plot_given_relatives, given),
+        "lengths": (quality, plot_lengths, quality),
+        "residues": (of_proteins, plot_residues, quality),
+        "novelty": (of_proteins, plot_novelty, quality),
+    }
+
+    def bound(draw: Callable[..., None], of: Any) -> Callable[[Any], None]:
+        return lambda axes: draw(axes, of)
+
+    return {name: bound(draw, of) for name, (known, draw, of) in figures.items() if known}
 
 
 def plot_curve(

@@ -27,11 +27,21 @@ from d2plm.core.vocabulary import (
     is_canonical,
 )
 from d2plm.data.homology import MMseqs, mmseqs_in
+from d2plm.data.ngrams import ngram_hashes
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
-from d2plm.evaluation.baselines import kmer_counts, some_of
+from d2plm.evaluation.baselines import (
+    SparseCounts,
+    counts_of,
+    joined,
+    kmer_counts,
+    sampled,
+    some_of,
+    sparse_counts,
+    token_ranks,
+)
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
-from d2plm.evaluation.result import Quality, SequenceSet
-from d2plm.evaluation.terms import REFERENCE
+from d2plm.evaluation.result import REPEATED_TOKENS, Quality, SequenceSet
+from d2plm.evaluation.terms import REFERENCE, Terms
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings
 
 GENERATED, NATURAL = "generated", "natural, held out"  # how the sets are called
@@ -39,6 +49,7 @@ LONGEST_KMER = 3
 LENGTH_BIN = 25  # residues, of the histogram that is drawn
 IDENTITY_BIN = 0.05
 CLOSE_IDENTITIES = (50, 90)  # percent
+SAMPLED_TOKENS = 2_000_000  # of training, for the n-grams of other alphabets
 KMER_SEQUENCES = 100_000  # training proteins sampled for the k-mers
 # A window of low complexity, as in SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
 LOW_COMPLEXITY = {"low_complexity_window": 12, "low_complexity_bits": 2.2}
@@ -137,6 +148,45 @@ def compare_quality(
         in_bins(training.lengths),
         _frequencies(training),
     )
+
+
+def compare_texts(
+    sets: Mapping[str, Sequence[Tokens]], train: SequenceStore, max_residues: int, terms: Terms
+) -> Quality:
+    """Quality of several sets of sequences, beside one another.
+
+    Args:
+        sets: name → sequences of tokens [L]: the generated ones, held-out ones and samples of the
+            reference, as many of each.
+        max_residues: only this many tokens of a training sequence count, from its start.
+    """
+    vocabulary = train.vocabulary
+    among = sampled(train, SAMPLED_TOKENS, max_residues)
+    sample = [*joined(train[int(i)][:max_residues] for i in among)]
+    rows = {name: [*joined(sequences)] for name, sequences in sets.items()}
+    ranks = token_ranks([*sample, *(row for own in rows.values() for row in own)], vocabulary)
+    of_training = sparse_counts(sample, LONGEST_KMER, ranks)
+    lengths = np.bincount(np.minimum(train.lengths, max_residues))
+    training = Counts(lengths, _tokens(sample, vocabulary))
+
+    def figures(sequences: Sequence[Tokens], own: Sequence[Tokens]) -> SequenceSet:
+        ngrams = sparse_counts(own, LONGEST_KMER, ranks)
+        counts = Counts(length_counts(sequences), _tokens(own, vocabulary))
+        divergences = map(_divergence, ngrams, of_training)
+        copied = in_training(sequences, train)
+        windows = [window_hashes(tokens, REPEATED_TOKENS) for tokens in sequences]
+        new = sum(len(np.unique(hashes)) for hashes in windows)
+        return SequenceSet(
+            **of_any_alphabet(sequences, counts, training, divergences, copied, vocabulary),
+            distinct={
+                str(n): len(one.codes) / max(int(one.counts.sum()), 1)
+                for n, one in enumerate(ngrams, start=1)
+            },
+            repeated_share=1 - new / max(sum(map(len, windows)), 1) if new else 0.0,
+        )
+
+    by_set = {name: figures(sequences, rows[name]) for name, sequences in sets.items()}
+    return Quality({}, by_set, in_bins(lengths), {}, terms)
 
 
 def find_novelty(
@@ -389,3 +439,20 @@ def in_bins(lengths: NDArray[np.int64]) -> list[int]:
     """A histogram of lengths in bins of LENGTH_BIN."""
     bins: list[int] = np.add.reduceat(lengths, np.arange(0, len(lengths), LENGTH_BIN)).tolist()
     return bins
+
+
+def window_hashes(values: NDArray[Any], width: int) -> NDArray[np.uint64]:
+    """uint64 [L − width + 1]: a hash of every run of `width` values, none where L is smaller."""
+    return ngram_hashes(values, width) if len(values) >= width else np.empty(0, dtype=np.uint64)
+
+
+def _divergence(one: SparseCounts, other: SparseCounts) -> float | None:
+    runs = np.union1d(one.codes, other.codes)
+    if not len(one.codes) or not len(other.codes):
+        return None
+    return js_divergence(one[runs], other[runs])
+
+
+def _tokens(rows: Sequence[Tokens], vocabulary: Vocabulary) -> NDArray[np.int64]:
+    counts: NDArray[np.int64] = np.sum([counts_of(row, vocabulary) for row in rows], axis=0)
+    return counts

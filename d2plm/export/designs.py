@@ -21,7 +21,6 @@ from d2plm.evaluation.baselines import fit_composition, sample_composition
 from d2plm.evaluation.nearest import nearest_search
 from d2plm.evaluation.quality import (
     GENERATED,
-    Novelty,
     QualitySettings,
     Tokens,
     beside_others,
@@ -143,13 +142,28 @@ def describe_designs(
     novelty = find_novelty(
         sets, train, folder, quality_settings, resources=resources, report=report
     )
+    found = novelty[GENERATED]
     designs = Designs(
         origin,
         exported.paradigm.estimator,
         [
-            Design(record.name, len(record.tokens), *score, *nearest)
-            for record, score, nearest in zip(
-                records, scores, _nearest(novelty[GENERATED], train), strict=True
+            Design(
+                record.name,
+                len(record.tokens),
+                score.residues,
+                score.per_residue,
+                score.perplexity if score.residues else None,
+                None if nearest < 0 else train.name(nearest),
+                identity,
+                copied,
+            )
+            for record, score, nearest, identity, copied in zip(
+                records,
+                scores,
+                found.nearest.proteins.tolist(),
+                found.nearest.identities.tolist(),
+                found.in_training.tolist(),
+                strict=True,
             )
         ],
         compare_quality(sets, novelty, train, quality_settings) if compare else None,
@@ -189,8 +203,7 @@ def read_sampling(output: Path) -> dict[str, Any] | None:
 
 def _scores(
     records: list[FastaRecord], exported: ExportedModel, precision: str, **settings: Any
-) -> list[tuple[int, Estimate | None, float | None]]:
-    """Residues, bound and perplexity of each protein."""
+) -> list[ProteinScore]:
     for record in records:
         what, remedy = f"{FASTA}: {record.name!r}", "another model has generated it"
         exported.require_short_enough(what, record.tokens, remedy, DataError)
@@ -203,20 +216,4 @@ def _scores(
         names=[record.name for record in records],
         **settings,
     )
-    return [
-        (score.residues, _per_residue(score), score.perplexity)
-        if score.residues
-        else (0, None, None)
-        for score in protein_scores(draws, sequences)
-    ]
-
-
-def _per_residue(score: ProteinScore) -> Estimate:
-    low, high = (end / score.residues for end in score.interval)
-    return Estimate(score.nats / score.residues, (low, high))
-
-
-def _nearest(novelty: Novelty, train: SequenceStore) -> list[tuple[str | None, float, bool]]:
-    found = novelty.nearest
-    names = [None if protein < 0 else train.name(protein) for protein in found.proteins.tolist()]
-    return [*zip(names, found.identities.tolist(), novelty.in_training.tolist(), strict=True)]
+    return protein_scores(draws, sequences)

@@ -32,7 +32,13 @@ from d2plm.evaluation.given_relatives import (
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search
-from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality, find_novelty
+from d2plm.evaluation.quality import (
+    QualitySettings,
+    beside_others,
+    compare_quality,
+    compare_texts,
+    find_novelty,
+)
 from d2plm.evaluation.result import (
     EVALUATION,
     MODEL,
@@ -44,7 +50,6 @@ from d2plm.evaluation.result import (
 )
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.evaluation.terms import SUITES, terms_for
-from d2plm.evaluation.text_quality import compare_texts
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.generation.lengths import prompted
 from d2plm.generation.sampler_settings import Sampling

@@ -19,11 +19,11 @@ from d2plm.evaluation.baselines import NGram, fit_baselines, sampled, sparse_cou
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.evaluation.plots import plot
+from d2plm.evaluation.quality import compare_texts, window_hashes
 from d2plm.evaluation.result import read_evaluation, write_evaluation
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.evaluation.tables import as_markdown, as_text
 from d2plm.evaluation.terms import PROTEINS, SUITES, terms_for
-from d2plm.evaluation.text_quality import compare_texts, window_hashes
 from d2plm.export.exported_model import ExportedModel
 from d2plm.export.model_evaluation import evaluate, generated_quality
 from d2plm.export.report_content import Sources
