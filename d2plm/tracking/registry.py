@@ -5,6 +5,7 @@ only if the paired interval on the same residues and masks shows that the new ve
 """
 
 import io
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
 CHAMPION, CANDIDATE = "champion", "candidate"
+SCORED = (EVALUATION, SEQUENCE_SCORES)  # files by which the champion is compared
 COMPARED = ("validation", "masks")  # digests that must be equal to compare two models
 # Error codes for a missing alias: the first from MLflow's own stores, the second from others.
 NO_SUCH_ALIAS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
@@ -130,20 +132,29 @@ def version_of(client: "MlflowClient", name: str, alias: str) -> str:
         return str(client.get_model_version_by_alias(name, alias).version)
 
 
-def download(client: "MlflowClient", name: str, version: str) -> Path:
-    """Download the export of a registered version.
+def download(
+    client: "MlflowClient",
+    name: str,
+    version: str,
+    files: Sequence[str] = ("",),
+    into: Path | None = None,
+) -> Path:
+    """Download the export of a registered version, or only these files of it.
 
     Raises:
         TrackingError: if the version does not exist, or the store cannot be reached.
     """
-    import mlflow
+    from mlflow.artifacts import download_artifacts, list_artifacts
 
-    with reaching(client, f"fetch version {version} of model {name}"):
-        folder = mlflow.artifacts.download_artifacts(f"models:/{name}/{version}")
-    for evaluation in Path(folder, "artifacts").glob(f"*/{EVALUATION}"):
-        return evaluation.parent
+    of_version = f"models:/{name}/{version}"
+    with reaching(client, f"fetch version {version} of model {name}"), _quiet():
+        for export in list_artifacts(f"{of_version}/artifacts"):
+            for file in files:
+                uri = f"{of_version}/{export.path}/{file}".rstrip("/")
+                path = Path(download_artifacts(uri, dst_path=into and str(into)))
+            return path.parent if file else path
     raise TrackingError(
-        f"{folder}: not a model registered by 'd2plm register'; choose another version"
+        f"{of_version}: not a model registered by 'd2plm register'; choose another version"
     )
 
 
@@ -220,28 +231,12 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> t
     better, reason = True, "there was no champion"
     if champion is not None:
         with TemporaryDirectory(prefix="d2plm-") as folder:
-            scored = _download_evaluation(client, name, champion, Path(folder))
+            scored = download(client, name, champion, SCORED, Path(folder))
             better, reason = beats(export, scored)
     if better:
         with reaching(client, f"make version {version} of {name} the champion"):
             client.set_registered_model_alias(name, CHAMPION, version)
     return better, reason
-
-
-def _download_evaluation(client: "MlflowClient", name: str, version: str, folder: Path) -> Path:
-    """Download the evaluation and scores of a version, without its weights."""
-    from mlflow.artifacts import download_artifacts, list_artifacts
-
-    of_version = f"models:/{name}/{version}"
-    with reaching(client, f"fetch the evaluation of version {version} of model {name}"), _quiet():
-        for export in list_artifacts(f"{of_version}/artifacts"):
-            for file in (EVALUATION, SEQUENCE_SCORES):
-                download_artifacts(f"{of_version}/{export.path}/{file}", dst_path=str(folder))
-            return folder / export.path
-    raise TrackingError(
-        f"{of_version}: not a model registered by 'd2plm register'; give another version the "
-        f"alias {CHAMPION}"
-    )
 
 
 def beats(challenger: Path, champion: Path) -> tuple[bool, str]:

@@ -4,7 +4,9 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import mlflow
 import numpy as np
 import pytest
 from mlflow import MlflowClient
@@ -147,6 +149,24 @@ def test_a_store_that_fails_makes_no_champion(
             register(client, run_id, worse, "m", export_digest(worse))
     assert str(asked(client, "m", "champion").version) == registered.version
     assert str(asked(client, "m", "candidate").version) != registered.version
+
+
+def test_the_champion_s_evaluation_is_read_and_not_its_weights(
+    client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download, fetched = mlflow.artifacts.download_artifacts, list[str]()
+
+    def recorded(uri: str, **named: Any) -> str:
+        fetched.append(uri.rpartition("/")[2])
+        return download(uri, **named)
+
+    monkeypatch.setattr(mlflow.artifacts, "download_artifacts", recorded)
+    with tracking_run(tmp_path / "run") as run:
+        for name, nats in (("first", 2.0), ("better", 1.9)):
+            export = whole(tmp_path / name, nats, 1)
+            registered = register(client, str(run.id), export, "m", export_digest(export))
+    assert registered.is_champion and registered.reason.startswith("better than the champion: ")
+    assert {*fetched} == {"evaluation.json", "sequence_scores.npz"}
 
 
 def test_a_missing_model_is_named(client: MlflowClient) -> None:
