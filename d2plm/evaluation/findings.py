@@ -32,11 +32,6 @@ class Finding:
     details: tuple[str, ...]
     tone: Literal["good", "mixed", "bad"]
 
-    @property
-    def verdict(self) -> Verdict:
-        """The model's against the best baseline."""
-        return self.difference.verdict
-
 
 def judge(evaluation: Evaluation) -> Finding:
     """Compare the model with the best of all baselines, and with other models.
@@ -103,7 +98,7 @@ def next_steps(evaluation: Evaluation, model_dir: object) -> dict[str, str]:
         **(family if terms.unit is None else {}),
         f"likelihoods of {things}": f"d2plm score {file} model_dir={model_dir}",
     }
-    if judge(evaluation).verdict is Verdict.BETTER:
+    if judge(evaluation).difference.verdict is Verdict.BETTER:
         return steps
     more = f"a larger trainer.max_steps, or more {things} in data.input"
     return {"a better model": more, **steps}

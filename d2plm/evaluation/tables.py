@@ -26,9 +26,16 @@ def bounds_table(bounds: Bounds, terms: Terms = PROTEINS, model: str = MODEL) ->
     return Table([*heads, f"{model} − it, nats/{terms.token}"], rows, marked=model)
 
 
-def likelihood_table(evaluation: Evaluation) -> Table:
-    """The bounds of the model, the baselines and the other models."""
-    return bounds_table(evaluation.bounds, evaluation.terms)
+def tables_of(evaluation: Evaluation) -> dict[str, Table]:
+    """The tables of what was measured, by name."""
+    given, quality = evaluation.given_relatives, evaluation.quality
+    return {
+        "likelihoods": bounds_table(evaluation.bounds, evaluation.terms),
+        "calibrations": calibration_table(evaluation),
+        **({} if evaluation.by_identity is None else {"identities": identity_table(evaluation)}),
+        **({} if given is None else {"given": relatives_table(given)}),
+        **({} if quality is None else {"statistics": quality.table()}),
+    }
 
 
 def relatives_table(given: GivenRelatives) -> Table:
@@ -93,21 +100,18 @@ def counts(evaluation: Evaluation) -> str:
 
 def bounds_text(evaluation: Evaluation) -> str:
     """The likelihoods and the verdict as lines of text."""
-    finding = judge(evaluation)
-    lines = [likelihood_table(evaluation).text(), finding.headline, *finding.details]
+    finding, table = judge(evaluation), tables_of(evaluation)["likelihoods"]
+    lines = [table.text(), finding.headline, *finding.details]
     return "\n".join([*lines, counts(evaluation)])
 
 
 def as_text(evaluation: Evaluation) -> str:
     """Everything that was measured as lines of text."""
-    parts = [bounds_text(evaluation)]
-    if evaluation.by_identity is not None:
-        parts.append(identity_table(evaluation).text())
-    if evaluation.given_relatives is not None:
-        parts.append(relatives_table(evaluation.given_relatives).text())
-    if evaluation.quality is not None:
-        parts.append(evaluation.quality.table().text())
-    return "\n\n".join(parts)
+    tables = tables_of(evaluation)
+    others = [
+        tables[name].text() for name in ("identities", "given", "statistics") if name in tables
+    ]
+    return "\n\n".join([bounds_text(evaluation), *others])
 
 
 def as_markdown(evaluation: Evaluation) -> str:
@@ -118,6 +122,6 @@ def as_markdown(evaluation: Evaluation) -> str:
             " ".join([f"**{finding.headline}**", *finding.details]),
             f"On {counts(evaluation)}; {evaluation.estimator}; intervals are "
             f"{evaluation.interval}.",
-            likelihood_table(evaluation).markdown(),
+            tables_of(evaluation)["likelihoods"].markdown(),
         ]
     )

@@ -19,19 +19,13 @@ from d2plm.core.files import RUN_CONFIG, files_digest, nearest_path, read_json
 from d2plm.core.machine import machine
 from d2plm.core.palette import CLASS_OF, CLASSES
 from d2plm.core.redaction import redacted_settings
-from d2plm.core.table import Table
 from d2plm.core.vocabulary import decode, open_vocabulary
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
 from d2plm.evaluation.findings import judge, next_steps
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.result import EVALUATION, Evaluation, read_evaluation
-from d2plm.evaluation.tables import (
-    calibration_table,
-    identity_table,
-    likelihood_table,
-    relatives_table,
-)
+from d2plm.evaluation.tables import tables_of
 from d2plm.evaluation.terms import terms_for
 from d2plm.export.designs import DESIGNS, FASTA, Design, Designs, read_designs, read_sampling
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
@@ -131,17 +125,6 @@ def gather(sources: Sources) -> dict[str, Any]:
         "classes": CLASSES,
         "settings": _settings(output_dir, evaluation, model),
         "versions": machine(),
-    }
-
-
-def tables_of(evaluation: Evaluation) -> dict[str, Table]:
-    """The tables of an evaluation, by their id in the page."""
-    given = evaluation.given_relatives
-    return {
-        "likelihoods": likelihood_table(evaluation),
-        "calibrations": calibration_table(evaluation),
-        "identities": identity_table(evaluation),
-        **({} if given is None else {"given": relatives_table(given)}),
     }
 
 

@@ -172,7 +172,7 @@ def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
     expected = corpus_estimate(scores.nats / math.log(2), units, clusters)
     assert found.model.bits.interval == expected.interval
     finding = judge(found)
-    assert (finding.baseline, finding.verdict) == ("unigram", Verdict.BETTER)
+    assert (finding.baseline, finding.difference.verdict) == ("unigram", Verdict.BETTER)
     assert "the order of bytes" in finding.details[0] and "unigram" in finding.details[0]
     assert "nats/byte" in finding.headline
     assert "bits/byte" in as_markdown(found) and "bits/byte" in as_text(found)

@@ -40,7 +40,11 @@ def _5gram(value: float) -> dict[str, float]:
 def test_a_family_model_that_beats_composition_and_loses_to_the_5_gram_is_called_worse() -> None:
     found = evaluation(2.5, uniform=3.0, composition=2.85, **_5gram(2.3))
     finding = judge(found)
-    assert (finding.verdict, finding.baseline, finding.tone) == (Verdict.WORSE, "5-gram", "bad")
+    assert (finding.difference.verdict, finding.baseline, finding.tone) == (
+        Verdict.WORSE,
+        "5-gram",
+        "bad",
+    )
     assert finding.headline.startswith("Worse than the best baseline, 5-gram: perplexity 12.")
     assert "has learnt something of the order of residues" in finding.details[0]
     assert "The 5-gram baseline" in finding.details[1]
@@ -48,40 +52,40 @@ def test_a_family_model_that_beats_composition_and_loses_to_the_5_gram_is_called
 
 def test_a_model_below_the_best_baseline_is_better() -> None:
     finding = judge(evaluation(2.5, uniform=3.0, composition=2.85, **_5gram(2.9)))
-    assert (finding.verdict, finding.baseline, finding.tone) == (
+    assert (finding.difference.verdict, finding.baseline, finding.tone) == (
         Verdict.BETTER,
         "composition",
         "good",
     )
     assert "30 % below that of the composition baseline" in finding.details[0]
     beats_both = judge(evaluation(2.2, uniform=3.0, composition=2.85, **_5gram(2.3)))
-    assert (beats_both.verdict, beats_both.baseline) == (Verdict.BETTER, "5-gram")
+    assert (beats_both.difference.verdict, beats_both.baseline) == (Verdict.BETTER, "5-gram")
 
 
 def test_a_small_gain_over_composition_is_called_little() -> None:
     finding = judge(evaluation(2.84, uniform=3.0, composition=2.85))
-    assert (finding.verdict, finding.tone) == (Verdict.BETTER, "mixed")
+    assert (finding.difference.verdict, finding.tone) == (Verdict.BETTER, "mixed")
     assert "has learnt little" in finding.details[0] and "1.0 %" in finding.details[0]
 
 
 def test_a_model_whose_interval_contains_zero_is_not_shown_to_be_better() -> None:
     finding = judge(evaluation(2.85, noise=0.05, uniform=3.0, composition=2.85))
     assert finding.difference.ends[0] < 0 < finding.difference.ends[1]
-    assert (finding.verdict, finding.tone) == (Verdict.UNDECIDED, "bad")
+    assert (finding.difference.verdict, finding.tone) == (Verdict.UNDECIDED, "bad")
     assert finding.headline.startswith("Not shown to differ from the best baseline, composition")
     assert "treat its proteins as random sequences" in finding.details[0]
 
 
 def test_a_model_above_composition_is_worse() -> None:
     finding = judge(evaluation(2.9, uniform=3.0, composition=2.85))
-    assert (finding.verdict, finding.tone) == (Verdict.WORSE, "bad")
+    assert (finding.difference.verdict, finding.tone) == (Verdict.WORSE, "bad")
     assert "worse than the composition baseline" in finding.details[0]
 
 
 def test_one_cluster_decides_nothing() -> None:
     finding = judge(evaluation(2.5, clusters=1, uniform=3.0, composition=2.85))
     assert finding.difference.interval is None
-    assert (finding.verdict, finding.tone) == (Verdict.UNDECIDED, "mixed")
+    assert (finding.difference.verdict, finding.tone) == (Verdict.UNDECIDED, "mixed")
     assert "one homology cluster" in finding.details[0]
 
 

@@ -26,9 +26,10 @@ from d2plm.evaluation.membership import describe_members
 from d2plm.evaluation.new_members import write_members
 from d2plm.evaluation.result import Evaluation, read_evaluation, write_evaluation
 from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.tables import tables_of
 from d2plm.export.designs import write_sampling
 from d2plm.export.exported_model import load_export, save_export
-from d2plm.export.report_content import CLASSES, Sources, coloured, gather, tables_of
+from d2plm.export.report_content import CLASSES, Sources, coloured, gather
 from d2plm.export.report_page import render, write_report
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
