@@ -67,9 +67,6 @@ class Comparison:
     """Arms compared with the first of them and with its best baseline."""
 
     terms: Terms
-    sequences: int
-    residues: int
-    clusters: int
     baseline: str
     baseline_perplexity: Estimate
     arms: dict[str, Arm]
@@ -94,18 +91,12 @@ def compare(runs: Mapping[str, Mapping[int, Run]]) -> Comparison:
                     "compare arms on one split, with one limit on the length"
                 )
     best = judge(first.evaluation).baseline
-    return Comparison(
-        first.evaluation.terms,
-        first.evaluation.sequences,
-        first.evaluation.residues,
-        first.evaluation.clusters,
-        best,
-        first.evaluation.baselines[best].perplexity,
-        {
-            arm: _arm(seeds, best, None if arm == first_arm else runs[first_arm])
-            for arm, seeds in runs.items()
-        },
-    )
+    arms = {
+        arm: _arm(seeds, best, None if arm == first_arm else runs[first_arm])
+        for arm, seeds in runs.items()
+    }
+    evaluation = first.evaluation
+    return Comparison(evaluation.terms, best, evaluation.baselines[best].perplexity, arms)
 
 
 def _same_residues(run: Run, other: Run) -> bool:
