@@ -1,9 +1,10 @@
-"""Quality of generated proteins without a model: are they protein-like, new and diverse?
+"""Quality of generated sequences without a model: are they like natural ones, new and diverse?
 
-A set is always compared with natural held-out proteins and samples of the composition baseline, in
-equal numbers, because k-mer divergence and diversity depend on the number of sequences. Training
-proteins are counted in bounded memory, k-mers on a sample. Homology needs one MMseqs2 search for
-all sets together and one clustering for each.
+A set is always compared with natural held-out sequences and samples of the best baseline that
+ignores order, in equal numbers, because n-gram divergence and diversity depend on the number of
+sequences. Training sequences are counted in bounded memory, n-grams on a sample. Homology of
+proteins needs one MMseqs2 search for all sets together and one clustering for each; of other
+alphabets only exact copies are found.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
