@@ -35,7 +35,6 @@ from d2plm.core.vocabulary import PROTEIN, Tokens, decode
 from d2plm.data import retrieval
 from d2plm.data.family import Family, RelativesCheck
 from d2plm.evaluation.embedding import embeddings
-from d2plm.evaluation.mutations import Variant, VariantError, place_variants
 from d2plm.evaluation.scoring import (
     ProteinScore,
     bound_draws,
@@ -45,6 +44,7 @@ from d2plm.evaluation.scoring import (
     require_masked,
 )
 from d2plm.export.exported_model import ExportedModel
+from d2plm.families.variants import Variant, VariantError, place_variants
 from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample

@@ -27,7 +27,6 @@ from d2plm.data.family import Family, RelativesCheck, read_families
 from d2plm.data.fasta import read_fasta
 from d2plm.data.sources import is_stream, read_sequences
 from d2plm.evaluation import scoring
-from d2plm.evaluation.mutations import Variant
 from d2plm.evaluation.rank_correlation import rank_correlation
 from d2plm.evaluation.variant_table import (
     ALONE_COLUMN,
@@ -38,6 +37,7 @@ from d2plm.evaluation.variant_table import (
     read_variants,
 )
 from d2plm.export.exported_model import ExportedModel
+from d2plm.families.variants import Variant
 from d2plm.settings.commands import ScoreSettings
 from d2plm.tracking.locations import open_model
 

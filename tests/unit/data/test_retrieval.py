@@ -14,11 +14,10 @@ from d2plm.api import SequenceModel
 from d2plm.cli import main
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import CANONICAL, decode, encode
-from d2plm.data.family import read_families
+from d2plm.data.family import read_families, read_relatives, write_relatives
 from d2plm.data.homology import GAP, Alignment, Hits, MMseqs
 from d2plm.data.ingest import ingest
 from d2plm.data.prepare import prepare
-from d2plm.data.relatives_table import read_relatives, write_relatives
 from d2plm.data.retrieval import (
     Relative,
     diverse,

@@ -11,8 +11,8 @@ from scipy.stats import spearmanr
 
 from d2plm.core.substitution import blosum62
 from d2plm.core.vocabulary import CANONICAL_START
-from d2plm.evaluation.mutations import Variant
 from d2plm.families.alignment import Letters
+from d2plm.families.variants import Variant
 
 Array = NDArray[np.float64]
 
