@@ -269,7 +269,7 @@ def test_a_uniform_source_is_rejected_with_the_reason(
     line = refusal(capsys, *words)
     assert "no masked prediction" in line
     assert "set pseudo_log_likelihood=false" in line
-    (tmp_path / "any.csv").write_text("mutant\nM1A\n")
+    (tmp_path / "any.csv").write_text(f"name,mutant\n{next(iter(PROTEINS))},M1A\n")
     assert "no masked prediction" in refusal(capsys, *words, f"mutations={tmp_path}/any.csv")
 
 

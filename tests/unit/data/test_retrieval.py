@@ -311,6 +311,8 @@ def test_invalid_relatives_are_rejected(
     for relatives in none:
         with pytest.raises(DataError, match=r"^relatives: contains no relatives of any protein"):
             model.score([PROTEIN, PROTEIN], relatives=relatives)
+    with pytest.raises(DataError, match=r"^relatives: there are none; give at least one"):
+        model.score([PROTEIN, PROTEIN], relatives=[])
     with pytest.raises(ConfigError, match="one list of strings per protein"):
         model.score([PROTEIN, PROTEIN], relatives=[[OTHER]])
     mixed: list[Any] = [OTHER, [OTHER]]

@@ -98,8 +98,8 @@ def test_identity_to_a_member_is_that_of_the_pair(family: Family) -> None:
 
 def test_identity_is_over_the_columns_that_either_protein_fills() -> None:
     found = identities(aligned_rows("ACD-X", "-----"), aligned_rows("ACE--", "A-DFX", "-----"))
-    # ACD-X and A-DFX: A and D of four columns; X is no residue that could be identical.
-    assert found == pytest.approx(np.array([[2 / 4, 2 / 4, 0], [0, 0, 0]]))
+    # ACD-X and A-DFX: A and D of the columns that a residue fills, without X.
+    assert found == pytest.approx(np.array([[2 / 3, 2 / 4, 0], [0, 0, 0]]))
 
 
 def test_a_protein_fills_the_columns_of_its_own_hmm(family: Family) -> None:
