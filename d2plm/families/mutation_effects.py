@@ -3,7 +3,7 @@
 score = log profile + k · pairs + 0.3 · BLOSUM62, mutant minus wild type. The profile keeps its full
 weight, and k grows with the effective number of members. Pairs also prefer the residues that a
 protein has by descent, most in variable columns, which says nothing about effects: as far as the
-tree predicts members that were left out, and not the pairs (`Evidence`), the members' mean
+tree predicts members that were left out, and not the pairs (`share_of_tree`), the members' mean
 preference for their own residues is subtracted.
 
 Shape suffixes: L columns, 20 letters.
@@ -34,11 +34,11 @@ from d2plm.families.alignment import (
 from d2plm.families.pairs import (
     MEMBERS,
     PREDICTED,
-    Neighbours,
     PairTable,
     best_match_weight,
-    evidence,
+    neighbours,
     sampled,
+    share_of_tree,
     splits,
 )
 from d2plm.families.variants import Variant
@@ -137,14 +137,14 @@ class FamilyEffects:
         chosen, weights = sampled(self.weights, MEMBERS, random)
         aligned = self.aligned[chosen]
         match_weight = best_match_weight(aligned, weights, profile_L20, random)
-        neighbours = Neighbours(aligned, weights, profile_L20, match_weight)
-        predicted = neighbours.predict(aligned, np.arange(len(aligned)))
+        among = aligned, weights, profile_L20
+        predicted = neighbours(aligned, *among, match_weight, np.arange(len(aligned)))
         done, total = count(1), 2 * (2 * splits(len(aligned)) + 1) * len(self.letters)
 
         def advance() -> None:
             self.note(f"pairs of columns, {next(done) / total:.0%}")
 
-        table = PairTable(aligned, weights, profile_L20, predicted, advance)
+        table = PairTable(*among, predicted, advance)
         places, shares = sampled(weights, PREDICTED[2], random)
         sample = aligned[places]
         terms_L20, *of_sample = table.terms(np.concatenate([self.letters[None], sample]))
@@ -152,7 +152,7 @@ class FamilyEffects:
         own = np.take_along_axis(terms, np.minimum(sample, GAP - 1)[..., None], 2)[..., 0]
         preferred = (filled * (own - (terms * profile_L20).sum(2))).sum(0)
         mean_L = preferred / np.maximum(filled.sum(0), 1e-9)
-        share = evidence(aligned, weights, match_weight, random, advance).share_of_tree
+        share = share_of_tree(aligned, weights, match_weight, random, advance)
         known = np.flatnonzero(self.letters < GAP)
         terms_L20[known, self.letters[known]] -= share * mean_L[known]
         return table, terms_L20

@@ -9,7 +9,6 @@ Shape suffixes: N members, Q queries, L columns, 20 letters.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,68 +32,37 @@ NO_EVIDENCE = 0.02  # nats per residue that count for both sides
 Frequencies = NDArray[np.floating]  # [L, 20] or [Q, L, 20], of the residues at each column
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What predicts residues of members of clusters that were left out, nats per residue.
-
-    Attributes:
-        tree: gain of the nearest relatives over the profile.
-        pairs: gain of the pairs over the nearest relatives.
-    """
-
-    tree: float = 0.0
-    pairs: float = 0.0
-
-    @property
-    def share_of_tree(self) -> float:
-        """0 … 1: how much of what the pairs say may be the tree's."""
-        tree, pairs = (max(gain, 0.0) + NO_EVIDENCE for gain in (self.tree, self.pairs))
-        return tree / (tree + pairs)
-
-
-class Neighbours:
-    """Members of a family that predict a sequence by how much they agree with it.
+def neighbours(
+    queries: Letters,
+    members: Letters,
+    weights: NDArray[np.float64],
+    profile: Frequencies,
+    match_weight: float,
+    places: NDArray[np.int64] | None = None,
+) -> Frequencies:
+    """float64 [Q, L, 20]: what members predict at each column of a sequence, that column hidden.
 
     Args:
-        aligned: int8 [N, L] members.
-        weights: float64 [N].
+        queries: int8 [Q, L].
+        members: int8 [N, L], with their weights, float64 [N].
         profile: float64 [L, 20] prior, worth PRIOR observations.
         match_weight: nats that the weight of a member grows by with each equal residue.
+        places: int64 [Q], the queries' own rows among the members, which are left out.
     """
-
-    def __init__(
-        self,
-        aligned: Letters,
-        weights: NDArray[np.float64],
-        profile: Frequencies,
-        match_weight: float,
-    ) -> None:
-        self.hot, self.log_weights = one_hot(aligned).astype(np.float64), np.log(weights)
-        self.profile, self.match_weight = profile, match_weight
-
-    def predict(self, queries: Letters, places: NDArray[np.int64] | None = None) -> Frequencies:
-        """float64 [Q, L, 20]: the distribution at each column, that column hidden.
-
-        Args:
-            queries: int8 [Q, L].
-            places: int64 [Q], the queries' own rows among the members, which are left out.
-        """
-        log_votes = self.log_weights + self.match_weight * (one_hot(queries) @ self.hot.T)
-        if places is not None:
-            log_votes[np.arange(len(queries)), places] = -np.inf
-        # In float64, as the best member may have a gap where others, far behind, have a letter.
-        votes = np.exp(log_votes - log_votes.max(1, keepdims=True))
-        shape = (*queries.shape, GAP)
-        counts, squares = (power @ self.hot for power in (votes, votes * votes))
-        counts, squares = counts.reshape(shape), squares.reshape(shape)
-        query, column = np.nonzero(queries < GAP)
-        own = query, column, queries[query, column]
-        counts[own] *= np.exp(-self.match_weight)  # the hidden column is no match
-        squares[own] *= np.exp(-2 * self.match_weight)
-        total = np.maximum(counts.sum(2, keepdims=True), 1e-100)
-        depth = total**2 / np.maximum(squares.sum(2, keepdims=True), 1e-200)
-        found: Frequencies = (depth * counts / total + PRIOR * self.profile) / (depth + PRIOR)
-        return found
+    hot = one_hot(members).astype(np.float64)
+    log_votes = np.log(weights) + match_weight * (one_hot(queries) @ hot.T)
+    if places is not None:
+        log_votes[np.arange(len(queries)), places] = -np.inf
+    # In float64, as the best member may have a gap where others, far behind, have a letter.
+    votes = np.exp(log_votes - log_votes.max(1, keepdims=True))
+    counts, squares = ((power @ hot).reshape(*queries.shape, GAP) for power in (votes, votes**2))
+    query, column = np.nonzero(queries < GAP)
+    own = query, column, queries[query, column]
+    counts[own] *= np.exp(-match_weight)  # the hidden column is no match
+    squares[own] *= np.exp(-2 * match_weight)
+    total = np.maximum(counts.sum(2, keepdims=True), 1e-100)
+    depth = total**2 / np.maximum(squares.sum(2, keepdims=True), 1e-200)
+    return np.asarray((depth * counts / total + PRIOR * profile) / (depth + PRIOR))
 
 
 def best_match_weight(
@@ -109,8 +77,7 @@ def best_match_weight(
     letters, each = aligned[places][filled], np.broadcast_to(shares[:, None], filled.shape)[filled]
 
     def nats(match_weight: float) -> float:
-        neighbours = Neighbours(aligned, weights, profile, match_weight)
-        predicted = neighbours.predict(aligned[places], places)
+        predicted = neighbours(aligned[places], aligned, weights, profile, match_weight, places)
         own = predicted[filled][np.arange(len(letters)), letters]
         return float(np.average(-np.log(own), weights=each))
 
@@ -129,7 +96,7 @@ class PairTable:
         aligned: int8 [N, L] members.
         weights: float64 [N].
         profile: float64 [L, 20].
-        predicted: [N, L, 20], of each member by its `Neighbours`.
+        predicted: [N, L, 20], of each member by its `neighbours`.
         advance: called after each column, by the table itself and by `terms`.
     """
 
@@ -219,17 +186,18 @@ def sampled(
     return places, weights[places] * (weights.sum() / weights[places].sum())
 
 
-def evidence(
+def share_of_tree(
     aligned: Letters,
     weights: NDArray[np.float64],
     match_weight: float,
     random: np.random.Generator,
     advance: Callable[[], None] = lambda: None,
-) -> Evidence:
-    """What the neighbours and the pairs of one half of a family say about the other half.
+) -> float:
+    """0 … 1: how much of what the pairs of a family say may be the tree's.
 
-    Clusters at SAME_OBSERVATION are left out whole. The tree is what the neighbours predict; pairs
-    are scaled to predict best beyond it. The mean over `splits` of the family.
+    Members of one half predict the other half, clusters at SAME_OBSERVATION left out whole: nearest
+    relatives gain over the profile what the tree explains, and pairs, scaled to predict best, gain
+    over these. The gains are means over `splits` of the family.
     """
     clusters = _clusters(aligned)
     profiles, trees, pairs, letters, shares = [], [], [], [], []
@@ -240,21 +208,17 @@ def evidence(
         if len(known) < 2 or not len(left_out):
             continue
         places, given_shares = sampled(weights[left_out], PREDICTED[1] // 2, random)
-        left_out = left_out[places]
-        members, given = aligned[known], weights[known]
-        profile = column_profile(members, given)
-        neighbours = Neighbours(members, given, profile, match_weight)
-        predicted = neighbours.predict(members, np.arange(len(known)))
-        table = PairTable(members, given, profile, predicted, advance)
-        targets = aligned[left_out]
-        filled = targets < GAP
+        members, given, targets = aligned[known], weights[known], aligned[left_out[places]]
+        profile, filled = column_profile(members, given), targets < GAP
+        among = members, given, profile, match_weight
+        table = PairTable(*among[:3], neighbours(members, *among, np.arange(len(known))), advance)
         profiles.append(np.broadcast_to(np.log(profile), (*targets.shape, GAP))[filled])
-        trees.append(np.log(neighbours.predict(targets))[filled])
+        trees.append(np.log(neighbours(targets, *among))[filled])
         pairs.append(table.terms(targets)[filled])
         letters.append(targets[filled])
         shares.append(np.broadcast_to(given_shares[:, None], filled.shape)[filled])
     if not letters:
-        return Evidence()
+        return 0.5
     profile_, tree, pair = (np.concatenate(one) for one in (profiles, trees, pairs))
     own, each = (np.arange(len(tree)), np.concatenate(letters)), np.concatenate(shares)
 
@@ -262,7 +226,9 @@ def evidence(
         return float(np.average(np.logaddexp.reduce(logits, axis=1) - logits[own], weights=each))
 
     scaled = minimize_scalar(lambda scale: nats(tree + scale * pair), bounds=(0, 4))
-    return Evidence(nats(profile_) - nats(tree), nats(tree) - float(scaled.fun))
+    of_tree = max(nats(profile_) - nats(tree), 0) + NO_EVIDENCE
+    of_pairs = max(nats(tree) - float(scaled.fun), 0) + NO_EVIDENCE
+    return of_tree / (of_tree + of_pairs)
 
 
 def splits(members: int) -> int:

@@ -76,7 +76,7 @@ def test_another_protein_is_aligned_to_the_file_s_hmm_once() -> None:
     assert (beside[:, 18:25] == GAP).all(0).sum() == 3
     outside = [*range(18), *range(25, 38), *range(50, len(protein))]  # away from the changes
     expected = aligned_rows(*(f"{row[:20]}---{row[20:40]}{row[42:60]}" for row in rows))
-    assert (beside == expected)[:, outside].mean() > 0.99
+    assert (beside == expected)[:, outside].mean() > 0.97
 
 
 def test_an_hmm_has_the_columns_that_half_of_the_members_fill() -> None:

@@ -15,7 +15,7 @@ from d2plm.families.alignment import (
     sequence_weights,
 )
 from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
-from d2plm.families.pairs import Neighbours, PairTable, sampled
+from d2plm.families.pairs import PairTable, neighbours, sampled
 from d2plm.families.variants import Variant
 from tests.unit.families.known_sites import (
     aligned_rows,
@@ -145,7 +145,7 @@ def test_a_law_holds_where_the_nearest_member_has_a_gap() -> None:
     far = np.ones((30, 200), dtype=np.int8)
     near[:, 7], far[:, 7] = GAP, 3
     aligned, profile = np.concatenate([near, far]), np.full((200, 20), 0.05)
-    law = Neighbours(aligned, np.ones(31), profile, 0.8).predict(np.zeros((1, 200), dtype=np.int8))
+    law = neighbours(np.zeros((1, 200), dtype=np.int8), aligned, np.ones(31), profile, 0.8)
     assert law[0, 7, 3] == pytest.approx((30 + 3 * 0.05) / 33, rel=1e-6)
 
 
@@ -196,7 +196,7 @@ def test_a_neighbours_law_hides_the_column_it_predicts() -> None:
     aligned = random.integers(0, 21, (12, 6)).astype(np.int8)
     weights, profile = random.random(12) + 0.1, random.dirichlet(np.ones(20), 6)
     query = random.integers(0, 21, (1, 6)).astype(np.int8)
-    (law,) = Neighbours(aligned, weights, profile, 0.7).predict(query)
+    (law,) = neighbours(query, aligned, weights, profile, 0.7)
     for i in range(6):
         shared = (aligned == query) & (query < GAP)
         votes = weights * np.exp(0.7 * np.delete(shared, i, 1).sum(1)) * (aligned[:, i] < GAP)
@@ -209,7 +209,7 @@ def test_a_neighbours_law_hides_the_column_it_predicts() -> None:
 def test_a_column_does_not_predict_itself_and_gaps_predict_nothing() -> None:
     aligned, *_ = with_pairs(2, length=10, members=80)
     weights, profile = np.ones(80), column_profile(aligned, np.ones(80))
-    predicted = Neighbours(aligned, weights, profile, 0.3).predict(aligned, np.arange(80))
+    predicted = neighbours(aligned, aligned, weights, profile, 0.3, np.arange(80))
     table = PairTable(aligned, weights, profile, predicted)
     queries = np.repeat(aligned[:1], 3, axis=0)
     queries[1, 4] = (queries[1, 4] + 1) % 20
