@@ -94,7 +94,7 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
             check.add(record.name, families[number], record.tokens)
     check.report()
     model, written, rows = exported.denoiser(config.precision), 0, []
-    with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
+    with _target(config) as target, Progress("scoring", tokens or None, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for chunk in of_size(once or records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
@@ -170,7 +170,7 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     table.report(placed, [one.name for one in proteins], measured[0] if measured else "")
     model, correlations = exported.denoiser(config.precision), list[dict[str, Any]]()
     scores: dict[str, NDArray[np.float64]] = {}
-    with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
+    with _target(config) as target, Progress("scoring", tokens or None, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for protein, own in placed.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens

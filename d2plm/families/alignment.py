@@ -31,7 +31,7 @@ Floats = NDArray[np.float32]
 ALPHABET: AA = Alphabet.amino()
 SYMBOLS = np.frombuffer(f"{CANONICAL}-".encode(), dtype=np.uint8)
 _CODES = np.full(256, GAP, dtype=np.int8)
-_CODES[SYMBOLS] = np.arange(GAP + 1)
+_CODES[SYMBOLS] = np.arange(GAP + 1)  # lower case is inserted, a gap
 _INSERTED = bytes(range(ord("a"), ord("z") + 1)) + b"."
 
 
@@ -118,14 +118,6 @@ def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> Letters:
     return _CODES[np.frombuffer(text, dtype=np.uint8)].reshape(len(proteins), hmm.M)
 
 
-def residue_columns(hmm: HMM, protein: Tokens) -> NDArray[np.int64]:
-    """int64: the column of the HMM of each residue of a protein, −1 for an insertion."""
-    (row,) = _aligned(hmm, digital_block([protein])).alignment
-    text = np.frombuffer(row.replace(".", "").encode(), dtype=np.uint8)
-    is_column = text < ord("a")
-    return np.where(is_column, is_column.cumsum() - 1, -1)[text != ord("-")]
-
-
 def _aligned(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
     """The sequences aligned to each other through the HMM, with all its columns.
 
@@ -161,13 +153,14 @@ def align_to(
             own = np.flatnonzero(row != PAD)
             if np.array_equal(row[own], protein):  # no residue of it is an insertion
                 return letters_of(columns[:, own])
-    hmm = family_hmm([protein] if columns is None else members, columns)
-    places, parts = residue_columns(hmm, protein), [np.empty((0, hmm.M), np.int8)]
-    for start in range(0, len(members), _BLOCK):
+    hmm, parts = family_hmm([protein] if columns is None else members, columns), list[Letters]()
+    for start in range(0, max(len(members), 1), _BLOCK):
         note(f"aligning {start:,} of {len(members):,} relatives")
         block = [aligned_part(one, protein) for one in members[start : start + _BLOCK]]
-        parts.append(aligned_columns(hmm, block))
-    return np.where(places >= 0, np.concatenate(parts)[:, places], GAP).astype(np.int8)
+        rows = _aligned(hmm, digital_block([protein, *block])).alignment
+        text = np.frombuffer("".join(rows).encode(), dtype=np.uint8).reshape(len(rows), -1)
+        parts.append(_CODES[text[1:, ~np.isin(text[0], [*b"-."])]])
+    return np.concatenate(parts)
 
 
 def observations(protein: Letters, aligned: Letters) -> Letters:

@@ -7,7 +7,6 @@ from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
 from d2plm.families import mutation_effects
 from d2plm.families.alignment import (
     GAP,
-    Letters,
     align_to,
     column_profile,
     letters_of,
@@ -26,16 +25,13 @@ from tests.unit.families.known_sites import (
 )
 from tests.unit.families.simulated import (
     all_singles,
+    energy_of_first,
+    of_first,
     on_a_tree,
     spearman,
     true_effects,
     with_pairs,
 )
-
-
-def of_first(aligned: Letters) -> FamilyEffects:
-    """The first member's effects from all others."""
-    return FamilyEffects(aligned[0], aligned[1:], sequence_weights(aligned[1:]))
 
 
 def test_pairs_cost_nothing_where_columns_covary_by_descent_alone() -> None:
@@ -52,11 +48,9 @@ def test_pairs_cost_nothing_where_columns_covary_by_descent_alone() -> None:
 def test_pairs_add_where_columns_depend_on_each_other() -> None:
     gains = []
     for seed in range(2):
-        aligned, fields, couplings = with_pairs(seed)
-        own = np.arange(aligned.shape[1])
-        energy = fields + couplings[:, :, own, aligned[0]].sum(2)
+        aligned, *law = with_pairs(seed)
         found = of_first(aligned).effects(all_singles(aligned[0]))
-        truth = true_effects(energy, aligned[0])
+        truth = true_effects(energy_of_first(aligned, *law), aligned[0])
         gains.append(spearman(found["score"], truth) - spearman(found["profile"], truth))
     assert np.mean(gains) > 0.06
     assert min(gains) > 0.02
