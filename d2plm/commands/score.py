@@ -25,7 +25,7 @@ from d2plm.core.number_text import counted
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, done, output_modes
 from d2plm.data.family import Family, RelativesCheck, read_families
-from d2plm.data.fasta import FastaRecord, read_fasta
+from d2plm.data.fasta import read_fasta
 from d2plm.data.sources import is_stream, read_sequences
 from d2plm.evaluation import scoring
 from d2plm.evaluation.rank_correlation import rank_correlation
@@ -146,14 +146,19 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     families = _families(config, (protein.name for protein in proteins))
     takes_relatives = families is not None and exported.model.config.relatives_dim is not None
     tokens, check = 0, RelativesCheck(str(config.relatives), source)
-    given, paradigms = dict[int, Family](), dict[int, MaskedParadigm | None]()
+    given, paradigms = dict[int, Family](), dict[int, MaskedParadigm]()
     for protein, own in placed.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
         if families is not None:
             given[protein] = check.add(name, families[protein], wild_type)
-        needed = families is None or own.sequences is not None
-        paradigms[protein] = _paradigm(exported, proteins[protein], needed)
-        if paradigms[protein] is None:
+        remedy = "use a model of diffusion, or of flow matching from masks"
+        try:
+            exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
+            paradigms[protein] = scoring.require_masked(exported.paradigm, "mutations", remedy)
+        except D2PLMError as error:
+            if families is None or own.sequences is not None:
+                raise
+            log.info("%s: only its relatives score it (%s)", name, error)
             continue
         for row, sequence in zip(own.rows, own.sequences or (), strict=False):
             what = f"{table.path}, line {table.lines[row]}: the sequence"
@@ -175,7 +180,7 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         for protein, own in placed.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
             of_model: Callable[..., NDArray[np.float64]] | None = None
-            if (paradigm := paradigms[protein]) is not None:
+            if paradigm := paradigms.get(protein):
                 of_model = partial(
                     scoring.mutational_effects, model, paradigm, wild_type, own.variants
                 )
@@ -208,23 +213,6 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         done(f"wrote {config.output} ({counted(number, 'variant')})")
     document = {"output": config.output, "scores": scores.pop(SCORE_COLUMN), **scores}
     return {**document, "correlations": correlations}
-
-
-def _paradigm(
-    exported: ExportedModel, wild_type: FastaRecord, needed: bool
-) -> MaskedParadigm | None:
-    """The model's, if it can score variants of the protein; else an error if it is `needed`."""
-    remedy = "use a model of diffusion, or of flow matching from masks"
-    try:
-        paradigm = scoring.require_masked(exported.paradigm, "mutations", remedy)
-        what = f"record {wild_type.name!r}"
-        exported.require_short_enough(what, wild_type.tokens, CUT_PROTEIN, DataError)
-    except D2PLMError as error:
-        if needed:
-            raise
-        log.info("%s: only its relatives score it (%s)", wild_type.name, error)
-        return None
-    return paradigm
 
 
 def _by_predictor(

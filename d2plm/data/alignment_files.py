@@ -55,9 +55,8 @@ def read_alignments(source: InputFile, form: str) -> Iterator[RawRecords]:
             names = list(rows)
             places = [f"{source.path}, line {lines[name]}" for name in names]
             sequences = [b"".join(row).translate(_PLAIN_GAPS) for row in rows.values()]
-            yield RawRecords(
-                names, sequences, lambda i, _, of=places: of[i], source.done(), aligned=True
-            )
+            where = partial(_place, places)
+            yield RawRecords(names, sequences, where, source.done(), aligned=True)
             rows, lines = {}, {}
         elif (
             words and not line[:1].isspace() and not line.startswith(b"#") and (rows or number > 1)
@@ -108,3 +107,7 @@ def alignment_columns(
         letters = ~np.isin(row, gaps)
         own[letters[shown]] = tokens[shown[letters]]
     return columns
+
+
+def _place(places: list[str], record: int, offset: int | None) -> str:
+    return places[record]

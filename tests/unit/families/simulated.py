@@ -113,6 +113,7 @@ def fitted_potts(aligned: Letters, l2: float) -> Array:
     """
     members, length = aligned[1:], aligned.shape[1]
     hot, energy = one_hot(members).astype(float), np.zeros((length, 20))
+    penalty = np.pad(np.full((20 * length, 20), l2), ((0, 1), (0, 0)), constant_values=0.01)
     couplings = np.zeros((length, 20, length, 20))
     for i in range(length):
         others = np.pad(hot, ((0, 0), (0, 1)), constant_values=1)
@@ -123,10 +124,11 @@ def fitted_potts(aligned: Letters, l2: float) -> Array:
             logits = log_softmax(others @ weights, axis=1)
             nats = -logits[np.arange(len(members)), members[:, i]].sum()
             slope = others.T @ (np.exp(logits) - hot[:, 20 * i : 20 * i + 20])
-            return nats + l2 * (flat @ flat), (slope + 2 * l2 * weights).ravel()
+            slope += 2 * penalty * weights
+            return nats + (penalty * weights**2).sum(), slope.ravel()
 
         start = np.zeros(others.shape[1] * 20)
-        found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 60}).x
+        found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 100}).x
         energy[i] = found.reshape(-1, 20)[-1]
         couplings[i] = found.reshape(-1, 20)[:-1].reshape(length, 20, 20).transpose(2, 0, 1)
     return energy_of_first(aligned, energy, (couplings + couplings.transpose(2, 3, 0, 1)) / 2)
