@@ -50,6 +50,7 @@ class RawRecords:
         part: where these are not n whole records but a part of a long one, the number of the part,
             from 0 on.
         tokens: of inputs that hold these instead of texts.
+        aligned: whether they are the rows of a whole alignment, equally long.
     """
 
     names: list[bytes]
@@ -58,6 +59,7 @@ class RawRecords:
     done: float
     part: int | None = None
     tokens: Tokenised | None = None
+    aligned: bool = False
 
     def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
         """The tokens of the records, in the vocabulary that they were read for.

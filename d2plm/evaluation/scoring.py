@@ -23,7 +23,7 @@ from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
 from d2plm.data.family import Family
 from d2plm.data.loader import framed
 from d2plm.evaluation.likelihood import CONFIDENCE
-from d2plm.evaluation.mutations import Variant
+from d2plm.families.variants import Variant
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
