@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import markdown, parser, say
+from benchmarks.measure import parser, say
 from d2plm.core.errors import D2PLMError
+from d2plm.core.estimate import Estimate
 from d2plm.core.files import write_text
+from d2plm.core.table import Table
 from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import write_fasta
 from d2plm.data.store import SequenceStore, clusters_of
@@ -49,14 +51,14 @@ def adapt(members: Path, model_dir: Path, work_dir: Path) -> dict[str, Any]:
 def row(name: str, found: dict[str, Any]) -> list[str]:
     """Cells of the table: perplexities, and the paired difference from the profile."""
     if not found:
-        return [name, "not adapted"]
+        return [name, "not adapted", *[""] * (len(COLUMNS) + 3)]
     test, counts = found["test"], found["members"]
     profile = test[FAMILY_PROFILE]
-    low, high = profile["interval"]
+    difference = Estimate(**profile["difference"])
     return [
         *(name, f"{counts['train']} / {counts['test']}"),
-        *(f"{test[column]['perplexity']:.2f}" for column in COLUMNS),
-        f"{profile['nelbo_difference']:+.3f} [{low:+.3f}, {high:+.3f}]",
+        *(f"{test[column]['perplexity']['value']:.2f}" for column in COLUMNS),
+        f"{difference:+.3f}",
         *("{} of {}".format(*found[kind]) for kind in (GENERATED, NATURAL)),
     ]
 
@@ -85,7 +87,7 @@ def main() -> None:
         say(" ".join(row(name, results[name])))
     head = ["family", "training / test", *COLUMNS, "adapted − profile, nats/residue"]
     head += ["generated members", "natural members"]
-    print(markdown(head, [row(name, found) for name, found in results.items()]))
+    print(Table(head, [row(name, found) for name, found in results.items()]).markdown())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -29,6 +29,7 @@ from unittest.mock import patch
 from d2plm.core.errors import D2PLMError
 from d2plm.core.files import config_dir, write_text
 from d2plm.core.machine import configure_threads, machine
+from d2plm.core.table import Table
 
 if TYPE_CHECKING:
     import torch
@@ -106,11 +107,7 @@ def table(states: Mapping[str, Sequence[Row]]) -> str:
             values.append(f"{_number(low.value)} – {_number(high.value)}")
         values[-1] = f"{values[-1]} {low.unit}".rstrip()
         cells.append((low.what, *values, *_goal(high if low.at_most else low)))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join([what.ljust(widths[0]), *map(str.rjust, rest, widths[1:-1]), last]).rstrip()
-        for what, *rest, last in cells
-    )
+    return Table(cells[0], cells[1:]).text()
 
 
 def _goal(row: Row) -> tuple[str, str]:
@@ -122,11 +119,6 @@ def _number(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}" if value < 0.9 else f"{value:.4g}"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 # --- scripts -----------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.measure import markdown
 from benchmarks.workload import model_settings
+from d2plm.core.table import Table
 from d2plm.data.packing import bin_capacity
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
@@ -306,7 +306,7 @@ def dimensions_table(gpus: Sequence[int] = GPUS, cases: Sequence[str] = tuple(CA
         for case in cases
         for count in gpus
     ]
-    return markdown(["model", "GPUs", *DIMENSIONS], rows)
+    return Table(["model", "GPUs", *DIMENSIONS], rows).markdown()
 
 
 def _cell(case: str, count: int, tensor: int, context: int, stages: int) -> str:
@@ -367,7 +367,8 @@ def memory_table(
         for size, config in configs.items()
         for name, copies, shard in PLANS
     ]
-    return markdown(["model", "GPUs", *(f"{budget:,} tokens" for budget in budgets)], rows)
+    heads = ["model", "GPUs", *(f"{budget:,} tokens" for budget in budgets)]
+    return Table(heads, rows).markdown()
 
 
 def traffic_table(
@@ -387,7 +388,7 @@ def traffic_table(
                 cells += [f"{1e3 * step.compute_seconds:.0f} ms", f"{step.exposed:.1%}"]
                 rows.append([*cells, f"{step.tokens_to_hide:,.0f} tokens"])
     head = ["model", "GPUs", "sharding", "traffic per GPU and step", "network time", "compute"]
-    return markdown([*head, "exposed without overlap", "hidden from"], rows)
+    return Table([*head, "exposed without overlap", "hidden from"], rows).markdown()
 
 
 if __name__ == "__main__":

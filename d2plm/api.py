@@ -33,9 +33,9 @@ from d2plm.core.errors import (
 )
 from d2plm.core.vocabulary import PROTEIN, Tokens, decode
 from d2plm.data import retrieval
+from d2plm.data.alignment_files import alignment_columns
 from d2plm.data.family import Family, RelativesCheck
 from d2plm.evaluation.embedding import embeddings
-from d2plm.evaluation.mutations import Variant, VariantError, place_variants
 from d2plm.evaluation.scoring import (
     ProteinScore,
     bound_draws,
@@ -45,6 +45,7 @@ from d2plm.evaluation.scoring import (
     require_masked,
 )
 from d2plm.export.exported_model import ExportedModel
+from d2plm.families.variants import Variant, VariantError, place_variants
 from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
@@ -414,7 +415,8 @@ class SequenceModel:
                 several substitutions are separated by `:`. HGVS is read, too: `p.Ala4Gly`.
             mutation_offset: 24 if the first residue of `wild_type` has number 25; "auto" takes the
                 offset that fits.
-            relatives: as many relatives of the wild type as there are.
+            relatives: as many relatives of the wild type as there are; rows of an alignment keep
+                its columns.
 
         Raises:
             ConfigError: if the offset is not an integer, or cannot be told.
@@ -434,7 +436,8 @@ class SequenceModel:
         if families is not None:
             from d2plm.families.mutation_effects import FamilyEffects  # imports HMMER
 
-            return FamilyEffects.of(tokens, families[0].members).effects(placed)["score"].tolist()
+            effects = FamilyEffects.of(tokens, families[0].members, families[0].columns)
+            return effects.effects(placed)["score"].tolist()
         remedy = "use a model of diffusion, or of flow matching from masks"
         paradigm = require_masked(self.exported.paradigm, "score_mutations", remedy)
         self.exported.require_short_enough("the wild type", tokens, "shorten it")
@@ -452,7 +455,9 @@ class SequenceModel:
         if relatives is None:
             return None
         given = _listed(relatives, "relatives")
-        for_all = not given or any(isinstance(one, str) for one in given)
+        if not given:
+            raise DataError("relatives: there are none; give at least one, or omit relatives")
+        for_all = any(isinstance(one, str) for one in given)
         if not for_all and len(given) != len(proteins):
             raise ConfigError(
                 f"relatives: {len(given)} given for {len(proteins)} proteins; pass one list of "
@@ -480,7 +485,8 @@ class SequenceModel:
         tokens = [
             PROTEIN.encode(text, f"relative {i}", aligned=True) for i, text in enumerate(texts)
         ]
-        return Family.of(tokens, most)
+        columns = alignment_columns([PROTEIN.raw(text) for text in texts], tokens)
+        return Family.of(tokens, most, columns=columns)
 
     def _sample(
         self, templates: list[Tokens], sampling: Sampling, family: Family | None = None
@@ -549,7 +555,8 @@ def _listed(values: object, argument: str, one: str = "", of: str = "strings") -
     dimensions = len(getattr(values, "shape", (0,)))
     remedy = next((said for refused, said in REFUSED if isinstance(values, refused)), "")
     if dimensions > 1:
-        remedy = "pass one column of it, such as df['sequence']"
+        column = "mutant" if argument == "variants" else "sequence"
+        remedy = f"pass one column of it, such as df['{column}']"
     if remedy or isinstance(values, str) or not isinstance(values, Iterable) or not dimensions:
         raise ConfigError(f"{refusal}{'; ' * bool(remedy)}{remedy}")
     listed = list(values)

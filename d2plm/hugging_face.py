@@ -26,7 +26,7 @@ from d2plm.core.errors import ModelError, did_you_mean, require
 from d2plm.core.files import PROVENANCE, SAVED_BY
 from d2plm.core.vocabulary import FILE, FIRST, PAD, SAVED_TOKENIZER
 from d2plm.evaluation.embedding import watched
-from d2plm.evaluation.findings import EVALUATION, SEQUENCE_SCORES
+from d2plm.evaluation.result import EVALUATION, SEQUENCE_SCORES
 from d2plm.generation.lengths import FILE as LENGTHS
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT

@@ -16,7 +16,7 @@ from d2plm.config import default_choice, defaults_of, groups
 from d2plm.core.files import config_dir
 from d2plm.data.sources import FORMS
 from d2plm.evaluation import variant_table
-from d2plm.evaluation.mutations import NOTATIONS, WILD_TYPE
+from d2plm.families.variants import NOTATIONS, WILD_TYPE
 from d2plm.settings.commands import SETTINGS, PipelineSettings
 from d2plm.settings.registry import registered
 from d2plm.settings.schema import Key, json_schema, keys

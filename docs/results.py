@@ -7,20 +7,20 @@ both paradigms share. Figures are written between `<!-- results: NAME -->` and `
 pictures of the report need Chromium: Debian's, or the one that CHROMIUM names.
 """
 
-import json
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from playwright.sync_api import ViewportSize, sync_playwright
 from screenshots import BROWSER, IMAGES, chromium, picture
 
 from d2plm.core.machine import machine
-from d2plm.core.number_text import interval_text
-from d2plm.evaluation.findings import against, best_profile, judge
+from d2plm.core.table import Cell, Number, Table
+from d2plm.evaluation.findings import judge
+from d2plm.evaluation.result import Evaluation, read_evaluation
+from d2plm.evaluation.tables import relatives_table
 
 ROOT = Path(__file__).parents[1]
 PARADIGMS = ("diffusion", "flow_matching")
@@ -49,63 +49,30 @@ def run_demo(paradigm: str, folder: str) -> tuple[str, float]:
     return shown[shown.index("── result:") :], (time.monotonic() - began) / 60
 
 
-def results_table(evaluations: dict[str, Any]) -> str:
+def results_table(evaluations: dict[str, Evaluation]) -> str:
     """Table of the baselines and both models, in Markdown."""
     first = evaluations["diffusion"]
     best = judge(first).baseline
-    lines = [
-        f"| | perplexity | 95 % interval | against {best}, nats/residue |",
-        "|---|---|---|---|",
+    rows: list[list[Cell]] = [
+        [name, Number(first.baselines[name].perplexity, ".3f"), ""] for name in (*SHOWN, best)
     ]
-    for name in (*SHOWN, best):
-        values = first["baselines"][name]
-        interval = interval_text(values["perplexity_interval"], ".3f")
-        lines.append(f"| {name} | {values['perplexity']:.3f} | {interval} | |")
-    for paradigm in PARADIGMS:
-        name = paradigm.replace("_", " ")
-        values = evaluations[paradigm]["model"]
-        interval = interval_text(values["perplexity_interval"], ".3f")
-        difference, around, _ = against(evaluations[paradigm], best)
-        lines.append(
-            f"| **{name}** | **{values['perplexity']:.3f}** | {interval} | "
-            f"{difference:+.4f} {interval_text(around, '+.4f')} |"
-        )
-    return "\n".join(lines)
+    for paradigm, found in evaluations.items():
+        perplexity = Number(found.model.perplexity, ".3f")
+        difference = Number(found.baselines[best].difference, "+.4f")
+        rows.append([f"**{paradigm.replace('_', ' ')}**", perplexity, difference])
+    heads = ["", "perplexity [95 % interval]", f"against {best}, nats/residue"]
+    return Table(heads, rows).markdown()
 
 
-def given_relatives_table(evaluation: dict[str, Any]) -> str:
-    """Table of the bound given relatives and the better profile HMM, in Markdown."""
-    given = evaluation["given_relatives"]
-    lines = [
-        f"Given up to {given['choice']['most']} relatives of each protein, on "
-        f"{given['choice']['proteins']:,} of the held-out proteins (diffusion):",
-        "",
-        "| relatives below | proteins with any | perplexity | best profile HMM of these relatives "
-        "| difference, nats/residue |",
-        "|---|---|---|---|---|",
-    ]
-    for row in given["below"]:
-        best = best_profile(row)
-        model, paired = row["model"], row["paired"][best]
-        lines.append(
-            f"| {100 * row['identity']:.0f} % identity | {row['with_relatives']:,} | "
-            f"**{model['perplexity']:.3f}** {interval_text(model['perplexity_interval'], '.3f')} | "
-            f"{row[best]['perplexity']:.3f} | {paired['nelbo_difference']:+.4f} "
-            f"{interval_text(paired['interval'], '+.4f')} |"
-        )
-    lines.append(f"| none | | {given['alone']['perplexity']:.3f} | | |")
-    return "\n".join(lines)
-
-
-def circumstances(evaluation: dict[str, Any], minutes: dict[str, float]) -> str:
+def circumstances(evaluation: Evaluation, minutes: dict[str, float]) -> str:
     """Sentence about the machine, the time and the evaluated proteins."""
     here = machine()
     return (
         f"Measured by `make results` on {here['usable_cores']} cores of {here['processor']} "
         f"({here['cpu_capability']}), one run of each paradigm: {minutes['diffusion']:.1f} minutes "
         f"for diffusion, including the preparation of the data, {minutes['flow_matching']:.1f} for "
-        f"flow matching on the prepared data. {evaluation['residues']:,} residues of "
-        f"{evaluation['sequences']:,} held-out proteins in {evaluation['clusters']} clusters."
+        f"flow matching on the prepared data. {evaluation.residues:,} residues of "
+        f"{evaluation.sequences:,} held-out proteins in {evaluation.clusters} clusters."
     )
 
 
@@ -133,14 +100,21 @@ def main(folder: str = "runs/results") -> None:
         playwright.chromium.launch(executable_path=chromium(), args=BROWSER).close()
     ran = {paradigm: run_demo(paradigm, folder) for paradigm in PARADIGMS}
     minutes = {paradigm: taken for paradigm, (_, taken) in ran.items()}
-    evaluations = {
-        paradigm: json.loads((root / paradigm / "evaluation.json").read_text())
-        for paradigm in PARADIGMS
-    }
+    evaluations = {}
+    for paradigm in PARADIGMS:
+        found = read_evaluation(root / paradigm)
+        assert found is not None
+        evaluations[paradigm] = found
     output, _, _ = ran["diffusion"][0].partition("\nfinished in")
     output = output.rstrip().replace(folder, "runs/demo")  # as make demo prints it
     measured = circumstances(evaluations["diffusion"], minutes)
-    tables = f"{results_table(evaluations)}\n\n{given_relatives_table(evaluations['diffusion'])}"
+    given = evaluations["diffusion"].given_relatives
+    assert given is not None
+    of_relatives = (
+        f"Given up to {given.most} relatives of each protein, on {given.proteins:,} of the "
+        f"held-out proteins (diffusion):\n\n{relatives_table(given).markdown()}"
+    )
+    tables = f"{results_table(evaluations)}\n\n{of_relatives}"
     contents = {
         "figures": f"{measured}\n\n{tables}",
         "output": f"```text\n{output}\n```",

@@ -14,7 +14,7 @@ from d2plm.core.errors import D2PLMError
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import open_prepared
 from d2plm.data.prepare import prepare
-from d2plm.evaluation.summary import table
+from d2plm.evaluation.tables import as_text
 from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import evaluate
@@ -65,7 +65,7 @@ def main() -> None:
 
     # Model and held-out proteins → the bound beside the baselines, in the folder's model card, too.
     exported = load_export(options.output / "model")
-    print(table(evaluate(exported, train, validation, masks_per_sequence=4)))
+    print(as_text(evaluate(exported, train, validation, masks_per_sequence=4)))
 
     # Model → proteins.
     model = load_model(options.output / "model")

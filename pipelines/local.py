@@ -22,7 +22,9 @@ from d2plm.core.locks import locked
 from d2plm.core.machine import user_name
 from d2plm.core.processes import child, described, exit_code
 from d2plm.core.terminal import JSON, output_in, output_modes, result
-from d2plm.evaluation.findings import next_steps, read_evaluation
+from d2plm.evaluation.findings import next_steps
+from d2plm.evaluation.result import Evaluation, read_evaluation
+from d2plm.evaluation.tables import bounds_text
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.registry import loaded_modules
 from pipelines import steps
@@ -149,9 +151,8 @@ def link_latest(config: PipelineSettings) -> None:
             link.symlink_to(os.path.relpath(target, work_dir))
 
 
-def summary(config: PipelineSettings, evaluation: dict[str, Any], seconds: float) -> str:
+def summary(config: PipelineSettings, evaluation: Evaluation, seconds: float) -> str:
     """Summary of the run's results, and where to find more."""
-    from d2plm.evaluation.summary import bounds_table
     from d2plm.export.designs import DESIGNS
 
     output_dir, work_dir = Path(config.output_dir), Path(config.work_dir)
@@ -165,7 +166,7 @@ def summary(config: PipelineSettings, evaluation: dict[str, Any], seconds: float
     following = "\n           ".join(f"{what}: {how}" for what, how in steps)
     return f"""
 ── result: {paradigm.replace("_", " ")} ──
-{bounds_table(evaluation)}
+{bounds_text(evaluation)}
 
 {first_records(generated)}
 

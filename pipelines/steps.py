@@ -153,7 +153,7 @@ def train(config: str) -> str:
 def evaluate(config: str) -> float:
     from d2plm.commands.evaluate import run
 
-    return float(run(_read_for_this_pod(config))["model"]["perplexity"])
+    return run(_read_for_this_pod(config)).model.perplexity.value
 
 
 @step("register")

@@ -1,11 +1,16 @@
 """Artificial scores from which tests build evaluations."""
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from d2plm.core.estimate import Estimate
 from d2plm.evaluation.likelihood import FRACTION_BINS, CrossEntropy, SequenceScores
+from d2plm.evaluation.result import Bound, Compared, Evaluation, GivenRelatives, RelativesBelow
 
 NGRAMS = ("unigram", "2-gram", "3-gram", "4-gram", "5-gram")
 BASELINES = ("uniform", *NGRAMS, "composition", *(f"composition × {name}" for name in NGRAMS))
@@ -39,30 +44,58 @@ def invented_baselines(residues: NDArray[np.int64]) -> dict[str, NDArray[np.floa
     return {name: residues * (2.95 - 0.01 * place) for place, name in enumerate(BASELINES)}
 
 
-def invented_given_relatives() -> dict[str, Any]:
+def invented_bound(nats: float, difference: float | None = None) -> Bound:
+    """A bound with an interval of ±0.1 nats; with a difference, that of another model."""
+    nelbo = Estimate(nats, (nats - 0.1, nats + 0.1))
+    if difference is None:
+        return Bound(nelbo, nelbo.exp())
+    ends = sorted((difference / 2, 2 * difference))
+    return Compared(nelbo, nelbo.exp(), difference=Estimate(difference, (ends[0], ends[1])))
+
+
+def invented_given_relatives() -> GivenRelatives:
     """What an evaluation given relatives found, of a model that is better the nearer they are."""
 
-    def figures(nats: float) -> dict[str, Any]:
-        ends = [float(np.exp(nats - 0.1)), float(np.exp(nats + 0.1))]
-        return {"nelbo": nats, "perplexity": float(np.exp(nats)), "perplexity_interval": ends}
-
-    def row(identity: float, nats: float) -> dict[str, Any]:
-        baselines = {"profile HMMs": nats + 0.4, "HMM of their alignment": nats + 0.3}
-        paired = {
-            name: {"nelbo_difference": nats - other, "interval": [nats - other - 0.1, -0.1]}
-            for name, other in {**baselines, "alone": 2.85}.items()
+    def row(identity: float, nats: float) -> RelativesBelow:
+        baselines: Any = {
+            "profile HMMs": invented_bound(nats + 0.4, -0.4),
+            "HMM of their alignment": invented_bound(nats + 0.3, -0.3),
         }
-        of_baselines = {name: figures(other) for name, other in baselines.items()}
-        shown = {"with_relatives": int(20 * identity), "model": figures(nats), **of_baselines}
-        return {"identity": identity, **shown, "paired": paired}
+        return RelativesBelow(identity, int(20 * identity), invented_bound(nats), baselines)
 
-    change = {"nelbo_difference": 0.01, "interval": [0.005, 0.015]}
-    return {
-        "choice": {"identities": [0.9, 0.5], "most": 8, "masks_per_sequence": 2, "proteins": 24},
-        "alone": figures(2.85),
-        "below": [row(0.9, 1.6), row(0.5, 2.5)],
-        "controls": {
-            "unrelated": {"model": figures(2.86), "paired": {"alone": change}},
-            "order": {"sequences": 5, "largest_difference": 9e-8},
-        },
+    unrelated: Any = invented_bound(2.86, 0.01)
+    below = [row(0.9, 1.6), row(0.5, 2.5)]
+    return GivenRelatives(8, 24, invented_bound(2.85), below, unrelated, 9e-8)
+
+
+def invented_evaluation(
+    perplexity: float, baselines: Mapping[str, float], **others: Any
+) -> Evaluation:
+    """An evaluation of a model and baselines of these perplexities, some attributes being others'.
+
+    Every difference has an interval of a tenth around it.
+    """
+    nats = math.log(perplexity)
+    compared: dict[str, Any] = {
+        name: invented_bound(math.log(other), nats - math.log(other))
+        for name, other in baselines.items()
     }
+    evaluation = Evaluation(
+        estimator="exact-k bound",
+        interval="95 % bootstrap over homology clusters",
+        sequences=200,
+        residues=20_000,
+        clusters=100,
+        model=invented_bound(nats),
+        length_nats=5.0,
+        baselines=compared,
+        others={},
+        by_identity=None,
+        calibration={},
+        given_relatives=None,
+        quality=None,
+        settings={},
+        digests={},
+        masking_version=1,
+    )
+    return replace(evaluation, **others)

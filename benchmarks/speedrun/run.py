@@ -34,10 +34,11 @@ from benchmarks.measure import BenchError, parser, say
 from benchmarks.speedrun import autoregressive
 from d2plm.config import compose
 from d2plm.core.errors import D2PLMError
+from d2plm.core.estimate import interval_text
 from d2plm.core.files import write_text
 from d2plm.core.locks import locked
 from d2plm.core.machine import machine
-from d2plm.core.number_text import interval_text
+from d2plm.core.table import Table
 from d2plm.data.cache import digest_of
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import fit_baselines
@@ -218,16 +219,12 @@ def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]
         if not own:
             continue
         perplexities = sorted(result["perplexity"] for result in own)
-        rows.append(
-            (
-                mean(perplexities),
-                f"| {name} | {own[0]['million_tokens']:.1f} | "
-                f"{mean(result['cpu_seconds'] for result in own):.0f} | "
-                f"**{mean(perplexities):.3f}** | {' '.join(f'{p:.3f}' for p in perplexities)} |",
-            )
-        )
-    head = "| entry | million tokens | CPU seconds | perplexity, mean | each seed |"
-    return "\n".join([head, "|---|---:|---:|---:|---|", *(row for _, row in sorted(rows)[::-1])])
+        seconds = mean(result["cpu_seconds"] for result in own)
+        cells = [name, f"{own[0]['million_tokens']:.1f}", f"{seconds:.0f}"]
+        cells += [f"**{mean(perplexities):.3f}**", " ".join(f"{p:.3f}" for p in perplexities)]
+        rows.append((mean(perplexities), cells))
+    heads = ["entry", "million tokens", "CPU seconds", "perplexity, mean", "each seed"]
+    return Table(heads, [cells for _, cells in sorted(rows)[::-1]]).markdown()
 
 
 def difference(

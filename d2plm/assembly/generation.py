@@ -129,7 +129,7 @@ def _write_members(members: dict[str, Any], output: Path) -> None:
     """Print how many of the generated proteins are members; write the JSON file and the plot."""
     from d2plm.evaluation.plots import plot_new_members
 
-    result("\n".join([headline(members), *members_table(members)]))
+    result(f"{headline(members)}\n{members_table(members).text()}")
     file = write_members(members, output)
     picture = file.with_suffix(".png")
     plot_new_members(members, picture)

@@ -54,11 +54,12 @@ def run_sweep(
     *,
     varied: Mapping[str, Iterable[object]],
     results: Path,
-    reduce: Callable[[], Document],
-    table: Callable[[Document], str],
-    plot: Callable[[Document, Path], None] | None = None,
-) -> Document:
-    """Execute the runs below one tracking run, then write, log and print their reduction.
+    reduce: Callable[[], T],
+    table: Callable[[T], str],
+    document: Callable[[T], Any] = lambda reduced: reduced,
+    plot: Callable[[T, Path], None] | None = None,
+) -> T | Document:
+    """Execute the runs below one tracking run; write, log, print and return their reduction.
 
     A dry run prints and returns the forecasts of the runs instead.
 
@@ -69,6 +70,7 @@ def run_sweep(
         results: path of the written files, without `.json`, `.md` and `.png`.
         reduce: reads the finished runs.
         table: a reduction as Markdown.
+        document: a reduction as JSON content.
         plot: writes a figure of a reduction as PNG.
 
     Raises:
@@ -88,7 +90,7 @@ def run_sweep(
         reduced = reduce()
         shown = table(reduced)
         files = {suffix: results.with_name(f"{results.name}.{suffix}") for suffix in SUFFIXES}
-        write_text(files["json"], json.dumps(reduced, indent=2) + "\n")
+        write_text(files["json"], json.dumps(document(reduced), indent=2) + "\n")
         write_text(files["md"], shown + "\n")
         if plot is not None:
             plot(reduced, files["png"])

@@ -16,10 +16,7 @@ from d2plm.core.machine import user_name
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
 from d2plm.core.versions import git_revision
-from d2plm.core.vocabulary import open_vocabulary
 from d2plm.data.manifest import MANIFEST, read_manifest
-from d2plm.evaluation.findings import read_evaluation
-from d2plm.evaluation.terms import terms_for
 from d2plm.settings.commands import PipelineSettings
 from d2plm.tracking.description import description
 from d2plm.tracking.mlflow_run import GIT_TAG, SOURCE_TAG, system_metrics
@@ -147,26 +144,13 @@ def describe(
     Args:
         version: (name, number) in the registry, if registered.
     """
-    prepared_dir, folder = Path(config.data.prepared_dir), Path(config.model_dir)
-    vocabulary = open_vocabulary(folder if folder.is_dir() else prepared_dir / "validation_lmdb")
-    known: dict[str, Any] = {"terms": terms_for(vocabulary)}
-    if folder.is_dir():
-        # Imported here because it needs torch, which the image that prepares the data lacks.
-        from d2plm.export.exported_model import parameters_of, read_provenance
-
-        provenance = read_provenance(folder)
-        if provenance is not None:
-            known |= {"parameters": parameters_of(folder), "step": provenance.get("step")}
-            known["evaluation"] = read_evaluation(folder)
     tracked.describe(
         description(
             name=config.name,
             paradigm=config.paradigm.name,
             output_dir=Path(config.output_dir),
-            model_dir=folder,
-            manifest=read_manifest(prepared_dir),
+            model_dir=Path(config.model_dir),
             version=version,
-            **known,
         )
     )
 

@@ -6,7 +6,7 @@ to move from the base model, and the rest are held out as test members for the c
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from d2plm.data.family import Family
 from d2plm.data.store import clusters_of
 from d2plm.evaluation import family_bound
 from d2plm.evaluation.new_members import headline, members_table, read_members
+from d2plm.evaluation.tables import bounds_table
 from d2plm.export.exported_model import ExportedModel
 from d2plm.settings.commands import AdaptSettings
 
@@ -48,22 +49,23 @@ def run(config: AdaptSettings) -> dict[str, Any]:
         np.array([int(is_canonical(tokens).sum()) for tokens in proteins]),
         clusters_of(splits["test"]),
     )
-    table = family_bound.family_table(figures)
-    said = f"The adapted model is {family_bound.verdict(figures)}."
+    table = bounds_table(figures, model=family_bound.ADAPTED).markdown()
+    said = f"The adapted model is {family_bound.family_verdict(figures)}."
     counts = {split: len(store) for split, store in splits.items()}
     amounts = ", ".join(f"{number} {split}" for split, number in counts.items())
     amounts = f"Members: {amounts}. The figures are computed on the test members."
     family_bound.plot_family(figures, work_dir / "adaptation.png")
     result(f"\n{table}\n\n{said}\n{amounts}\n")
     made = _generate(config, adapted, family, work_dir / "members.fasta")
-    new = [headline(made), "```", *members_table(made), "```"] if made else []
+    new = [headline(made), "```", members_table(made).text(), "```"] if made else []
     page = [f"# {config.input}", said, amounts, table, "![perplexities](adaptation.png)"]
     page += ["![new members](members.members.png)"] if made else []
     write_text(work_dir / "adaptation.md", "\n\n".join([*page, "\n".join(new)]) + "\n")
-    content = {"members": counts, "shares": shares, "test": figures, "verdict": said}
+    test = {name: asdict(bound) for name, bound in figures.items()}
+    content = {"members": counts, "shares": shares, "test": test, "verdict": said}
     write_text(work_dir / "adaptation.json", json.dumps(content, indent=2))
     with tracked_run(training, "adapt") as tracked:
-        perplexities = {name: row["perplexity"] for name, row in figures.items()}
+        perplexities = {name: bound.perplexity.value for name, bound in figures.items()}
         keys = {name: re.sub(r"\W+", "_", name.replace("×", "x")) for name in figures}
         tracked.log_metrics({f"family/{keys[name]}": p for name, p in perplexities.items()})
         for file in ("adaptation.md", "adaptation.json", "adaptation.png"):

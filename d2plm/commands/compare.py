@@ -1,6 +1,6 @@
 """d2plm compare: train and evaluate every arm with every seed, then compare the arms."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,18 @@ from d2plm.assembly.preparation import prepare_data
 from d2plm.assembly.sweep import one_run, run_sweep
 from d2plm.config import changed
 from d2plm.core.errors import require
-from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
+from d2plm.evaluation.comparison import (
+    Comparison,
+    Run,
+    compare,
+    comparison_table,
+    plot_comparison,
+)
 from d2plm.export.model_evaluation import load_scores
 from d2plm.settings.commands import CompareSettings
 
 
-def run(config: CompareSettings) -> dict[str, Any]:
+def run(config: CompareSettings) -> Comparison | dict[str, Any]:
     """Prepare the data, run all arms, write and print the comparison."""
     arms, seeds = config.arms, config.seeds
     require(len(arms) >= 2, "arms", list(arms), "at least two")
@@ -23,7 +29,7 @@ def run(config: CompareSettings) -> dict[str, Any]:
     if not config.dry_run:
         prepare_data(config)
 
-    def reduce() -> dict[str, Any]:
+    def reduce() -> Comparison:
         read = {key: _read(one) for key, one in runs.items()}
         return compare({arm: {seed: read[arm, seed] for seed in seeds} for arm in arms})
 
@@ -34,7 +40,8 @@ def run(config: CompareSettings) -> dict[str, Any]:
         varied={"arms": arms, "seeds": seeds},
         results=Path(config.work_dir) / config.name,
         reduce=reduce,
-        table=comparison_table,
+        table=lambda comparison: comparison_table(comparison).markdown(),
+        document=asdict,
         plot=plot_comparison,
     )
 
@@ -49,4 +56,4 @@ def run_settings(config: CompareSettings, arm: str, seed: int) -> CompareSetting
 
 def _read(config: CompareSettings) -> Run:
     evaluation, scores = load_scores(Path(config.model_dir))
-    return Run(evaluation, scores["nats"], scores["residues"], scores["clusters"])
+    return Run(evaluation, **scores)

@@ -4,7 +4,6 @@ It also reports how the bound depends on the identity to the training proteins a
 fraction, and whether generated proteins resemble natural ones.
 """
 
-import json
 import logging
 import os
 import re
@@ -17,18 +16,18 @@ from d2plm.assembly.tracked_run import describe, tracked_run
 from d2plm.assembly.training_run import open_stores
 from d2plm.config import read
 from d2plm.core.errors import ConfigError, require_choice, within
-from d2plm.core.files import RUN_CONFIG, is_writable, write_text
+from d2plm.core.files import RUN_CONFIG, is_writable
 from d2plm.core.terminal import done, result
 from d2plm.data.cache import ArrayCache
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import held_out_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.findings import EVALUATION, best_profile
 from d2plm.evaluation.given_relatives import RelativesChoice
 from d2plm.evaluation.nearest import nearest_identities, nearest_search
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.summary import table
+from d2plm.evaluation.result import EVALUATION, Evaluation, Quality, write_evaluation
+from d2plm.evaluation.tables import as_text
 from d2plm.evaluation.terms import SUITES
 from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.export.model_evaluation import (
@@ -46,12 +45,11 @@ from d2plm.tracking.locations import open_model
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
 PLOT = "evaluation.png"
-BITS = ("bits_per_byte", "bits_per_base")
 
 log = logging.getLogger(__name__)
 
 
-def run(config: PipelineSettings) -> dict[str, Any]:
+def run(config: PipelineSettings) -> Evaluation:
     """Evaluate, write the figures beside the model and into its folder, log and print them."""
     device, uri = config.trainer.device, config.tracking.uri
     exported = open_model(config.model_dir, device, uri, key="model_dir")
@@ -74,7 +72,7 @@ def run(config: PipelineSettings) -> dict[str, Any]:
         evaluation = _evaluate(
             exported, config, stores, folder=folder, settings=recorded, digests=digests
         )
-    write_text(output_dir / EVALUATION, json.dumps(evaluation, indent=2))
+    write_evaluation(output_dir, evaluation)
     title = f"{config.name}: {exported.paradigm.name.replace('_', ' ')}"
     plot(evaluation, read_metrics(output_dir / METRICS_FILE), output_dir / PLOT, title)
     report = write_report(Sources(output_dir, exported.folder, Path(config.data.prepared_dir)))
@@ -84,7 +82,7 @@ def run(config: PipelineSettings) -> dict[str, Any]:
         tracked.log_file(output_dir / PLOT, "evaluation")
         tracked.log_file(report, "report")
         describe(tracked, config)
-    result(table(evaluation))
+    result(as_text(evaluation))
     done(f"the report is {report}")
     return evaluation
 
@@ -118,25 +116,27 @@ def _is_model_of(output_dir: Path, model_dir: Path) -> bool:
     return file.is_file() and Path(read("train", file).model_dir).absolute() == model
 
 
-def _metrics(evaluation: dict[str, Any]) -> dict[str, float]:
+def _metrics(evaluation: Evaluation) -> dict[str, float]:
     """Headline figures for the tracker, those of the model first."""
-    model = evaluation["model"]
-    low, high = model["perplexity_interval"] or (None, None)
+    model, given = evaluation.model, evaluation.given_relatives
+    low, high = model.perplexity.interval or (None, None)
     metrics = {
-        "evaluation/perplexity": model["perplexity"],
+        "evaluation/perplexity": model.perplexity.value,
         "evaluation/perplexity_low": low,
         "evaluation/perplexity_high": high,
-        "evaluation/perplexity_mlm15": model["perplexity_mlm15"],
-        "evaluation/nelbo": model["nelbo"],
-        **{f"evaluation/{key}": bits for key, bits in model.items() if key in BITS},
+        "evaluation/perplexity_mlm15": model.perplexity_mlm15,
+        "evaluation/nelbo": model.nelbo.value,
+        f"evaluation/bits_per_{evaluation.terms.unit}": None
+        if model.bits is None
+        else model.bits.value,
     }
-    for row in (evaluation["given_relatives"] or {"below": []})["below"]:
-        below = f"given_relatives/perplexity_below_{100 * row['identity']:.0f}"
-        metrics[below] = row["model"]["perplexity"]
-        metrics[f"{below}_hmm"] = row[best_profile(row)]["perplexity"]
-    for name, values in evaluation["baselines"].items():
+    for row in [] if given is None else given.below:
+        below = f"given_relatives/perplexity_below_{100 * row.identity:.0f}"
+        metrics[below] = row.model.perplexity.value
+        metrics[f"{below}_hmm"] = row.best.perplexity.value
+    for name, bound in evaluation.baselines.items():
         key = name.replace(" × ", "_x_").replace("-", "_")
-        metrics[f"versus/{key}"] = values["perplexity"]
+        metrics[f"versus/{key}"] = bound.perplexity.value
     return {name: value for name, value in metrics.items() if value is not None}
 
 
@@ -169,7 +169,7 @@ def _evaluate(
     config: PipelineSettings,
     stores: dict[str, SequenceStore],
     **recorded: Any,
-) -> dict[str, Any]:
+) -> Evaluation:
     settings, precision = config.evaluation, config.trainer.precision
     train, held_out = stores["train"], stores[settings.split]
     nearest = nearest_search(settings.nearest_sensitivity)
@@ -192,7 +192,7 @@ def _evaluate(
         chosen, sensitivity = choice.of(len(held_out)), settings.relatives_sensitivity
         return held_out_relatives(held_out, folder, sensitivity, chosen=chosen, **mmseqs)
 
-    def quality() -> dict[str, Any]:
+    def quality() -> Quality:
         return generated_quality(
             exported,
             train,

@@ -12,8 +12,8 @@ from d2plm.core.files import require_other_output
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done, first_few
 from d2plm.core.vocabulary import PROTEIN
+from d2plm.data.family import write_relatives
 from d2plm.data.records import require_distinct
-from d2plm.data.relatives_table import write_relatives
 from d2plm.data.retrieval import retrieve_relatives
 from d2plm.data.sources import read_sequences
 from d2plm.settings.commands import RelativesSettings

@@ -13,8 +13,8 @@ from d2plm.config import read
 from d2plm.core.files import RUN_CONFIG
 from d2plm.core.terminal import done
 from d2plm.data.manifest import MANIFEST, open_prepared
-from d2plm.evaluation.findings import EVALUATION, read_evaluation
 from d2plm.evaluation.new_members import read_members
+from d2plm.evaluation.result import EVALUATION, read_evaluation
 from d2plm.evaluation.terms import SUITES
 from d2plm.export.designs import FASTA, describe_designs
 from d2plm.export.exported_model import PROVENANCE, ExportedModel
@@ -84,7 +84,7 @@ def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> N
     """Describe the generated proteins with the settings of the evaluation, which must exist."""
     evaluation = read_evaluation(sources.output_dir)
     assert evaluation is not None
-    settings, stores = evaluation["settings"], open_prepared(sources.prepared_dir).splits
+    settings, stores = evaluation.settings, open_prepared(sources.prepared_dir).splits
     if not SUITES[stores["train"].vocabulary.name].homology:
         return  # no search finds the nearest training sequence
     of_a_family = read_members(sources.output_dir / FASTA) is not None
@@ -94,7 +94,7 @@ def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> N
         stores["train"],
         stores[settings["split"]],
         **{name: settings[name] for name in DESCRIBED_AS},
-        compare=evaluation["quality"] is None and not of_a_family,
+        compare=evaluation.quality is None and not of_a_family,
         resources=mmseqs,
         report=log.info,
     )

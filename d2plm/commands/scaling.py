@@ -5,7 +5,7 @@ loss of a longer run is not the final loss of a shorter one.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def _law(runs: Mapping[str, ScalingSettings]) -> dict[str, Any]:
     for config in runs.values():
         folder, model = Path(config.model_dir), model_config(config)
         (evaluation, _), provenance = load_scores(folder), read_provenance(folder) or {}
-        scored_on.add((evaluation["digests"]["validation"], evaluation["digests"]["masks"]))
+        scored_on.add((evaluation.digests["validation"], evaluation.digests["masks"]))
         with trainer_keys():
             longest = crop_length(config.data.max_length, model.max_position_embeddings)
         lengths = training_stores(config)["train"].lengths
@@ -95,12 +95,11 @@ def _law(runs: Mapping[str, ScalingSettings]) -> dict[str, Any]:
             config.trainer.global_batch_tokens or config.data.token_budget
         )
         flops = tokens * (training_flops(model, segments) / int(segments.sum()))
-        loss, interval = (evaluation["model"][key] for key in ("nelbo", "nelbo_interval"))
-        point = Point(config.name, token_parameters(model), tokens, flops, loss, interval)
-        points.append(point)
+        loss, size = evaluation.model.nelbo, token_parameters(model)
+        points.append(Point(config.name, size, tokens, flops, loss.value, loss.interval))
     if len(scored_on) > 1:
         raise ConfigError(
             "sizes: the runs were evaluated on different residues or masks; use the same paradigm, "
             "split and maximum length for all sizes"
         )
-    return {**analyse(points), "terms": evaluation.get("terms", {})}
+    return {**analyse(points), "terms": asdict(evaluation.terms)}

@@ -5,10 +5,11 @@ in chunks, so that memory does not grow with the file. Names of proteins with re
 of variants, are kept in memory.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from d2plm.core.batch import of_size
-from d2plm.core.errors import DataError, require, within
+from d2plm.core.errors import D2PLMError, DataError, require, within
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.number_text import counted
 from d2plm.core.progress import Progress
@@ -27,7 +28,6 @@ from d2plm.data.family import Family, RelativesCheck, read_families
 from d2plm.data.fasta import read_fasta
 from d2plm.data.sources import is_stream, read_sequences
 from d2plm.evaluation import scoring
-from d2plm.evaluation.mutations import Variant
 from d2plm.evaluation.rank_correlation import rank_correlation
 from d2plm.evaluation.variant_table import (
     ALONE_COLUMN,
@@ -38,6 +38,8 @@ from d2plm.evaluation.variant_table import (
     read_variants,
 )
 from d2plm.export.exported_model import ExportedModel
+from d2plm.families.variants import Variant
+from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.settings.commands import ScoreSettings
 from d2plm.tracking.locations import open_model
 
@@ -46,10 +48,13 @@ CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numberi
 
 _CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
 
+log = logging.getLogger(__name__)
+
 
 def run(config: ScoreSettings) -> dict[str, Any]:
     """Score every protein or every variant, and write one CSV row for each."""
-    output = config.output
+    output = None if config.output == "-" else config.output
+    config = replace(config, output=output)
     whole = config.mutations is None and config.relatives is None
     fits, wanted = whole or config.window is None, "null with mutations or relatives"
     require(fits, "window", config.window, wanted)
@@ -89,7 +94,7 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
             check.add(record.name, families[number], record.tokens)
     check.report()
     model, written, rows = exported.denoiser(config.precision), 0, []
-    with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
+    with _target(config) as target, Progress("scoring", tokens or None, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for chunk in of_size(once or records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
             names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
@@ -134,8 +139,6 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         variants and by their number of changes.
     """
     exported.require_proteins("mutations")
-    remedy = "use a model of diffusion, or of flow matching from masks"
-    paradigm = scoring.require_masked(exported.paradigm, "mutations", remedy)
     table, source = read_variants(Path(str(config.mutations)), config.variant), str(config.input)
     measured, proteins = table.measured(config.measured), list(read_fasta(Path(source)))
     rows_of = table.rows_by_protein(proteins, source, config.name)
@@ -143,12 +146,20 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     families = _families(config, (protein.name for protein in proteins))
     takes_relatives = families is not None and exported.model.config.relatives_dim is not None
     tokens, check = 0, RelativesCheck(str(config.relatives), source)
-    given: dict[int, Family] = {}
+    given, paradigms = dict[int, Family](), dict[int, MaskedParadigm]()
     for protein, own in placed.items():
         name, wild_type = proteins[protein].name, proteins[protein].tokens
-        exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
         if families is not None:
             given[protein] = check.add(name, families[protein], wild_type)
+        remedy = "use a model of diffusion, or of flow matching from masks"
+        try:
+            exported.require_short_enough(f"record {name!r}", wild_type, CUT_PROTEIN, DataError)
+            paradigms[protein] = scoring.require_masked(exported.paradigm, "mutations", remedy)
+        except D2PLMError as error:
+            if families is None or own.sequences is not None:
+                raise
+            log.info("%s: only its relatives score it (%s)", name, error)
+            continue
         for row, sequence in zip(own.rows, own.sequences or (), strict=False):
             what = f"{table.path}, line {table.lines[row]}: the sequence"
             exported.require_short_enough(what, sequence, "remove it", DataError)
@@ -164,26 +175,28 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     table.report(placed, [one.name for one in proteins], measured[0] if measured else "")
     model, correlations = exported.denoiser(config.precision), list[dict[str, Any]]()
     scores: dict[str, NDArray[np.float64]] = {}
-    with _target(config) as target, Progress("scoring", tokens, unit="tokens") as progress:
+    with _target(config) as target, Progress("scoring", tokens or None, unit="tokens") as progress:
         settings = _settings(config, exported, progress)
         for protein, own in placed.items():
             name, wild_type = proteins[protein].name, proteins[protein].tokens
-            of_model = partial(
-                scoring.mutational_effects, model, paradigm, wild_type, own.variants, **settings
-            )
-            if own.sequences is not None:
-                draws = config.evaluation.masks_per_sequence, config.evaluation.seed
+            of_model: Callable[..., NDArray[np.float64]] | None = None
+            if paradigm := paradigms.get(protein):
                 of_model = partial(
-                    scoring.bound_differences,
-                    model,
-                    paradigm,
-                    wild_type,
-                    own.sequences,
-                    *draws,
-                    **settings,
+                    scoring.mutational_effects, model, paradigm, wild_type, own.variants
                 )
+                if own.sequences is not None:
+                    draws = config.evaluation.masks_per_sequence, config.evaluation.seed
+                    of_model = partial(
+                        scoring.bound_differences, model, paradigm, wild_type, own.sequences, *draws
+                    )
+                of_model = partial(of_model, name=name, **settings)
             columns = _by_predictor(
-                partial(of_model, name=name), wild_type, own, given.get(protein), takes_relatives
+                of_model,
+                wild_type,
+                own,
+                None if families is None else families[protein],
+                given[protein] if takes_relatives else None,
+                lambda note: progress.update(progress.done, note=note),
             )
             for column, effects in columns.items():
                 every = scores.setdefault(column, np.full(len(table.cells), np.nan))
@@ -203,30 +216,38 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
 
 
 def _by_predictor(
-    of_model: Callable[..., NDArray[np.float64]],
+    of_model: Callable[..., NDArray[np.float64]] | None,
     wild_type: NDArray[np.uint8],
     own: Placed,
     family: Family | None,
-    takes_relatives: bool,
+    given: Family | None,
+    note: Callable[[str], None],
 ) -> dict[str, NDArray[np.float64]]:
-    """Effects by column; `of_model` lacks the argument `family`. Indels have only the model's."""
-    given = family if takes_relatives else None
-    if own.sequences is not None:
+    """Effects by column; whole sequences have only the model's.
+
+    Args:
+        of_model: lacks the argument `family`; None of a model that cannot score the protein.
+        family: relatives of the protein; `given`: those that the model is given, if it takes any.
+        note: called with what is done, while it lasts.
+    """
+    if of_model is not None and own.sequences is not None:
         alone = {} if given is None else {ALONE_COLUMN: of_model()}
         return {SCORE_COLUMN: of_model(family=given), **alone}
     from d2plm.families.alignment import letters_of  # imports HMMER
     from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
 
-    if family is None:
+    if of_model is not None and family is None:
         blosum62 = blosum62_effects(letters_of(wild_type), own.variants)
         return {SCORE_COLUMN: of_model(), TERM_COLUMNS["blosum62"]: blosum62}
-    effects = FamilyEffects.of(wild_type, family.members)
+    assert family is not None
+    effects = FamilyEffects.of(wild_type, family.members, family.columns, note)
     terms = effects.effects(own.variants)
     columns = {SCORE_COLUMN: terms.pop("score")}
     columns |= {TERM_COLUMNS[name]: term for name, term in terms.items()}
-    if given is not None:
-        columns[MODEL_COLUMN] = of_model(family=given)
-    return {**columns, ALONE_COLUMN: of_model()}
+    if of_model is not None:
+        columns |= {} if given is None else {MODEL_COLUMN: of_model(family=given)}
+        columns[ALONE_COLUMN] = of_model()
+    return columns
 
 
 def _correlations(

@@ -1,7 +1,4 @@
-"""Numbers as text: short counts, intervals and durations, the same wherever they are shown."""
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+"""Numbers as text: short counts and durations, the same wherever they are shown."""
 
 
 def short_number(number: float) -> str:
@@ -15,20 +12,6 @@ def short_number(number: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things: `1 text`, `1,902 texts`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def interval_text(interval: Sequence[float] | None, form: str) -> str:
-    """`[low, high]`; a single homology cluster has no interval."""
-    if interval is None:
-        return "(one cluster)"
-    low, high = interval
-    return f"[{low:{form}}, {high:{form}}]"
-
-
-def difference_text(paired: Mapping[str, Any], per: str = "residue") -> str:
-    """A `paired_difference` of two models, such as `-0.0144 nats/residue [-0.0166, -0.0117]`."""
-    interval = interval_text(paired["interval"], "+.4f")
-    return f"{paired['nelbo_difference']:+.4f} nats/{per} {interval}"
 
 
 def duration(seconds: float) -> str:

@@ -1,18 +1,24 @@
-"""Sequences of alignments in the formats Stockholm and Clustal, without their gaps."""
+"""Alignments in the formats Stockholm and Clustal, and the columns of alignments in any format."""
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 
+import numpy as np
+from numpy.typing import NDArray
+
 from d2plm.core.errors import DataError
+from d2plm.core.vocabulary import PAD, Tokens
 from d2plm.data.compressed import InputFile
 from d2plm.data.records import RawRecords
 
 _STOCKHOLM = re.compile(rb"\s*# STOCKHOLM 1\.")
 _CLUSTAL = re.compile(rb"\s*CLUSTAL|[^\n>#;!]* multiple sequence alignment", re.I)
-_GAPS = b"-.~_"
+_PLAIN_GAPS = bytes.maketrans(b"~_", b"--")
+_BLANKS, _GAPS = b" \t\r\n\v\f", b"-."
+_INSERTIONS = b"abcdefghijklmnopqrstuvwxyz."  # in A2M and A3M
 _LONGEST_LINE = 64 << 20
 
 
@@ -25,7 +31,7 @@ def alignment_format(start: bytes) -> str | None:
 
 
 def read_alignments(source: InputFile, form: str) -> Iterator[RawRecords]:
-    """The sequences of each alignment of a file: rows of one name in several blocks are joined.
+    """The rows of each alignment of a file: those of one name in several blocks are joined.
 
     Raises (when iterated):
         DataError: a line is no row, or rows of an alignment are not equally long.
@@ -48,8 +54,9 @@ def read_alignments(source: InputFile, form: str) -> Iterator[RawRecords]:
                 )
             names = list(rows)
             places = [f"{source.path}, line {lines[name]}" for name in names]
-            sequences = [b"".join(row).translate(None, _GAPS) for row in rows.values()]
-            yield RawRecords(names, sequences, partial(_place, places), source.done())
+            sequences = [b"".join(row).translate(_PLAIN_GAPS) for row in rows.values()]
+            where = partial(_place, places)
+            yield RawRecords(names, sequences, where, source.done(), aligned=True)
             rows, lines = {}, {}
         elif (
             words and not line[:1].isspace() and not line.startswith(b"#") and (rows or number > 1)
@@ -72,6 +79,34 @@ def read_alignments(source: InputFile, form: str) -> Iterator[RawRecords]:
             f"{source.path}: the last alignment has no end (//), so the Stockholm file is not "
             "whole; fetch it again"
         )
+
+
+def alignment_columns(
+    texts: Sequence[bytes], sequences: Sequence[Tokens]
+) -> NDArray[np.uint8] | None:
+    """uint8 [N, W]: each sequence in the columns of its alignment, PAD at gaps.
+
+    Columns are all letters and gaps if the rows are equally long (A2M, aligned FASTA, Stockholm,
+    Clustal); else insertions have none, lower case and `.` (A3M). None of what is no alignment:
+    without gaps, or with other lengths.
+
+    Args:
+        texts: of N rows, as in their file.
+        sequences: uint8 residue tokens of each.
+    """
+    rows = [np.frombuffer(row.translate(None, _BLANKS + b"*"), np.uint8) for row in texts]
+    kept = [np.ones(len(row), np.bool_) for row in rows]
+    if len({*map(len, rows)}) > 1:
+        insertions = np.frombuffer(_INSERTIONS, np.uint8)
+        kept = [~np.isin(row, insertions) for row in rows]
+    widths, gaps = {int(own.sum()) for own in kept}, np.frombuffer(_GAPS, np.uint8)
+    if len(widths) != 1 or not any(np.isin(row, gaps).any() for row in rows):
+        return None
+    columns = np.full((len(rows), *widths), PAD, np.uint8)
+    for own, row, shown, tokens in zip(columns, rows, kept, sequences, strict=True):
+        letters = ~np.isin(row, gaps)
+        own[letters[shown]] = tokens[shown[letters]]
+    return columns
 
 
 def _place(places: list[str], record: int, offset: int | None) -> str:

@@ -1,8 +1,13 @@
-"""A family of proteins, given as relatives to a model that takes them."""
+"""Families of proteins, given to a model as relatives: their files, one for all or a table.
+
+A row of a table is a relative of a protein, as tab-separated text. Names are single words, so no
+cell is quoted.
+"""
 
 import logging
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,17 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import DataError, require_number
-from d2plm.core.files import shipped
+from d2plm.core.files import shipped, written_beside
 from d2plm.core.number_text import counted
 from d2plm.core.terminal import first_few
-from d2plm.core.vocabulary import PROTEIN, Tokens, is_canonical
+from d2plm.core.vocabulary import PROTEIN, Tokens, decode, is_canonical
+from d2plm.data.alignment_files import alignment_columns
 from d2plm.data.compressed import open_input
+from d2plm.data.fasta import tokenised
 from d2plm.data.records import places_by_name, require_distinct
 from d2plm.data.relatives import LONGEST_RELATIVE, aligned_part
-from d2plm.data.relatives_table import read_relatives
-from d2plm.data.sources import read_sequences
+from d2plm.data.retrieval import Relative
+from d2plm.data.sources import read_sequences, read_sources
+from d2plm.data.tables import open_table
+from d2plm.settings.data import Reading
 
 HOLD_OUT_FROM = 10  # members; a smaller family is given whole
+OF_ONE, SEQUENCE = "protein", "sequence"  # columns of a table
+TABLE_COLUMNS = (OF_ONE, "relative", "identity", "coverage", SEQUENCE)
+OF_RELATIVES = (OF_ONE, "relative", "query", "qseq")  # how a column begins in such tables only
+WITH_FIELDS = frozenset((".parquet", ".arrow", ".jsonl", ".ndjson", ".json"))
 
 log = logging.getLogger(__name__)
 
@@ -32,35 +45,43 @@ class Family:
 
     Attributes:
         members: uint8 residue tokens, distinct.
-        most: maximum number of relatives drawn per protein.
+        most: that are drawn for one protein.
+        columns: uint8 [N, W], the members in the columns of their file, see `alignment_columns`.
     """
 
     members: Sequence[Tokens]
     most: int
     names: Sequence[str] = ()
+    columns: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
         require_number("max_relatives", self.most, integer=True, low=1)
 
     @classmethod
-    def of(cls, sequences: Sequence[Tokens], most: int, names: Sequence[str] = ()) -> "Family":
+    def of(
+        cls,
+        sequences: Sequence[Tokens],
+        most: int,
+        names: Sequence[str] = (),
+        columns: NDArray[np.uint8] | None = None,
+    ) -> "Family":
         """The distinct `sequences` with at least one canonical residue.
 
         Args:
             names: names of the sequences; their numbers if empty.
+            columns: of the sequences, see `Family`.
 
         Raises:
             DataError: if no sequence is left.
         """
         names = names or [str(number) for number in range(len(sequences))]
-        distinct: dict[bytes, tuple[str, Tokens]] = {}
-        for name, one in zip(names, sequences, strict=True):
+        distinct: dict[bytes, int] = {}
+        for number, one in enumerate(sequences):
             if is_canonical(one).any():
-                distinct.setdefault(one.tobytes(), (name, one))
+                distinct.setdefault(one.tobytes(), number)
         if not distinct:
             raise DataError("there are no relatives: give at least one protein")
-        kept = distinct.values()
-        return cls([one for _, one in kept], most, [name for name, _ in kept])
+        return cls(sequences, most, names, columns)._only([*distinct.values()])
 
     def hold_out(self, share: float, seed: int) -> tuple["Family", "Family"]:
         """The family without a random `share` of its members, and those members.
@@ -77,7 +98,7 @@ class Family:
         return self._only(np.sort(drawn[number:])), self._only(np.sort(drawn[:number]))
 
     def given_to(self, protein: Tokens) -> "Family":
-        """The family without the protein and without members that contain it or lie in it."""
+        """The family without the protein itself, what contains it and what is a part of it."""
         own = protein.tobytes()
         kept = [own not in one and one not in own for one in self._texts]
         return self if all(kept) else self._only(np.flatnonzero(kept))
@@ -92,7 +113,7 @@ class Family:
 
         Args:
             key: integers that determine the draw.
-            protein: protein they are drawn for; long members are cut to the part aligned with it.
+            protein: what they are drawn for, long members cut to what aligns with it.
         """
         drawn, count = self.members, len(self.members)
         if count > self.most:
@@ -108,16 +129,17 @@ class Family:
     def _texts(self) -> list[bytes]:
         return [one.tobytes() for one in self.members]
 
-    def _only(self, which: NDArray[np.int64]) -> "Family":
+    def _only(self, which: Sequence[int] | NDArray[np.int64]) -> "Family":
         names = [self.names[i] for i in which] if self.names else []
-        return Family([self.members[i] for i in which], self.most, names)
+        columns = None if self.columns is None else self.columns[which]
+        return Family([self.members[i] for i in which], self.most, names, columns)
 
 
 class RelativesCheck:
-    """Collects messages about the relatives of proteins, one protein at a time.
+    """Collects, protein by protein, what is to be said about their relatives.
 
     Args:
-        relatives, proteins: their files, for messages.
+        relatives, proteins: where they are from, for messages.
     """
 
     def __init__(self, relatives: str | Path, proteins: str | Path) -> None:
@@ -135,7 +157,7 @@ class RelativesCheck:
         return given
 
     def report(self) -> None:
-        """Log which members are left out and which proteins have no relatives.
+        """Log what is left out, and which proteins have no relatives.
 
         Raises:
             DataError: if none has.
@@ -159,6 +181,61 @@ class RelativesCheck:
             log.info("%s are scored without relatives: %s", ratio, shown)
 
 
+def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[Relative]]) -> None:
+    """Write the relatives of each of the proteins; `names` are theirs.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    with written_beside(path) as partial, partial.open("w", encoding="utf-8") as file:
+        print(*TABLE_COLUMNS, sep="\t", file=file)
+        for protein, relatives in zip(names, found, strict=True):
+            for one in relatives:
+                name = "_".join(one.name.split())  # of a table, it may hold blanks
+                figures = f"{one.identity:.3f}", f"{one.coverage:.3f}"
+                print(protein, name, *figures, decode(one.tokens), sep="\t", file=file)
+
+
+def read_relatives(path: Path) -> dict[str, list[Tokens]] | None:
+    """Name of each protein of a table → its relatives, uint8 residue tokens.
+
+    Only the columns of names and sequences are needed, in any place. None is a file without them.
+
+    Raises:
+        DataError: the file is a table of relatives under other names, has no rows, or a cell holds
+            no protein.
+    """
+    columns: dict[str, str] = {}
+    with suppress(DataError), open_table(path) as table:
+        columns = {column.lower(): column for column in table.columns}
+    is_csv = {OF_ONE, SEQUENCE} <= {*columns}
+    if not is_csv and len(columns) > 1 and any(one.startswith(OF_RELATIVES) for one in columns):
+        raise DataError(
+            f"{path}: has the columns {', '.join(columns.values())}; a table of relatives needs "
+            f"{OF_ONE}, the name of a protein, and {SEQUENCE}, that of a relative"
+        )
+    if not is_csv and WITH_FIELDS.isdisjoint(path.suffixes):
+        return None
+    reading = Reading(
+        format="csv" if is_csv else "auto",
+        name_field=columns.get(OF_ONE, OF_ONE),
+        sequence_field=columns.get(SEQUENCE, SEQUENCE),
+    )
+    found: dict[str, list[Tokens]] = {}
+    try:
+        for record in tokenised(read_sources([path], reading), PROTEIN):
+            found.setdefault(record.name, []).append(record.tokens)
+    except DataError:
+        if is_csv:
+            raise
+        return None  # without these fields
+    if unnamed := found.pop("", []):
+        log.info("%s: left out %s without a protein", path, counted(len(unnamed), "row"))
+    if not found:
+        raise DataError(f"{path}: has no rows; give at least one relative")
+    return found
+
+
 def read_families(path: Path, most: int, names: Sequence[str], source: str | Path) -> list[Family]:
     """The family of each protein of `source`: the same for all, or its own from a table.
 
@@ -166,8 +243,8 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
 
     Args:
         path: a table of relatives, or what `read_family` reads.
-        most: as in `Family`.
-        names: names of the proteins, by which a table refers to them.
+        most: as of `Family`.
+        names: of the proteins, by which a table refers to them.
 
     Raises:
         DataError: the file cannot be read, is neither, or holds no protein; or it is a table, and
@@ -200,15 +277,16 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
 
 
 def read_family(path: Path, most: int) -> Family:
-    """The family in an input of any form that `read_sequences` reads; arguments as in `Family.of`.
+    """The family in an input of any form that `read_sequences` reads; arguments as of `Family.of`.
 
     Raises:
         DataError: the input cannot be read, or holds no protein.
     """
     records = [*read_sequences(path, PROTEIN)]
-    names = [record.name for record in records]
+    names, members = [record.name for record in records], [record.tokens for record in records]
     try:
-        family = Family.of([record.tokens for record in records], most, names)
+        columns = alignment_columns([record.text for record in records], members)
+        family = Family.of(members, most, names, columns)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     _report_long(path, family.members)

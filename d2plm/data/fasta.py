@@ -33,10 +33,14 @@ _NEWLINE = ord("\n")
 
 @dataclass(frozen=True, slots=True)
 class FastaRecord:
-    """One sequence: the first word of its header and its tokens."""
+    """One sequence: the first word of its header, its tokens and its text, if it is read as such.
+
+    The text holds the gaps of an alignment.
+    """
 
     name: str
     tokens: Tokens
+    text: bytes = b""
 
 
 def read_fasta(path: Path, vocabulary: Vocabulary = PROTEIN) -> Iterator[FastaRecord]:
@@ -61,7 +65,8 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
         for index, name in enumerate(records.names):
             if found.illegal[index] or not found.lengths[index]:
                 refuse(records, index, vocabulary)
-            yield FastaRecord(shown(name), found[index].copy())
+            text = records.sequences[index] if records.sequences else b""
+            yield FastaRecord(shown(name), found[index].copy(), text)
 
 
 def read_template_fasta(path: Path) -> Iterator[tuple[str, str, str]]:

@@ -71,7 +71,7 @@ def checked(
             continue
         if vocabulary == PROTEIN:
             records = _of_sequences(records, left_out)
-            if number == 0:
+            if number == 0 and not records.aligned:
                 _refuse_annotated(records)
                 _refuse_codes(records)
         texts = records.sequences
@@ -87,7 +87,7 @@ def checked(
             masked = sum(not text.isupper() for text in texts) > 1
             for index in range(len(texts)):
                 _refuse_words(records, index, masked)
-        if b"." in others or b"-" in others:
+        if (b"." in others or b"-" in others) and not records.aligned:
             alone = number == 0 and len(texts) == 1
             _refuse_gaps(records, None if alone or records.part is not None else columns)
         yield records

@@ -49,7 +49,8 @@ class RawRecords:
         done: share of the input read, 0 … 1.
         part: where these are not n whole records but a part of a long one, the number of the part,
             from 0 on.
-        tokens: tokens of inputs that hold them instead of texts.
+        tokens: of inputs that hold these instead of texts.
+        aligned: whether they are the rows of a whole alignment, equally long.
     """
 
     names: list[bytes]
@@ -58,6 +59,7 @@ class RawRecords:
     done: float
     part: int | None = None
     tokens: Tokenised | None = None
+    aligned: bool = False
 
     def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
         """The tokens of the records, in the vocabulary that they were read for.
@@ -107,13 +109,13 @@ def shown(name: bytes) -> str:
 
 
 def identifiers(name: bytes) -> list[bytes]:
-    """The identifiers of a name: itself, and `P1` and `A_B` of `sp|P1|A_B`."""
+    """What a name may be referred to by: itself, and `P1` and `A_B` of `sp|P1|A_B`."""
     found = _IDENTIFIERS.fullmatch(name)
     return [name, *filter(None, found.groups())] if found else [name]
 
 
 def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], int | None]:
-    """A function from a name to the place of its record in `source`; None if there is none.
+    """Where a name's record is among the records of `source`, as a function; None: nowhere.
 
     `P02185` and `MYG_PHYMC` also refer to `sp|P02185|MYG_PHYMC` and `UniRef90_P02185`, and these to
     each other, and `toy` to `toy/11-47`; a record without a name cannot be referred to. To ask for
@@ -140,7 +142,7 @@ def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], 
 
 
 def require_distinct(names: Sequence[str], source: str | Path) -> None:
-    """Raise a `DataError` unless each record of `source` has a name that no other has."""
+    """Raise a `DataError` unless each record of `source` has a name, and one of its own."""
     if unnamed := [place for place, name in enumerate(names) if not name]:
         where = _described(unnamed, names, source)
         raise DataError(f"{source}: no name: {where}; give each record one of its own")

@@ -7,9 +7,8 @@ intervals exclude zero; with one seed no difference is shown.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +16,14 @@ from scipy.stats import sem
 from scipy.stats import t as student_t
 
 from d2plm.core.errors import ConfigError
-from d2plm.core.number_text import interval_text
+from d2plm.core.estimate import Estimate, Interval, Verdict, interval_text, verdict
 from d2plm.core.palette import BLUE, GREY, ORANGE, new_figure, save_figure
-from d2plm.evaluation.findings import against, judge
-from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate, paired_difference
-from d2plm.evaluation.plots import plot_perplexity
-from d2plm.evaluation.terms import terms_of
-
-FORMAT_VERSION = 1
+from d2plm.core.table import Cell, Number, Table
+from d2plm.evaluation.findings import judge
+from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
+from d2plm.evaluation.plots import plot_estimate
+from d2plm.evaluation.result import Evaluation
+from d2plm.evaluation.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -32,30 +31,57 @@ class Run:
     """One arm's evaluation with one seed.
 
     Attributes:
-        evaluation: as `summarise` returned it.
         nats: float64 [N]; `residues`, `clusters`: integer [N].
     """
 
-    evaluation: dict[str, Any]
+    evaluation: Evaluation
     nats: NDArray[np.float64]
     residues: NDArray[np.int64]
     clusters: NDArray[np.int64]
 
 
-def compare(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Arm:
+    """The figures of an arm; those of the difference are None for the first arm.
+
+    Attributes:
+        seeds: seed → perplexity.
+        better_than_baseline: number of the seeds that are.
+        difference: nats per residue less those of the first arm (below zero: better than it), with
+            the interval over clusters of the held-out proteins.
+        seed_differences: seed → difference; `seed_interval`: of their mean.
+        verdict: by both intervals.
+    """
+
+    perplexity: Estimate
+    seeds: dict[int, float]
+    better_than_baseline: int
+    difference: Estimate | None = None
+    seed_differences: dict[int, float] = field(default_factory=dict)
+    seed_interval: Interval | None = None
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms compared with the first of them and with its best baseline."""
+
+    terms: Terms
+    baseline: str
+    baseline_perplexity: Estimate
+    arms: dict[str, Arm]
+
+
+def compare(runs: Mapping[str, Mapping[int, Run]]) -> Comparison:
     """The arms compared with the first of them and with the best baseline.
 
     Args:
         runs: arm → seed → run; the same seeds in every arm.
 
-    Returns:
-        JSON content: `arms` with perplexity, interval and each seed's; `paired`, the differences
-        from the first arm in nats per residue (below zero: better than the first).
-
     Raises:
         ConfigError: if the runs were not evaluated on the same proteins.
     """
-    first_arm, *other_arms = runs
+    first_arm = next(iter(runs))
     first = next(iter(runs[first_arm].values()))
     for arm, seeds in runs.items():
         for seed, run in seeds.items():
@@ -65,57 +91,52 @@ def compare(runs: Mapping[str, Mapping[int, Run]]) -> dict[str, Any]:
                     "compare arms on one split, with one limit on the length"
                 )
     best = judge(first.evaluation).baseline
-    return {
-        "format_version": FORMAT_VERSION,
-        **{key: value for key, value in first.evaluation.items() if key == "terms"},
-        "proteins": first.evaluation["sequences"],
-        "residues": int(first.residues.sum()),
-        "clusters": first.evaluation["clusters"],
-        "baseline": {best: first.evaluation["baselines"][best]},
-        "arms": {arm: _arm(seeds, best) for arm, seeds in runs.items()},
-        "against": first_arm,
-        "paired": {arm: _paired(runs[arm], runs[first_arm]) for arm in other_arms},
+    arms = {
+        arm: _arm(seeds, best, None if arm == first_arm else runs[first_arm])
+        for arm, seeds in runs.items()
     }
+    evaluation = first.evaluation
+    return Comparison(evaluation.terms, best, evaluation.baselines[best].perplexity, arms)
 
 
 def _same_residues(run: Run, other: Run) -> bool:
     ours, theirs = run.evaluation, other.evaluation
     return (
-        ours["digests"]["validation"] == theirs["digests"]["validation"]
-        and ours["settings"].get("split") == theirs["settings"].get("split")
+        ours.digests["validation"] == theirs.digests["validation"]
+        and ours.settings.get("split") == theirs.settings.get("split")
         and np.array_equal(run.residues, other.residues)
         and np.array_equal(run.clusters, other.clusters)
     )
 
 
-def _arm(seeds: Mapping[int, Run], baseline: str) -> dict[str, Any]:
+def _arm(seeds: Mapping[int, Run], baseline: str, first: Mapping[int, Run] | None) -> Arm:
     any_run = next(iter(seeds.values()))
-    estimate = corpus_estimate(_mean_nats(seeds), any_run.residues, any_run.clusters).exp()
-    outcomes = [against(run.evaluation, baseline)[2] for run in seeds.values()]
-    return {
-        "estimator": any_run.evaluation["model"]["estimator"],
-        "perplexity": estimate.value,
-        "perplexity_interval": estimate.interval,
-        "seeds": {seed: run.evaluation["model"]["perplexity"] for seed, run in seeds.items()},
-        "better_than_baseline": outcomes.count("better"),
-    }
-
-
-def _paired(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> dict[str, Any]:
-    any_run = next(iter(ours.values()))
-    paired = paired_difference(
-        _mean_nats(ours), _mean_nats(theirs), any_run.residues, any_run.clusters
+    nats, within = _mean_nats(seeds), (any_run.residues, any_run.clusters)
+    against = [run.evaluation.baselines[baseline].difference for run in seeds.values()]
+    arm = Arm(
+        corpus_estimate(nats, *within).exp(),
+        {seed: run.evaluation.model.perplexity.value for seed, run in seeds.items()},
+        sum(one.verdict is Verdict.BETTER for one in against),
     )
+    if first is None:
+        return arm
+    difference = corpus_estimate(nats - _mean_nats(first), *within)
     by_seed = {
-        seed: float((run.nats - theirs[seed].nats).sum() / run.residues.sum())
-        for seed, run in ours.items()
+        seed: float((run.nats - first[seed].nats).sum() / run.residues.sum())
+        for seed, run in seeds.items()
     }
     over_seeds = seed_interval([*by_seed.values()])
-    shown = all(i is not None and i[0] * i[1] > 0 for i in (paired["interval"], over_seeds))
-    return {**paired, "seeds": by_seed, "seed_interval": over_seeds, "shown": shown}
+    both = verdict(difference.interval, over_seeds)
+    return replace(
+        arm,
+        difference=difference,
+        seed_differences=by_seed,
+        seed_interval=over_seeds,
+        verdict=both,
+    )
 
 
-def seed_interval(differences: list[float]) -> list[float] | None:
+def seed_interval(differences: list[float]) -> Interval | None:
     """The 95 % interval of the mean difference over seeds, by Student's t; None for one seed."""
     count = len(differences)
     if count < 2:
@@ -123,72 +144,63 @@ def seed_interval(differences: list[float]) -> list[float] | None:
     low, high = student_t.interval(
         CONFIDENCE, count - 1, loc=np.mean(differences), scale=sem(differences)
     )
-    return [float(low), float(high)]
+    return float(low), float(high)
 
 
 def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
     return np.mean([run.nats for run in seeds.values()], axis=0)
 
 
-def comparison_table(comparison: dict[str, Any]) -> str:
-    """The comparison as a Markdown table."""
-    terms = terms_of(comparison)
+def comparison_table(comparison: Comparison) -> Table:
+    """The arms beside one another, and the best baseline."""
+    terms, first = comparison.terms, next(iter(comparison.arms))
     over = f"[over {terms.sequence}s]"
-    lines = [
-        f"| arm | perplexity {over} | each seed | difference, nats/{terms.token} {over}"
-        " [over seeds] | each seed |",
-        "|---|---|---|---|---|",
-    ]
-    for arm, figures in comparison["arms"].items():
-        seeds = ", ".join(f"{value:.3f}" for value in figures["seeds"].values())
-        paired = comparison["paired"].get(arm)
-        difference = "| (the others are compared with it) | "
-        if paired is not None:
-            by_seed = ", ".join(f"{value:+.4f}" for value in paired["seeds"].values())
-            verdict = "" if paired["shown"] else " (not shown to differ)"
-            difference = (
-                f"| {paired['nelbo_difference']:+.4f} {_interval(paired['interval'], '+.4f')}"
-                f" {_interval(paired['seed_interval'], '+.4f')}{verdict} | {by_seed} "
-            )
-        lines.append(
-            f"| {arm} | {figures['perplexity']:.3f} "
-            f"{_interval(figures['perplexity_interval'], '.3f')} | {seeds} {difference}|"
-        )
-    ((baseline, values),) = comparison["baseline"].items()
-    lines.append(
-        f"| {baseline} baseline | {values['perplexity']:.3f} "
-        f"{_interval(values['perplexity_interval'], '.3f')} | | | |"
-    )
-    lines += ["", "All intervals are of 95 %."]
+    rows: list[list[Cell]] = []
+    for arm, figures in comparison.arms.items():
+        seeds = ", ".join(f"{value:.3f}" for value in figures.seeds.values())
+        row: list[Cell] = [arm, Number(figures.perplexity, ".3f"), seeds]
+        if figures.difference is None:
+            rows.append([*row, "", "", "(the others are compared with it)"])
+            continue
+        interval = figures.seed_interval and interval_text(figures.seed_interval, "+.4f")
+        by_seed = ", ".join(f"{value:+.4f}" for value in figures.seed_differences.values())
+        difference = f"{figures.difference:+.4f} {interval or ''}".rstrip()
+        rows.append([*row, difference, by_seed, f"{figures.verdict} {first}"])
+    baseline = Number(comparison.baseline_perplexity, ".3f")
+    rows.append([f"{comparison.baseline} baseline", baseline, "", "", "", ""])
     counts = ", ".join(
-        f"{arm} {figures['better_than_baseline']} of {len(figures['seeds'])}"
-        for arm, figures in comparison["arms"].items()
+        f"{arm} {figures.better_than_baseline} of {len(figures.seeds)}"
+        for arm, figures in comparison.arms.items()
     )
-    lines += [f"Seeds below the {baseline} baseline, paired interval: {counts}."]
-    return "\n".join(lines)
+    heads = ["arm", f"perplexity {over}", "each seed"]
+    heads += [f"difference, nats/{terms.token} {over} [over seeds]", "each seed", "verdict"]
+    return Table(
+        heads,
+        rows,
+        notes=[
+            "All intervals are of 95 %.",
+            f"Seeds {Verdict.BETTER} the {comparison.baseline} baseline, paired: {counts}.",
+        ],
+    )
 
 
-def _interval(interval: list[float] | None, form: str) -> str:
-    return "" if interval is None else interval_text(interval, form)
-
-
-def plot_comparison(comparison: dict[str, Any], file: Path) -> None:
+def plot_comparison(comparison: Comparison, file: Path) -> None:
     """Write a PNG: each arm's perplexity, interval and seeds, and the best baseline.
 
     Raises:
         DataError: if the file cannot be written.
     """
-    arms = comparison["arms"]
+    arms = comparison.arms
     figure = new_figure(8, 1.5 + 0.6 * len(arms))
     axes = figure.subplots()
     for place, figures in enumerate(arms.values()):
-        plot_perplexity(axes, place, figures, fmt="o", color=BLUE)
-        seeds = list(figures["seeds"].values())
+        plot_estimate(axes, place, figures.perplexity, fmt="o", color=BLUE)
+        seeds = [*figures.seeds.values()]
         axes.plot(seeds, [place + 0.2] * len(seeds), "|", color=GREY, markersize=10)
-    ((baseline, values),) = comparison["baseline"].items()
-    axes.axvline(values["perplexity"], color=ORANGE, ls="--", label=baseline)
+    value = comparison.baseline_perplexity.value
+    axes.axvline(value, color=ORANGE, ls="--", label=comparison.baseline)
     axes.set_yticks(range(len(arms)), list(arms))
-    held_out = f"held-out {terms_of(comparison).sequence}s"
+    held_out = f"held-out {comparison.terms.sequence}s"
     axes.set(xlabel=f"perplexity on {held_out} (95 % interval; ticks below: each seed)")
     axes.invert_yaxis()
     axes.legend(fontsize=8)

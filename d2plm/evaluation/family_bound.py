@@ -6,18 +6,18 @@ model that takes relatives is given a few for each protein, the closest ones fou
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.number_text import difference_text, interval_text
-from d2plm.core.palette import BLUE, GREY, SKY, new_figure, save_figure
+from d2plm.core.estimate import difference_text
+from d2plm.core.palette import BLUE, SKY, new_figure, save_figure
 from d2plm.core.vocabulary import Tokens
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.findings import against
-from d2plm.evaluation.likelihood import bound_figures, paired_difference
+from d2plm.evaluation.likelihood import bound_of, compared_with
+from d2plm.evaluation.plots import plot_bounds
+from d2plm.evaluation.result import Bounds, Compared
 
 ADAPTED, BASE = "adapted model", "base model"
 FAMILY_PROFILE = "profile HMM"
@@ -48,66 +48,44 @@ def compare_on_family(
     nats: Mapping[str, NDArray[np.float64]],
     residues: NDArray[np.int64],
     clusters: NDArray[np.integer],
-) -> dict[str, Any]:
-    """Figures of all scores of N proteins, the best last.
+) -> Bounds:
+    """Bounds of all scores of N proteins, the best last.
 
     Args:
         nats: float64 [N] by name, `ADAPTED` among them.
         residues: int64 [N], canonical residues.
         clusters: integer [N]; intervals resample these.
-
-    Returns:
-        JSON content: by name the nats per residue and the perplexity, each with its 95 % interval,
-        and the paired difference of the adapted model from it, nats per residue, with its interval.
     """
-    figures = {
-        name: bound_figures(own, residues, clusters)
-        | paired_difference(nats[ADAPTED], own, residues, clusters)
+    within = residues, clusters
+    bounds = {
+        name: bound_of(own, *within)
+        if name == ADAPTED
+        else compared_with(nats[ADAPTED], own, *within)
         for name, own in nats.items()
     }
-    return dict(sorted(figures.items(), key=lambda row: -row[1]["perplexity"]))
+    return dict(sorted(bounds.items(), key=lambda row: -row[1].perplexity.value))
 
 
-def verdict(figures: Mapping[str, Any]) -> str:
+def family_verdict(bounds: Bounds) -> str:
     """The adapted model against the best of the baselines and the base model, as a sentence."""
-    others = [name for name in figures if name != ADAPTED]
-    best = others[-1]
-    _, _, outcome = against({"paired": figures}, best)
-    standing = {"better": "better than", "worse": "worse than"}
-    perplexity, other = (figures[name]["perplexity"] for name in (ADAPTED, best))
+    compared = {name: bound for name, bound in bounds.items() if isinstance(bound, Compared)}
+    name, best = [*compared.items()][-1]
+    perplexities = (bound.perplexity.value for bound in (bounds[ADAPTED], best))
+    against = " against ".join(f"{perplexity:.2f}" for perplexity in perplexities)
     return (
-        f"{standing.get(outcome, 'not shown to differ from')} the best of the others, {best}: "
-        f"perplexity {perplexity:.2f} against {other:.2f}, {difference_text(figures[best])}, paired"
+        f"{best.difference.verdict} the best of the others, {name}: perplexity {against}, "
+        f"{difference_text(best.difference)}, paired"
     )
 
 
-def family_table(figures: Mapping[str, Any]) -> str:
-    """The figures as a Markdown table, the best last."""
-    lines = [
-        "| | perplexity | 95 % interval | adapted model's difference, nats/residue |",
-        "|:---|---:|:---:|:---|",
-    ]
-    for name, row in figures.items():
-        interval = interval_text(row["perplexity_interval"], ".2f")
-        shown = "" if name == ADAPTED else difference_text(row).replace(" nats/residue", "")
-        lines.append(f"| {name} | {row['perplexity']:.2f} | {interval} | {shown} |")
-    return "\n".join(lines)
-
-
-def plot_family(figures: Mapping[str, Any], file: Path) -> None:
+def plot_family(bounds: Bounds, file: Path) -> None:
     """Draw the perplexities with their intervals.
 
     Raises:
         DataError: if the file cannot be written.
     """
-    figure = new_figure(8, 0.5 * len(figures) + 1)
+    figure = new_figure(8, 0.5 * len(bounds) + 1)
     axes = figure.subplots()
-    for place, (name, row) in enumerate(figures.items()):
-        colour = BLUE if name == ADAPTED else SKY if name == BASE else GREY
-        low, high = row["perplexity_interval"] or [row["perplexity"]] * 2
-        error = [[row["perplexity"] - low], [high - row["perplexity"]]]
-        axes.barh(place, row["perplexity"], color=colour, xerr=error)
-        axes.text(high + 0.2, place, f"{row['perplexity']:.2f}", va="center", fontsize=9)
-    axes.set_yticks(range(len(figures)), list(figures))
-    axes.set(xlabel="perplexity of members that no model has seen", ylim=(len(figures) - 0.5, -0.5))
+    plot_bounds(axes, bounds, {ADAPTED: BLUE, BASE: SKY}, ADAPTED)
+    axes.set(xlabel="perplexity of members that no model has seen, 95 % interval")
     save_figure(figure, file)

@@ -6,20 +6,23 @@ family, not of a protein without relatives. There are two controls: unrelated pr
 lengths must not help, and the order of the relatives must not matter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.errors import require, require_number
-from d2plm.core.number_text import difference_text, interval_text
 from d2plm.core.progress import Progress
 from d2plm.core.vocabulary import Tokens
 from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
-from d2plm.evaluation.findings import ALIGNED, PROFILE, best_profile
-from d2plm.evaluation.likelihood import SequenceScores, bound_figures, paired_difference
+from d2plm.evaluation.likelihood import (
+    SequenceScores,
+    bound_of,
+    compared_with,
+    corpus_estimate,
+)
+from d2plm.evaluation.result import ALIGNED, PROFILE, Compared, GivenRelatives, RelativesBelow
 
 BASELINES = (PROFILE, ALIGNED)
 PROFILES_VERSION = 1  # of the baselines' figures that are kept
@@ -70,7 +73,7 @@ def evaluate_given_relatives(
     choice: RelativesChoice = RelativesChoice(),
     longest: int | None = None,
     keep: Callable[[Compute], NDArray[np.float64]] = lambda compute: compute(),
-) -> dict[str, Any]:
+) -> GivenRelatives:
     """Figures of proteins given their relatives, those without any included.
 
     Args:
@@ -80,10 +83,6 @@ def evaluate_given_relatives(
         choice: which proteins are scored, and what each is given.
         longest: residues of a protein that are scored, its first ones; None for all.
         keep: returns the cached or new result of the baselines, which do not depend on the model.
-
-    Returns:
-        JSON content: `choice`; `alone`; `below`, a row for each identity with the model, the
-        baselines, and paired differences in nats per residue; `controls`.
     """
     scored = choice.of(len(collection))
     targets = [collection[number][:longest] for number in scored]
@@ -101,35 +100,30 @@ def evaluate_given_relatives(
     rows = []
     for (identity, which), own_profiles in zip(chosen.items(), profiles, strict=True):
         nats = score(f"given relatives below {identity:.0%}", targets, of(which)).nats
-        of_baselines = dict(zip(BASELINES, own_profiles, strict=True))
         rows.append(
-            {
-                "identity": identity,
-                "with_relatives": sum(1 for own in which if own),
-                "model": bound_figures(nats, *within),
-                **{name: bound_figures(own, *within) for name, own in of_baselines.items()},
-                "paired": {
-                    name: paired_difference(nats, own, *within)
-                    for name, own in {**of_baselines, "alone": alone.nats}.items()
+            RelativesBelow(
+                identity,
+                with_relatives=sum(1 for own in which if own),
+                model=bound_of(nats, *within),
+                baselines={
+                    name: compared_with(nats, own, *within)
+                    for name, own in zip(BASELINES, own_profiles, strict=True)
                 },
-            }
+            )
         )
     widest = chosen[choice.identities[0]]
     unrelated = unrelated_of_same_length(scored, widest, index, collection, clusters)
     with_unrelated = score("given unrelated proteins", targets, of(unrelated))
+    change = corpus_estimate(with_unrelated.nats - alone.nats, *within)
     several = [n for n, own in enumerate(widest) if len(own) > 1][:ORDER_SAMPLE]
-    return {
-        "choice": {**asdict(choice), "identities": [*choice.identities], "proteins": len(targets)},
-        "alone": bound_figures(alone.nats, *within),
-        "below": rows,
-        "controls": {
-            "unrelated": {
-                "model": bound_figures(with_unrelated.nats, *within),
-                "paired": {"alone": paired_difference(with_unrelated.nats, alone.nats, *within)},
-            },
-            "order": _order_matters_by(score, several, of(widest), targets),
-        },
-    }
+    return GivenRelatives(
+        choice.most,
+        proteins=len(targets),
+        alone=bound_of(alone.nats, *within),
+        below=rows,
+        unrelated=Compared(**vars(bound_of(with_unrelated.nats, *within)), difference=change),
+        order_difference=_order_matters_by(score, several, of(widest), targets),
+    )
 
 
 def _profile_nats(
@@ -202,42 +196,12 @@ def _order_matters_by(
     several: Sequence[int],
     given: Sequence[Sequence[Tokens]],
     sequences: Sequence[Tokens],
-) -> dict[str, Any]:
+) -> float | None:
     """The largest difference that reversing the relatives makes, nats per residue."""
     if not several:
-        return {"sequences": 0, "largest_difference": None}
+        return None
     own = [sequences[n] for n in several]
     ordered = score("relatives in order", own, [given[n] for n in several])
     reversed_ = score("relatives in reverse", own, [given[n][::-1] for n in several])
     differences = np.abs(ordered.nats - reversed_.nats) / np.maximum(ordered.residues, 1)
-    return {"sequences": len(own), "largest_difference": float(differences.max())}
-
-
-def relatives_table(given: Mapping[str, Any]) -> list[str]:
-    """The figures as lines of text."""
-    number = given["choice"]["proteins"]
-    head = f"{'given relatives':26}{'proteins':>9}{'perplexity':>12}  {'95 % interval':^17}"
-    lines = [f"the bound of {number:,} of the proteins given their relatives"]
-    lines.append(f"{head}{'best HMM':>10}   difference")
-    for row in given["below"]:
-        best = best_profile(row)
-        interval = interval_text(row["model"]["perplexity_interval"], "7.3f")
-        below = f"identity below {row['identity']:.0%}"
-        lines.append(
-            f"{below:26}{row['with_relatives']:9,}"
-            f"{row['model']['perplexity']:12.3f}  {interval:17}"
-            f"{row[best]['perplexity']:10.3f}   {difference_text(row['paired'][best])}"
-        )
-    lines.append(f"{'none':35}{given['alone']['perplexity']:12.3f}")
-    unrelated = given["controls"]["unrelated"]
-    lines.append(
-        f"{'unrelated proteins instead':35}{unrelated['model']['perplexity']:12.3f}"
-        f"   from none: {difference_text(unrelated['paired']['alone'])}"
-    )
-    order = given["controls"]["order"]
-    if order["sequences"]:
-        lines.append(
-            "another order of the relatives changes at most "
-            f"{order['largest_difference']:.1e} nats per residue"
-        )
-    return lines
+    return float(differences.max())

@@ -4,7 +4,6 @@ Draws are keyed by the sequence's index alone, so every model that is compared s
 intervals come from resampling homology clusters, not residues. Everything is summed in float64.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,12 @@ from numpy.typing import NDArray
 
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import ModelError, require_number
+from d2plm.core.estimate import Estimate
 from d2plm.core.noise import Key
 from d2plm.core.vocabulary import Tokens
 from d2plm.data.cache import digest_of
 from d2plm.data.loader import pack_all
+from d2plm.evaluation.result import Bound, Compared
 from d2plm.paradigms.masked import MaskedParadigm, cross_entropy, random_subsets
 from d2plm.paradigms.paradigm import BoundDraw, Denoiser, Paradigm
 
@@ -72,24 +73,6 @@ class SequenceScores:
     def nats(self) -> NDArray[np.float64]:
         """float64 [N], the estimate of the NELBO: the mean over the draws."""
         return self.draws.mean(axis=1)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A corpus-level figure and its 95 % bootstrap interval over clusters."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def interval(self) -> list[float] | None:
-        """[low, high]; None of a single cluster."""
-        return None if math.isnan(self.low) else [self.low, self.high]
-
-    def exp(self) -> "Estimate":
-        """The same in perplexity."""
-        return Estimate(*(float(np.exp(x)) for x in (self.value, self.low, self.high)))
 
 
 def score_sequences(
@@ -239,7 +222,7 @@ def corpus_estimate(
     cluster_residues = np.bincount(members, weights=residues)
     value = float(cluster_nats.sum() / cluster_residues.sum())
     if len(cluster_nats) < 2:
-        return Estimate(value, float("nan"), float("nan"))
+        return Estimate(value, None)
     from scipy.stats import bootstrap  # most of a second, which loading a model can save
 
     interval = bootstrap(
@@ -253,28 +236,32 @@ def corpus_estimate(
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return Estimate(value, float(interval.low), float(interval.high))
+    return Estimate(value, (float(interval.low), float(interval.high)))
 
 
-def bound_figures(
-    nats: NDArray[np.float64], residues: NDArray[np.integer], clusters: NDArray[np.integer]
-) -> dict[str, Any]:
-    """The bound of N sequences as JSON content; arguments as of `corpus_estimate`."""
-    estimate = corpus_estimate(nats, residues, clusters)
-    return {
-        "nelbo": estimate.value,
-        "nelbo_interval": estimate.interval,
-        "perplexity": estimate.exp().value,
-        "perplexity_interval": estimate.exp().interval,
-    }
+def bound_of(
+    nats: NDArray[np.float64],
+    residues: NDArray[np.integer],
+    clusters: NDArray[np.integer],
+    units: NDArray[np.integer] | None = None,
+) -> Bound:
+    """The bound of N sequences; arguments as of `corpus_estimate`.
+
+    Args:
+        units: [N], bytes or bases of the tokens scored; None where there is no such unit.
+    """
+    nelbo = corpus_estimate(nats, residues, clusters)
+    bits = None if units is None else corpus_estimate(nats / np.log(2), units, clusters)
+    return Bound(nelbo, nelbo.exp(), bits)
 
 
-def paired_difference(
+def compared_with(
     ours: NDArray[np.float64],
     theirs: NDArray[np.float64],
     residues: NDArray[np.integer],
     clusters: NDArray[np.integer],
-) -> dict[str, Any]:
-    """Two models' nats [N] on the same sequences: the difference and its interval, as JSON."""
-    estimate = corpus_estimate(ours - theirs, residues, clusters)
-    return {"nelbo_difference": estimate.value, "interval": estimate.interval}
+    units: NDArray[np.integer] | None = None,
+) -> Compared:
+    """The bound of the nats `theirs` [N], with the paired difference of `ours` from it."""
+    difference = corpus_estimate(ours - theirs, residues, clusters)
+    return Compared(**vars(bound_of(theirs, residues, clusters, units)), difference=difference)

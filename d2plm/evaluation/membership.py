@@ -6,7 +6,6 @@ The identity to a given member comes from a pairwise alignment. A fast but incom
 all proteins to the family's HMM finds the candidates and the average identity within a set.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM
 
-from d2plm.core.vocabulary import CANONICAL, Tokens, decode, encode, is_canonical
+from d2plm.core.vocabulary import CANONICAL, Tokens, encode
 from d2plm.data.family import Family
 from d2plm.evaluation.quality import GENERATED, NATURAL
 from d2plm.evaluation.terms import REFERENCE
-from d2plm.families.profile_hmm import aligned_columns, domain_hits, family_hmm
+from d2plm.families.alignment import (
+    GAP,
+    Letters,
+    aligned_columns,
+    family_hmm,
+    letters_of,
+    one_hot,
+    text_of,
+)
+from d2plm.families.profile_hmm import domain_hits
 
 MAX_E_VALUE = 1e-3  # largest E-value of a member, in a search of this many proteins
 DATABASE = 1_000_000
@@ -53,7 +61,8 @@ def describe_members(
         is conserved) — the number of `members`, the means of coverage, conserved columns and the
         identity of two proteins; and `alignment`, the columns of the first members of each.
     """
-    hmm = family_hmm(given.members, effective_number="entropy", simulated=SIMULATED)
+    settings: dict[str, Any] = {"effective_number": "entropy", "simulated": SIMULATED}
+    hmm = family_hmm(given.members, given.columns, **settings)
     samples = _composition_samples(generated[:COMPARED], given.members, seed)
     sets: dict[str, tuple[Sequence[str], Sequence[Tokens]]] = {
         GENERATED: (names, generated),
@@ -76,36 +85,28 @@ def describe_members(
             for name, own in sets.items()
         },
         "alignment": [
-            {"set": name, "name": own, "columns": row}
+            {"set": name, "name": own, "columns": text_of(row)}
             for name, (own_names, rows) in shown.items()
             for own, row in zip(own_names[:SHOWN], rows[:SHOWN], strict=True)
         ],
     }
 
 
-def identities(rows: Sequence[str], others: Sequence[str]) -> NDArray[np.float64]:
+def identities(rows: Letters, others: Letters) -> NDArray[np.float64]:
     """float64 [N, M]: identical canonical residues ÷ columns that either protein fills.
 
     Args:
         rows, others: as of `aligned_columns`, of N and of M proteins.
     """
-    one, other = (np.array([[*row] for row in each]) for each in (rows, others))
-    same = sum(
-        (one == letter).astype(np.float64) @ (other == letter).T.astype(np.float64)
-        for letter in CANONICAL
-    )
-    empty = (one == "-").astype(np.float64) @ (other == "-").T.astype(np.float64)
-    return same / np.maximum(one.shape[1] - empty, 1)
+    same = one_hot(rows).astype(np.float64) @ one_hot(others).T
+    empty = (rows == GAP).astype(np.float64) @ (others == GAP).T
+    return np.asarray(same / np.maximum(rows.shape[1] - empty, 1))
 
 
-def conserved_columns(rows: Sequence[str]) -> dict[int, str]:
-    """Column → its residue, of those columns in which CONSERVED of the rows have the same one."""
-    columns = (Counter(column).most_common(1)[0] for column in zip(*rows, strict=True))
-    return {
-        number: letter
-        for number, (letter, count) in enumerate(columns)
-        if letter in CANONICAL and count >= CONSERVED * len(rows)
-    }
+def conserved_columns(rows: Letters) -> Letters:
+    """int8 [L]: the residue that CONSERVED of the rows have in a column; GAP if there is none."""
+    counts = one_hot(rows).sum(0).reshape(-1, GAP)
+    return np.where(counts.max(1) >= CONSERVED * len(rows), counts.argmax(1), GAP).astype(np.int8)
 
 
 def identities_to(members: Sequence[Tokens], protein: Tokens) -> NDArray[np.float64]:
@@ -113,24 +114,23 @@ def identities_to(members: Sequence[Tokens], protein: Tokens) -> NDArray[np.floa
 
     Each member is aligned to the single-sequence HMM of the protein.
     """
-    rows = aligned_columns(family_hmm([protein]), members)
-    own = np.array([*decode(protein)])
-    same = (np.array([[*row] for row in rows]) == own) & is_canonical(protein)
-    return same.mean(axis=1)
+    rows, own = aligned_columns(family_hmm([protein]), members), letters_of(protein)
+    return ((rows == own) & (own < GAP)).mean(axis=1)
 
 
 def _described(
     hmm: HMM,
     names: Sequence[str],
     proteins: Sequence[Tokens],
-    rows: Sequence[str],
+    rows: Letters,
     given: Family,
-    of_given: Sequence[str],
+    of_given: Letters,
 ) -> dict[str, Any]:
     if not proteins:
         means = dict.fromkeys(("mean_coverage", "mean_conserved", "mean_identity"))
         return {"proteins": [], "members": 0, **means}
     to_given, conserved = identities(rows, of_given), conserved_columns(of_given)
+    has_conserved = bool((conserved < GAP).any())
     found = domain_hits(hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
     described = []
     for number, (protein, row) in enumerate(zip(proteins, rows, strict=True)):
@@ -148,8 +148,8 @@ def _described(
                 "member": e_value is not None and e_value <= MAX_E_VALUE,
                 "nearest": given.names[candidates[nearest]],
                 "identity": float(to_candidates[nearest]),
-                "coverage": 1 - row.count("-") / len(row),
-                "conserved": _mean([row[i] == one for i, one in conserved.items()]),
+                "coverage": float((row < GAP).mean()),
+                "conserved": _mean((row == conserved)[conserved < GAP]),
             }
         )
     compared = rows[:COMPARED]
@@ -158,7 +158,7 @@ def _described(
         "proteins": described,
         "members": sum(one["member"] for one in described),
         "mean_coverage": _mean([one["coverage"] for one in described]),
-        "mean_conserved": _mean([one["conserved"] for one in described if conserved]),
+        "mean_conserved": _mean([one["conserved"] for one in described if has_conserved]),
         "mean_identity": _mean(among),
     }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.files import files_digest, read_json, write_text
+from d2plm.core.table import Table
 from d2plm.evaluation.quality import GENERATED, NATURAL
 from d2plm.evaluation.terms import REFERENCE
 
@@ -36,23 +37,24 @@ def headline(described: dict[str, Any]) -> str:
     return text
 
 
-def members_table(described: dict[str, Any]) -> list[str]:
-    """The sets beside each other, as lines of text."""
-    lines = [
-        f"{'':20}{'members':>10}{'nearest':>12}{'columns':>10}{'conserved':>11}{'two of them':>13}"
+def members_table(described: dict[str, Any]) -> Table:
+    """The sets beside each other."""
+    rows = [
+        [
+            name,
+            f"{own['members']} of {len(own['proteins'])}",
+            _range_text(own),
+            *map(_percent, (own["mean_coverage"], own["mean_conserved"], own["mean_identity"])),
+        ]
+        for name, own in described["sets"].items()
+        if own["proteins"]
     ]
-    for name, own in described["sets"].items():
-        if own["proteins"]:
-            count = f"{own['members']} of {len(own['proteins'])}"
-            lines.append(
-                f"{name:20}{count:>10}{_range_text(own):>12}{_percent(own['mean_coverage']):>10}"
-                f"{_percent(own['mean_conserved']):>11}{_percent(own['mean_identity']):>13}"
-            )
-    lines.append(
-        "nearest: identity to the nearest given member, of the members; columns of the HMM filled;"
-    )
-    lines.append("conserved columns with the family's residue; identity of two of them: on average")
-    return lines
+    notes = [
+        "nearest: identity to the nearest given member, of the members; columns of the HMM filled;",
+        "conserved columns with the family's residue; identity of two of them: on average",
+    ]
+    heads = ["", "members", "nearest", "columns", "conserved", "two of them"]
+    return Table(heads, rows, notes=notes)
 
 
 def header(described: dict[str, Any]) -> list[str]:

@@ -4,12 +4,14 @@ Each function draws one matplotlib axes; `plot` puts them into one PNG, the repo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from d2plm.core.estimate import Estimate
 from d2plm.core.palette import (
     BLUE,
     CLASS_COLOURS,
@@ -25,10 +27,25 @@ from d2plm.core.palette import (
     new_figure,
     save_figure,
 )
-from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE, judge
+from d2plm.evaluation.findings import judge
 from d2plm.evaluation.quality import GENERATED, LENGTH_BIN, NATURAL
-from d2plm.evaluation.terms import REFERENCE, terms_of
+from d2plm.evaluation.result import (
+    ALIGNED,
+    MODEL,
+    PROFILE,
+    Bounds,
+    Evaluation,
+    GivenRelatives,
+    Quality,
+    SequenceSet,
+)
+from d2plm.evaluation.terms import REFERENCE
 
+ROWS = (  # of the picture of an evaluation
+    ("training", "likelihood"),
+    ("calibration", "identity", "relatives"),
+    ("residues", "lengths", "novelty"),
+)
 SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
 BASELINES = {
     "unigram": (GREY, ":"),
@@ -49,54 +66,60 @@ _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 
 
 def plot(
-    evaluation: dict[str, Any], metrics: Sequence[dict[str, float]], file: Path, title: str
+    evaluation: Evaluation, metrics: Sequence[dict[str, float]], file: Path, title: str
 ) -> None:
-    """Write one PNG: curve and likelihoods, calibration and identity, and quality where measured.
+    """Write one PNG with the figures of ROWS that were measured.
 
     Args:
-        evaluation: as `summarise` returned it.
         metrics: the rows that training logged; may be empty.
         title: of the picture.
 
     Raises:
         DataError: if the file cannot be written.
     """
-    quality = evaluation["quality"]
-    of_quality = quality_plots(quality)
-    rows = 2 + bool(of_quality)
-    figure = new_figure(12, 4.6 * rows)
-    parts: Any = figure.subfigures(rows, 1)
-    curve, bars = parts[0].subplots(1, 2, width_ratios=(1.6, 1))
+    measured = figures_of(evaluation, metrics, evaluation.quality)
+    rows = [[name for name in row if name in measured] for row in ROWS]
+    rows = [row for row in rows if row]
+    figure = new_figure(12, 4.6 * len(rows))
+    parts: Any = figure.subfigures(len(rows), 1)
     parts[0].suptitle(plain(title))
-    plot_curve(curve, evaluation, metrics)
-    plot_likelihoods(bars, evaluation)
-    by_identity = measured_bins(evaluation["by_identity"])
-    given = evaluation["given_relatives"]
-    columns = 1 + bool(by_identity) + (given is not None)
-    calibration, *more = parts[1].subplots(1, columns, squeeze=False)[0]
-    plot_calibration(calibration, evaluation)
-    if by_identity:
-        plot_identity(more[0], by_identity)
-    if given is not None:
-        plot_given_relatives(more[-1], given)
-    if of_quality:
-        several = parts[2].subplots(1, len(of_quality), squeeze=False)[0]
-        for axes, draw in zip(several, of_quality.values(), strict=True):
-            draw(axes, quality)
+    for part, row in zip(parts, rows, strict=True):
+        widths = [1.6 if name == "training" else 1 for name in row]
+        for axes, name in zip(
+            part.subplots(1, len(row), width_ratios=widths, squeeze=False)[0], row, strict=True
+        ):
+            measured[name](axes)
     save_figure(figure, file)
 
 
-def quality_plots(quality: Mapping[str, Any] | None) -> dict[str, Callable[..., None]]:
-    """The plots of what was compared, by name; homology and residues are of proteins alone."""
-    if quality is None:
-        return {}
-    if terms_of(quality).unit is not None:
-        return {"lengths": plot_lengths}
-    return {"residues": plot_residues, "lengths": plot_lengths, "novelty": plot_novelty}
+def figures_of(
+    evaluation: Evaluation | None,
+    metrics: Sequence[dict[str, float]],
+    quality: Quality | None,
+) -> dict[str, Callable[[Any], None]]:
+    """Name → a function that draws the figure into axes, for those that have data."""
+    given = evaluation and evaluation.given_relatives
+    bins = [one for one in ((evaluation and evaluation.by_identity) or {}).values() if one.residues]
+    of_proteins = quality is not None and quality.terms.unit is None  # residues and homology
+    figures: dict[str, tuple[object, Callable[..., None], Any]] = {
+        "training": (metrics, partial(plot_curve, metrics=metrics), evaluation),
+        "likelihood": (evaluation, plot_likelihoods, evaluation),
+        "calibration": (evaluation, plot_calibration, evaluation),
+        "identity": (bins, plot_identity, evaluation),
+        "relatives": (given, plot_given_relatives, given),
+        "lengths": (quality, plot_lengths, quality),
+        "residues": (of_proteins, plot_residues, quality),
+        "novelty": (of_proteins, plot_novelty, quality),
+    }
+
+    def bound(draw: Callable[..., None], of: Any) -> Callable[[Any], None]:
+        return lambda axes: draw(axes, of)
+
+    return {name: bound(draw, of) for name, (known, draw, of) in figures.items() if known}
 
 
 def plot_curve(
-    axes: Any, evaluation: dict[str, Any] | None, metrics: Sequence[dict[str, float]]
+    axes: Any, evaluation: Evaluation | None, metrics: Sequence[dict[str, float]]
 ) -> None:
     """Draw the held-out perplexity over the steps, the baselines, and behind them the training's.
 
@@ -114,9 +137,9 @@ def plot_curve(
     if evaluation is not None:
         drawn = _drawn_baselines(evaluation)
         for name, (colour, dashes) in drawn.items():
-            lowest.append(evaluation["baselines"][name]["perplexity"])
+            lowest.append(evaluation.baselines[name].perplexity.value)
             axes.axhline(lowest[-1], color=colour, ls=dashes, label=name)
-        lowest.append(evaluation["model"]["perplexity"])
+        lowest.append(evaluation.model.perplexity.value)
     if trained:
         steps, losses = np.array(trained).T
         window = max(len(losses) // SMOOTHED_PARTS, 1)
@@ -127,17 +150,17 @@ def plot_curve(
             style = {"color": BLUE, "alpha": 0.35, "lw": 1, "zorder": 1}
             axes.plot(steps[window - 1 :], smooth, label="training (running mean)", **style)
     if evaluation is not None:
-        uniform = evaluation["baselines"]["uniform"]["perplexity"]
+        uniform = evaluation.baselines["uniform"].perplexity.value
         highest = max(min(20, uniform), *lowest[-len(drawn) - 1 :])
         axes.set_ylim(min(lowest) - 0.3, highest + 0.2)
     _legend(axes)
 
 
-def _drawn_baselines(evaluation: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def _drawn_baselines(evaluation: Evaluation) -> dict[str, tuple[str, str]]:
     """The baselines of the curve's figure: those of BASELINES that there are, and the best."""
     best = judge(evaluation).baseline
-    present = {name: style for name, style in BASELINES.items() if name in evaluation["baselines"]}
-    return present if terms_of(evaluation).unit is None else {best: (INK, ":"), **present}
+    present = {name: style for name, style in BASELINES.items() if name in evaluation.baselines}
+    return present if evaluation.terms.unit is None else {best: (INK, ":"), **present}
 
 
 def _legend(axes: Any) -> None:
@@ -161,57 +184,58 @@ def plot_pace(both: Sequence[Any], metrics: Sequence[dict[str, float]]) -> None:
     both[-1].set_xlabel("optimizer step")
 
 
-def plot_perplexity(
-    axes: Any, place: float, values: Mapping[str, Any], vertical: bool = False, **style: Any
+def plot_estimate(
+    axes: Any, place: float, estimate: Estimate, vertical: bool = False, **style: Any
 ) -> None:
-    """Draw a perplexity at a place of the other axis, with its interval where there is one."""
-    centre = values["perplexity"]
-    low, high = values["perplexity_interval"] or (centre, centre)
+    """Draw an estimate at a place of the other axis, with its interval where there is one."""
+    centre, (low, high) = estimate.value, estimate.ends
     error = [[max(centre - low, 0)], [max(high - centre, 0)]]  # rounding may cross the centre
     x, y = [centre], [place]
     style |= {"capsize": 3, "yerr" if vertical else "xerr": error}
     axes.errorbar(*((y, x) if vertical else (x, y)), **style)
 
 
-def plot_likelihoods(axes: Any, evaluation: dict[str, Any]) -> None:
+def plot_likelihoods(axes: Any, evaluation: Evaluation) -> None:
     """Draw each perplexity with its interval: the baselines, other models, the model."""
-    rows = {**evaluation["baselines"], **evaluation["others"], MODEL: evaluation["model"]}
     colours = {
         **{name: colour for name, (colour, _) in BASELINES.items()},
-        **dict(zip(evaluation["others"], OTHERS, strict=False)),
+        **dict(zip(evaluation.others, OTHERS, strict=False)),
         MODEL: BLUE,
     }
-    for place, (name, values) in enumerate(rows.items()):
-        form, colour = "s" if name == MODEL else "o", colours.get(name, GREY)
-        plot_perplexity(axes, place, values, fmt=form, color=colour)
-        (_, high) = values["perplexity_interval"] or (None, values["perplexity"])
-        text = f"{values['perplexity']:.2f}"
+    bounds: Bounds = {**evaluation.baselines, **evaluation.others, MODEL: evaluation.model}
+    plot_bounds(axes, bounds, colours, MODEL)
+
+
+def plot_bounds(axes: Any, bounds: Bounds, colours: Mapping[str, str], model: str) -> None:
+    """Draw each perplexity with its interval, that of `model` as a square."""
+    for place, (name, bound) in enumerate(bounds.items()):
+        form, colour = "s" if name == model else "o", colours.get(name, GREY)
+        plot_estimate(axes, place, bound.perplexity, fmt=form, color=colour)
+        (_, high), text = bound.perplexity.ends, f"{bound.perplexity.value:.2f}"
         style = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(text, (high, place), **style)
-    shown = [values["perplexity"] for values in rows.values()]
-    axes.set_yticks(range(len(rows)), [plain(name) for name in rows])
+    shown = [bound.perplexity.value for bound in bounds.values()]
+    axes.set_yticks(range(len(bounds)), [plain(name) for name in bounds])
     room = 0.15 * (max(shown) - min(shown)) + 0.3
     axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 2 * room))
     if max(shown) > MOST_LINEAR:
         axes.set(xscale="log", xlim=(0.8 * min(shown), 2 * max(shown)))
-    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first on top
+    axes.set_ylim(len(bounds) - 0.5, -0.5)  # the first on top
 
 
-def plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
+def plot_calibration(axes: Any, evaluation: Evaluation) -> None:
     """Draw the cross-entropy against the corrupted fraction, of the model and of other models."""
     styles = zip(chain((BLUE, *OTHERS), repeat(GREY)), cycle(MARKERS), strict=False)
-    for (name, rows), (colour, marker) in zip(
-        evaluation["calibration"].items(), styles, strict=False
-    ):
-        centres = [sum(row["fraction"]) / 2 for row in rows]
-        values = [row["cross_entropy"] for row in rows]
-        bounds = [row["interval"] or [row["cross_entropy"]] * 2 for row in rows]
+    for (name, bins), (colour, marker) in zip(evaluation.calibration.items(), styles, strict=False):
+        centres = [(one.low + one.high) / 2 for one in bins]
+        values = [one.cross_entropy.value for one in bins]
+        bounds = [one.cross_entropy.ends for one in bins]
         axes.plot(centres, values, f"{marker}-", color=colour, label=plain(name))
         axes.fill_between(centres, *np.array(bounds).T, color=colour, alpha=0.2, lw=0)
-    unigram = evaluation["baselines"]["unigram"]["nelbo"]
+    unigram = evaluation.baselines["unigram"].nelbo.value
     axes.axhline(unigram, color=GREY, ls=BASELINES["unigram"][1], label="unigram")
-    terms = terms_of(evaluation)
-    corrupted = "masked" if evaluation["model"]["perplexity_mlm15"] else "replaced"
+    terms = evaluation.terms
+    corrupted = "masked" if evaluation.model.perplexity_mlm15 else "replaced"
     axes.set(
         xlabel=f"fraction of the {terms.token}s {corrupted}",
         ylabel=f"cross-entropy, nats/{terms.token}",
@@ -220,19 +244,18 @@ def plot_calibration(axes: Any, evaluation: dict[str, Any]) -> None:
     _legend(axes)
 
 
-def measured_bins(by_identity: dict[str, Any] | None) -> dict[str, Any]:
-    """The identity bins that hold at least one protein."""
-    return {name: row for name, row in (by_identity or {}).items() if row["residues"]}
-
-
-def plot_identity(axes: Any, rows: dict[str, Any]) -> None:
-    """Draw the perplexity by identity to the nearest training protein, of `measured_bins`."""
-    for offset, key, colour, form in ((-0.1, "model", BLUE, "s"), (0.1, REFERENCE, ORANGE, "o")):
-        for place, row in enumerate(rows.values()):
-            label = None if place else (MODEL if key == "model" else key)
-            style = {"fmt": form, "color": colour, "label": label}
-            plot_perplexity(axes, place + offset, row[key], vertical=True, **style)
-    labels = [f"{name}\n({row['sequences']:,})" for name, row in rows.items()]
+def plot_identity(axes: Any, evaluation: Evaluation) -> None:
+    """Draw the perplexity by identity to the nearest training protein, where there are proteins."""
+    rows = {name: one for name, one in (evaluation.by_identity or {}).items() if one.residues}
+    model, reference = (
+        [getattr(one, of) for one in rows.values()] for of in ("model", "reference")
+    )
+    series = (-0.1, MODEL, model, BLUE, "s"), (0.1, REFERENCE, reference, ORANGE, "o")
+    for offset, name, bounds, colour, form in series:
+        for place, bound in enumerate(bounds):
+            style = {"fmt": form, "color": colour, "label": None if place else name}
+            plot_estimate(axes, place + offset, bound.perplexity, vertical=True, **style)
+    labels = [f"{name}\n({one.sequences:,})" for name, one in rows.items()]
     axes.set_xticks(range(len(rows)), labels)
     axes.set(
         xlabel="identity to the nearest training protein (proteins)",
@@ -242,18 +265,18 @@ def plot_identity(axes: Any, rows: dict[str, Any]) -> None:
     _legend(axes)
 
 
-def plot_given_relatives(axes: Any, given: Mapping[str, Any]) -> None:
+def plot_given_relatives(axes: Any, given: GivenRelatives) -> None:
     """Draw the perplexity given nearer and nearer relatives, of the model and of profile HMMs."""
-    rows = [None, *reversed(given["below"])]
-    series = ((MODEL, "model", BLUE, "s"), (PROFILE, PROFILE, ORANGE, "o"))
-    for offset, (label, key, colour, form) in enumerate((*series, (ALIGNED, ALIGNED, GREEN, "^"))):
-        for place, row in enumerate(rows):
-            values = given["alone"] if row is None and key == "model" else (row or {}).get(key)
-            if values is not None:
-                style = {"fmt": form, "color": colour, "label": label if place == 1 else None}
-                plot_perplexity(axes, place + 0.12 * (offset - 1), values, vertical=True, **style)
-    labels = ["none"] + [f"below {row['identity']:.0%}" for row in rows if row is not None]
-    axes.set_xticks(range(len(rows)), labels)
+    rows = given.below[::-1]
+    bounds: list[Bounds] = [{MODEL: given.alone}, *({MODEL: r.model, **r.baselines} for r in rows)]
+    series = ((MODEL, BLUE, "s"), (PROFILE, ORANGE, "o"), (ALIGNED, GREEN, "^"))
+    for offset, (name, colour, form) in enumerate(series):
+        for place, of in enumerate(bounds):
+            if name in of:
+                style = {"fmt": form, "color": colour, "label": name if place == 1 else None}
+                at = place + 0.12 * (offset - 1)
+                plot_estimate(axes, at, of[name].perplexity, vertical=True, **style)
+    axes.set_xticks(range(len(bounds)), ["none", *(f"below {row.identity:.0%}" for row in rows)])
     axes.set(
         xlabel="identity of the relatives that are given",
         ylabel="perplexity, 95 % interval",
@@ -262,9 +285,9 @@ def plot_given_relatives(axes: Any, given: Mapping[str, Any]) -> None:
     _legend(axes)
 
 
-def plot_residues(axes: Any, quality: Mapping[str, Any]) -> None:
+def plot_residues(axes: Any, quality: Quality) -> None:
     """Draw residue frequencies: the training proteins' as bars, those of the sets as points."""
-    sets, expected = quality["sets"], quality["training"]["residue_frequencies"]
+    sets, expected = quality.sets, quality.training_frequencies
     letters = sorted(expected, key=expected.__getitem__, reverse=True)
     places = np.arange(len(letters))
     bars = [100 * expected[letter] for letter in letters]
@@ -272,7 +295,7 @@ def plot_residues(axes: Any, quality: Mapping[str, Any]) -> None:
     for number, ((name, figures), colour, marker) in enumerate(
         zip(sets.items(), cycle(SERIES), cycle(MARKERS), strict=False)
     ):
-        shares = [100 * figures["residue_frequencies"][letter] for letter in letters]
+        shares = [100 * figures.residue_frequencies[letter] for letter in letters]
         shift = 0.6 * ((number + 0.5) / len(sets) - 0.5)
         axes.plot(places + shift, shares, marker, markersize=4, color=colour, label=name)
     axes.set_xticks(places, letters)
@@ -280,12 +303,11 @@ def plot_residues(axes: Any, quality: Mapping[str, Any]) -> None:
     _legend(axes)
 
 
-def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
+def plot_lengths(axes: Any, quality: Quality) -> None:
     """Draw the lengths' distribution functions, which are readable for few proteins, too."""
-    sets = {"training": quality["training"], **quality["sets"]}
-    terms = terms_of(quality)
-    sets.pop(terms.reference, None)  # it has the lengths of the generated proteins
-    histograms = {name: np.array(one["length_histogram"]) for name, one in sets.items()}
+    terms, histograms = quality.terms, {"training": np.array(quality.training_lengths)}
+    histograms |= {name: np.array(one.length_histogram) for name, one in quality.sets.items()}
+    histograms.pop(terms.reference, None)  # it has the lengths of the generated proteins
     bins = max(map(len, histograms.values()))
     styles = zip(
         (TRAINING_COLOUR, *SERIES), chain([2.5], repeat(1.4)), ("-", *DASHES), strict=False
@@ -300,9 +322,9 @@ def plot_lengths(axes: Any, quality: Mapping[str, Any]) -> None:
     _legend(axes)
 
 
-def plot_novelty(axes: Any, quality: Mapping[str, Any]) -> None:
+def plot_novelty(axes: Any, quality: Quality) -> None:
     """Draw identities to the nearest training protein as bars; no hit has a bar of its own."""
-    sets = quality["sets"]
+    sets = quality.sets
     width = 0.8 / len(sets)
     for number, ((name, figures), colour, hatch) in enumerate(
         zip(sets.items(), cycle(SERIES), cycle(HATCHES), strict=False)
@@ -318,13 +340,13 @@ def plot_novelty(axes: Any, quality: Mapping[str, Any]) -> None:
     _legend(axes)
 
 
-def identity_shares(figures: Mapping[str, Any]) -> list[float]:
+def identity_shares(figures: SequenceSet) -> list[float]:
     """Percent of a set's proteins without a hit, then in each tenth of identity."""
-    tenths = np.reshape(figures["identity_histogram"], (-1, _IDENTITY_STEPS)).sum(axis=1)
+    tenths = np.reshape(figures.identity_histogram, (-1, _IDENTITY_STEPS)).sum(axis=1)
     # Proteins without a hit have identity 0, which is in the first bin.
-    missed = round((1 - figures["hit_share"]) * figures["sequences"])
+    missed = round((1 - (figures.hit_share or 0)) * figures.sequences)
     tenths[0] -= missed
-    return [float(share) for share in 100 * np.array([missed, *tenths]) / figures["sequences"]]
+    return [float(share) for share in 100 * np.array([missed, *tenths]) / figures.sequences]
 
 
 def plot_new_members(members: Mapping[str, Any], file: Path) -> None:

@@ -1,9 +1,10 @@
-"""Quality of generated proteins without a model: are they protein-like, new and diverse?
+"""Quality of generated sequences without a model: are they like natural ones, new and diverse?
 
-A set is always compared with natural held-out proteins and samples of the composition baseline, in
-equal numbers, because k-mer divergence and diversity depend on the number of sequences. Training
-proteins are counted in bounded memory, k-mers on a sample. Homology needs one MMseqs2 search for
-all sets together and one clustering for each.
+A set is always compared with natural held-out sequences and samples of the best baseline that
+ignores order, in equal numbers, because n-gram divergence and diversity depend on the number of
+sequences. Training sequences are counted in bounded memory, n-grams on a sample. Homology of
+proteins needs one MMseqs2 search for all sets together and one clustering for each; of other
+alphabets only exact copies are found.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,18 +28,29 @@ from d2plm.core.vocabulary import (
     is_canonical,
 )
 from d2plm.data.homology import MMseqs, mmseqs_in
+from d2plm.data.ngrams import ngram_hashes
 from d2plm.data.store import MAX_RESIDUES, SequenceStore
-from d2plm.evaluation.baselines import kmer_counts, some_of
+from d2plm.evaluation.baselines import (
+    SparseCounts,
+    counts_of,
+    joined,
+    kmer_counts,
+    sampled,
+    some_of,
+    sparse_counts,
+    token_ranks,
+)
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
-from d2plm.evaluation.terms import REFERENCE, Terms, terms_of
+from d2plm.evaluation.result import REPEATED_TOKENS, Quality, SequenceSet
+from d2plm.evaluation.terms import REFERENCE, Terms
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings
 
-FORMAT_VERSION = 1
 GENERATED, NATURAL = "generated", "natural, held out"  # how the sets are called
 LONGEST_KMER = 3
 LENGTH_BIN = 25  # residues, of the histogram that is drawn
 IDENTITY_BIN = 0.05
-CLOSE_IDENTITIES = (0.5, 0.9)
+CLOSE_IDENTITIES = (50, 90)  # percent
+SAMPLED_TOKENS = 2_000_000  # of training, for the n-grams of other alphabets
 KMER_SEQUENCES = 100_000  # training proteins sampled for the k-mers
 # A window of low complexity, as in SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
 LOW_COMPLEXITY = {"low_complexity_window": 12, "low_complexity_bits": 2.2}
@@ -67,14 +79,14 @@ class Counts:
     """Composition of sequences.
 
     Attributes:
-        lengths: int64 [longest + 1], sequences of each length in residues.
-        residues: int64 [20], how often each canonical residue occurs.
-        kmers: for k = 1 … LONGEST_KMER int64 [20^k], as from `kmer_counts`.
+        lengths: int64 [longest + 1], sequences of each length in tokens.
+        tokens: int64 [K], how often each predicted token occurs.
+        kmers: of proteins, for k = 1 … LONGEST_KMER int64 [20^k], as from `kmer_counts`.
     """
 
     lengths: NDArray[np.int64]
-    residues: NDArray[np.int64]
-    kmers: list[NDArray[np.int64]]
+    tokens: NDArray[np.int64]
+    kmers: Sequence[NDArray[np.int64]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,27 +134,60 @@ def compare_quality(
     novelty: Mapping[str, Novelty],
     train: SequenceStore,
     settings: QualitySettings = QualitySettings(),
-) -> dict[str, Any]:
+) -> Quality:
     """Quality of several sets of sequences, beside one another.
 
     Args:
         sets: name → sequences of tokens, uint8 [L], 1 ≤ L: the generated ones, natural held-out
             ones and samples of the composition baseline, as many of each.
         novelty: name → from `find_novelty`.
-
-    Returns:
-        JSON content: `settings`, `training` (frequencies and lengths) and `sets`, name → `quality`.
     """
     training = training_counts(train, settings.max_residues)
-    return {
-        "format_version": FORMAT_VERSION,
-        "settings": {**asdict(settings), **LOW_COMPLEXITY, "kmer_sequences": KMER_SEQUENCES},
-        "digests": {"train": train.digest},
-        "training": {"sequences": len(train), **_distributions(training)},
-        "sets": {
-            name: quality(sequences, training, novelty[name]) for name, sequences in sets.items()
-        },
-    }
+    return Quality(
+        {**asdict(settings), **LOW_COMPLEXITY, "kmer_sequences": KMER_SEQUENCES},
+        {name: quality(sequences, training, novelty[name]) for name, sequences in sets.items()},
+        in_bins(training.lengths),
+        _frequencies(training),
+    )
+
+
+def compare_texts(
+    sets: Mapping[str, Sequence[Tokens]], train: SequenceStore, max_residues: int, terms: Terms
+) -> Quality:
+    """Quality of several sets of sequences, beside one another.
+
+    Args:
+        sets: name → sequences of tokens [L]: the generated ones, held-out ones and samples of the
+            reference, as many of each.
+        max_residues: only this many tokens of a training sequence count, from its start.
+    """
+    vocabulary = train.vocabulary
+    among = sampled(train, SAMPLED_TOKENS, max_residues)
+    sample = [*joined(train[int(i)][:max_residues] for i in among)]
+    rows = {name: [*joined(sequences)] for name, sequences in sets.items()}
+    ranks = token_ranks([*sample, *(row for own in rows.values() for row in own)], vocabulary)
+    of_training = sparse_counts(sample, LONGEST_KMER, ranks)
+    lengths = np.bincount(np.minimum(train.lengths, max_residues))
+    training = Counts(lengths, _tokens(sample, vocabulary))
+
+    def figures(sequences: Sequence[Tokens], own: Sequence[Tokens]) -> SequenceSet:
+        ngrams = sparse_counts(own, LONGEST_KMER, ranks)
+        counts = Counts(length_counts(sequences), _tokens(own, vocabulary))
+        divergences = map(_divergence, ngrams, of_training)
+        copied = in_training(sequences, train)
+        windows = [window_hashes(tokens, REPEATED_TOKENS) for tokens in sequences]
+        new = sum(len(np.unique(hashes)) for hashes in windows)
+        return SequenceSet(
+            **of_any_alphabet(sequences, counts, training, divergences, copied, vocabulary),
+            distinct={
+                str(n): len(one.codes) / max(int(one.counts.sum()), 1)
+                for n, one in enumerate(ngrams, start=1)
+            },
+            repeated_share=1 - new / max(sum(map(len, windows)), 1) if new else 0.0,
+        )
+
+    by_set = {name: figures(sequences, rows[name]) for name, sequences in sets.items()}
+    return Quality({}, by_set, in_bins(lengths), {}, terms)
 
 
 def find_novelty(
@@ -181,60 +226,71 @@ def find_novelty(
     return {name: Novelty(*part) for name, part in zip(sets, parts, strict=True)}
 
 
-def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> dict[str, Any]:
-    """Quality of one set of sequences.
+def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> SequenceSet:
+    """Quality of one set of proteins.
 
     Args:
         sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
         training: composition of the training proteins.
         novelty: of the same sequences, which `find_novelty` has checked.
-
-    Returns:
-        JSON content; shares are 0 … 1, and None stands for a figure of nothing, such as a k-mer
-        divergence where no sequence has k residues.
-
-        - sequences, residues: their numbers.
-        - valid_share: of the sequences, made of the twenty canonical residues alone.
-        - residue_kl_nats: KL(set ‖ training) of the residue frequencies. The training counts have
-          one pseudo-count for each residue, the set's have none.
-        - length_ks: Kolmogorov–Smirnov distance of the lengths, the largest difference between the
-          two distribution functions.
-        - kmer_js_nats: for k = "1", "2", "3" the Jensen–Shannon divergence of the k-mers to the
-          sampled training proteins', 0 … ln 2, not smoothed. It is too large for a finite set,
-          the more so the larger k and the fewer k-mers: of natural proteins, too.
-        - longest_run_mean, longest_run_max: of one canonical residue in a sequence.
-        - low_complexity_share: of all residues, in a window of low complexity.
-        - duplicate_share: of the sequences, copies of another one beyond the first.
-        - in_training_share: of the sequences, equal to a training protein.
-        - identity_mean, identity_median: to the nearest training protein, 0 where none is found;
-          hit_share: of the sequences, where one is; identity_above: threshold → share above it.
-        - clusters, diversity: homology clusters, and their number ÷ sequences.
-        - residue_frequencies, length_histogram, identity_histogram: for the figures.
     """
     kmers = kmer_counts(sequences, LONGEST_KMER)
-    counts = Counts(np.bincount([len(tokens) for tokens in sequences]), kmers[0], kmers)
-    residues = sum(map(len, sequences))
-    runs = [longest_run(tokens) for tokens in sequences]
+    counts = Counts(length_counts(sequences), kmers[0], kmers)
+    divergences = map(js_divergence, counts.kmers, training.kmers)
     window, bits = LOW_COMPLEXITY.values()
     simple = sum(int(low_complexity(tokens, int(window), bits).sum()) for tokens in sequences)
-    distinct = len({tokens.tobytes() for tokens in sequences})
+    identities, bins = novelty.nearest.identities, round(1 / IDENTITY_BIN)
+    # Identities have three decimals: as integers they fall into the bins exactly.
+    places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)
+    return SequenceSet(
+        **of_any_alphabet(sequences, counts, training, divergences, novelty.in_training, PROTEIN),
+        valid_share=float(np.mean([is_canonical(tokens).all() for tokens in sequences])),
+        low_complexity_share=simple / sum(map(len, sequences)),
+        hit_share=float((identities > 0).mean()),
+        identity_mean=float(identities.mean()),
+        identity_median=float(np.median(identities)),
+        identity_above={
+            f"{percent}": float((identities > percent / 100).mean()) for percent in CLOSE_IDENTITIES
+        },
+        clusters=novelty.clusters,
+        diversity=novelty.clusters / len(sequences),
+        residue_frequencies=_frequencies(counts),
+        identity_histogram=np.bincount(places, minlength=bins).tolist(),
+    )
+
+
+def of_any_alphabet(
+    sequences: Sequence[Tokens],
+    counts: Counts,
+    training: Counts,
+    divergences: Iterable[float | None],
+    copied: NDArray[np.bool_],
+    vocabulary: Vocabulary,
+) -> dict[str, Any]:
+    """The figures of `SequenceSet` that every alphabet has.
+
+    Args:
+        divergences: of the n-grams from the training sequences', n = 1, 2, …
+        copied: bool [N], whether a training sequence equals it.
+    """
+    runs = [longest_run(tokens, vocabulary) for tokens in sequences]
     return {
         "sequences": len(sequences),
-        "residues": residues,
-        "valid_share": float(np.mean([is_canonical(tokens).all() for tokens in sequences])),
-        "residue_kl_nats": kl_divergence(counts.residues, training.residues + 1),
+        "tokens": sum(map(len, sequences)),
+        "token_kl": kl_divergence(counts.tokens, training.tokens + 1),
         "length_ks": ks_distance(counts.lengths, training.lengths),
-        "kmer_js_nats": {
-            str(k): js_divergence(own, others)
-            for k, (own, others) in enumerate(zip(counts.kmers, training.kmers, strict=True), 1)
-        },
+        "ngram_js": {str(n): divergence for n, divergence in enumerate(divergences, start=1)},
         "longest_run_mean": float(np.mean(runs)),
         "longest_run_max": max(runs),
-        "low_complexity_share": simple / residues,
-        "duplicate_share": 1 - distinct / len(sequences),
-        **_novelty_figures(novelty, len(sequences)),
-        **_distributions(counts),
+        "duplicate_share": 1 - len({tokens.tobytes() for tokens in sequences}) / len(sequences),
+        "in_training_share": float(copied.mean()),
+        "length_histogram": in_bins(counts.lengths),
     }
+
+
+def length_counts(sequences: Iterable[Tokens]) -> NDArray[np.int64]:
+    """int64 [longest + 1]: number of sequences of each length."""
+    return np.bincount([len(tokens) for tokens in sequences])
 
 
 def training_counts(
@@ -246,16 +302,16 @@ def training_counts(
         max_residues: of each, from its start; None counts all.
     """
     limit = max_residues or MAX_RESIDUES
-    length_counts = np.zeros(min(int(train.lengths.max()), limit) + 1, dtype=np.int64)
+    of_lengths = np.zeros(min(int(train.lengths.max()), limit) + 1, dtype=np.int64)
     token_counts = np.zeros(256, dtype=np.int64)
     for block in train.blocks():
         lengths = np.diff(block.bounds)
-        np.add.at(length_counts, np.minimum(lengths, limit), 1)
+        np.add.at(of_lengths, np.minimum(lengths, limit), 1)
         places = np.arange(len(block.tokens)) - np.repeat(block.bounds[:-1], lengths)
         token_counts += np.bincount(block.tokens[places < limit], minlength=256)
     sampled = (train[index][:limit] for index in sorted(some_of(train, kmer_sequences)))
     return Counts(
-        length_counts,
+        of_lengths,
         token_counts[CANONICAL_START:CANONICAL_STOP],
         kmer_counts(sampled, LONGEST_KMER),
     )
@@ -363,35 +419,6 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
     return low
 
 
-def quality_rows(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """What was compared as (label, a cell of each set); first the sets' names.
-
-    Args:
-        comparison: from `compare_quality` or `compare_texts`.
-    """
-    sets, terms = comparison["sets"], terms_of(comparison)
-    columns = [
-        _cells(figures)
-        if terms.unit is None
-        else _text_cells(figures, comparison["settings"], terms)
-        for figures in sets.values()
-    ]
-    return [("", [*sets]), *((label, [c[label] for c in columns]) for label in columns[0])]
-
-
-def quality_table(comparison: Mapping[str, Any]) -> str:
-    """What was compared as text: a row for each figure, a column for each set."""
-    sets, rows = comparison["sets"], quality_rows(comparison)
-    label_width = max(len(label) for label, _ in rows) + 2
-    width = max(len(cell) for _, cells in rows for cell in cells) + 2
-    lines = [f"{label:{label_width}}" + "".join(f"{c:>{width}}" for c in cs) for label, cs in rows]
-    if len({figures["sequences"] for figures in sets.values()}) > 1:
-        lines.append(
-            "The sets differ in number: k-mer divergence and diversity cannot be compared."
-        )
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def _check(name: str, sequences: Sequence[Tokens]) -> None:
     if not len(sequences):
         raise DataError(f"{name}: holds no sequences; give at least one")
@@ -403,30 +430,10 @@ def _check(name: str, sequences: Sequence[Tokens]) -> None:
             )
 
 
-def _novelty_figures(novelty: Novelty, sequences: int) -> dict[str, Any]:
-    identities = novelty.nearest.identities
-    bins = round(1 / IDENTITY_BIN)
-    # Identities have three decimals: as integers they fall into the bins exactly.
-    places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)
-    return {
-        "in_training_share": float(novelty.in_training.mean()),
-        "identity_mean": float(identities.mean()),
-        "identity_median": float(np.median(identities)),
-        "hit_share": float((identities > 0).mean()),
-        "identity_above": {str(t): float((identities > t).mean()) for t in CLOSE_IDENTITIES},
-        "clusters": novelty.clusters,
-        "diversity": novelty.clusters / sequences,
-        "identity_histogram": np.bincount(places, minlength=bins).tolist(),
-    }
-
-
-def _distributions(counts: Counts) -> dict[str, Any]:
-    """Residue frequencies by letter, and sequences in bins of LENGTH_BIN residues."""
-    frequencies = counts.residues / max(int(counts.residues.sum()), 1)
-    return {
-        "residue_frequencies": dict(zip(CANONICAL, frequencies.tolist(), strict=True)),
-        "length_histogram": in_bins(counts.lengths),
-    }
+def _frequencies(counts: Counts) -> dict[str, float]:
+    """Residue frequencies by letter."""
+    frequencies = counts.tokens / max(int(counts.tokens.sum()), 1)
+    return dict(zip(CANONICAL, frequencies.tolist(), strict=True))
 
 
 def in_bins(lengths: NDArray[np.int64]) -> list[int]:
@@ -435,63 +442,18 @@ def in_bins(lengths: NDArray[np.int64]) -> list[int]:
     return bins
 
 
-def _cells(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The cells of a set's column, by the label of their rows."""
-
-    def identity(share: float) -> str:
-        return _percent(share) if figures["hit_share"] else "none found"
-
-    return {
-        "sequences": f"{figures['sequences']:,}",
-        "of the 20 residues alone, %": _percent(figures["valid_share"]),
-        "residues: KL to training, nats": _nats(figures["residue_kl_nats"]),
-        "lengths: KS distance to training": f"{figures['length_ks']:.3f}",
-        **{
-            f"{k}-mers: JS to training, nats": _nats(value)
-            for k, value in figures["kmer_js_nats"].items()
-        },
-        "longest run of a residue, mean": f"{figures['longest_run_mean']:.2f}",
-        "longest run of a residue, largest": f"{figures['longest_run_max']}",
-        "residues of low complexity, %": _percent(figures["low_complexity_share"]),
-        "duplicates in the set, %": _percent(figures["duplicate_share"]),
-        "exact copies of training, %": _percent(figures["in_training_share"]),
-        "nearest in training: found, %": _percent(figures["hit_share"]),
-        "  identity (0: none found), mean %": identity(figures["identity_mean"]),
-        "  identity (0: none found), median %": identity(figures["identity_median"]),
-        **{
-            f"  identity above {100 * float(threshold):.0f} %, %": identity(share)
-            for threshold, share in figures["identity_above"].items()
-        },
-        "diversity: clusters ÷ sequences": f"{figures['diversity']:.3f}",
-    }
+def window_hashes(values: NDArray[Any], width: int) -> NDArray[np.uint64]:
+    """uint64 [L − width + 1]: a hash of every run of `width` values, none where L is smaller."""
+    return ngram_hashes(values, width) if len(values) >= width else np.empty(0, dtype=np.uint64)
 
 
-def _text_cells(
-    figures: Mapping[str, Any], settings: Mapping[str, int], terms: Terms
-) -> dict[str, str]:
-    return {
-        f"{terms.sequence}s": f"{figures['sequences']:,}",
-        f"{terms.token}s": f"{figures['tokens']:,}",
-        f"{terms.token}s: KL to training, nats": _nats(figures["token_kl_nats"]),
-        "lengths: KS distance to training": f"{figures['length_ks']:.3f}",
-        **{
-            f"{n}-grams: JS to training, nats": _nats(value)
-            for n, value in figures["ngram_js_nats"].items()
-        },
-        **{f"{n}-grams: distinct, %": _percent(share) for n, share in figures["distinct"].items()},
-        f"longest run of a {terms.token}, mean": f"{figures['longest_run_mean']:.2f}",
-        f"longest run of a {terms.token}, largest": f"{figures['longest_run_max']}",
-        f"repeated runs of {settings['repeated_tokens']} {terms.token}s, %": _percent(
-            figures["repeated_share"]
-        ),
-        "duplicates in the set, %": _percent(figures["duplicate_share"]),
-        "exact copies of training, %": _percent(figures["in_training_share"]),
-    }
+def _divergence(one: SparseCounts, other: SparseCounts) -> float | None:
+    runs = np.union1d(one.codes, other.codes)
+    if not len(one.codes) or not len(other.codes):
+        return None
+    return js_divergence(one[runs], other[runs])
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
-def _nats(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+def _tokens(rows: Sequence[Tokens], vocabulary: Vocabulary) -> NDArray[np.int64]:
+    counts: NDArray[np.int64] = np.sum([counts_of(row, vocabulary) for row in rows], axis=0)
+    return counts

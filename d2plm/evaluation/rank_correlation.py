@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.number_text import counted
 from d2plm.evaluation.likelihood import CONFIDENCE, RESAMPLES
-from d2plm.evaluation.mutations import Variant
+from d2plm.families.variants import Variant
 
 BATCH_RANKS = 4_000_000  # of resamples that are held at once
 MIN_VALUES, MIN_POSITIONS = 3, 10  # measured ones that differ; sets of positions for an interval

@@ -19,7 +19,7 @@ from scipy.special import huber
 from scipy.stats import gmean, linregress
 
 from d2plm.core.errors import ConfigError
-from d2plm.core.number_text import interval_text
+from d2plm.core.estimate import interval_text
 from d2plm.core.palette import GREY, SERIES, new_figure, save_figure
 from d2plm.evaluation.terms import terms_of
 

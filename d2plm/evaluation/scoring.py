@@ -17,12 +17,13 @@ from scipy.special import stdtrit
 
 from d2plm.core.batch import PackedBatch, Relatives, segment_sum, under_budget
 from d2plm.core.errors import ModelError, require_number
+from d2plm.core.estimate import Estimate
 from d2plm.core.noise import Key
 from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
 from d2plm.data.family import Family
 from d2plm.data.loader import framed
 from d2plm.evaluation.likelihood import CONFIDENCE
-from d2plm.evaluation.mutations import Variant
+from d2plm.families.variants import Variant
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
@@ -54,6 +55,14 @@ class ProteinScore:
     def interval(self) -> tuple[float, float]:
         """(nats_low, nats_high)."""
         return self.nats_low, self.nats_high
+
+    @property
+    def per_residue(self) -> Estimate | None:
+        """The bound with its interval, nats per residue; None without residues."""
+        if not self.residues:
+            return None
+        low, high = (end / self.residues for end in self.interval)
+        return Estimate(self.nats / self.residues, (low, high))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from d2plm.core.vocabulary import CANONICAL, PROTEIN, Tokens, decode
 from d2plm.data.fasta import FastaRecord
 from d2plm.data.records import places_by_name
 from d2plm.data.tables import ambiguous, is_missing, number, open_table, plain, usual_columns
-from d2plm.evaluation.mutations import (
+from d2plm.families.variants import (
     DISAGREES,
     MALFORMED,
     MOST_MISTAKEN,

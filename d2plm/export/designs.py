@@ -7,11 +7,13 @@ generated proteins; otherwise they are computed here, against as many natural pr
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from d2plm.core.errors import DataError
+from d2plm.core.estimate import Estimate
 from d2plm.core.files import files_digest, read_json, write_text
 from d2plm.data.fasta import FastaRecord, read_fasta
 from d2plm.data.store import SequenceStore
@@ -19,23 +21,58 @@ from d2plm.evaluation.baselines import fit_composition, sample_composition
 from d2plm.evaluation.nearest import nearest_search
 from d2plm.evaluation.quality import (
     GENERATED,
-    Novelty,
     QualitySettings,
     Tokens,
     beside_others,
     compare_quality,
     find_novelty,
 )
-from d2plm.evaluation.scoring import bound_draws, protein_scores
+from d2plm.evaluation.result import Quality, typed
+from d2plm.evaluation.scoring import ProteinScore, bound_draws, protein_scores
 from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.settings.data import ClusterSettings, Resources
 
 FASTA, TEXTS, DESIGNS = "generated.fasta", "generated.jsonl", "designs.json"
 SAMPLING = ".sampling.json"  # suffix, in place of the output's own
-FORMAT_VERSION = 1
 MASKS_PER_SEQUENCE = 16  # as in d2plm score
 
 Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Design:
+    """A generated protein; its bound is None if it has no residue to predict.
+
+    Attributes:
+        nelbo: nats per residue, with the interval over the draws.
+        nearest: name of the nearest training protein, if one is found; `identity` to it.
+        in_training: whether a training protein equals it.
+    """
+
+    id: str
+    length: int
+    residues: int
+    nelbo: Estimate | None
+    perplexity: float | None
+    nearest: str | None
+    identity: float
+    in_training: bool
+
+
+@dataclass(frozen=True)
+class Designs:
+    """All generated proteins of a file.
+
+    Attributes:
+        origin: digests and settings that the figures depend on.
+        quality: of the whole set beside natural proteins, if it was compared.
+    """
+
+    origin: dict[str, Any]
+    estimator: str
+    proteins: list[Design]
+    quality: Quality | None
+    format_version: Literal[2] = 2
 
 
 def describe_designs(
@@ -51,7 +88,7 @@ def describe_designs(
     compare: bool = True,
     resources: Resources = Resources(),
     report: Report = lambda line: None,
-) -> dict[str, Any]:
+) -> Designs:
     """Describe the proteins of `generated.fasta` in `folder`; saves `designs.json` there.
 
     Args:
@@ -62,10 +99,7 @@ def describe_designs(
         report: called with one line per stage.
 
     Returns:
-        JSON content: `origin` (digests and settings), `estimator`, `proteins` (for each: id,
-        length, residues, nelbo in nats per residue with its interval over the draws, perplexity,
-        name and identity of the nearest training protein, whether it is in the training data) and
-        `quality` from `compare_quality`, or None. The saved result is reused if nothing changed.
+        The saved result if nothing changed.
 
     Raises:
         DataError: if the FASTA file is invalid or has a protein that is too long for the model,
@@ -86,7 +120,7 @@ def describe_designs(
         },
     }
     kept = read_designs(folder)
-    if kept is not None and kept["origin"] == origin:
+    if kept is not None and kept.origin == origin:
         report(f"reusing {folder / DESIGNS} (same proteins, model and data)")
         return kept
     records = list(read_fasta(folder / FASTA))
@@ -108,30 +142,43 @@ def describe_designs(
     novelty = find_novelty(
         sets, train, folder, quality_settings, resources=resources, report=report
     )
-    designs = {
-        "format_version": FORMAT_VERSION,
-        "origin": origin,
-        "estimator": exported.paradigm.estimator,
-        "proteins": [
-            {"id": record.name, "length": len(record.tokens), **score, **nearest}
-            for record, score, nearest in zip(
-                records, scores, _nearest(novelty[GENERATED], train), strict=True
+    found = novelty[GENERATED]
+    designs = Designs(
+        origin,
+        exported.paradigm.estimator,
+        [
+            Design(
+                record.name,
+                len(record.tokens),
+                score.residues,
+                score.per_residue,
+                score.perplexity if score.residues else None,
+                None if nearest < 0 else train.name(nearest),
+                identity,
+                copied,
+            )
+            for record, score, nearest, identity, copied in zip(
+                records,
+                scores,
+                found.nearest.proteins.tolist(),
+                found.nearest.identities.tolist(),
+                found.in_training.tolist(),
+                strict=True,
             )
         ],
-        "quality": compare_quality(sets, novelty, train, quality_settings) if compare else None,
-    }
-    write_text(folder / DESIGNS, json.dumps(designs, indent=2))
+        compare_quality(sets, novelty, train, quality_settings) if compare else None,
+    )
+    write_text(folder / DESIGNS, json.dumps(asdict(designs), indent=2))
     return designs
 
 
-def read_designs(folder: Path) -> dict[str, Any] | None:
+def read_designs(folder: Path) -> Designs | None:
     """Read the designs saved in `folder`; None if missing or of another version.
 
     Raises:
         DataError: if the file is damaged.
     """
-    designs = read_json(folder / DESIGNS)
-    return designs if designs and designs.get("format_version") == FORMAT_VERSION else None
+    return typed(Designs, read_json(folder / DESIGNS))
 
 
 def write_sampling(output: Path, settings: dict[str, Any]) -> None:
@@ -156,8 +203,7 @@ def read_sampling(output: Path) -> dict[str, Any] | None:
 
 def _scores(
     records: list[FastaRecord], exported: ExportedModel, precision: str, **settings: Any
-) -> list[dict[str, Any]]:
-    """Bound of each protein per residue; None if it has no residue to predict."""
+) -> list[ProteinScore]:
     for record in records:
         what, remedy = f"{FASTA}: {record.name!r}", "another model has generated it"
         exported.require_short_enough(what, record.tokens, remedy, DataError)
@@ -170,24 +216,4 @@ def _scores(
         names=[record.name for record in records],
         **settings,
     )
-    return [
-        {
-            "residues": score.residues,
-            "nelbo": score.nats / score.residues,
-            "interval": [end / score.residues for end in score.interval],
-            "perplexity": score.perplexity,
-        }
-        if score.residues
-        else {"residues": 0, "nelbo": None, "interval": None, "perplexity": None}
-        for score in protein_scores(draws, sequences)
-    ]
-
-
-def _nearest(novelty: Novelty, train: SequenceStore) -> list[dict[str, Any]]:
-    found = novelty.nearest
-    names = [None if protein < 0 else train.name(protein) for protein in found.proteins.tolist()]
-    rows = zip(names, found.identities.tolist(), novelty.in_training.tolist(), strict=True)
-    return [
-        {"nearest": name, "identity": identity, "in_training": copied}
-        for name, identity, copied in rows
-    ]
+    return protein_scores(draws, sequences)

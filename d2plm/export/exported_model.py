@@ -34,7 +34,7 @@ from d2plm.core.precision import resolve_precision
 from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.data.fasta import FastaRecord
-from d2plm.evaluation.findings import EVALUATION
+from d2plm.evaluation.result import EVALUATION, Evaluation
 from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
 from d2plm.export.model_card import model_card
 from d2plm.generation.lengths import LengthHistogram
@@ -148,7 +148,7 @@ class ExportedModel:
         dtype = resolve_precision(precision, self.model.device)
         return self.model if dtype == self.model.dtype else copy.deepcopy(self.model).to(dtype)
 
-    def card(self, evaluation: dict[str, Any] | None = None, name: str | None = None) -> str:
+    def card(self, evaluation: Evaluation | None = None, name: str | None = None) -> str:
         """The model card, with the figures of `evaluation`; `name` defaults to the folder's."""
         return model_card(
             self.paradigm,

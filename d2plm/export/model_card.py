@@ -10,7 +10,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
-from d2plm.evaluation.findings import judge, likelihood_table
+from d2plm.evaluation.findings import judge
+from d2plm.evaluation.result import Evaluation
+from d2plm.evaluation.tables import as_markdown
 from d2plm.evaluation.terms import Terms, terms_for
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Paradigm
@@ -32,7 +34,7 @@ def model_card(
     name: str,
     parameters: int,
     max_residues: int,
-    evaluation: dict[str, Any] | None = None,
+    evaluation: Evaluation | None = None,
 ) -> str:
     """Render the model card as Markdown with YAML front matter.
 
@@ -40,7 +42,7 @@ def model_card(
         provenance: provenance of the export; missing parts are omitted.
         name: name of the model if the provenance has none.
         max_residues: maximum protein length.
-        evaluation: result of `d2plm.evaluation.summary.summarise`; None before the evaluation.
+        evaluation: None before the evaluation.
     """
     name = provenance.get("name") or name
     vocabulary = paradigm.vocabulary
@@ -65,7 +67,7 @@ def model_card(
         max_residues=max_residues,
         evaluation=evaluation,
         finding=evaluation and judge(evaluation),
-        table=evaluation and likelihood_table(evaluation),
+        result=evaluation and as_markdown(evaluation),
         directions=_directions,
         covered=covered,
     )
@@ -75,7 +77,7 @@ def _front_matter(
     name: str,
     paradigm: Paradigm,
     provenance: dict[str, Any],
-    evaluation: dict[str, Any] | None,
+    evaluation: Evaluation | None,
     terms: Terms,
 ) -> str:
     results = None
@@ -86,10 +88,10 @@ def _front_matter(
                 task_type="fill-mask",
                 dataset_type=f"{terms.sequence}s",
                 dataset_name=f"held-out {terms.sequence}s of {inputs or 'the training data'}",
-                dataset_revision=evaluation["digests"].get("validation"),
+                dataset_revision=evaluation.digests.get("validation"),
                 metric_type="perplexity",
-                metric_name=f"perplexity ({evaluation['estimator']})",
-                metric_value=round(evaluation["model"]["perplexity"], 4),
+                metric_name=f"perplexity ({evaluation.estimator})",
+                metric_value=round(evaluation.model.perplexity.value, 4),
             )
         ]
     card = ModelCardData(

@@ -4,7 +4,6 @@ The figures are saved beside the weights with the digests of the data and masks,
 evaluation is reused if nothing has changed, and compared only with evaluations on the same data.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,7 +24,6 @@ from d2plm.data.cache import ArrayCache
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines, sample_reference
-from d2plm.evaluation.findings import EVALUATION, MODEL, SEQUENCE_SCORES, read_evaluation
 from d2plm.evaluation.given_relatives import (
     PROFILES_VERSION,
     RelativesChoice,
@@ -34,10 +32,24 @@ from d2plm.evaluation.given_relatives import (
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search
-from d2plm.evaluation.quality import QualitySettings, beside_others, compare_quality, find_novelty
+from d2plm.evaluation.quality import (
+    QualitySettings,
+    beside_others,
+    compare_quality,
+    compare_texts,
+    find_novelty,
+)
+from d2plm.evaluation.result import (
+    EVALUATION,
+    MODEL,
+    SEQUENCE_SCORES,
+    Evaluation,
+    Quality,
+    read_evaluation,
+    write_evaluation,
+)
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.evaluation.terms import SUITES, terms_for
-from d2plm.evaluation.text_quality import compare_texts
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.generation.lengths import prompted
 from d2plm.generation.sampler_settings import Sampling
@@ -62,16 +74,16 @@ def evaluate(
     relatives: Callable[[], RelativesIndex] | None = None,
     choice: RelativesChoice = RelativesChoice(),
     cache: ArrayCache | None = None,
-    quality: Callable[[], dict[str, Any]] | None = None,
+    quality: Callable[[], Quality] | None = None,
     folder: Path | None = None,
     settings: dict[str, Any] | None = None,
     digests: dict[str, str] | None = None,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Evaluate an exported model; writes the figures to its folder and its model card.
 
         prepared = open_prepared(Path("prepared"))
         evaluation = evaluate(exported, prepared.splits["train"], prepared.splits["validation"])
-        print(d2plm.evaluation.summary.table(evaluation))
+        print(d2plm.evaluation.tables.as_text(evaluation))
 
     Longer proteins are cut to the model's maximum length.
 
@@ -91,9 +103,6 @@ def evaluate(
         quality: returns the result of `compare_quality`; called last, because it takes longest.
         folder: where the figures are written, instead of the model's folder and card.
         settings, digests: recorded unchanged; None records those of this call.
-
-    Returns:
-        The result of `summarise`.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -176,7 +185,7 @@ def evaluate(
         np.savez_compressed(
             partial, nats=scores.nats, residues=scores.residues, clusters=proteins.clusters
         )
-    write_text(folder / EVALUATION, json.dumps(evaluation, indent=2))
+    write_evaluation(folder, evaluation)
     if folder == exported.folder:
         write_text(folder / CARD, exported.card(evaluation))
     return evaluation
@@ -196,7 +205,7 @@ def generated_quality(
     nearest: SearchSettings = nearest_search(),
     resources: Resources = Resources(),
     report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+) -> Quality:
     """Generate sequences and compare them with as many natural ones and samples of a baseline.
 
     Args:
@@ -206,9 +215,6 @@ def generated_quality(
         seed: seed of the lengths and of the sequences for comparison.
         nearest: settings of the search for similar training proteins.
         report: called with one line per stage.
-
-    Returns:
-        The result of `compare_quality`, or `compare_texts` where MMseqs2 does not search.
     """
     vocabulary, limit = held_out.vocabulary, exported.max_residues
     suite, things = SUITES[vocabulary.name], f"{vocabulary.nouns.sequence}s"
@@ -267,21 +273,21 @@ def open_rival(
 
 def reusable_evaluation(
     folder: Path, settings: dict[str, Any], digests: Mapping[str, str]
-) -> dict[str, Any] | None:
+) -> Evaluation | None:
     """The evaluation in a folder, if it was computed with these settings of what has `digests`."""
     try:
         evaluation, _ = load_scores(folder)
     except ModelError:
         return None
     same = (
-        evaluation["masking_version"] == MASKING_VERSION
-        and evaluation["settings"] == settings
-        and evaluation["digests"].items() >= digests.items()
+        evaluation.masking_version == MASKING_VERSION
+        and evaluation.settings == settings
+        and evaluation.digests.items() >= digests.items()
     )
     return evaluation if same else None
 
 
-def load_scores(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+def load_scores(folder: Path) -> tuple[Evaluation, dict[str, NDArray[Any]]]:
     """Load the evaluation in an export: float64 `nats`, integer `residues`, `clusters`.
 
     Raises:

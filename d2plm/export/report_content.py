@@ -22,11 +22,12 @@ from d2plm.core.redaction import redacted_settings
 from d2plm.core.vocabulary import decode, open_vocabulary
 from d2plm.data.fasta import read_fasta
 from d2plm.data.manifest import read_manifest
-from d2plm.evaluation.findings import EVALUATION, judge, likelihoods, next_steps, read_evaluation
+from d2plm.evaluation.findings import judge, next_steps
 from d2plm.evaluation.new_members import headline, members_table, read_members
-from d2plm.evaluation.quality import quality_rows
-from d2plm.evaluation.terms import terms_for, terms_of
-from d2plm.export.designs import DESIGNS, FASTA, read_designs, read_sampling
+from d2plm.evaluation.result import EVALUATION, Evaluation, read_evaluation
+from d2plm.evaluation.tables import tables_of
+from d2plm.evaluation.terms import terms_for
+from d2plm.export.designs import DESIGNS, FASTA, Design, Designs, read_designs, read_sampling
 from d2plm.export.exported_model import parameters_of, read_provenance, weights_digest
 from d2plm.generation.sampler_settings import in_a_line
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
@@ -64,8 +65,8 @@ def gather(sources: Sources) -> dict[str, Any]:
 
     Returns:
         `evaluation`, its `relatives` and `identity`, `metrics`, `manifest`, `model`, `designs`,
-        `quality`, `settings`, each as in its file, or None; `missing`, reasons by part; the
-        verdict, the next steps, the new members of a family, the sequences with their residue
+        `quality`, `settings`, each as in its file, or None; `missing`, reasons by part; `tables`,
+        the verdict, the next steps, the new members of a family, the sequences with their residue
         classes, the sampler's settings, and the FASTA file in base64.
 
     Raises:
@@ -81,12 +82,13 @@ def gather(sources: Sources) -> dict[str, Any]:
             f"{nearest_path(output_dir)}; give the output_dir of d2plm train or d2plm evaluate"
         )
     model = _model(sources.model_dir, evaluation, missing)
-    terms = terms_of(evaluation) if evaluation else terms_for(open_vocabulary(sources.model_dir))
+    terms = evaluation.terms if evaluation else terms_for(open_vocabulary(sources.model_dir))
     # Those of other alphabets are not described: no search finds what they are near to.
     described = terms.unit is None
     designs = _designs(output_dir, evaluation, model, missing) if described else None
     members = _members(output_dir)
-    quality = (evaluation and evaluation["quality"]) or (designs and designs["quality"])
+    compared = evaluation.quality if evaluation else None
+    quality = compared or (designs.quality if designs else None)
     if members is not None:
         missing["quality"] = (
             "The generated proteins belong to one family, so they are not compared with natural "
@@ -94,7 +96,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         )
     of_evaluation = {"relatives": "given_relatives", "identity": "by_identity"}
     parts = {"evaluation": evaluation, "metrics": metrics, "quality": quality}
-    parts |= {part: (evaluation or {}).get(key) for part, key in of_evaluation.items()}
+    parts |= {part: getattr(evaluation, key, None) for part, key in of_evaluation.items()}
     for part, reason in ABSENT.items():
         if part in of_evaluation and (evaluation is None or terms.unit is not None):
             continue
@@ -106,12 +108,15 @@ def gather(sources: Sources) -> dict[str, Any]:
         "terms": terms,
         "finding": evaluation and judge(evaluation),
         "next_steps": evaluation and next_steps(evaluation, sources.model_dir),
-        "likelihoods": evaluation and likelihoods(evaluation),
+        "tables": {
+            **({} if evaluation is None else tables_of(evaluation)),
+            **({} if quality is None else {"statistics": quality.table()}),
+            **({} if members is None else {"members-table": members_table(members)}),
+        },
         "last": {name: value for row in metrics for name, value in row.items()},
         "manifest": _manifest(sources.prepared_dir, evaluation, missing),
         "model": model,
         "designs": designs,
-        "quality_rows": quality and quality_rows(quality),
         "missing": missing,
         "members": members,
         "proteins": [] if designs is None else _proteins(output_dir, designs),
@@ -132,7 +137,7 @@ def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
 
 
 def _model(
-    folder: Path, evaluation: dict[str, Any] | None, missing: dict[str, str]
+    folder: Path, evaluation: Evaluation | None, missing: dict[str, str]
 ) -> dict[str, Any] | None:
     """The export's provenance with its size, if it is the model that was evaluated."""
     provenance = read_provenance(folder)
@@ -140,7 +145,7 @@ def _model(
         missing["model"] = f"There is no exported model in {folder}: run d2plm export."
         return None
     weights = weights_digest(folder)
-    if evaluation is not None and evaluation["digests"].get("model") != weights:
+    if evaluation is not None and evaluation.digests.get("model") != weights:
         missing["model"] = (
             f"The model in {folder} is not the evaluated one: run d2plm evaluate with model_dir=…."
         )
@@ -154,7 +159,7 @@ def _model(
 
 
 def _manifest(
-    folder: Path, evaluation: dict[str, Any] | None, missing: dict[str, str]
+    folder: Path, evaluation: Evaluation | None, missing: dict[str, str]
 ) -> dict[str, Any] | None:
     """The manifest of the prepared data, if the evaluation used them."""
     manifest = read_manifest(folder)
@@ -164,7 +169,7 @@ def _manifest(
             "d2plm report as prepared_dir=…."
         )
         return None
-    used = {} if evaluation is None else evaluation["digests"]
+    used = {} if evaluation is None else evaluation.digests
     if any(used.get(split, digest) != digest for split, digest in manifest["digests"].items()):
         missing["manifest"] = (
             f"The evaluation did not use the data in {folder}: give its data to d2plm report as "
@@ -176,10 +181,10 @@ def _manifest(
 
 def _designs(
     output_dir: Path,
-    evaluation: dict[str, Any] | None,
+    evaluation: Evaluation | None,
     model: dict[str, Any] | None,
     missing: dict[str, str],
-) -> dict[str, Any] | None:
+) -> Designs | None:
     """The designs, if they describe the proteins in the FASTA file, this model and these data."""
     if not (output_dir / FASTA).is_file():
         missing["designs"] = (
@@ -192,10 +197,10 @@ def _designs(
     if designs is None:
         missing["designs"] = f"There is no complete {DESIGNS}: {again}"
         return None
-    origin = designs["origin"]
+    origin = designs.origin
     same = origin["fasta"] == files_digest(output_dir / FASTA)
     if evaluation is not None:
-        same &= origin["train"] == evaluation["digests"]["train"]
+        same &= origin["train"] == evaluation.digests["train"]
     if model is not None:
         same &= origin["weights"] == model["weights"]
     if not same:
@@ -206,14 +211,15 @@ def _designs(
     return designs
 
 
-def _proteins(output_dir: Path, designs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each design with its sequence, the first ones also with coloured residues."""
+def _proteins(
+    output_dir: Path, designs: Designs
+) -> list[tuple[Design, list[list[tuple[str, str]]] | None]]:
+    """Each design, the first ones with their sequence in coloured residues."""
     records = read_fasta(output_dir / FASTA)
     proteins = []
-    for place, (record, described) in enumerate(zip(records, designs["proteins"], strict=True)):
-        sequence = decode(record.tokens)
-        blocks = list(coloured(sequence)) if place < SHOWN else None
-        proteins.append({**described, "sequence": sequence, "blocks": blocks})
+    for place, (record, design) in enumerate(zip(records, designs.proteins, strict=True)):
+        blocks = list(coloured(decode(record.tokens))) if place < SHOWN else None
+        proteins.append((design, blocks))
     return proteins
 
 
@@ -224,11 +230,11 @@ def _members(output_dir: Path) -> dict[str, Any] | None:
     if members is None:
         return None
     rows = [{**row, "blocks": list(coloured(row["columns"]))} for row in members["alignment"]]
-    return {**members, "headline": headline(members), "table": members_table(members), "rows": rows}
+    return {**members, "headline": headline(members), "rows": rows}
 
 
 def _settings(
-    output_dir: Path, evaluation: dict[str, Any] | None, model: dict[str, Any] | None
+    output_dir: Path, evaluation: Evaluation | None, model: dict[str, Any] | None
 ) -> dict[str, str]:
     """Heading → settings without secrets: the composed configuration, or those in the export."""
     found = {}
@@ -246,5 +252,5 @@ def _settings(
             redacted_settings(model["settings"]), indent=2
         )
     if evaluation is not None:
-        found["the evaluation"] = json.dumps(redacted_settings(evaluation["settings"]), indent=2)
+        found["the evaluation"] = json.dumps(redacted_settings(evaluation.settings), indent=2)
     return found

@@ -8,10 +8,12 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from d2plm.core import palette
 from d2plm.evaluation import plots
+from d2plm.evaluation.result import Evaluation, Quality
 
 WIDTH, HEIGHT = 5.4, 4.4  # inches; page.css shows 26rem of it
 ROW = 0.4  # inches per row of the figure of likelihoods
@@ -35,28 +37,23 @@ _NAMESPACE = re.compile(r"\{[^}]*\}")
 
 
 def draw(
-    evaluation: dict[str, Any] | None,
+    evaluation: Evaluation | None,
     metrics: Sequence[dict[str, float]],
-    quality: dict[str, Any] | None,
+    quality: Quality | None,
     members: dict[str, Any] | None,
 ) -> dict[str, str]:
     """Draw the figures that have data, as SVG elements by name."""
-    bins = plots.measured_bins(evaluation["by_identity"]) if evaluation else {}
-    given = (evaluation or {}).get("given_relatives")
-    figures: list[tuple[str, Any, Callable[..., None], tuple[Any, ...]]] = [
-        ("training", metrics, plots.plot_curve, (evaluation, metrics)),
-        ("pace", metrics, plots.plot_pace, (metrics,)),
-        ("likelihood", evaluation, plots.plot_likelihoods, (evaluation,)),
-        ("calibration", evaluation, plots.plot_calibration, (evaluation,)),
-        ("identity", bins, plots.plot_identity, (bins,)),
-        ("relatives", given, plots.plot_given_relatives, (given,)),
-        *((name, quality, plot, (quality,)) for name, plot in plots.quality_plots(quality).items()),
-        ("members", members, plots.plot_membership, (members,)),
-    ]
-    return {name: _svg(name, plot, *of) for name, known, plot, of in figures if known}
+    figures = plots.figures_of(evaluation, metrics, quality)
+    if metrics:
+        figures["pace"] = partial(plots.plot_pace, metrics=metrics)
+    if members is not None:
+        figures["members"] = partial(plots.plot_membership, members=members)
+    height = HEIGHT if evaluation is None else ROW * (2 + len(evaluation.bounds))
+    heights = {"likelihood": height}
+    return {name: _svg(name, plot, heights.get(name, HEIGHT)) for name, plot in figures.items()}
 
 
-def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:
+def _svg(name: str, plot: Callable[[Any], None], height: float) -> str:
     """Draw a figure with `plot` as an SVG element with a description for screen readers."""
     import matplotlib
 
@@ -77,14 +74,10 @@ def _svg(name: str, plot: Callable[..., None], *arguments: Any) -> str:
         **dict.fromkeys(("ytick.labelcolor", "axes.titlecolor"), palette.INK),
         **dict.fromkeys(("xtick.color", "ytick.color"), palette.LINE),
     }
-    content, height = io.StringIO(), HEIGHT
-    if plot is plots.plot_likelihoods:
-        [evaluation] = arguments
-        height = ROW * (3 + len(evaluation["baselines"]) + len(evaluation["others"]))
+    content = io.StringIO()
     with matplotlib.rc_context(settings):
         figure = palette.new_figure(WIDTH, height)
-        axes = figure.subplots(2, 1, sharex=True) if plot is plots.plot_pace else figure.subplots()
-        plot(axes, *arguments)
+        plot(figure.subplots(2, 1, sharex=True) if name == "pace" else figure.subplots())
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(content, format="svg", transparent=True, metadata=nothing)
     return _inline(content.getvalue(), DESCRIPTIONS[name])

@@ -11,9 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from d2plm.core.files import write_text
 from d2plm.core.number_text import short_number
-from d2plm.evaluation.findings import ALIGNED, MODEL, PROFILE
 from d2plm.evaluation.quality import GENERATED, NATURAL
-from d2plm.evaluation.terms import REFERENCE
 from d2plm.export.model_card import covered
 from d2plm.export.report_content import SHOWN, Sources, gather
 from d2plm.export.report_figures import draw
@@ -67,15 +65,12 @@ def render(content: dict[str, Any]) -> str:
             for key, (heading, part) in SECTIONS.items()
             if content[part]
         },
-        ours=MODEL,
-        profiles=(PROFILE, ALIGNED),
         set_names={
             NATURAL: f"natural, held-out {content['terms'].sequence}s",
             content["terms"].reference: f"samples of the {content['terms'].reference} baseline",
         },
         generated=GENERATED,
         few=FEW,
-        reference=REFERENCE,
         shown=SHOWN,
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),

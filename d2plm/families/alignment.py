@@ -1,54 +1,172 @@
-"""The members of a family beside a protein: alignment, sequence weights and column profile.
+"""The alignment of a family: its HMM, the members' letters by column, their weights and profile.
 
-Members are aligned to the protein's own single-sequence HMM, so that each residue of the protein is
-a column. Letters are int8: 0 … 19 in the order of `CANONICAL`, GAP for all else.
+There is one alignment per set of relatives, made without any target: that of their file, or else
+HMMER's of the members to each other. Letters are int8: 0 … 19 in the order of `CANONICAL`, GAP for
+all else.
 
 Shape suffixes: N members, L columns, 20 letters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pyhmmer.easel import Alphabet, TextMSA, TextSequence, VectorD
-from pyhmmer.plan7 import Background
+from pyhmmer.easel import AA, Alphabet, DigitalSequenceBlock, TextMSA, TextSequence, VectorD
+from pyhmmer.plan7 import HMM, Background, Builder, TraceAligner
 
-from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens
-from d2plm.families.profile_hmm import (
-    aligned_columns,
-    family_hmm,
-    hmm_builder,
-)
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, PAD, Tokens, decode
+from d2plm.data.relatives import aligned_part
 
 GAP = len(CANONICAL)
 SAME_OBSERVATION = 0.8  # identity from which members share one weight (doi:10.1038/nbt.3769)
 COVERAGE = 0.5  # members that fill less of the protein are left out
-_BLOCK = 500  # members compared at once
+CONSENSUS = 0.5  # least weighted share of members with a letter in a column of the HMM, as HMMER's
+UNCALIBRATED = 10  # simulated sequences where no E-value is needed, which would take most time
+_BLOCK = 500  # members compared or aligned at once
 
 Letters = NDArray[np.int8]
 Floats = NDArray[np.float32]
 
+ALPHABET: AA = Alphabet.amino()
+SYMBOLS = np.frombuffer(f"{CANONICAL}-".encode(), dtype=np.uint8)
 _CODES = np.full(256, GAP, dtype=np.int8)
-_CODES[np.frombuffer(CANONICAL.encode(), dtype=np.uint8)] = np.arange(GAP)
+_CODES[SYMBOLS] = np.arange(GAP + 1)  # lower case is inserted, a gap
+_INSERTED = bytes(range(ord("a"), ord("z") + 1)) + b"."
 
 
 def letters_of(tokens: Tokens) -> Letters:
-    """int8 [L] of residue tokens [L]."""
+    """int8 of residue tokens, of the same shape."""
     codes = tokens.astype(np.int16) - CANONICAL_START
     return np.where((codes >= 0) & (codes < GAP), codes, GAP).astype(np.int8)
 
 
-def align_to(protein: Tokens, members: Sequence[Tokens]) -> Letters:
-    """int8 [N, L]: the distinct members beside the protein's residues, without the protein itself.
+def text_of(letters: Letters) -> str:
+    """A row of letters as text, `-` for a gap."""
+    return bytes(SYMBOLS[letters]).decode()
 
-    Members that fill less than COVERAGE of the protein are left out, and members that are equal
-    to the protein wherever they are aligned to it.
+
+def family_hmm(
+    members: Sequence[Tokens],
+    columns: NDArray[np.uint8] | None = None,
+    *,
+    effective_number: str = "clust",
+    simulated: int = UNCALIBRATED,
+) -> HMM:
+    """The profile HMM of a family; the order of the members does not matter.
+
+    It is that of the file's alignment, where there is one: of the columns that CONSENSUS of the
+    members fill. Else all are aligned to the single-sequence HMM of the member of median length, an
+    HMM is built of the alignment, and all are aligned to that again. The HMM of one member is its
+    single-sequence HMM.
+
+    Args:
+        members: uint8 residue tokens, at least one; of several, long ones are cut, see
+            `aligned_part`.
+        columns: of the members, see `Family.columns`.
+        effective_number: of the members, how HMMER finds it: `clust` counts clusters at 62 %
+            identity, the best likelihood; `entropy`, HMMER's own for searches, flattens the HMM.
+        simulated: sequences that the E-values are calibrated with; HMMER's own number is 200.
     """
-    rows = aligned_columns(family_hmm([protein]), members)
-    text = np.frombuffer("".join(rows).encode(), dtype=np.uint8)
-    aligned = _CODES[text].reshape(len(rows), len(protein))
-    filled, own = aligned < GAP, letters_of(protein)
-    kept = (filled.mean(1) >= COVERAGE) & (filled & (aligned != own)).any(1)
+    if columns is not None and len(columns) > 1:
+        aligned = letters_of(columns)
+        weights = sequence_weights(aligned)
+        filled = weights @ (aligned < GAP) >= CONSENSUS * weights.sum()
+        if filled.any():
+            return columns_hmm(aligned[:, filled], weights, effective_number, simulated)
+    background = Background(ALPHABET)
+    first = hmm_builder(effective_number="clust")
+    last = hmm_builder(simulated, effective_number=effective_number)
+    ordered = sorted(members, key=lambda one: (len(one), one.tobytes()))
+    if len(ordered) > 1:  # HMMER's memory is quadratic in the columns of an alignment
+        ordered = [aligned_part(one, ordered[len(ordered) // 2]) for one in ordered]
+    block = digital_block(ordered)
+    if len(block) == 1:
+        return last.build(block[0], background)[0]
+    hmm, _, _ = first.build(block[len(block) // 2], background)
+    for builder in (first, last):
+        hmm, _, _ = builder.build_msa(_aligned(hmm, block).digitize(ALPHABET), background)
+    return hmm
+
+
+def columns_hmm(
+    aligned: Letters,
+    weights: NDArray[np.float64],
+    effective_number: str | float,
+    simulated: int = UNCALIBRATED,
+) -> HMM:
+    """The profile HMM of an alignment, each column a match state.
+
+    Args:
+        aligned: int8 [N, L].
+        weights: float64 [N], see `sequence_weights`.
+        effective_number: see `family_hmm`; or a number of observations.
+    """
+    named = [TextSequence(name=str(i).encode(), sequence=text_of(x)) for i, x in enumerate(aligned)]
+    text = TextMSA(name=b"family", sequences=named)
+    text.reference = "x" * aligned.shape[1]  # which columns are match states, "hand"
+    alignment = text.digitize(ALPHABET)
+    alignment.sequence_weights = VectorD(weights * len(weights) / weights.sum())
+    settings = {"architecture": "hand", "weighting": "given", "effective_number": effective_number}
+    return hmm_builder(simulated, **settings).build_msa(alignment, Background(ALPHABET))[0]
+
+
+def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> Letters:
+    """int8 [N, L]: the letter of each protein in each column of the HMM, without insertions."""
+    rows = _aligned(hmm, digital_block(proteins)).alignment if len(proteins) else []
+    text = "".join(rows).encode().translate(None, _INSERTED)
+    return _CODES[np.frombuffer(text, dtype=np.uint8)].reshape(len(proteins), hmm.M)
+
+
+def _aligned(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
+    """The sequences aligned to each other through the HMM, with all its columns.
+
+    Upper-case letters and `-` are in the HMM's columns, lower-case letters and `.` between them.
+    """
+    aligner = TraceAligner()
+    alignment = aligner.align_traces(
+        hmm, block, aligner.compute_traces(hmm, block), digitize=False, all_consensus_cols=True
+    )
+    alignment.name = b"family"
+    return alignment
+
+
+def align_to(
+    protein: Tokens,
+    members: Sequence[Tokens],
+    columns: NDArray[np.uint8] | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Letters:
+    """int8 [N, L]: the members beside the residues of a protein.
+
+    In the columns of the members' file, a protein that is one of the members has its own; another
+    one and all members are aligned to the HMM of the file. Members without a file's columns are
+    aligned to the HMM of the protein alone, which loses less than an HMM of theirs
+    (docs/science.md).
+
+    Args:
+        columns: of the members, see `Family.columns`.
+        note: called with what is done, while it lasts.
+    """
+    if columns is not None:
+        for row in columns:
+            own = np.flatnonzero(row != PAD)
+            if np.array_equal(row[own], protein):  # no residue of it is an insertion
+                return letters_of(columns[:, own])
+    hmm, parts = family_hmm([protein] if columns is None else members, columns), list[Letters]()
+    for start in range(0, max(len(members), 1), _BLOCK):
+        note(f"aligning {start:,} of {len(members):,} relatives")
+        block = [aligned_part(one, protein) for one in members[start : start + _BLOCK]]
+        rows = _aligned(hmm, digital_block([protein, *block])).alignment
+        text = np.frombuffer("".join(rows).encode(), dtype=np.uint8).reshape(len(rows), -1)
+        parts.append(_CODES[text[1:, ~np.isin(text[0], [*b"-."])]])
+    return np.concatenate(parts)
+
+
+def observations(protein: Letters, aligned: Letters) -> Letters:
+    """The distinct rows of `align_to` that fill COVERAGE of the protein and differ from it."""
+    filled = aligned < GAP
+    kept = (filled.mean(1) >= COVERAGE) & (filled & (aligned != protein)).any(1)
     return np.unique(aligned[kept], axis=0)
 
 
@@ -86,19 +204,25 @@ def column_profile(aligned: Letters, weights: NDArray[np.float64]) -> NDArray[np
         aligned: int8 [N, L].
         weights: float64 [N], see `sequence_weights`.
     """
-    alphabet = Alphabet.amino()
-    symbols = np.frombuffer(f"{CANONICAL}-".encode(), dtype=np.uint8)
-    rows = (bytes(symbols[row]).decode() for row in aligned)
-    named = [TextSequence(name=str(i).encode(), sequence=row) for i, row in enumerate(rows)]
-    text = TextMSA(name=b"family", sequences=named)
-    text.reference = "x" * aligned.shape[1]  # which columns are match states, "hand"
-    alignment = text.digitize(alphabet)
-    alignment.sequence_weights = VectorD(weights * len(weights) / weights.sum())
-    builder = hmm_builder(
-        alphabet, architecture="hand", weighting="given", effective_number=float(weights.sum())
-    )
-    hmm, _, _ = builder.build_msa(alignment, Background(alphabet))
+    hmm = columns_hmm(aligned, weights, float(weights.sum()))
     emissions = hmm.match_emissions  # type: ignore[attr-defined]  # its stubs lack it
     emissions_L20 = np.array(emissions, dtype=np.float64)[1:]  # the first state is the begin
-    emissions_L20 = emissions_L20[:, [alphabet.symbols.index(letter) for letter in CANONICAL]]
+    emissions_L20 = emissions_L20[:, [ALPHABET.symbols.index(letter) for letter in CANONICAL]]
     return emissions_L20 / emissions_L20.sum(1, keepdims=True)
+
+
+def hmm_builder(simulated: int = UNCALIBRATED, **settings: Any) -> "Builder[AA]":
+    """HMMER's builder of HMMs, with other settings than its own."""
+    # By default, members shorter than half of a wide alignment count as fragments (fragthresh).
+    settings = {"EmN": simulated, "EvN": simulated, "EfN": simulated, "fragthresh": 0.0, **settings}
+    return Builder(ALPHABET, **settings)
+
+
+def digital_block(sequences: Sequence[Tokens]) -> "DigitalSequenceBlock[AA]":
+    """The sequences for HMMER, each named by its number.
+
+    Canonical residues are letters and all else X, to which HMMER gives the mean score.
+    """
+    texts = ("".join(x if x in CANONICAL else "X" for x in decode(one)) for one in sequences)
+    named = (TextSequence(name=str(i).encode(), sequence=text) for i, text in enumerate(texts))
+    return DigitalSequenceBlock(ALPHABET, [one.digitize(ALPHABET) for one in named])

@@ -3,16 +3,17 @@
 score = log profile + k · pairs + 0.3 · BLOSUM62, mutant minus wild type. The profile keeps its full
 weight, and k grows with the effective number of members. Pairs also prefer the residues that a
 protein has by descent, most in variable columns, which says nothing about effects: as far as the
-tree predicts members that were left out, and not the pairs (`Evidence`), the members' mean
+tree predicts members that were left out, and not the pairs (`share_of_tree`), the members' mean
 preference for their own residues is subtracted.
 
 Shape suffixes: L columns, 20 letters.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,24 +21,27 @@ from numpy.typing import NDArray
 from d2plm.core.number_text import counted
 from d2plm.core.substitution import blosum62
 from d2plm.core.vocabulary import CANONICAL_START, Tokens
-from d2plm.evaluation.mutations import Variant
 from d2plm.families.alignment import (
+    COVERAGE,
     GAP,
     Letters,
     align_to,
     column_profile,
     letters_of,
+    observations,
     sequence_weights,
 )
 from d2plm.families.pairs import (
     MEMBERS,
     PREDICTED,
-    Neighbours,
     PairTable,
-    best_agreement,
-    evidence,
+    best_match_weight,
+    neighbours,
     sampled,
+    share_of_tree,
+    splits,
 )
+from d2plm.families.variants import Variant
 
 # Chosen by measurement, docs/science.md.
 MOST_PAIRS, HALF_OF_PAIRS = 2.0, 40.0  # k, and the effective number of members with half of it
@@ -55,30 +59,45 @@ class FamilyEffects:
 
     Attributes:
         letters: int8 [L], of the protein.
-        aligned: int8 [N, L], the members that are used, see `align_to`.
+        aligned: int8 [N, L], the members that are used, see `observations`.
         weights: float64 [N]; their sum is the effective number of members.
+        note: called with what is done, while it lasts: minutes for thousands of members.
     """
 
     letters: Letters
     aligned: Letters
     weights: Table
+    note: Callable[[str], None] = lambda text: None
 
     @classmethod
-    def of(cls, protein: Tokens, relatives: Sequence[Tokens]) -> "FamilyEffects":
-        """From unaligned relatives; the protein itself among them is left out.
+    def of(
+        cls,
+        protein: Tokens,
+        relatives: Sequence[Tokens],
+        columns: NDArray[np.uint8] | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> "FamilyEffects":
+        """From the alignment of relatives, see `align_to`; the protein among them is left out.
 
         Args:
             protein: uint8 [L] residue tokens.
         """
-        aligned = align_to(protein, relatives)
-        found = cls(letters_of(protein), aligned, sequence_weights(aligned))
+        beside, letters = align_to(protein, relatives, columns, note), letters_of(protein)
+        aligned = observations(letters, beside)
+        note(f"comparing {len(aligned):,} relatives")
+        found = cls(letters, aligned, sequence_weights(aligned), note)
+        short = int(((beside < GAP).mean(1) < COVERAGE).sum())
         log.log(
             logging.INFO if len(aligned) >= FEWEST_MEMBERS else logging.WARNING,
-            "%s, %s of them used, for at least half of the protein; effective number %.1f%s",
+            "%s %s: %s used, effective number %.1f; not used: %s with less than half of the "
+            "protein, %s equal to it or to another%s",
             counted(len(relatives), "relative"),
+            "aligned to the protein" if columns is None else "in their file's alignment",
             f"{len(aligned):,}",
             found.effective_number,
-            "" if len(aligned) >= FEWEST_MEMBERS else ": too few for pairs of columns",
+            f"{short:,}",
+            f"{len(relatives) - short - len(aligned):,}",
+            "" if len(aligned) >= FEWEST_MEMBERS else "; too few for pairs of columns",
         )
         return found
 
@@ -117,10 +136,15 @@ class FamilyEffects:
         random, profile_L20 = np.random.default_rng(0), np.exp(self.log_profile)
         chosen, weights = sampled(self.weights, MEMBERS, random)
         aligned = self.aligned[chosen]
-        agreement = best_agreement(aligned, weights, profile_L20, random)
-        neighbours = Neighbours(aligned, weights, profile_L20, agreement)
-        laws = neighbours.laws(aligned, np.arange(len(aligned)))
-        table = PairTable(aligned, weights, profile_L20, laws)
+        match_weight = best_match_weight(aligned, weights, profile_L20, random)
+        among = aligned, weights, profile_L20
+        predicted = neighbours(aligned, *among, match_weight, np.arange(len(aligned)))
+        done, total = count(1), 2 * (2 * splits(len(aligned)) + 1) * len(self.letters)
+
+        def advance() -> None:
+            self.note(f"pairs of columns, {next(done) / total:.0%}")
+
+        table = PairTable(*among, predicted, advance)
         places, shares = sampled(weights, PREDICTED[2], random)
         sample = aligned[places]
         terms_L20, *of_sample = table.terms(np.concatenate([self.letters[None], sample]))
@@ -128,7 +152,7 @@ class FamilyEffects:
         own = np.take_along_axis(terms, np.minimum(sample, GAP - 1)[..., None], 2)[..., 0]
         preferred = (filled * (own - (terms * profile_L20).sum(2))).sum(0)
         mean_L = preferred / np.maximum(filled.sum(0), 1e-9)
-        share = evidence(aligned, weights, agreement, random).share_of_tree
+        share = share_of_tree(aligned, weights, match_weight, random, advance)
         known = np.flatnonzero(self.letters < GAP)
         terms_L20[known, self.letters[known]] -= share * mean_L[known]
         return table, terms_L20

@@ -8,7 +8,7 @@ almost vanish, and on independent samples with coupled sites they are those of t
 Shape suffixes: N members, Q queries, L columns, 20 letters.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,91 +19,69 @@ from d2plm.families.alignment import GAP, SAME_OBSERVATION, Floats, Letters, col
 from d2plm.families.profile_hmm import amino_frequencies
 
 # Chosen by measurement, docs/science.md.
-AGREEMENTS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)  # weight of one equal residue, nats
-PRIOR = 3.0  # observations of the profile in a law of the neighbours
-PAIR_PRIOR, BORROWED = 2.0, 0.3  # observations of independence; share of similar residues' counts
+MATCH_WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)  # of one equal residue, nats
+PRIOR = 3.0  # pseudo-counts of the profile in what the neighbours predict
+PAIR_PRIOR = 2.0  # pseudo-counts of independence
+SUBSTITUTION_SHARE = 0.3  # of the counts of residues that replace each other under BLOSUM62
 TOTAL_COUPLING = 3.5  # the sum over the columns that a residue is predicted from, at most
 MEMBERS = 800  # drawn by weight, of more
-PREDICTED = 60, 150, 100  # members that choose an agreement, the evidence, and the mean preference
+PREDICTED = 60, 150, 100  # members that choose a match weight, the evidence, the mean preference
+SPLITS = 8  # of a family into halves, at most; fewer of large families, whose halves say more
 NO_EVIDENCE = 0.02  # nats per residue that count for both sides
 
-Law = NDArray[np.floating]  # [L, 20] or [Q, L, 20], a distribution at each column
+Frequencies = NDArray[np.floating]  # [L, 20] or [Q, L, 20], of the residues at each column
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What predicts residues of members of clusters that were left out, nats per residue.
-
-    Attributes:
-        tree: gain of the nearest relatives over the profile.
-        pairs: gain of the pairs over the nearest relatives.
-    """
-
-    tree: float = 0.0
-    pairs: float = 0.0
-
-    @property
-    def share_of_tree(self) -> float:
-        """0 … 1: how much of what the pairs say may be the tree's."""
-        tree, pairs = (max(gain, 0.0) + NO_EVIDENCE for gain in (self.tree, self.pairs))
-        return tree / (tree + pairs)
-
-
-class Neighbours:
-    """Members of a family that predict a sequence by how much they agree with it.
+def neighbours(
+    queries: Letters,
+    members: Letters,
+    weights: NDArray[np.float64],
+    profile: Frequencies,
+    match_weight: float,
+    places: NDArray[np.int64] | None = None,
+) -> Frequencies:
+    """float64 [Q, L, 20]: what members predict at each column of a sequence, that column hidden.
 
     Args:
-        aligned: int8 [N, L] members.
-        weights: float64 [N].
+        queries: int8 [Q, L].
+        members: int8 [N, L], with their weights, float64 [N].
         profile: float64 [L, 20] prior, worth PRIOR observations.
-        agreement: nats that the weight of a member grows by with each equal residue.
+        match_weight: nats that the weight of a member grows by with each equal residue.
+        places: int64 [Q], the queries' own rows among the members, which are left out.
     """
-
-    def __init__(
-        self, aligned: Letters, weights: NDArray[np.float64], profile: Law, agreement: float
-    ) -> None:
-        self.hot, self.log_weights = one_hot(aligned).astype(np.float64), np.log(weights)
-        self.profile, self.agreement = profile, agreement
-
-    def laws(self, queries: Letters, places: NDArray[np.int64] | None = None) -> Law:
-        """float64 [Q, L, 20]: the distribution at each column, that column hidden.
-
-        Args:
-            queries: int8 [Q, L].
-            places: int64 [Q], the queries' own rows among the members, which are left out.
-        """
-        log_votes = self.log_weights + self.agreement * (one_hot(queries) @ self.hot.T)
-        if places is not None:
-            log_votes[np.arange(len(queries)), places] = -np.inf
-        # In float64, as the best member may have a gap where others, far behind, have a letter.
-        votes = np.exp(log_votes - log_votes.max(1, keepdims=True))
-        shape = (*queries.shape, GAP)
-        counts, squares = (power @ self.hot for power in (votes, votes * votes))
-        counts, squares = counts.reshape(shape), squares.reshape(shape)
-        query, column = np.nonzero(queries < GAP)
-        own = query, column, queries[query, column]
-        counts[own] *= np.exp(-self.agreement)  # the hidden column is no agreement
-        squares[own] *= np.exp(-2 * self.agreement)
-        total = np.maximum(counts.sum(2, keepdims=True), 1e-100)
-        depth = total**2 / np.maximum(squares.sum(2, keepdims=True), 1e-200)
-        law: Law = (depth * counts / total + PRIOR * self.profile) / (depth + PRIOR)
-        return law
+    hot = one_hot(members).astype(np.float64)
+    log_votes = np.log(weights) + match_weight * (one_hot(queries) @ hot.T)
+    if places is not None:
+        log_votes[np.arange(len(queries)), places] = -np.inf
+    # In float64, as the best member may have a gap where others, far behind, have a letter.
+    votes = np.exp(log_votes - log_votes.max(1, keepdims=True))
+    counts, squares = ((power @ hot).reshape(*queries.shape, GAP) for power in (votes, votes**2))
+    query, column = np.nonzero(queries < GAP)
+    own = query, column, queries[query, column]
+    counts[own] *= np.exp(-match_weight)  # the hidden column is no match
+    squares[own] *= np.exp(-2 * match_weight)
+    total = np.maximum(counts.sum(2, keepdims=True), 1e-100)
+    depth = total**2 / np.maximum(squares.sum(2, keepdims=True), 1e-200)
+    return np.asarray((depth * counts / total + PRIOR * profile) / (depth + PRIOR))
 
 
-def best_agreement(
-    aligned: Letters, weights: NDArray[np.float64], profile: Law, random: np.random.Generator
+def best_match_weight(
+    aligned: Letters,
+    weights: NDArray[np.float64],
+    profile: Frequencies,
+    random: np.random.Generator,
 ) -> float:
-    """The one of AGREEMENTS that predicts members best from all others."""
+    """The one of MATCH_WEIGHTS that predicts members best from all others."""
     places, shares = sampled(weights, PREDICTED[0], random)
     filled = aligned[places] < GAP
     letters, each = aligned[places][filled], np.broadcast_to(shares[:, None], filled.shape)[filled]
 
-    def nats(agreement: float) -> float:
-        laws = Neighbours(aligned, weights, profile, agreement).laws(aligned[places], places)
-        own = laws[filled][np.arange(len(letters)), letters]
+    def nats(match_weight: float) -> float:
+        predicted = neighbours(aligned[places], aligned, weights, profile, match_weight, places)
+        own = predicted[filled][np.arange(len(letters)), letters]
         return float(np.average(-np.log(own), weights=each))
 
-    return min(AGREEMENTS, key=nats)
+    return min(MATCH_WEIGHTS, key=nats)
 
 
 class PairTable:
@@ -118,37 +96,47 @@ class PairTable:
         aligned: int8 [N, L] members.
         weights: float64 [N].
         profile: float64 [L, 20].
-        laws: [N, L, 20], of each member by its `Neighbours`.
+        predicted: [N, L, 20], of each member by its `neighbours`.
+        advance: called after each column, by the table itself and by `terms`.
     """
 
     def __init__(
-        self, aligned: Letters, weights: NDArray[np.float64], profile: Law, laws: Law
+        self,
+        aligned: Letters,
+        weights: NDArray[np.float64],
+        profile: Frequencies,
+        predicted: Frequencies,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
         filled = (aligned < GAP)[..., None]
         self.length, root = aligned.shape[1], np.sqrt(weights).astype(np.float32)[:, None]
         self.seen = one_hot(aligned) * root
-        expected = np.where(filled, laws, 0).reshape(len(aligned), -1) * root
+        expected = np.where(filled, predicted, 0).reshape(len(aligned), -1) * root
         self.expected: Floats = expected.astype(np.float32)
         counts = (self.seen * root).sum(0).reshape(self.length, GAP)
         column = (counts + 2 * profile) / (counts.sum(1, keepdims=True) + 2)
         self.column: Floats = column.astype(np.float32)
         self.replaced = replacement().astype(np.float32)
-        information = np.stack([self._information(i) for i in range(self.length)])
-        np.fill_diagonal(information, 0)
+        self.advance = advance
+        information = np.zeros((self.length, self.length))
+        for i in range(self.length - 1):
+            information[i, i + 1 :] = information[i + 1 :, i] = self._information(i)
+            advance()
         self.coupling = _coupling(information)
 
-    def _counts(self, i: int) -> tuple[Floats, Floats]:
-        """float32 [20, L, 20]: pairs of column i with each column, seen and expected."""
+    def _counts(self, i: int, first: int = 0) -> tuple[Floats, Floats]:
+        """float32 [20, L - first, 20]: pairs of column i with those from `first` on, seen and
+        expected."""
         own = slice(GAP * i, GAP * (i + 1))
-        seen: Floats = self.seen[:, own].T @ self.seen
-        expected: Floats = self.expected[:, own].T @ self.expected
+        seen: Floats = self.seen[:, own].T @ self.seen[:, GAP * first :]
+        expected: Floats = self.expected[:, own].T @ self.expected[:, GAP * first :]
         return seen.reshape(GAP, -1, GAP), expected.reshape(GAP, -1, GAP)
 
-    def _information(self, i: int) -> NDArray[np.float64]:
-        """float64 [L]: Σ p log p / e over the pairs of column i with each column."""
-        seen, expected = (c + 1e-3 for c in self._counts(i))
+    def _information(self, i: int) -> Floats:
+        """float32 [L - i - 1]: Σ p log p / e over the pairs of column i with each later one."""
+        seen, expected = (c + 1e-3 for c in self._counts(i, i + 1))
         p, e = (c / c.sum((0, 2), keepdims=True) for c in (seen, expected))
-        return np.asarray((p * np.log(p / e)).sum((0, 2)), dtype=np.float64)
+        return np.asarray((p * np.log(p / e)).sum((0, 2)))
 
     def log_odds(self, i: int) -> Floats:
         """float32 [20, L, 20]: log q / r of residue a in column i and b in column j."""
@@ -158,11 +146,11 @@ class PairTable:
         independent = self._given(expected, rate[None])
         return np.log(self._given(counts, independent) / independent).astype(np.float32)
 
-    def _given(self, counts: Floats, prior: Law) -> Law:
-        """[20, L, 20]: p(b in column j | a) from the counts and PAIR_PRIOR observations."""
-        lent = counts + BORROWED * np.tensordot(self.replaced, counts, 1)
-        law: Law = (lent + PAIR_PRIOR * prior) / (lent.sum(2, keepdims=True) + PAIR_PRIOR)
-        return law
+    def _given(self, counts: Floats, prior: Frequencies) -> Frequencies:
+        """[20, L, 20]: p(b in column j | a) from smoothed counts and PAIR_PRIOR pseudo-counts."""
+        smoothed = counts + SUBSTITUTION_SHARE * np.tensordot(self.replaced, counts, 1)
+        total = smoothed.sum(2, keepdims=True) + PAIR_PRIOR
+        return np.asarray((smoothed + PAIR_PRIOR * prior) / total)
 
     def scales(self, i: int, visible: NDArray[np.bool_]) -> NDArray[np.float64]:
         """float64 [Q]: by which couplings to column i are multiplied, given what is visible [Q, L].
@@ -179,6 +167,7 @@ class PairTable:
         for i in range(self.length):
             weighted = self.log_odds(i) * self.coupling[i].astype(np.float32)[None, :, None]
             found[:, i] = hot @ weighted.reshape(GAP, -1).T * self.scales(i, visible)[:, None]
+            self.advance()
         return found
 
 
@@ -197,39 +186,39 @@ def sampled(
     return places, weights[places] * (weights.sum() / weights[places].sum())
 
 
-def evidence(
+def share_of_tree(
     aligned: Letters,
     weights: NDArray[np.float64],
-    agreement: float,
+    match_weight: float,
     random: np.random.Generator,
-) -> Evidence:
-    """What the neighbours and the pairs of one half of a family say about the other half.
+    advance: Callable[[], None] = lambda: None,
+) -> float:
+    """0 … 1: how much of what the pairs of a family say may be the tree's.
 
-    Clusters at SAME_OBSERVATION are left out whole. The tree is the neighbours' law; pairs are
-    scaled to predict best beyond it.
+    Members of one half predict the other half, clusters at SAME_OBSERVATION left out whole: nearest
+    relatives gain over the profile what the tree explains, and pairs, scaled to predict best, gain
+    over these. The gains are means over `splits` of the family.
     """
     clusters = _clusters(aligned)
-    halves = random.integers(0, 2, clusters.max() + 1)[clusters]
     profiles, trees, pairs, letters, shares = [], [], [], [], []
-    for half in (0, 1):
-        known, left_out = np.flatnonzero(halves != half), np.flatnonzero(halves == half)
+    for number in range(2 * splits(len(aligned))):
+        if number % 2 == 0:
+            halves = random.integers(0, 2, clusters.max() + 1)[clusters]
+        known, left_out = np.flatnonzero(halves != number % 2), np.flatnonzero(halves == number % 2)
         if len(known) < 2 or not len(left_out):
             continue
         places, given_shares = sampled(weights[left_out], PREDICTED[1] // 2, random)
-        left_out = left_out[places]
-        members, given = aligned[known], weights[known]
-        profile = column_profile(members, given)
-        neighbours = Neighbours(members, given, profile, agreement)
-        laws = neighbours.laws(members, np.arange(len(known)))
-        table, targets = PairTable(members, given, profile, laws), aligned[left_out]
-        filled = targets < GAP
+        members, given, targets = aligned[known], weights[known], aligned[left_out[places]]
+        profile, filled = column_profile(members, given), targets < GAP
+        among = members, given, profile, match_weight
+        table = PairTable(*among[:3], neighbours(members, *among, np.arange(len(known))), advance)
         profiles.append(np.broadcast_to(np.log(profile), (*targets.shape, GAP))[filled])
-        trees.append(np.log(neighbours.laws(targets))[filled])
+        trees.append(np.log(neighbours(targets, *among))[filled])
         pairs.append(table.terms(targets)[filled])
         letters.append(targets[filled])
         shares.append(np.broadcast_to(given_shares[:, None], filled.shape)[filled])
     if not letters:
-        return Evidence()
+        return 0.5
     profile_, tree, pair = (np.concatenate(one) for one in (profiles, trees, pairs))
     own, each = (np.arange(len(tree)), np.concatenate(letters)), np.concatenate(shares)
 
@@ -237,7 +226,14 @@ def evidence(
         return float(np.average(np.logaddexp.reduce(logits, axis=1) - logits[own], weights=each))
 
     scaled = minimize_scalar(lambda scale: nats(tree + scale * pair), bounds=(0, 4))
-    return Evidence(nats(profile_) - nats(tree), nats(tree) - float(scaled.fun))
+    of_tree = max(nats(profile_) - nats(tree), 0) + NO_EVIDENCE
+    of_pairs = max(nats(tree) - float(scaled.fun), 0) + NO_EVIDENCE
+    return of_tree / (of_tree + of_pairs)
+
+
+def splits(members: int) -> int:
+    """Into halves, of a family of so many members; they take about as long for every family."""
+    return min(max(MEMBERS // members, 1), SPLITS)
 
 
 def _coupling(information: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -4,8 +4,8 @@ For each relative HMMER builds the profile HMM of a single sequence. Its forward
 logarithm of a likelihood ratio, so a mixture of the relatives' HMMs and of the background is a
 likelihood of the protein given the relatives, without an alignment to the protein.
 
-A family can also be modelled by one HMM of the alignment of its members, which captures their
-common features but depends on the quality of the alignment.
+A family can also be modelled by one HMM of the alignment of its members (`family_hmm`), which
+captures their common features but depends on the quality of the alignment.
 """
 
 import math
@@ -16,18 +16,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pyhmmer.easel import AA, Alphabet, DigitalSequenceBlock, TextMSA, TextSequence
-from pyhmmer.plan7 import HMM, Background, Builder, Hit, Pipeline, TraceAligner
+from pyhmmer.plan7 import HMM, Background, Hit, Pipeline
 
 from d2plm.core.machine import usable_cores
-from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens, decode, is_canonical
-from d2plm.data.relatives import aligned_part
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens, is_canonical
+from d2plm.families.alignment import ALPHABET, digital_block, family_hmm
 
 BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
 
 NO_DOMAIN = 0.0  # nats of a pair without a domain, for which HMMER reports no score
-
-UNCALIBRATED = 10  # simulated sequences where no E-value is needed, which would take most time
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -67,58 +64,6 @@ def log_ratios(
     return found
 
 
-def family_hmm(
-    members: Sequence[Tokens], *, effective_number: str = "clust", simulated: int = UNCALIBRATED
-) -> HMM:
-    """The profile HMM of the members' alignment to each other; their order does not matter.
-
-    All are aligned to the single-sequence HMM of the member of median length, an HMM is built of
-    the alignment, and all are aligned to that again. The HMM of one member is its single-sequence
-    HMM.
-
-    Args:
-        members: uint8 residue tokens, at least one; of several, long ones are cut, see
-            `aligned_part`.
-        effective_number: of the members, how HMMER finds it: `clust` counts clusters at 62 %
-            identity, the best likelihood; `entropy`, HMMER's own for searches, flattens the HMM.
-        simulated: sequences that the E-values are calibrated with; HMMER's own number is 200.
-    """
-    alphabet, background = Alphabet.amino(), Background(Alphabet.amino())
-    first = hmm_builder(alphabet, effective_number="clust")
-    last = hmm_builder(alphabet, simulated, effective_number=effective_number)
-    ordered = sorted(members, key=lambda one: (len(one), one.tobytes()))
-    if len(ordered) > 1:  # HMMER's memory is quadratic in the columns of an alignment
-        ordered = [aligned_part(one, ordered[len(ordered) // 2]) for one in ordered]
-    block = _digital_block(ordered, alphabet)
-    if len(block) == 1:
-        return last.build(block[0], background)[0]
-    hmm, _, _ = first.build(block[len(block) // 2], background)
-    for builder in (first, last):
-        hmm, _, _ = builder.build_msa(align(hmm, block).digitize(alphabet), background)
-    return hmm
-
-
-def align(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
-    """The sequences aligned to each other through the HMM, with all its columns.
-
-    Upper-case letters and `-` are in the HMM's columns, lower-case letters and `.` between them.
-    """
-    aligner = TraceAligner()
-    alignment = aligner.align_traces(
-        hmm, block, aligner.compute_traces(hmm, block), digitize=False, all_consensus_cols=True
-    )
-    alignment.name = b"family"
-    return alignment
-
-
-def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> list[str]:
-    """Of each protein a letter or `-` for each column of the HMM; residues between are left out."""
-    if not len(proteins):
-        return []
-    rows = align(hmm, _digital_block(proteins, hmm.alphabet)).alignment
-    return ["".join(one for one in row if one.isupper() or one == "-") for row in rows]
-
-
 def family_log_ratios(hmm: HMM, targets: Sequence[Tokens]) -> NDArray[np.float64]:
     """float64 [N]: log p(target | the HMM) − log p(target | background), nats.
 
@@ -133,17 +78,8 @@ def family_log_ratios(hmm: HMM, targets: Sequence[Tokens]) -> NDArray[np.float64
 def domain_hits(hmm: HMM, proteins: Sequence[Tokens], **settings: Any) -> dict[int, Hit]:
     """Number of a protein → its hit, of those in which HMMER finds a domain without any filter."""
     pipeline = Pipeline(hmm.alphabet, bias_filter=False, F1=1.0, F2=1.0, F3=1.0, T=-1e6, **settings)
-    hits = pipeline.search_hmm(hmm, _digital_block(proteins, hmm.alphabet))
+    hits = pipeline.search_hmm(hmm, digital_block(proteins))
     return {int(hit.name): hit for hit in hits}
-
-
-def _digital_block(sequences: Sequence[Tokens], alphabet: AA) -> "DigitalSequenceBlock[AA]":
-    """The sequences for HMMER, each named by its number."""
-    named = (
-        TextSequence(name=str(number).encode(), sequence=hmmer_letters(one))
-        for number, one in enumerate(sequences)
-    )
-    return DigitalSequenceBlock(alphabet, [one.digitize(alphabet) for one in named])
 
 
 def mixture_nats(
@@ -220,19 +156,6 @@ def _background_nats(targets: Sequence[Tokens]) -> NDArray[np.float64]:
 
 def amino_frequencies() -> NDArray[np.float64]:
     """float64 [20]: HMMER's background frequencies in the order of `CANONICAL`."""
-    alphabet = Alphabet.amino()
-    frequencies = np.array(Background(alphabet).residue_frequencies, dtype=float)
-    by_letter = dict(zip(alphabet.symbols, frequencies / frequencies.sum(), strict=False))
+    frequencies = np.array(Background(ALPHABET).residue_frequencies, dtype=float)
+    by_letter = dict(zip(ALPHABET.symbols, frequencies / frequencies.sum(), strict=False))
     return np.array([by_letter[letter] for letter in CANONICAL])
-
-
-def hmm_builder(alphabet: AA, simulated: int = UNCALIBRATED, **settings: Any) -> "Builder[AA]":
-    """HMMER's builder of HMMs, with other settings than its own."""
-    # By default, members shorter than half of a wide alignment count as fragments (fragthresh).
-    settings = {"EmN": simulated, "EvN": simulated, "EfN": simulated, "fragthresh": 0.0, **settings}
-    return Builder(alphabet, **settings)
-
-
-def hmmer_letters(tokens: Tokens) -> str:
-    """Canonical residues as letters and all else as X, to which HMMER gives the mean score."""
-    return "".join(letter if letter in CANONICAL else "X" for letter in decode(tokens))

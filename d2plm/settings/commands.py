@@ -229,7 +229,7 @@ class ScoreSettings(InferenceSettings):
     max_residues: int | None = key(None, low=1)
     """longer sequences are left out; null: none"""
     output: str | None = key(None, path="any")
-    """CSV file; null: standard output"""
+    """CSV file; null or -: standard output"""
     pseudo_log_likelihood: bool | None = key(None)
     """also compute the pseudo-log-likelihood, with one forward row per token; null: except for
     text"""

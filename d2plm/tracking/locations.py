@@ -68,7 +68,8 @@ def model_folder(
         from d2plm.tracking.mlflow_run import open_client
         from d2plm.tracking.registry import download
 
-        folder = download(open_client(tracking_uri), *text.removeprefix(REGISTRY).split("/"))
+        name, version = text.removeprefix(REGISTRY).split("/")
+        folder = download(open_client(tracking_uri), name, version)
     return folder / (hub.subfolder or "")
 
 

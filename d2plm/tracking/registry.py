@@ -5,26 +5,25 @@ only if the paired interval on the same residues and masks shows that the new ve
 """
 
 import io
-import re
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.constants import REPOCARD_NAME as CARD
-
 from d2plm.core.errors import ModelError, TrackingError
+from d2plm.core.estimate import Verdict, difference_text
 from d2plm.core.files import files_digest, nearest_path
-from d2plm.core.number_text import difference_text
-from d2plm.evaluation.findings import EVALUATION, judge
+from d2plm.evaluation.findings import judge
+from d2plm.evaluation.likelihood import corpus_estimate
+from d2plm.evaluation.result import EVALUATION, SEQUENCE_SCORES, Evaluation
 from d2plm.evaluation.scoring import BITS_PER_BYTE
-from d2plm.evaluation.summary import paired_difference
-from d2plm.evaluation.terms import terms_of
 from d2plm.export.exported_model import read_provenance
 from d2plm.export.model_evaluation import load_scores
 from d2plm.model import lora
 from d2plm.serving import service
-from d2plm.tracking.description import shortened
+from d2plm.tracking.description import card_text, shortened
 from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
 CHAMPION, CANDIDATE = "champion", "candidate"
+SCORED = (EVALUATION, SEQUENCE_SCORES)  # files by which the champion is compared
 COMPARED = ("validation", "masks")  # digests that must be equal to compare two models
 # Error codes for a missing alias: the first from MLflow's own stores, the second from others.
 NO_SUCH_ALIAS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
@@ -132,20 +132,29 @@ def version_of(client: "MlflowClient", name: str, alias: str) -> str:
         return str(client.get_model_version_by_alias(name, alias).version)
 
 
-def download(client: "MlflowClient", name: str, version: str) -> Path:
-    """Download the export of a registered version.
+def download(
+    client: "MlflowClient",
+    name: str,
+    version: str,
+    files: Sequence[str] = ("",),
+    into: Path | None = None,
+) -> Path:
+    """Download the export of a registered version, or only these files of it.
 
     Raises:
         TrackingError: if the version does not exist, or the store cannot be reached.
     """
-    import mlflow
+    from mlflow.artifacts import download_artifacts, list_artifacts
 
-    with reaching(client, f"fetch version {version} of model {name}"):
-        folder = mlflow.artifacts.download_artifacts(f"models:/{name}/{version}")
-    for evaluation in Path(folder, "artifacts").glob(f"*/{EVALUATION}"):
-        return evaluation.parent
+    of_version = f"models:/{name}/{version}"
+    with reaching(client, f"fetch version {version} of model {name}"), _quiet():
+        for export in list_artifacts(f"{of_version}/artifacts"):
+            for file in files:
+                uri = f"{of_version}/{export.path}/{file}".rstrip("/")
+                path = Path(download_artifacts(uri, dst_path=into and str(into)))
+            return path.parent if file else path
     raise TrackingError(
-        f"{folder}: not a model registered by 'd2plm register'; choose another version"
+        f"{of_version}: not a model registered by 'd2plm register'; choose another version"
     )
 
 
@@ -188,13 +197,12 @@ def _quiet() -> redirect_stderr[io.StringIO]:
 
 
 def _link_evaluation(
-    client: "MlflowClient", run: "Run", model_id: str, evaluation: dict[str, Any]
+    client: "MlflowClient", run: "Run", model_id: str, evaluation: Evaluation
 ) -> None:
     """Link the run's evaluation metrics to the model, with their data set."""
     from mlflow.entities import Metric
 
-    split = evaluation.get("settings", {}).get("split", "validation")
-    digest = evaluation["digests"][split][:MAX_DIGEST]
+    digest = evaluation.digests[evaluation.settings.get("split", "validation")][:MAX_DIGEST]
     data = next((i.dataset for i in run.inputs.dataset_inputs if i.dataset.digest == digest), None)
     names = [name for name in run.data.metrics if name.startswith(EVALUATED)]
     points = [client.get_metric_history(run.info.run_id, name)[-1] for name in names]
@@ -222,7 +230,9 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> t
         return True, "it is already the champion"
     better, reason = True, "there was no champion"
     if champion is not None:
-        better, reason = beats(export, download(client, name, champion))
+        with TemporaryDirectory(prefix="d2plm-") as folder:
+            scored = download(client, name, champion, SCORED, Path(folder))
+            better, reason = beats(export, scored)
     if better:
         with reaching(client, f"make version {version} of {name} the champion"):
             client.set_registered_model_alias(name, CHAMPION, version)
@@ -230,25 +240,26 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> t
 
 
 def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
-    """Whether one evaluated export is better than another, and the reason.
+    """Whether one evaluation is better than another, and the reason.
 
-    Better means that, on the same residues and masks, the 95 % interval of the paired difference
-    in nats per residue lies below zero. The training data may differ.
+    They are compared on the same residues and masks. The training data may differ.
+
+    Args:
+        challenger, champion: folders of the evaluation and its scores.
 
     Raises:
         ModelError: if one of them was not evaluated.
     """
     ours, scores = load_scores(challenger)
     theirs, baseline = load_scores(champion)
-    if any(ours["digests"].get(key) != theirs["digests"].get(key) for key in COMPARED):
+    if any(ours.digests.get(key) != theirs.digests.get(key) for key in COMPARED):
         return False, "the champion was evaluated on other data or masks; evaluate both on the same"
-    paired = paired_difference(
-        scores["nats"], baseline["nats"], scores["residues"], scores["clusters"]
+    difference = corpus_estimate(
+        scores["nats"] - baseline["nats"], scores["residues"], scores["clusters"]
     )
-    interval, figures = paired["interval"], difference_text(paired, terms_of(ours).token)
-    if interval is not None and interval[1] < 0:
-        return True, f"better than the champion: {figures}"
-    return False, f"not significantly better than the champion: {figures}"
+    figures = difference_text(difference, ours.terms.token)
+    is_better = difference.verdict is Verdict.BETTER
+    return is_better, f"{difference.verdict} the champion: {figures}"
 
 
 def _signature() -> "ModelSignature":
@@ -276,35 +287,30 @@ def _signature() -> "ModelSignature":
     )
 
 
-def _version_description(evaluation: dict[str, Any], export: Path) -> str:
+def _version_description(evaluation: Evaluation, export: Path) -> str:
     """The result, and as much of the model card as fits."""
-    text = judge(evaluation).headline
-    file = export / CARD
-    if not file.is_file():
-        return text
-    card = file.read_text(encoding="utf-8")
-    card = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL).strip()
-    return shortened(f"{text}\n\n{card}", MAX_DESCRIPTION, f"the rest is in {CARD} of the model")
+    text = f"{judge(evaluation).headline}\n\n{card_text(export)}".strip()
+    return shortened(text, MAX_DESCRIPTION)
 
 
 def _tags(
-    evaluation: dict[str, Any], digest: str, provenance: dict[str, Any], revision: str | None
+    evaluation: Evaluation, digest: str, provenance: dict[str, Any], revision: str | None
 ) -> dict[str, str]:
-    model, best = evaluation["model"], judge(evaluation).baseline
-    interval, mlm15 = model["perplexity_interval"], model["perplexity_mlm15"]
+    perplexity, best = evaluation.model.perplexity, judge(evaluation).baseline
+    interval, mlm15 = perplexity.interval, evaluation.model.perplexity_mlm15
     tags = {
         DIGEST_TAG: digest,
-        "perplexity": f"{model['perplexity']:.4f}",
+        "perplexity": f"{perplexity.value:.4f}",
         "perplexity_interval": str(interval and [round(bound, 4) for bound in interval]),
-        "estimator": evaluation["estimator"],
+        "estimator": evaluation.estimator,
         "best_baseline": best,
-        "perplexity_best_baseline": f"{evaluation['baselines'][best]['perplexity']:.4f}",
+        "perplexity_best_baseline": f"{evaluation.baselines[best].perplexity.value:.4f}",
         "perplexity_mlm15": f"{mlm15:.4f}" if mlm15 else "none: the source is not a mask",
-        "data_digest": evaluation["digests"]["validation"],
-        "masks_digest": evaluation["digests"]["masks"],
+        "data_digest": evaluation.digests["validation"],
+        "masks_digest": evaluation.digests["masks"],
     }
     known = {
-        "training_data_digest": evaluation["digests"].get("train"),
+        "training_data_digest": evaluation.digests.get("train"),
         "paradigm": provenance.get("paradigm"),
         "step": provenance.get("step"),
         "d2plm_version": provenance.get("d2plm_version"),

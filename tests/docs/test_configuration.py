@@ -14,7 +14,7 @@ from d2plm.commands.table import COMMANDS
 from d2plm.config import groups
 from d2plm.core.files import config_dir
 from d2plm.data import sources
-from d2plm.evaluation import mutations
+from d2plm.families import variants
 from d2plm.settings.commands import SETTINGS
 from d2plm.settings.data import Format
 from d2plm.settings.schema import keys
@@ -89,6 +89,6 @@ def test_the_usual_keys_of_every_command_exist() -> None:
 def test_every_form_of_input_and_every_notation_in_the_tables_is_read() -> None:
     assert ("auto", *sources.FORMS) == get_args(Format)
     assert set(sources.FORMS) == set(sources._READERS)
-    for text, _ in mutations.NOTATIONS:
-        label = mutations.label_of([text])
-        assert [*map(str, mutations.parse_variant(text, label))] == ["A24G", "L30P"]
+    for text, _ in variants.NOTATIONS:
+        label = variants.label_of([text])
+        assert [*map(str, variants.parse_variant(text, label))] == ["A24G", "L30P"]

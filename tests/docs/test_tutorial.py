@@ -25,7 +25,7 @@ def test_every_block_is_run_or_says_what_it_needs() -> None:
 def test_it_leaves_a_trained_evaluated_registered_model(followed: Followed) -> None:
     output = followed.folder / "runs" / "mine" / "diffusion"
     evaluation = json.loads((output / "evaluation.json").read_text())
-    assert evaluation["model"]["perplexity"] > 1
+    assert evaluation["model"]["perplexity"]["value"] > 1
     assert (output / "model" / "model.safetensors").is_file()
     assert (output / "checkpoints" / "step-00000040").is_dir()
     assert "registered d2plm-diffusion version 1 as champion" in followed.output

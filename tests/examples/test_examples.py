@@ -25,6 +25,7 @@ from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.manifest import open_prepared
 from d2plm.evaluation.findings import judge
+from d2plm.evaluation.tables import as_markdown
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import load_scores
 from tests.conftest import FASTA, Exports, Tokens, shared_folder
@@ -85,7 +86,7 @@ def test_without_hydra_leaves_an_evaluated_model_that_knows_its_data(trained: Pa
         split: store.digest for split, store in prepared.splits.items()
     }
     evaluation, scores = load_scores(trained / "model")
-    assert evaluation["sequences"] == len(prepared.splits["validation"]) == len(scores["nats"])
+    assert evaluation.sequences == len(prepared.splits["validation"]) == len(scores["nats"])
     assert int(exported.lengths.counts.sum()) == len(prepared.splits["train"])
 
 
@@ -136,11 +137,8 @@ def test_every_example_is_in_the_table() -> None:
 def test_the_card_has_the_figures_the_counts_and_the_digests(trained: Path) -> None:
     folder = trained / "model"
     card, evaluation = (folder / "README.md").read_text(), load_scores(folder)[0]
-    for row in [*evaluation["baselines"].values(), evaluation["model"]]:
-        low, high = row["perplexity_interval"]
-        cells = f"| {row['perplexity']:.3f} | [{low:.3f}, {high:.3f}] | {row['nelbo']:.4f} |"
-        assert cells in card.replace("**", "")
-    for digest in evaluation["digests"].values():
+    assert as_markdown(evaluation) in card
+    for digest in evaluation.digests.values():
         assert digest in card
     manifest = json.loads((trained / "prepared" / "manifest.json").read_text())
     assert f"few.fasta, {manifest['counts']['input']} records" in card
@@ -153,7 +151,7 @@ def test_the_card_has_the_figures_the_counts_and_the_digests(trained: Path) -> N
     assert "The licence of the proteins was not stated" in card
     data = ModelCard.load(folder / "README.md").data
     assert data.library_name == "d2plm"
-    assert data.eval_results[0].metric_value == round(evaluation["model"]["perplexity"], 4)
+    assert data.eval_results[0].metric_value == round(evaluation.model.perplexity.value, 4)
 
 
 def test_a_card_says_what_is_not_known_and_what_the_model_cannot_do(exports: Exports) -> None:

@@ -37,8 +37,8 @@ def test_a_family_that_the_base_has_not_seen_is_predicted_and_grown(tmp_path: Pa
         assert ended.returncode == 0, ended.stderr
     test = json.loads((tmp_path / "abc" / "adaptation.json").read_text())["test"]
     for baseline in ("unigram", "5-gram", "composition", "composition × 5-gram", FAMILY_PROFILE):
-        assert test[baseline]["perplexity"] > test[ADAPTED]["perplexity"]
-        assert max(test[baseline]["interval"]) < 0, baseline
+        assert test[baseline]["perplexity"]["value"] > test[ADAPTED]["perplexity"]["value"]
+        assert max(test[baseline]["difference"]["interval"]) < 0, baseline
     sets = json.loads((tmp_path / "abc" / "members.members.json").read_text())["sets"]
     rates = [sets[name]["members"] / len(sets[name]["proteins"]) for name in (GENERATED, NATURAL)]
     assert rates[0] >= 0.8 * rates[1] > 0

@@ -87,7 +87,7 @@ def test_prepare_train_evaluate_and_generate(alphabet: str, tmp_path: Path) -> N
     vocabulary = open_vocabulary(output_dir / "model")
     assert vocabulary.name == alphabet
     evaluation = json.loads((output_dir / "evaluation.json").read_text())
-    assert 0 < evaluation["model"]["perplexity"] < 4 * vocabulary.predicted
+    assert 0 < evaluation["model"]["perplexity"]["value"] < 4 * vocabulary.predicted
     uses_the_export(output_dir / "model", tmp_path)
     cuts_long_sequences(output_dir / "model", tmp_path)
     with pytest.raises(ModelError, match=rf"compare_with: .*\(alphabet {alphabet}\), but the data"):

@@ -45,9 +45,10 @@ def test_the_work_folder_contains_what_the_run_said(finished: Finished) -> None:
     evaluation = json.loads((work_dir / "evaluation.json").read_text())
     assert set(evaluation["baselines"]) == set(BASELINES)
     assert evaluation["residues"] > 0
-    assert evaluation["baselines"]["uniform"]["perplexity"] == pytest.approx(20)
-    low, high = evaluation["model"]["perplexity_interval"]
-    assert low < evaluation["model"]["perplexity"] < high
+    assert evaluation["baselines"]["uniform"]["perplexity"]["value"] == pytest.approx(20)
+    perplexity = evaluation["model"]["perplexity"]
+    low, high = perplexity["interval"]
+    assert low < perplexity["value"] < high
     assert set(evaluation["digests"]) == {"train", "validation", "masks", "model"}
     assert (work_dir / "generated.fasta").read_text().count(">") == 3
     assert (work_dir / "model" / "model.safetensors").is_file()
@@ -56,7 +57,7 @@ def test_the_work_folder_contains_what_the_run_said(finished: Finished) -> None:
     designs = json.loads((work_dir / "diffusion" / "designs.json").read_text())["proteins"]
     report = (work_dir / "report.html").read_text()
     assert len(designs) == 3
-    assert all(f'value="{design["nelbo"]}"' in report for design in designs)
+    assert all(f'value="{design["nelbo"]["value"]}"' in report for design in designs)
 
 
 def test_tracking_contains_one_run_with_data_config_metrics_and_model(finished: Finished) -> None:
@@ -77,7 +78,7 @@ def test_tracking_contains_one_run_with_data_config_metrics_and_model(finished: 
     assert run.data.params["model.hidden_size"] == "32"
     evaluation = json.loads((finished.work_dir / "evaluation.json").read_text())
     assert run.data.metrics["evaluation/perplexity"] == pytest.approx(
-        evaluation["model"]["perplexity"]
+        evaluation["model"]["perplexity"]["value"]
     )
     assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 5
     logged = client.download_artifacts(run.info.run_id, "report/report.html")
@@ -112,7 +113,7 @@ def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finis
 
     version = mlflow.MlflowClient().get_model_version_by_alias("d2plm-diffusion", "champion")
     evaluation = json.loads((finished.work_dir / "evaluation.json").read_text())
-    assert version.tags["perplexity"] == f"{evaluation['model']['perplexity']:.4f}"
+    assert version.tags["perplexity"] == f"{evaluation['model']['perplexity']['value']:.4f}"
     assert version.tags["masks_digest"] == evaluation["digests"]["masks"]
 
 

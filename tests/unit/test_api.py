@@ -373,7 +373,8 @@ def test_what_is_no_list_of_texts_is_one_clear_line(related: SequenceModel, kind
             call(given)
         assert len(str(caught.value).splitlines()) == 1
         if kind in ("table", "Arrow", "matrix"):
-            assert "df['sequence']" in str(caught.value)
+            column = "mutant" if noun == "variant" else "sequence"
+            assert f"df['{column}']" in str(caught.value)
 
 
 LISTS: dict[str, Callable[[list[str]], Any]] = {

@@ -19,10 +19,10 @@ from d2plm.core.vocabulary import decode, encode
 from d2plm.data.family import Family, RelativesCheck, read_families, read_family
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
-from d2plm.evaluation.mutations import Variant, place_variants
 from d2plm.evaluation.new_members import read_members
 from d2plm.evaluation.scoring import bound_draws, mutational_effects
 from d2plm.export.exported_model import save_export
+from d2plm.families.variants import Variant, place_variants
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.masked import MaskedParadigm

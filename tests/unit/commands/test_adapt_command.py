@@ -19,7 +19,14 @@ from d2plm.core.vocabulary import decode
 from d2plm.data.family import read_family
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.manifest import open_prepared
-from d2plm.evaluation.family_bound import ADAPTED, BASE, FAMILY_PROFILE, compare_on_family, verdict
+from d2plm.evaluation.family_bound import (
+    ADAPTED,
+    BASE,
+    FAMILY_PROFILE,
+    compare_on_family,
+    family_verdict,
+)
+from d2plm.evaluation.result import Compared
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.families.profile_hmm import alignment_nats, members_nats
 from d2plm.generation.lengths import LengthHistogram
@@ -79,7 +86,9 @@ def test_a_family_is_adapted_to_compared_and_grown(
     words = [f"trainer.lora_rank={lora_rank}", "max_general_loss=9", "identity=0.7", tracking]
     config = configured(*words)
     found, work = run(config), tmp_path / "work"
-    assert json.loads((work / "adaptation.json").read_text())["test"] == found["test"]
+    assert json.loads((work / "adaptation.json").read_text())["test"] == json.loads(
+        json.dumps(found["test"])
+    )
     names = {"unigram", "5-gram", "composition", FAMILY_PROFILE, BASE, f"{BASE}, alone", ADAPTED}
     assert names < set(found["test"])
     assert [row["share"] for row in found["shares"]] == [*INTERPOLATIONS]
@@ -105,7 +114,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
         [experiment] = [one for one in client.search_experiments() if one.name != "Default"]
         [tracked] = client.search_runs([experiment.experiment_id])
         logged = tracked.data.metrics["family/adapted_model"]
-        assert logged == pytest.approx(found["test"][ADAPTED]["perplexity"])
+        assert logged == pytest.approx(found["test"][ADAPTED]["perplexity"]["value"])
         artifacts = {one.path for one in client.list_artifacts(tracked.info.run_id, "adaptation")}
         assert "adaptation/adaptation.md" in artifacts
 
@@ -194,7 +203,8 @@ def test_the_verdict_is_against_the_best_of_the_others() -> None:
     nats = {"5-gram": 290 + noise, BASE: 270 + noise, ADAPTED: 260 + noise}
     figures = compare_on_family(nats, residues, np.arange(40))
     assert [*figures] == ["5-gram", BASE, ADAPTED]
-    assert figures[BASE]["nelbo_difference"] == pytest.approx(-0.1)
-    assert verdict(figures).startswith(f"better than the best of the others, {BASE}: ")
+    base = figures[BASE]
+    assert isinstance(base, Compared) and base.difference.value == pytest.approx(-0.1)
+    assert family_verdict(figures).startswith(f"better than the best of the others, {BASE}: ")
     figures = compare_on_family({**nats, ADAPTED: 280 + noise}, residues, np.arange(40))
-    assert verdict(figures).startswith(f"worse than the best of the others, {BASE}: ")
+    assert family_verdict(figures).startswith(f"worse than the best of the others, {BASE}: ")

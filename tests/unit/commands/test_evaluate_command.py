@@ -1,6 +1,5 @@
 """d2plm evaluate: invalid settings are rejected before any computation; results are reused."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.vocabulary import encode
 from d2plm.data.store import SequenceStore
+from d2plm.evaluation.result import Evaluation, read_evaluation
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -51,13 +51,13 @@ def export(tmp_path: Path, tiny_dit: DiTFactory) -> Export:
 @pytest.fixture
 def run(
     tmp_path: Path, stores: dict[str, SequenceStore], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Any]]:
+) -> Callable[..., Evaluation]:
     monkeypatch.setattr(evaluate, "open_stores", lambda config: stores)
     # The figures are tested elsewhere, and take seconds.
     monkeypatch.setattr(evaluate, "plot", lambda *_: None)
     monkeypatch.setattr("d2plm.export.report_page.draw", lambda *content: defaultdict(str))
 
-    def call(model: Path, *overrides: str) -> dict[str, Any]:
+    def call(model: Path, *overrides: str) -> Evaluation:
         words = [f"model_dir={model}", f"output_dir={tmp_path / 'out'}", "tracking=none"]
         fast = ["evaluation.masks_per_sequence=2", "evaluation.generated=0"]
         quick = [*fast, "evaluation.nearest_identity=false"]
@@ -68,25 +68,25 @@ def run(
 
 def test_the_figures_are_written_and_used_again(
     export: Export,
-    run: Callable[..., dict[str, Any]],
+    run: Callable[..., Evaluation],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = export()
     first = run(model)
-    assert f'value="{first["model"]["nelbo"]}"' in (tmp_path / "out" / "report.html").read_text()
-    assert first["sequences"] == 6
-    assert first["clusters"] == 5
-    assert json.loads((model / "evaluation.json").read_text()) == first
+    assert f'value="{first.model.nelbo.value}"' in (tmp_path / "out" / "report.html").read_text()
+    assert first.sequences == 6
+    assert first.clusters == 5
+    assert read_evaluation(model) == first
     capsys.readouterr()
     assert run(model) == first
     assert "reusing" in capsys.readouterr().out
-    assert run(model, "evaluation.seed=1")["model"] != first["model"]
+    assert run(model, "evaluation.seed=1").model != first.model
     assert "reusing" not in capsys.readouterr().out
 
 
 @pytest.fixture
-def of_a_demo(tmp_path: Path, run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def of_a_demo(tmp_path: Path, run: Callable[..., Evaluation]) -> Callable[..., Evaluation]:
     """Evaluates a model with the settings of a demo that has a run, which must stay as it is."""
     work = tmp_path / "demo"
     work.mkdir()
@@ -94,7 +94,7 @@ def of_a_demo(tmp_path: Path, run: Callable[..., dict[str, Any]]) -> Callable[..
     for name, text in demo.items():
         (work / name).write_text(text)
 
-    def call(model: object, *overrides: str) -> dict[str, Any]:
+    def call(model: object, *overrides: str) -> Evaluation:
         found = run(model, f"output_dir={work}", f"work_dir={work}", *overrides)
         assert {name: (work / name).read_text() for name in demo} == demo
         return found
@@ -106,7 +106,7 @@ def of_a_demo(tmp_path: Path, run: Callable[..., dict[str, Any]]) -> Callable[..
 def test_results_on_a_model_of_another_run_are_written_beside_that_model(
     of_a_run: bool,
     export: Export,
-    of_a_demo: Callable[..., dict[str, Any]],
+    of_a_demo: Callable[..., Evaluation],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -116,23 +116,23 @@ def test_results_on_a_model_of_another_run_are_written_beside_that_model(
     model = export("other/model")
     found = of_a_demo(model)
     folder = tmp_path / "other" / ("" if of_a_run else "model-evaluation")
-    assert json.loads((folder / "evaluation.json").read_text()) == found
+    assert read_evaluation(folder) == found
     assert (folder / "report.html").is_file()
     assert f"written to {folder}" in capsys.readouterr().out
-    assert json.loads((model / "evaluation.json").read_text()) == found
+    assert read_evaluation(model) == found
 
 
 def test_results_are_written_to_a_given_folder(
-    export: Export, of_a_demo: Callable[..., dict[str, Any]], tmp_path: Path
+    export: Export, of_a_demo: Callable[..., Evaluation], tmp_path: Path
 ) -> None:
     found = of_a_demo(export("other/model"), f"output_dir={tmp_path / 'given'}")
-    assert json.loads((tmp_path / "given" / "evaluation.json").read_text()) == found
+    assert read_evaluation(tmp_path / "given") == found
     assert [*(tmp_path / "other").iterdir()] == [tmp_path / "other" / "model"]
 
 
 def test_nothing_is_written_to_read_only_folders(
     export: Export,
-    of_a_demo: Callable[..., dict[str, Any]],
+    of_a_demo: Callable[..., Evaluation],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -154,7 +154,7 @@ def test_nothing_is_written_to_read_only_folders(
     words = f"data.prepared_dir={prepared}", "evaluation.nearest_identity=true"
     found = of_a_demo(model, *words)
     (folder,) = (tmp_path / "demo" / "evaluations").iterdir()
-    assert json.loads((folder / "evaluation.json").read_text()) == found
+    assert read_evaluation(folder) == found
     assert caches == [folder / "cache" / "nearest"]
     assert [*(tmp_path / "other").rglob("*")] == before
     assert not [*prepared.iterdir()]
@@ -163,11 +163,11 @@ def test_nothing_is_written_to_read_only_folders(
     assert f"reusing {folder / 'evaluation.json'}" in capsys.readouterr().out
     assert "not the evaluated one" not in (folder / "report.html").read_text()
     export("other/model", seed=5)
-    assert of_a_demo(model, *words)["model"] != found["model"]
+    assert of_a_demo(model, *words).model != found.model
 
 
 def test_a_folder_for_results_that_cannot_be_written_is_rejected_before_anything_is_computed(
-    export: Export, run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    export: Export, run: Callable[..., Evaluation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "_evaluate", None)
     with pytest.raises(ConfigError, match="output_dir='/dev/null/out': cannot be written"):
@@ -175,37 +175,37 @@ def test_a_folder_for_results_that_cannot_be_written_is_rejected_before_anything
 
 
 def test_another_export_is_scored_on_the_same_masks(
-    export: Export, run: Callable[..., dict[str, Any]]
+    export: Export, run: Callable[..., Evaluation]
 ) -> None:
     model, other = export(), export("other", seed=3)
     found = run(model, f"evaluation.compare_with=[{other}]")
     alone = run(other)
-    assert found["others"][str(other)]["nelbo"] == pytest.approx(alone["model"]["nelbo"])
-    difference = found["model"]["nelbo"] - alone["model"]["nelbo"]
-    assert found["paired"][str(other)]["nelbo_difference"] == pytest.approx(difference)
+    assert found.others[str(other)].nelbo.value == pytest.approx(alone.model.nelbo.value)
+    difference = found.model.nelbo.value - alone.model.nelbo.value
+    assert found.others[str(other)].difference.value == pytest.approx(difference)
 
 
 def test_a_rival_that_has_changed_is_scored_again(
-    export: Export, run: Callable[..., dict[str, Any]]
+    export: Export, run: Callable[..., Evaluation]
 ) -> None:
     model, other = export(), export("other", seed=3)
     first = run(model, f"evaluation.compare_with=[{other}]")
     export("other", seed=4)
     again = run(model, f"evaluation.compare_with=[{other}]")
-    assert again["others"] != first["others"]
+    assert again.others != first.others
 
 
 def test_a_rival_of_the_uniform_source_brings_its_own_bound(
-    export: Export, run: Callable[..., dict[str, Any]]
+    export: Export, run: Callable[..., Evaluation]
 ) -> None:
     other = export("other", UniformFlowMatching(), seed=3)
     found = run(export(), f"evaluation.compare_with=[{other}]")
-    assert found["others"][str(other)]["estimator"] == "time-reversal bound"
-    assert found["others"][str(other)]["perplexity_mlm15"] is None
+    assert found.others[str(other)].estimator == "time-reversal bound"
+    assert found.others[str(other)].perplexity_mlm15 is None
 
 
 def test_a_rival_that_takes_fewer_tokens_is_rejected(
-    export: Export, run: Callable[..., dict[str, Any]]
+    export: Export, run: Callable[..., Evaluation]
 ) -> None:
     other = export("short", max_position_embeddings=32)
     with pytest.raises(ModelError, match=r"short: supports 32 tokens, but the proteins"):
@@ -228,7 +228,7 @@ def test_what_is_impossible_is_rejected_before_anything_is_computed(
     override: str,
     key: str,
     export: Export,
-    run: Callable[..., dict[str, Any]],
+    run: Callable[..., Evaluation],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def computed(*_: object, **__: object) -> None:
@@ -240,7 +240,7 @@ def test_what_is_impossible_is_rejected_before_anything_is_computed(
 
 
 def test_a_folder_that_is_not_a_model_is_rejected(
-    export: Export, run: Callable[..., dict[str, Any]], tmp_path: Path
+    export: Export, run: Callable[..., Evaluation], tmp_path: Path
 ) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ModelError, match=r"nothing: no model there: config\.json is missing"):
@@ -249,11 +249,11 @@ def test_a_folder_that_is_not_a_model_is_rejected(
 
 def test_residues_that_are_not_protein_letters_are_not_scored(
     export: Export,
-    run: Callable[..., dict[str, Any]],
+    run: Callable[..., Evaluation],
     stores: dict[str, SequenceStore],
     tmp_path: Path,
 ) -> None:
     stores["validation"] = write_store(
         tmp_path / "with_x", [encode("MKXXBVLU"), encode("GGAVLKR")], [0, 1]
     )
-    assert run(export())["residues"] == 11
+    assert run(export()).residues == 11

@@ -143,5 +143,5 @@ def test_an_exported_model_is_evaluated_on_held_out_documents(
     settings = [f"model_dir={config.model_dir}", "evaluation.generated=0"]
     evaluation = evaluate(compose("evaluate", [*in_place(tmp_path, corpora), *settings]))
     documents = MegatronSequences(corpora / "validation", Bytes(), 48, 256)
-    counted = {what: evaluation[what] for what in ("sequences", "residues", "clusters")}
+    counted = {what: getattr(evaluation, what) for what in ("sequences", "residues", "clusters")}
     assert counted == {"sequences": len(documents), "residues": documents.residues, "clusters": 20}

@@ -19,7 +19,6 @@ from d2plm.commands import score
 from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.ingest import ingest
 from d2plm.data.tables import open_table
-from d2plm.evaluation.mutations import parse_variant, place
 from d2plm.evaluation.scoring import (
     bound_draws,
     bound_interval,
@@ -27,6 +26,7 @@ from d2plm.evaluation.scoring import (
     pseudo_log_likelihoods,
 )
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
+from d2plm.families.variants import parse_variant, place
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
@@ -269,7 +269,7 @@ def test_a_uniform_source_is_rejected_with_the_reason(
     line = refusal(capsys, *words)
     assert "no masked prediction" in line
     assert "set pseudo_log_likelihood=false" in line
-    (tmp_path / "any.csv").write_text("mutant\nM1A\n")
+    (tmp_path / "any.csv").write_text(f"name,mutant\n{next(iter(PROTEINS))},M1A\n")
     assert "no masked prediction" in refusal(capsys, *words, f"mutations={tmp_path}/any.csv")
 
 

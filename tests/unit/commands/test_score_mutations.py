@@ -16,7 +16,7 @@ from d2plm.evaluation.rank_correlation import rank_correlation
 from d2plm.export.exported_model import save_export
 from d2plm.families.mutation_effects import FamilyEffects
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
 
 TERMS = ["d2plm_score", "d2plm_profile_score", "d2plm_pairs_score", "d2plm_blosum62_score"]
@@ -85,9 +85,8 @@ def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_sc
     found = {name: rank_correlation(scores[name], measured, singles()) for name in COLUMNS}
     said = capsys.readouterr().err.splitlines()
     assert said[0].endswith("1,140 variants in column 'mutant', measured in 'DMS_score', offset 0")
-    assert said[1].startswith(
-        "60 relatives, 59 of them used, for at least half of the protein; effective "
-    )
+    assert said[1].startswith("61 relatives aligned to the protein: 59 used, effective number ")
+    assert said[1].endswith("1 with less than half of the protein, 1 equal to it or to another")
     assert said[2:] == [f"WT, {name}: {found[name]}" for name in COLUMNS]
     assert found["d2plm_score"].low > 0.6
     alone_rho = found["d2plm_model_alone_score"]
@@ -130,6 +129,26 @@ def test_relatives_are_used_with_a_model_that_takes_none(
     with output.open(newline="") as file:
         (header, *_) = csv.reader(file)
     assert header[4:] == [*TERMS, "d2plm_model_alone_score"]
+
+
+@pytest.mark.parametrize("kind", ["a uniform source", "too short"])
+def test_relatives_score_what_the_model_cannot(
+    kind: str,
+    scan: Path,
+    tmp_path: Path,
+    tiny_dit: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tiny_dit() if kind == "a uniform source" else tiny_dit(max_position_embeddings=32)
+    paradigm = UniformFlowMatching() if kind == "a uniform source" else MaskFlowMatching()
+    lengths = LengthHistogram.of(np.array([9]), model.config.max_position_embeddings - 2)
+    export = save_export(tmp_path / "plain", model, paradigm, lengths, {})
+    capsys.readouterr()
+    assert main(words(export, scan, f"relatives={scan / 'family.fasta'}", "output=-")) == 0
+    said = capsys.readouterr()
+    assert "WT: only its relatives score it (" in said.err
+    assert said.out.splitlines()[0].endswith("DMS_score_bin," + ",".join(TERMS))
+    assert not Path("-").exists()
 
 
 def test_columns_that_would_be_written_twice_are_rejected(

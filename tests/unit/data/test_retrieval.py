@@ -14,11 +14,10 @@ from d2plm.api import SequenceModel
 from d2plm.cli import main
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import CANONICAL, decode, encode
-from d2plm.data.family import read_families
+from d2plm.data.family import read_families, read_relatives, write_relatives
 from d2plm.data.homology import GAP, Alignment, Hits, MMseqs
 from d2plm.data.ingest import ingest
 from d2plm.data.prepare import prepare
-from d2plm.data.relatives_table import read_relatives, write_relatives
 from d2plm.data.retrieval import (
     Relative,
     diverse,
@@ -312,6 +311,8 @@ def test_invalid_relatives_are_rejected(
     for relatives in none:
         with pytest.raises(DataError, match=r"^relatives: contains no relatives of any protein"):
             model.score([PROTEIN, PROTEIN], relatives=relatives)
+    with pytest.raises(DataError, match=r"^relatives: there are none; give at least one"):
+        model.score([PROTEIN, PROTEIN], relatives=[])
     with pytest.raises(ConfigError, match="one list of strings per protein"):
         model.score([PROTEIN, PROTEIN], relatives=[[OTHER]])
     mixed: list[Any] = [OTHER, [OTHER]]

@@ -11,16 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from d2plm.core.estimate import Verdict
 from d2plm.core.vocabulary import DNA, PROTEIN, Bytes, Codons, Tokens, Vocabulary, encode
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation.baselines import NGram, fit_baselines, sampled, sparse_counts, token_ranks
-from d2plm.evaluation.findings import judge, likelihood_table
+from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.summary import HeldOut, summarise, table
+from d2plm.evaluation.quality import compare_texts, window_hashes
+from d2plm.evaluation.result import read_evaluation, write_evaluation
+from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.tables import as_markdown, as_text
 from d2plm.evaluation.terms import PROTEINS, SUITES, terms_for
-from d2plm.evaluation.text_quality import compare_texts, window_hashes
 from d2plm.export.exported_model import ExportedModel
 from d2plm.export.model_evaluation import evaluate, generated_quality
 from d2plm.export.report_content import Sources
@@ -164,14 +167,15 @@ def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
         settings={},
         digests={},
     )
-    assert found["model"]["bits_per_byte"] == pytest.approx(120 / math.log(2) / 200)
+    assert found.model.bits is not None
+    assert found.model.bits.value == pytest.approx(120 / math.log(2) / 200)
     expected = corpus_estimate(scores.nats / math.log(2), units, clusters)
-    assert found["model"]["bits_per_byte_interval"] == expected.interval
+    assert found.model.bits.interval == expected.interval
     finding = judge(found)
-    assert (finding.baseline, finding.outcome) == ("unigram", "better")
+    assert (finding.baseline, finding.difference.verdict) == ("unigram", Verdict.BETTER)
     assert "the order of bytes" in finding.details[0] and "unigram" in finding.details[0]
     assert "nats/byte" in finding.headline
-    assert "bits/byte" in likelihood_table(found) and "bits/byte" in table(found)
+    assert "bits/byte" in as_markdown(found) and "bits/byte" in as_text(found)
 
 
 def test_proteins_are_called_proteins() -> None:
@@ -201,16 +205,17 @@ def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_texts(
             *(exported, train, held_out, 4, tmp_path, Sampling(steps=2)), baselines=baselines
         ),
     )
-    assert json.loads((tmp_path / "model/evaluation.json").read_text()) == found
-    assert found["terms"]["sequence"] == "text" and found["terms"]["unit"] == "byte"
-    assert found["model"]["bits_per_byte"] == pytest.approx(found["model"]["nelbo"] / math.log(2))
-    assert found["residues"] == sum(len(tokens) for tokens in texts[18:])
-    assert found["baselines"]["unigram"]["bits_per_byte_interval"] is not None
-    shown = table(found)
-    assert f"{found['residues']:,} bytes of 6 texts in 6 clusters" in shown
+    assert read_evaluation(tmp_path / "model") == found
+    assert found.terms.sequence == "text" and found.terms.unit == "byte"
+    assert found.model.bits is not None
+    assert found.model.bits.value == pytest.approx(found.model.nelbo.value / math.log(2))
+    assert found.residues == sum(len(tokens) for tokens in texts[18:])
+    assert found.baselines["unigram"].bits is not None
+    shown = as_text(found)
+    assert f"{found.residues:,} bytes of 6 texts in 6 clusters" in shown
     card = (tmp_path / "model/README.md").read_text()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/evaluation.json").write_text(json.dumps(found))
+    write_evaluation(tmp_path / "run", found)
     manifest = {
         "input": "t.jsonl",
         "counts": {
@@ -225,7 +230,7 @@ def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_texts(
             "train_residues": 500,
             "train_sequences": 18,
         },
-        "digests": {split: found["digests"][split] for split in ("train", "validation")},
+        "digests": {split: found.digests[split] for split in ("train", "validation")},
         "searches": [{"dropped_from": "train", "direction": "from_training", "pairs": 0}],
         "leaking_pairs_after": 0,
         "settings": {
@@ -254,14 +259,14 @@ def test_exact_copies_repetitions_and_ngrams_of_text_are_found(tmp_path: Path) -
     pasted = np.concatenate([texts[0][20:90], BYTES.encode("#" * 70, "test")])
     terms = terms_for(BYTES)
     sets = {"fresh": [fresh], "pasted": [pasted, pasted], "whole": [texts[1]]}
-    found = compare_texts(sets, train, 1000, terms)["sets"]
-    assert found["whole"]["in_training_share"] == 1 and found["pasted"]["in_training_share"] == 0
-    assert found["pasted"]["duplicate_share"] == 0.5
-    assert found["pasted"]["longest_run_max"] == 70
-    assert found["fresh"]["repeated_share"] == pytest.approx(1 - 10 / 113)
-    assert found["fresh"]["distinct"] == {"1": 10 / 120, "2": 10 / 119, "3": 10 / 118}
-    assert found["fresh"]["ngram_js_nats"]["1"] == pytest.approx(math.log(2))
-    assert found["whole"]["ngram_js_nats"]["2"] < 0.1
+    found = compare_texts(sets, train, 1000, terms).sets
+    assert found["whole"].in_training_share == 1 and found["pasted"].in_training_share == 0
+    assert found["pasted"].duplicate_share == 0.5
+    assert found["pasted"].longest_run_max == 70
+    assert found["fresh"].repeated_share == pytest.approx(1 - 10 / 113)
+    assert found["fresh"].distinct == {"1": 10 / 120, "2": 10 / 119, "3": 10 / 118}
+    assert found["fresh"].ngram_js["1"] == pytest.approx(math.log(2))
+    assert found["whole"].ngram_js["2"] < 0.1
 
 
 def test_the_hash_of_a_window_is_that_of_its_content() -> None:

@@ -11,14 +11,14 @@ from pyhmmer.plan7 import Background
 from d2plm.core.errors import ConfigError
 from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.relatives import RelativesIndex
-from d2plm.evaluation.findings import ALIGNED, PROFILE
 from d2plm.evaluation.given_relatives import (
     RelativesChoice,
     evaluate_given_relatives,
-    relatives_table,
     unrelated_of_same_length,
 )
 from d2plm.evaluation.likelihood import CrossEntropy, SequenceScores
+from d2plm.evaluation.result import ALIGNED, PROFILE
+from d2plm.evaluation.tables import relatives_table
 from d2plm.families.profile_hmm import log_ratios, mixture_nats
 from tests.conftest import Tokens
 
@@ -102,25 +102,24 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     score, choice = Scores(), RelativesChoice((0.9, 0.55), most=1)
     clusters = np.array([0, 1, 2, 3, 0, 0])
     found = evaluate_given_relatives(score, sequences, clusters, index, choice)
-    assert [row["with_relatives"] for row in found["below"]] == [3, 2]
-    assert [row["model"]["nelbo"] for row in found["below"]] == pytest.approx(
+    assert [row.with_relatives for row in found.below] == [3, 2]
+    assert [row.model.nelbo.value for row in found.below] == pytest.approx(
         [3 - 30 / 720, 3 - 20 / 720]
     )
-    assert found["alone"]["nelbo"] == pytest.approx(3.0)
+    assert found.alone.nelbo.value == pytest.approx(3.0)
     for baseline in (PROFILE, ALIGNED):
-        wide, narrow = (row[baseline]["nelbo"] for row in found["below"])
+        wide, narrow = (row.baselines[baseline].nelbo.value for row in found.below)
         assert wide < narrow < 2.95
     # Of one relative both are the same HMM.
-    both = [[row[name]["nelbo"] for row in found["below"]] for name in (PROFILE, ALIGNED)]
+    both = [[row.baselines[name].nelbo.value for row in found.below] for name in (PROFILE, ALIGNED)]
     assert both[0] == pytest.approx(both[1], abs=1e-6)
-    assert found["below"][0]["paired"]["alone"]["nelbo_difference"] == pytest.approx(-30 / 720)
     # The model of this test takes any relative for its own.
-    unrelated = found["controls"]["unrelated"]["paired"]["alone"]["nelbo_difference"]
+    unrelated = found.unrelated.difference.value
     assert unrelated == pytest.approx(-30 / 720)
-    assert found["controls"]["order"] == {"sequences": 0, "largest_difference": None}
-    text = "\n".join(relatives_table(found))
-    assert "identity below 90%" in text
-    assert "unrelated proteins instead" in text
+    assert found.order_difference is None
+    text = relatives_table(found).text()
+    assert "below 90% (3 proteins have any): this model" in text
+    assert "unrelated proteins of the same lengths" in text
 
 
 def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> None:
@@ -131,8 +130,8 @@ def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> 
     found = evaluate_given_relatives(score, sequences, np.arange(6), index, choice, longest=100)
     assert choice.of(6) == [0, 3]
     assert choice.of(1) == [0]
-    assert found["choice"]["proteins"] == found["below"][0]["with_relatives"] == 2
-    assert found["below"][0]["model"]["nelbo"] == pytest.approx(3 - 20 / 200)
+    assert found.proteins == found.below[0].with_relatives == 2
+    assert found.below[0].model.nelbo.value == pytest.approx(3 - 20 / 200)
 
 
 @pytest.mark.parametrize(

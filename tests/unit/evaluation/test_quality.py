@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ from d2plm.evaluation.quality import (
     longest_run,
     low_complexity,
     quality,
-    quality_table,
     training_counts,
 )
+from d2plm.evaluation.result import Quality, typed
 from d2plm.settings.data import ClusterSettings, Resources
 from tests.conftest import write_store
 
@@ -73,7 +74,7 @@ def counts_of(sequences: list[str]) -> Counts:
 
 def assert_same(found: Counts, expected: Counts) -> None:
     np.testing.assert_array_equal(found.lengths, expected.lengths)
-    np.testing.assert_array_equal(found.residues, expected.residues)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
     for one, other in zip(found.kmers, expected.kmers, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -173,7 +174,7 @@ def test_kmers_of_many_proteins_are_those_of_a_seeded_sample(make_store: StoreFa
         return training_counts(store, kmer_sequences=number)
 
     assert sample().kmers[2].sum() == 2 * 40
-    assert sample().residues.sum() == 4 * 1500
+    assert sample().tokens.sum() == 4 * 1500
     assert_same(sample(), sample())
     assert sample(1500).kmers[2].sum() == 2 * 1500
 
@@ -209,30 +210,30 @@ def test_the_figures_of_a_set_counted_by_hand() -> None:
     training = ["AC", "CCC", "WWWWWW"]
     novelty = Novelty(nearest([0.9, 0.95, 0.0, 0.301]), np.array([True, True, False, False]), 3)
     found = quality([encode(x) for x in sequences], counts_of(training), novelty)
-    assert found["sequences"] == 4 and found["residues"] == 22
-    assert found["valid_share"] == 0.75
+    assert found.sequences == 4 and found.tokens == 22
+    assert found.valid_share == 0.75
     own = {"A": 6 / 21, "C": 14 / 21, "W": 1 / 21}
     smoothed = {"A": 2 / 31, "C": 5 / 31, "W": 7 / 31}  # 11 residues and 20 pseudo-counts
     expected = sum(p * math.log(p / smoothed[letter]) for letter, p in own.items())
-    assert found["residue_kl_nats"] == pytest.approx(expected)
+    assert found.token_kl == pytest.approx(expected)
     # Shares up to lengths 2, 3, 4, 6 and 12: 1, 1, 3, 3, 4 quarters and 1, 2, 2, 3, 3 thirds.
-    assert found["length_ks"] == pytest.approx(2 / 3 - 1 / 4)
+    assert found.length_ks == pytest.approx(2 / 3 - 1 / 4)
     # AA AA AC AA AA AC, 11 CC; AC, CC CC, 5 WW
     own_js = jensenshannon([4, 2, 11, 0], [0, 1, 2, 5]) ** 2
-    assert found["kmer_js_nats"]["2"] == pytest.approx(own_js)
-    assert found["longest_run_mean"] == (3 + 3 + 1 + 12) / 4
-    assert found["longest_run_max"] == 12
-    assert found["low_complexity_share"] == 12 / 22
-    assert found["duplicate_share"] == 0.25
-    assert found["in_training_share"] == 0.5
-    assert found["identity_mean"] == pytest.approx(2.151 / 4)
-    assert found["identity_median"] == pytest.approx((0.301 + 0.9) / 2)
-    assert found["hit_share"] == 0.75
-    assert found["identity_above"] == {"0.5": 0.5, "0.9": 0.25}
-    assert found["clusters"] == 3 and found["diversity"] == 0.75
-    assert found["residue_frequencies"]["W"] == pytest.approx(1 / 21)
-    assert found["length_histogram"] == [4]
-    assert [i for i, n in enumerate(found["identity_histogram"]) if n] == [0, 6, 18, 19]
+    assert found.ngram_js["2"] == pytest.approx(own_js)
+    assert found.longest_run_mean == (3 + 3 + 1 + 12) / 4
+    assert found.longest_run_max == 12
+    assert found.low_complexity_share == 12 / 22
+    assert found.duplicate_share == 0.25
+    assert found.in_training_share == 0.5
+    assert found.identity_mean == pytest.approx(2.151 / 4)
+    assert found.identity_median == pytest.approx((0.301 + 0.9) / 2)
+    assert found.hit_share == 0.75
+    assert found.identity_above == {"50": 0.5, "90": 0.25}
+    assert found.clusters == 3 and found.diversity == 0.75
+    assert found.residue_frequencies["W"] == pytest.approx(1 / 21)
+    assert found.length_histogram == [4]
+    assert [i for i, n in enumerate(found.identity_histogram) if n] == [0, 6, 18, 19]
 
 
 @given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=30), min_size=1, max_size=5))
@@ -241,20 +242,20 @@ def test_whatever_the_tokens_the_figures_are_json(sequences: list[list[int]]) ->
     sets = [np.array(tokens, dtype=np.uint8) for tokens in sequences]
     novelty = Novelty(nearest([0.0] * len(sets)), np.zeros(len(sets), dtype=bool), len(sets))
     found = quality(sets, counts_of(["ACDE", "W" * 40]), novelty)
-    json.dumps(found, allow_nan=False)
-    shares = [value for name, value in found.items() if name.endswith("_share")]
+    figures = asdict(found)
+    json.dumps(figures, allow_nan=False)
+    shares = [v for name, v in figures.items() if name.endswith("_share") and v is not None]
     assert all(0 <= share <= 1 for share in shares)
-    assert sum(found["length_histogram"]) == sum(found["identity_histogram"]) == len(sets)
+    assert sum(found.length_histogram) == sum(found.identity_histogram) == len(sets)
 
 
 def test_figures_of_nothing_are_none() -> None:
     found = quality(
         [encode("XX")], counts_of(["ACD"]), Novelty(nearest([0.0]), np.array([False]), 1)
     )
-    assert found["residue_kl_nats"] is None
-    assert found["kmer_js_nats"] == {"1": None, "2": None, "3": None}
-    text = quality_table({"sets": {"unknown": found}})
-    assert "–" in text
+    assert found.token_kl is None
+    assert found.ngram_js == {"1": None, "2": None, "3": None}
+    assert "–" in Quality({}, {"unknown": found}, [], {}).table().text()
 
 
 def test_the_jensen_shannon_divergence_of_small_sets_is_biased(
@@ -265,7 +266,7 @@ def test_the_jensen_shannon_divergence_of_small_sets_is_biased(
 
     def three_mers(number: int) -> float:
         novelty = Novelty(nearest([0.0] * number), np.zeros(number, dtype=bool), number)
-        return quality(proteins[2000 : 2000 + number], training, novelty)["kmer_js_nats"]["3"]
+        return quality(proteins[2000 : 2000 + number], training, novelty).ngram_js["3"]
 
     assert three_mers(20) > 3 * three_mers(500)
 
@@ -276,7 +277,7 @@ def test_the_jensen_shannon_divergence_of_small_sets_is_biased(
 @pytest.fixture(scope="module")
 def comparison(
     tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[Quality, list[str]]:
     """Copies, near copies and short peptides beside natural proteins and shuffled ones."""
     folder = tmp_path_factory.mktemp("quality")
     store = write_store(folder / "train", proteins[:200])
@@ -300,31 +301,30 @@ def comparison(
     return result, lines
 
 
-Comparison = tuple[dict[str, Any], list[str]]
+Comparison = tuple[Quality, list[str]]
 
 
 def test_copies_are_not_novel_and_shuffled_proteins_are(comparison: Comparison) -> None:
-    sets = comparison[0]["sets"]
+    sets = comparison[0].sets
     generated = sets["generated"]
-    assert generated["sequences"] == 12
-    assert generated["in_training_share"] == 3 / 12
-    assert generated["duplicate_share"] == pytest.approx(1 / 12)
-    assert generated["hit_share"] == 4 / 12  # the peptides and the repeat are without a hit
-    assert generated["identity_above"] == {"0.5": 4 / 12, "0.9": 3 / 12}
-    assert generated["identity_mean"] == pytest.approx((3 + 0.8) / 12, abs=0.001)
-    assert generated["clusters"] == 11
-    assert generated["valid_share"] == 11 / 12
-    assert sets["shuffled"]["hit_share"] == 0 == sets["shuffled"]["identity_mean"]
-    assert sets["shuffled"]["diversity"] == 1
-    assert sets["natural"]["in_training_share"] == 0
+    assert generated.sequences == 12
+    assert generated.in_training_share == 3 / 12
+    assert generated.duplicate_share == pytest.approx(1 / 12)
+    assert generated.hit_share == 4 / 12  # the peptides and the repeat are without a hit
+    assert generated.identity_above == {"50": 4 / 12, "90": 3 / 12}
+    assert generated.identity_mean == pytest.approx((3 + 0.8) / 12, abs=0.001)
+    assert generated.clusters == 11
+    assert generated.valid_share == 11 / 12
+    assert sets["shuffled"].hit_share == 0 == sets["shuffled"].identity_mean
+    assert sets["shuffled"].diversity == 1
+    assert sets["natural"].in_training_share == 0
 
 
 def test_a_comparison_is_json_and_says_what_it_is_doing(comparison: Comparison) -> None:
     result, lines = comparison
-    assert json.loads(json.dumps(result, allow_nan=False)) == result
-    assert result["training"]["sequences"] == 200
-    assert sum(result["training"]["length_histogram"]) == 200
-    assert sum(result["training"]["residue_frequencies"].values()) == pytest.approx(1)
+    assert typed(Quality, json.loads(json.dumps(asdict(result), allow_nan=False))) == result
+    assert sum(result.training_lengths) == 200
+    assert sum(result.training_frequencies.values()) == pytest.approx(1)
     assert [line.split()[0] for line in lines] == ["looking", "searching", "clustering"]
 
 
@@ -332,13 +332,13 @@ def test_the_table_has_a_column_for_each_set_and_a_row_for_each_figure(
     comparison: Comparison,
 ) -> None:
     result = comparison[0]
-    lines = quality_table(result).splitlines()
+    lines = result.table().text().splitlines()
     assert lines[0].split() == ["generated", "natural", "shuffled"]
     row = next(line for line in lines if line.startswith("exact copies"))
     assert row.split()[-3:] == ["25.0", "0.0", "0.0"]
     assert not any("cannot be compared" in line for line in lines)
-    fewer = {**result["sets"], "natural": {**result["sets"]["natural"], "sequences": 7}}
-    assert "cannot be compared" in quality_table({"sets": fewer}).splitlines()[-1]
+    sets = {**result.sets, "natural": replace(result.sets["natural"], sequences=7)}
+    assert "cannot be compared" in replace(result, sets=sets).table().text().splitlines()[-1]
 
 
 def test_the_picture_shows_the_numbers(comparison: Comparison) -> None:
@@ -349,7 +349,7 @@ def test_the_picture_shows_the_numbers(comparison: Comparison) -> None:
         draw(one, result)
     figure.canvas.draw()
     bars = sorted(bar.get_height() / 100 for bar in axes[0].patches)
-    assert bars == pytest.approx(sorted(result["training"]["residue_frequencies"].values()))
+    assert bars == pytest.approx(sorted(result.training_frequencies.values()))
     names = [text.get_text() for text in axes[1].get_legend().get_texts()]
     assert names == ["training", "generated", "natural", "shuffled"]
     novelty = [bar.get_height() for bar in axes[2].patches]
@@ -443,4 +443,4 @@ def test_the_fitted_concentration_is_at_hand_and_found_again_in_its_samples(
 def test_masks_left_in_a_sequence_make_it_invalid() -> None:
     tokens = np.array([4, MASK, 5], dtype=np.uint8)
     novelty = Novelty(nearest([0.0]), np.zeros(1, dtype=bool), 1)
-    assert quality([tokens], counts_of(["AC"]), novelty)["valid_share"] == 0
+    assert quality([tokens], counts_of(["AC"]), novelty).valid_share == 0

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from scipy.stats import bootstrap, spearmanr
 
 from d2plm.evaluation import rank_correlation as tested
-from d2plm.evaluation.mutations import Variant
 from d2plm.evaluation.rank_correlation import rank_correlation
+from d2plm.families.variants import Variant
 
 Array = NDArray[np.float64]
 

@@ -15,7 +15,6 @@ from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.vocabulary import CANONICAL, CLS, EOS, MASK, decode, encode
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.evaluation.mutations import Variant, parse_variant, place
 from d2plm.evaluation.scoring import (
     bound_draws,
     bound_interval,
@@ -23,6 +22,7 @@ from d2plm.evaluation.scoring import (
     pseudo_log_likelihoods,
     require_masked,
 )
+from d2plm.families.variants import Variant, parse_variant, place
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,19 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from d2plm.core.errors import ConfigError
+from d2plm.core.estimate import Verdict
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
-from d2plm.evaluation.findings import MODEL
 from d2plm.evaluation.likelihood import FRACTION_BINS, SequenceScores, corpus_estimate
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.summary import HeldOut, paired_difference, summarise, table
+from d2plm.evaluation.result import (
+    MODEL,
+    Evaluation,
+    IdentityBin,
+    read_evaluation,
+    write_evaluation,
+)
+from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.tables import as_text
 from d2plm.generation.lengths import LengthHistogram
 from tests.evaluations import invented_baselines, invented_scores
 
@@ -36,7 +45,7 @@ def held_out(clusters: NDArray[Any] = CLUSTERS) -> HeldOut:
 
 def summary(
     ours: SequenceScores, *, proteins: HeldOut | None = None, **others: SequenceScores
-) -> dict[str, Any]:
+) -> Evaluation:
     return summarise(
         ours,
         others,
@@ -48,74 +57,78 @@ def summary(
     )
 
 
-def test_the_figures_are_those_of_the_nats() -> None:
+def test_the_figures_are_those_of_the_nats(tmp_path: Path) -> None:
     ours = scores(2.85)
     found = summary(ours)
     nats = ours.draws.mean(axis=1)
-    assert found["model"]["nelbo"] == pytest.approx(nats.sum() / RESIDUES.sum())
-    assert found["model"]["perplexity"] == pytest.approx(math.exp(nats.sum() / RESIDUES.sum()))
+    assert found.model.nelbo.value == pytest.approx(nats.sum() / RESIDUES.sum())
+    assert found.model.perplexity.value == pytest.approx(math.exp(nats.sum() / RESIDUES.sum()))
     expected = corpus_estimate(nats, RESIDUES, CLUSTERS)
-    assert found["model"]["nelbo_interval"] == [expected.low, expected.high]
+    assert found.model.nelbo == expected
     difference = (nats.sum() - 2.89 * RESIDUES.sum()) / RESIDUES.sum()
-    assert found["paired"]["composition"]["nelbo_difference"] == pytest.approx(difference)
-    assert json.loads(json.dumps(found)) == found
+    assert found.baselines["composition"].difference.value == pytest.approx(difference)
+    write_evaluation(tmp_path, found)
+    assert read_evaluation(tmp_path) == found
 
 
 def test_another_model_is_in_the_table_with_its_paired_difference() -> None:
     found = summary(scores(2.85), esm=scores(2.80, seed=1))
-    assert found["paired"]["esm"]["nelbo_difference"] == pytest.approx(0.05, abs=0.01)
-    lines = table(found).splitlines()
+    assert found.others["esm"].difference.value == pytest.approx(0.05, abs=0.01)
+    lines = as_text(found).splitlines()
     assert lines[1].split()[0] == "uniform"
     assert next(i for i, line in enumerate(lines) if line.startswith("esm")) > next(
         i for i, line in enumerate(lines) if line.startswith(MODEL)
     )
-    assert any(line.startswith("this model against esm: +0.05") for line in lines)
+    assert any(line.startswith("This model is worse than esm: +0.05") for line in lines)
 
 
 def test_each_identity_bin_has_the_figures_of_its_own_proteins() -> None:
     ours = scores(2.85)
-    found = summary(ours)["by_identity"]
+    found = summary(ours).by_identity or {}
     chosen = IDENTITIES > 0.5
     nats = ours.nats[chosen]
-    assert [row["sequences"] for row in found.values()] == [
+    assert [row.sequences for row in found.values()] == [
         int((IDENTITIES < 0.3).sum()),
         int(((IDENTITIES >= 0.3) & (IDENTITIES <= 0.5)).sum()),
         int(chosen.sum()),
     ]
     last = found["> 50 %"]
-    assert last["residues"] == RESIDUES[chosen].sum()
-    assert last["model"]["nelbo"] == pytest.approx(nats.sum() / RESIDUES[chosen].sum())
-    assert last["clusters"] == len(set(CLUSTERS[chosen].tolist()))
-    assert "identity > 50 %" in table(summary(ours))
+    assert last.residues == RESIDUES[chosen].sum()
+    assert last.model is not None and last.model.nelbo.value == pytest.approx(
+        nats.sum() / RESIDUES[chosen].sum()
+    )
+    assert last.clusters == len(set(CLUSTERS[chosen].tolist()))
+    assert "identity > 50 %" in as_text(summary(ours))
 
 
 def test_an_identity_bin_without_proteins_has_counts_alone() -> None:
     proteins = HeldOut(RESIDUES, CLUSTERS, held_out().baselines, np.zeros(N))
     found = summary(scores(2.85), proteins=proteins)
-    assert found["by_identity"]["> 50 %"] == {"sequences": 0, "residues": 0}
-    assert "identity > 50 %" in table(found)
+    assert found.by_identity is not None
+    assert found.by_identity["> 50 %"] == IdentityBin(0, 0, 0, None, None)
+    assert "identity > 50 %" in as_text(found)
 
 
 def test_calibration_is_the_mean_over_the_predicted_residues() -> None:
-    rows = summary(scores(2.85))["calibration"][MODEL]
+    rows = summary(scores(2.85)).calibration[MODEL]
     assert len(rows) == FRACTION_BINS
-    assert all(row["cross_entropy"] == pytest.approx(2.9) for row in rows)
-    assert rows[3]["fraction"] == [0.3, 0.4]
+    assert all(row.cross_entropy.value == pytest.approx(2.9) for row in rows)
+    assert (rows[3].low, rows[3].high) == (0.3, 0.4)
 
 
 def test_one_cluster_has_figures_and_null_intervals() -> None:
     found = summary(scores(2.85), proteins=held_out(np.zeros(N, dtype=int)))
-    assert found["model"]["perplexity_interval"] is None
-    assert found["paired"]["composition"]["interval"] is None
-    assert "NaN" not in json.dumps(found, allow_nan=False)
-    assert "(one cluster)" in table(found)
+    assert found.model.perplexity.interval is None
+    assert found.baselines["composition"].difference.interval is None
+    assert "NaN" not in json.dumps(asdict(found), allow_nan=False)
+    assert "(one cluster)" in as_text(found)
 
 
 def test_a_model_without_masks_has_no_mlm_figure(tmp_path: Path) -> None:
     found = summary(scores(2.85, masked=False))
-    assert found["model"]["perplexity_mlm15"] is None
-    assert "MLM-15" not in table(found)
-    assert found["estimator"].startswith("time-reversal bound")
+    assert found.model.perplexity_mlm15 is None
+    assert "MLM-15" not in as_text(found)
+    assert found.estimator.startswith("time-reversal bound")
     plot(found, [], tmp_path / "plot.png", "t")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
@@ -125,7 +138,7 @@ def test_a_model_without_masks_has_no_mlm_figure(tmp_path: Path) -> None:
 
 def run(per_residue: float, seed: int, validation: str = "v") -> Run:
     found = summary(scores(per_residue, seed))
-    found["digests"]["validation"] = validation
+    found = replace(found, digests={**found.digests, "validation": validation})
     return Run(found, scores(per_residue, seed).nats, RESIDUES, CLUSTERS)
 
 
@@ -140,17 +153,16 @@ def test_a_comparison_averages_the_seeds_nats(tmp_path: Path) -> None:
     runs = arms(diffusion=2.85, flow=2.80)
     found = compare(runs)
     mean = np.mean([r.nats for r in runs["flow"].values()], axis=0)
-    assert found["arms"]["flow"]["perplexity"] == pytest.approx(
+    assert found.arms["flow"].perplexity.value == pytest.approx(
         math.exp(mean.sum() / RESIDUES.sum())
     )
     base = np.mean([r.nats for r in runs["diffusion"].values()], axis=0)
-    expected = paired_difference(mean, base, RESIDUES, CLUSTERS)
-    assert found["paired"]["flow"]["interval"] == expected["interval"]
-    assert found["paired"]["flow"]["shown"]
-    assert found["arms"]["flow"]["better_than_baseline"] == 3
-    text = comparison_table(found)
-    assert text.count("\n| ") == 3
-    assert "not shown" not in text
+    flow = found.arms["flow"]
+    assert flow.difference == corpus_estimate(mean - base, RESIDUES, CLUSTERS)
+    assert flow.verdict is Verdict.BETTER
+    assert flow.better_than_baseline == 3
+    text = comparison_table(found).markdown()
+    assert "better than diffusion" in text and "not shown" not in text
     plot_comparison(found, tmp_path / "compare.png")
     assert (tmp_path / "compare.png").stat().st_size > 5_000
 
@@ -158,26 +170,26 @@ def test_a_comparison_averages_the_seeds_nats(tmp_path: Path) -> None:
 def test_seeds_that_disagree_show_nothing() -> None:
     runs = arms(diffusion=2.85, flow=2.85)
     runs["flow"] = {0: run(2.80, 1), 1: run(2.80, 2), 2: run(2.86, 3)}
-    found = compare(runs)["paired"]["flow"]
-    assert found["interval"][1] < 0
-    assert not found["shown"]
+    found = compare(runs).arms["flow"]
+    assert found.difference is not None and found.difference.verdict is Verdict.BETTER
+    assert found.verdict is Verdict.UNDECIDED
 
 
 def test_one_seed_shows_nothing() -> None:
-    found = compare({"a": {0: run(2.85, 1)}, "b": {0: run(2.80, 2)}})["paired"]["b"]
-    assert found["interval"][1] < 0
-    assert found["seed_interval"] is None
-    assert not found["shown"]
+    found = compare({"a": {0: run(2.85, 1)}, "b": {0: run(2.80, 2)}}).arms["b"]
+    assert found.difference is not None and found.difference.verdict is Verdict.BETTER
+    assert found.seed_interval is None
+    assert found.verdict is Verdict.UNDECIDED
 
 
 def test_the_seeds_interval_is_student_s() -> None:
     runs = arms(diffusion=2.85, flow=2.80)
-    found = compare(runs)["paired"]["flow"]
-    differences = [*found["seeds"].values()]
+    found = compare(runs).arms["flow"]
+    differences = [*found.seed_differences.values()]
     low, high = stats.t.interval(
         0.95, 2, loc=np.mean(differences), scale=stats.sem(differences, ddof=1)
     )
-    assert found["seed_interval"] == pytest.approx([low, high])
+    assert found.seed_interval == pytest.approx([low, high])
 
 
 def test_arms_scored_on_other_lengths_are_rejected() -> None:

@@ -9,8 +9,8 @@ import pytest
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import encode
 from d2plm.data.fasta import FastaRecord
-from d2plm.evaluation.mutations import INDEL, STOP, UNKNOWN, UNSURE, VariantError, parse_variant
 from d2plm.evaluation.variant_table import Placed, VariantTable, read_variants
+from d2plm.families.variants import INDEL, STOP, UNKNOWN, UNSURE, VariantError, parse_variant
 
 WILD_TYPE = FastaRecord("toy", encode("MKTAYIAKQR"))
 

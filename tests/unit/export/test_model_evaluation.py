@@ -1,6 +1,7 @@
 """The evaluation inside an export: when it is reused, and the comparison of generated proteins."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from d2plm.core.errors import ModelError
 from d2plm.data.relatives import RelativesIndex
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.findings import judge, read_evaluation
-from d2plm.evaluation.summary import table
+from d2plm.evaluation.findings import judge
+from d2plm.evaluation.result import read_evaluation
+from d2plm.evaluation.tables import as_text
 from d2plm.export import model_evaluation
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.export.model_evaluation import (
@@ -51,11 +53,11 @@ def test_an_evaluation_is_kept_in_the_export_and_reused_for_the_same_settings_an
     folder = exported.folder
     assert read_evaluation(folder) == found == load_scores(folder)[0]
     assert judge(found).headline in (folder / "README.md").read_text()
-    settings, digests = found["settings"], {"train": stores["train"].digest}
+    settings, digests = found.settings, {"train": stores["train"].digest}
     assert reusable_evaluation(folder, settings, digests) == found
     assert reusable_evaluation(folder, {**settings, "seed": 1}, digests) is None
     assert reusable_evaluation(folder, settings, {"train": "other"}) is None
-    (folder / "evaluation.json").write_text(json.dumps({**found, "format_version": 0}))
+    (folder / "evaluation.json").write_text(json.dumps({**asdict(found), "format_version": 0}))
     assert reusable_evaluation(folder, settings, digests) is None
     with pytest.raises(ModelError, match="another version"):
         load_scores(folder)
@@ -78,18 +80,19 @@ def test_a_model_that_takes_relatives_is_evaluated_given_them(
     train, held_out = stores["train"], stores["validation"]
     settings: dict[str, Any] = {"masks_per_sequence": 2, "relatives": relatives}
     found = evaluate(load_export(folder), train, held_out, **settings)
-    given = found["given_relatives"]
-    assert [row["identity"] for row in given["below"]] == [0.9, 0.7, 0.5]
-    assert [row["with_relatives"] for row in given["below"]] == [6, 6, 0]
-    near, same, none = (row["model"]["nelbo"] for row in given["below"])
+    given = found.given_relatives
+    assert given is not None
+    assert [row.identity for row in given.below] == [0.9, 0.7, 0.5]
+    assert [row.with_relatives for row in given.below] == [6, 6, 0]
+    near, same, none = (row.model.nelbo.value for row in given.below)
     assert near == same != none
-    assert none == pytest.approx(given["alone"]["nelbo"], rel=1e-6)
-    assert given["alone"]["nelbo"] == pytest.approx(found["model"]["nelbo"], rel=1e-6)
-    assert given["controls"]["order"]["largest_difference"] < 1e-4
-    assert "identity below 70%" in table(found)
+    assert none == pytest.approx(given.alone.nelbo.value, rel=1e-6)
+    assert given.alone.nelbo.value == pytest.approx(found.model.nelbo.value, rel=1e-6)
+    assert given.order_difference is not None and given.order_difference < 1e-4
+    assert "below 70% (6 proteins have any)" in as_text(found)
     plain = save_export(tmp_path / "plain", tiny_dit(0), AbsorbingDiffusion(), lengths, {})
     asked.clear()
-    assert evaluate(load_export(plain), train, held_out, **settings)["given_relatives"] is None
+    assert evaluate(load_export(plain), train, held_out, **settings).given_relatives is None
     assert asked == []
 
 

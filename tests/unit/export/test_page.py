@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.core.errors import DataError
+from d2plm.core.estimate import Estimate
+from d2plm.core.table import Number
 from d2plm.core.vocabulary import decode, encode
 from d2plm.data.family import Family
 from d2plm.data.fasta import write_fasta
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.membership import describe_members
 from d2plm.evaluation.new_members import write_members
+from d2plm.evaluation.result import Evaluation, read_evaluation, write_evaluation
 from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.tables import tables_of
 from d2plm.export.designs import write_sampling
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.export.report_content import CLASSES, Sources, coloured, gather
@@ -44,7 +49,7 @@ PASSWORD = "hunter2"  # noqa: S105  # of nobody
 
 def evaluation_of(
     digests: dict[str, str], *, clusters: int = 8, identities: bool = True, others: bool = True
-) -> dict[str, Any]:
+) -> Evaluation:
     held_out = HeldOut(
         RESIDUES,
         np.arange(N) % clusters,
@@ -109,9 +114,8 @@ def run(
     lengths = LengthHistogram.of(np.array([90, 100]), 126)
     provenance = {"step": 40, "name": EVIL, "settings": {"global_batch_tokens": 4096}}
     save_export(output_dir / "model", model, AbsorbingDiffusion(), lengths, provenance)
-    evaluation = json.dumps(evaluation_of(digests))
     for place in (output_dir, output_dir / "model"):
-        (place / "evaluation.json").write_text(evaluation)
+        write_evaluation(place, evaluation_of(digests))
     rows = [{"step": s, "loss": 3 - s / 100, "learning_rate": 1e-3} for s in range(1, 41)]
     rows.append({"step": 40, "validation_perplexity": 17.5})
     (output_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -222,58 +226,31 @@ def of(run: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def estimate(values: dict[str, Any], name: str, interval: str | None = None) -> list[float]:
-    return [values[name], *values[interval or f"{name}_interval"]]
+def evaluation_in(run: Path) -> Evaluation:
+    evaluation = read_evaluation(run / "diffusion")
+    assert evaluation is not None
+    return evaluation
 
 
-def test_the_table_of_bounds_is_the_evaluations(run: Path, page: Page) -> None:
-    evaluation = of(run, "evaluation.json")
-    rows = {**evaluation["baselines"], **evaluation["others"], "this model": evaluation["model"]}
-    names = [row[0] for row in page.texts("likelihoods")[1:]]
-    assert sorted(names) == sorted(rows)
-    perplexities = [rows[name]["perplexity"] for name in names]
-    assert perplexities == sorted(perplexities, reverse=True)
-    assert page.column("likelihoods", 1) == [estimate(rows[n], "perplexity") for n in names]
-    assert page.column("likelihoods", 2) == [estimate(rows[n], "nelbo") for n in names]
-    assert page.column("likelihoods", 3) == [
-        []
-        if name == "this model"
-        else estimate(evaluation["paired"][name], "nelbo_difference", "interval")
-        for name in names
+def shown(cell: str | Number) -> list[float]:
+    """The figures of a cell of a table."""
+    if isinstance(cell, str) or cell.value is None:
+        return []
+    if isinstance(cell.value, Estimate):
+        return [cell.value.value, *(cell.value.interval or ())]
+    return [cell.value]
+
+
+@pytest.mark.parametrize("name", ["likelihoods", "calibrations", "identities", "given"])
+def test_the_tables_are_the_evaluations(run: Path, page: Page, name: str) -> None:
+    table = tables_of(evaluation_in(run))[name]
+    heads, *rows = page.tables[name]
+    assert [text for text, _ in heads] == table.heads
+    assert [[[float(v) for v in values] for _, values in row] for row in rows] == [
+        [*map(shown, row)] for row in table.rows
     ]
-
-
-def test_the_tables_of_calibration_and_identity_are_the_evaluations(run: Path, page: Page) -> None:
-    evaluation = of(run, "evaluation.json")
-    rows = [row for rows in evaluation["calibration"].values() for row in rows]
-    assert page.column("calibrations", 1) == [row["fraction"] for row in rows]
-    assert page.column("calibrations", 2) == [[row["predicted"]] for row in rows]
-    assert page.column("calibrations", 3) == [
-        estimate(row, "cross_entropy", "interval") for row in rows
-    ]
-    bins = evaluation["by_identity"]
-    assert [row[0] for row in page.texts("identities")[1:]] == [*bins]
-    for row, cells in zip(bins.values(), page.tables["identities"][1:], strict=True):
-        expected = [[], [row["sequences"]], [row["residues"]]]
-        if row["residues"]:
-            expected += [[row["clusters"]]]
-            expected += [estimate(row[who], "perplexity") for who in ("model", "composition")]
-            expected += [estimate(row["paired"], "nelbo_difference", "interval")]
-        assert [[float(v) for v in values] for _, values in cells if values] == expected[1:]
-
-
-def test_the_table_given_relatives_is_the_evaluations(run: Path, page: Page) -> None:
-    given = of(run, "evaluation.json")["given_relatives"]
-    rows = given["below"]
-    assert page.column("given", 1) == [*([row["with_relatives"]] for row in rows), []]
-    expected = [estimate(of_row, "perplexity") for of_row in (*(r["model"] for r in rows),)]
-    assert page.column("given", 2) == [*expected, estimate(given["alone"], "perplexity")]
-    for place, name in enumerate(("profile HMMs", "HMM of their alignment")):
-        shown = [[row[name]["perplexity"]] for row in rows]
-        assert page.column("given", 3 + 2 * place) == [*shown, []]
-        paired = [estimate(row["paired"][name], "nelbo_difference", "interval") for row in rows]
-        assert page.column("given", 4 + 2 * place) == [*paired, []]
-    assert "reordering the relatives changes it by at most 9e-08" in page.text
+    assert [row[0][0] for row in rows] == [row[0] for row in table.rows]
+    assert all(note in page.text for note in table.notes)
 
 
 def test_the_first_lines_say_what_relatives_are_worth(
@@ -284,18 +261,17 @@ def test_the_first_lines_say_what_relatives_are_worth(
     assert "perplexity 4.95 below 90% identity (best profile HMM: 6.69)" in first
     assert "perplexity 12.18 below 50% identity (best profile HMM: 16.44)" in first
     assert "of each of 24 held-out proteins" in first
-    shutil.copytree(run, tmp_path / "copy")
-    evaluation = of(run, "evaluation.json")
-    evaluation["given_relatives"] = None
-    (tmp_path / "copy" / "diffusion" / "evaluation.json").write_text(json.dumps(evaluation))
-    without = Page(write_report(sources(tmp_path / "copy" / "diffusion")).read_text())
+    folder = tmp_path / "copy" / "diffusion"
+    shutil.copytree(run, folder.parent)
+    write_evaluation(folder, replace(evaluation_in(run), given_relatives=None))
+    without = Page(write_report(sources(folder)).read_text())
     assert '<section id="relatives">' not in without.source
     assert "The evaluation has no bound given relatives" in without.text
     assert "perplexity 4.95" not in without.text
 
 
 def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:
-    assert len(page.data) > 200
+    assert len(page.data) > 150
     for value, shown in page.data:
         text = shown.replace(",", "")
         decimals = len(text.partition(".")[2].rstrip("%"))
@@ -311,8 +287,8 @@ def test_the_statistics_are_those_of_the_sets(run: Path, page: Page) -> None:
     assert head[1:] == [*quality["sets"]] == ["generated", "natural, held out", "composition"]
     found = {label.strip(): cells for label, *cells in rows}
     sets = quality["sets"].values()
-    assert found["sequences"] == [str(one["sequences"]) for one in sets] == ["4"] * 3
-    assert found["3-mers: JS to training, nats"] == [f"{s['kmer_js_nats']['3']:.4f}" for s in sets]
+    assert found["proteins"] == [str(one["sequences"]) for one in sets] == ["4"] * 3
+    assert found["3-grams: JS to training, nats"] == [f"{s['ngram_js']['3']:.4f}" for s in sets]
     assert found["longest run of a residue, largest"] == [f"{s['longest_run_max']}" for s in sets]
     assert found["residues of low complexity, %"] == [
         f"{100 * one['low_complexity_share']:.1f}" for one in sets
@@ -405,7 +381,7 @@ def sources(folder: Path) -> Sources:
 def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) -> None:
     """An evaluation of a foreign export, in one cluster: no metrics, no data, no proteins."""
     evaluation = evaluation_of({}, clusters=1, identities=False, others=False)
-    (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
+    write_evaluation(tmp_path, evaluation)
     page = Page(write_report(sources(tmp_path)).read_text())
     assert {*page.tables} == {"likelihoods", "calibrations", "given"}
     assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
@@ -452,8 +428,7 @@ def test_new_members_of_a_family_have_a_section_and_other_proteins_none(
 def test_proteins_of_another_model_and_other_data_are_not_shown(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy" / "diffusion"
     shutil.copytree(run, folder.parent)
-    other = evaluation_of({"train": "another", "validation": "another"})
-    (folder / "evaluation.json").write_text(json.dumps(other))
+    write_evaluation(folder, evaluation_of({"train": "another", "validation": "another"}))
     content = gather(sources(folder))
     assert content["designs"] is content["manifest"] is content["model"] is None
     assert content["fasta"] is None

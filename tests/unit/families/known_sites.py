@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.substitution import blosum62
-from d2plm.core.vocabulary import CANONICAL_START
-from d2plm.evaluation.mutations import Variant
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START
+from d2plm.families.alignment import GAP, Letters
+from d2plm.families.variants import Variant
 from tests.conftest import Tokens
 
 Array = NDArray[np.float64]
@@ -62,3 +63,9 @@ def measured_effects(noise: float = 0.5, seed: int = 2) -> Array:
     """`log_odds`, with noise relative to their spread."""
     truth = log_odds()
     return truth + np.random.default_rng(seed).normal(scale=noise * truth.std(), size=len(truth))
+
+
+def aligned_rows(*texts: str) -> Letters:
+    """int8 [N, L] of rows of text."""
+    codes = {letter: i for i, letter in enumerate(CANONICAL)}
+    return np.array([[codes.get(c, GAP) for c in text] for text in texts], dtype=np.int8)

@@ -4,31 +4,34 @@ import numpy as np
 import pytest
 
 from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
-from d2plm.evaluation.mutations import Variant
 from d2plm.families import mutation_effects
 from d2plm.families.alignment import (
     GAP,
-    Letters,
     align_to,
     column_profile,
     letters_of,
+    observations,
     sequence_weights,
 )
 from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
-from d2plm.families.pairs import Neighbours, PairTable, sampled
-from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
+from d2plm.families.pairs import PairTable, neighbours, sampled
+from d2plm.families.variants import Variant
+from tests.unit.families.known_sites import (
+    aligned_rows,
+    likeliest,
+    measured_effects,
+    members,
+    singles,
+)
 from tests.unit.families.simulated import (
     all_singles,
+    energy_of_first,
+    of_first,
     on_a_tree,
     spearman,
     true_effects,
     with_pairs,
 )
-
-
-def of_first(aligned: Letters) -> FamilyEffects:
-    """The first member's effects from all others."""
-    return FamilyEffects(aligned[0], aligned[1:], sequence_weights(aligned[1:]))
 
 
 def test_pairs_cost_nothing_where_columns_covary_by_descent_alone() -> None:
@@ -45,11 +48,9 @@ def test_pairs_cost_nothing_where_columns_covary_by_descent_alone() -> None:
 def test_pairs_add_where_columns_depend_on_each_other() -> None:
     gains = []
     for seed in range(2):
-        aligned, fields, couplings = with_pairs(seed)
-        own = np.arange(aligned.shape[1])
-        energy = fields + couplings[:, :, own, aligned[0]].sum(2)
+        aligned, *law = with_pairs(seed)
         found = of_first(aligned).effects(all_singles(aligned[0]))
-        truth = true_effects(energy, aligned[0])
+        truth = true_effects(energy_of_first(aligned, *law), aligned[0])
         gains.append(spearman(found["score"], truth) - spearman(found["profile"], truth))
     assert np.mean(gains) > 0.06
     assert min(gains) > 0.02
@@ -138,7 +139,7 @@ def test_a_law_holds_where_the_nearest_member_has_a_gap() -> None:
     far = np.ones((30, 200), dtype=np.int8)
     near[:, 7], far[:, 7] = GAP, 3
     aligned, profile = np.concatenate([near, far]), np.full((200, 20), 0.05)
-    law = Neighbours(aligned, np.ones(31), profile, 0.8).laws(np.zeros((1, 200), dtype=np.int8))
+    law = neighbours(np.zeros((1, 200), dtype=np.int8), aligned, np.ones(31), profile, 0.8)
     assert law[0, 7, 3] == pytest.approx((30 + 3 * 0.05) / 33, rel=1e-6)
 
 
@@ -151,24 +152,20 @@ def test_members_that_share_a_weight_count_as_one_where_members_are_drawn() -> N
 
 def test_too_few_relatives_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     FamilyEffects.of(likeliest(), [encode("WWWWWWCCCCCCCC")])
-    assert "1 relative, 0 of them used" in caplog.text and "too few" in caplog.text
-
-
-def aligned_rows(*texts: str) -> Letters:
-    codes = {letter: i for i, letter in enumerate("LAGVSERTIDPKQNFYMHWC")}
-    return np.array([[codes.get(c, GAP) for c in text] for text in texts], dtype=np.int8)
+    assert "1 relative aligned to the protein: 0 used" in caplog.text and "too few" in caplog.text
 
 
 def test_members_stand_beside_the_residues_they_align_to() -> None:
     protein = encode("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDG")
     without: Tokens = np.delete(protein, [10, 11])
     with_more = np.insert(protein, 20, encode("WWW"))
-    found = align_to(protein, [protein, without, with_more, protein[:15], encode("G" * 40)])
+    relatives = [protein, without, with_more, protein[:15], encode("G" * 40)]
+    found = observations(letters_of(protein), align_to(protein, relatives))
     # Equal where they are aligned, or less than half of the protein: no observation.
     assert found.shape == (0, 43)
     changed = without.copy()
     changed[0] = encode("L")[0]
-    (row,) = align_to(protein, [changed, changed])
+    (row,) = observations(letters_of(protein), align_to(protein, [changed, changed]))
     assert (row[10:12] == GAP).all()
     assert (row[12:] == protein[12:] - CANONICAL_START).all()
 
@@ -193,7 +190,7 @@ def test_a_neighbours_law_hides_the_column_it_predicts() -> None:
     aligned = random.integers(0, 21, (12, 6)).astype(np.int8)
     weights, profile = random.random(12) + 0.1, random.dirichlet(np.ones(20), 6)
     query = random.integers(0, 21, (1, 6)).astype(np.int8)
-    (law,) = Neighbours(aligned, weights, profile, 0.7).laws(query)
+    (law,) = neighbours(query, aligned, weights, profile, 0.7)
     for i in range(6):
         shared = (aligned == query) & (query < GAP)
         votes = weights * np.exp(0.7 * np.delete(shared, i, 1).sum(1)) * (aligned[:, i] < GAP)
@@ -206,8 +203,8 @@ def test_a_neighbours_law_hides_the_column_it_predicts() -> None:
 def test_a_column_does_not_predict_itself_and_gaps_predict_nothing() -> None:
     aligned, *_ = with_pairs(2, length=10, members=80)
     weights, profile = np.ones(80), column_profile(aligned, np.ones(80))
-    laws = Neighbours(aligned, weights, profile, 0.3).laws(aligned, np.arange(80))
-    table = PairTable(aligned, weights, profile, laws)
+    predicted = neighbours(aligned, aligned, weights, profile, 0.3, np.arange(80))
+    table = PairTable(aligned, weights, profile, predicted)
     queries = np.repeat(aligned[:1], 3, axis=0)
     queries[1, 4] = (queries[1, 4] + 1) % 20
     queries[2] = GAP

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from d2plm.core.vocabulary import encode
-from d2plm.families.profile_hmm import family_hmm, family_log_ratios, log_ratios
+from d2plm.families.alignment import family_hmm
+from d2plm.families.profile_hmm import family_log_ratios, log_ratios
 from tests.conftest import Tokens
 
 RESIDUES = [*"ACDEFGHIKLMNPQRSTVWY"]

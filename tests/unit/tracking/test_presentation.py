@@ -1,6 +1,8 @@
 """Presentation of a run: its name, sections of metrics, description, and no secrets."""
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +13,22 @@ from d2plm.commands.evaluate import _metrics
 from d2plm.config import compose
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
-from d2plm.core.vocabulary import Bytes
-from d2plm.evaluation.findings import likelihood_table
-from d2plm.evaluation.terms import terms_for
+from d2plm.evaluation.result import Evaluation
 from d2plm.tracking.description import description, shortened
 from d2plm.tracking.registry import EVALUATED
 from d2plm.tracking.runs import in_sections
 from d2plm.training.callbacks.metric_logger import MetricLogger
-from tests.evaluations import invented_given_relatives
+from tests.evaluations import invented_bound, invented_evaluation, invented_given_relatives
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tracking.md"
 
 
-def figures(perplexity: float, interval: list[float] | None = None) -> dict[str, Any]:
-    return {"perplexity": perplexity, "perplexity_interval": interval, "nelbo": 2.5}
-
-
 @pytest.fixture
-def evaluation() -> dict[str, Any]:
-    """An evaluation's content, with one rival."""
-    return {
-        "model": {**figures(17.4371, [17.2948, 17.5731])},
-        "baselines": {"uniform": figures(20.0), "composition": figures(17.599, [17.4, 17.7])},
-        "others": {"other": figures(16.5, [16.0, 17.0])},
-        "paired": {
-            "composition": {
-                "nelbo_difference": -0.0092,
-                "interval": [-0.0113, -0.0070],
-            }
-        },
-        "residues": 778370,
-        "given_relatives": None,
-    }
+def evaluation() -> Evaluation:
+    """An evaluation with a rival."""
+    rival: Any = invented_bound(math.log(16.5), 0.055)
+    baselines = {"uniform": 20.0, "composition": 17.599}
+    return invented_evaluation(17.4371, baselines, others={"other": rival})
 
 
 @pytest.mark.parametrize(
@@ -95,72 +81,25 @@ def test_every_metric_of_training_is_in_the_document_under_its_group() -> None:
     assert {"validation/nelbo", "validation/perplexity", "evaluation/perplexity"} <= documented
 
 
-def test_the_result_is_a_markdown_table_with_the_best_last(evaluation: dict[str, Any]) -> None:
-    assert likelihood_table(evaluation).splitlines()[2:] == [
-        "| uniform | 20.000 | (one cluster) | 2.5000 |",
-        "| composition | 17.599 | [17.400, 17.700] | 2.5000 |",
-        "| **this model** | **17.437** | **[17.295, 17.573]** | **2.5000** |",
-        "| other | 16.500 | [16.000, 17.000] | 2.5000 |",
-    ]
-
-
-def test_a_description_says_what_the_run_is_how_good_and_how_to_load_it(
-    evaluation: dict[str, Any], tmp_path: Path
-) -> None:
-    counts = {
-        "train_sequences": 16895,
-        "train_residues": 7737363,
-        "validation_sequences": 1881,
-        "validation_clusters": 671,
-        "leaking_dropped": 25,
-    }
-    manifest = {"input": "uniprot.fasta.gz", "counts": counts, "leaking_pairs_after": 4}
-    known = {"name": "demo", "paradigm": "flow_matching", "output_dir": tmp_path}
+def test_a_description_says_how_to_resume_the_run_and_contains_the_card(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"name": "demo", "paradigm": "flow_matching", "output_dir": tmp_path}
     model_dir = tmp_path / "model"
-    begun = description(**known, model_dir=model_dir, manifest=manifest)
-    assert "16,895 proteins (7,737,363 residues) of `uniprot.fasta.gz`" in begun
-    assert "pairs found afterwards: 4" in begun
-    assert "load_model" not in begun and "|" not in begun
-    texts = terms_for(Bytes())
-    of_texts = description(**known, model_dir=model_dir, manifest=manifest, terms=texts)
-    assert "language model of texts" in of_texts and "protein" not in of_texts
-    done = description(
-        **known,
-        model_dir=model_dir,
-        manifest=manifest,
-        parameters=2_115_489,
-        step=1500,
-        evaluation=evaluation,
-        version=("d2plm-x", "3"),
-    )
-    assert "flow matching, 2,115,489 parameters, the averaged weights after 1,500 steps" in done
-    assert "17.437 [17.295, 17.573]" in done and "-0.0092 nats/residue" in done
-    assert "**Better than the best baseline, composition: " in done
-    assert likelihood_table(evaluation) in done
-    assert f'load_model("{model_dir}")' in done
+    begun = description(**known, model_dir=model_dir)
+    assert begun.startswith("**demo**: flow matching.")
+    assert f"d2plm train --config-file {tmp_path / 'config.yaml'}" in begun
+    assert str(model_dir) in begun
+    model_dir.mkdir()
+    (model_dir / "README.md").write_text("---\nlibrary_name: d2plm\n---\n\n# A model\n")
+    done = description(**known, model_dir=model_dir, version=("d2plm-x", "3"))
     assert "(#/models/d2plm-x/versions/3)" in done
-    assert f"d2plm train --config-file {tmp_path / 'config.yaml'}" in done
-
-
-def test_a_model_that_is_no_better_than_the_baseline_is_said_to_be_none(
-    evaluation: dict[str, Any], tmp_path: Path
-) -> None:
-    evaluation["paired"]["composition"]["interval"] = [-0.03, 0.01]
-    text = description(
-        name="demo",
-        paradigm="diffusion",
-        output_dir=tmp_path,
-        model_dir=tmp_path,
-        step=1,
-        evaluation=evaluation,
-    )
-    assert "**Not shown to be better than the best baseline, composition" in text
+    assert done.endswith("\n\n# A model")
 
 
 def test_a_text_that_is_too_long_ends_with_a_whole_paragraph_and_a_closed_block() -> None:
     text = "first\n\n```\ncode\n\nmore code\n```\n\nlast"
-    assert shortened(text, 100, "elsewhere") == text
-    assert shortened(text, 35, "elsewhere") == "first\n\n```\ncode\n```\n\n… elsewhere"
+    assert shortened(text, 100) == text
+    rest = "\n\n… the rest is in README.md of the model"
+    assert shortened(text + 60 * "x", 24 + len(rest)) == f"first\n\n```\ncode\n```{rest}"
 
 
 def test_secrets_of_a_configuration_are_not_shown() -> None:
@@ -185,10 +124,9 @@ def test_secrets_of_a_configuration_are_not_shown() -> None:
 
 
 def test_the_models_own_figures_come_first_in_a_list_by_name_and_all_are_the_models(
-    evaluation: dict[str, Any],
+    evaluation: Evaluation,
 ) -> None:
-    evaluation["model"]["perplexity_mlm15"] = 16.1
-    evaluation["given_relatives"] = invented_given_relatives()
+    evaluation = replace(evaluation, given_relatives=invented_given_relatives())
     others = ["grad_norm/blocks.3", "system/cpu", "time/mfu", "train/loss", "validation/nelbo"]
     sent = [name.partition("/")[0] for name in _metrics(evaluation)]
     assert list(dict.fromkeys(sent)) == ["evaluation", "given_relatives", "versus"]

@@ -4,15 +4,18 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import mlflow
 import numpy as np
 import pytest
 from mlflow import MlflowClient
 
 from d2plm.core.errors import ModelError, TrackingError
-from d2plm.evaluation.findings import FORMAT_VERSION
+from d2plm.evaluation.result import write_evaluation
 from d2plm.tracking.registry import beats, export_digest, register, version_of
 from d2plm.tracking.runs import tracking_run
+from tests.evaluations import invented_evaluation
 
 SEQUENCES, RESIDUES = 200, 100
 
@@ -29,8 +32,9 @@ def evaluated(
     residues = np.full(SEQUENCES, RESIDUES)
     clusters = np.arange(SEQUENCES) // 2
     np.savez(folder / "sequence_scores.npz", nats=nats, residues=residues, clusters=clusters)
-    evaluation = {"format_version": FORMAT_VERSION, "digests": {"masks": masks, **digests}}
-    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    digests = {"masks": masks, "validation": "v", **digests}
+    baselines = {"composition": 17, "5-gram": 16}
+    write_evaluation(folder, invented_evaluation(9, baselines, digests=digests))
     return folder
 
 
@@ -39,7 +43,7 @@ def test_a_better_model_passes_although_sequences_vary_far_more(tmp_path: Path) 
         evaluated(tmp_path / "new", 2.86, seed=1), evaluated(tmp_path / "old", 2.87, seed=2)
     )
     assert better
-    assert "better than the champion" in reason
+    assert reason.startswith("better than the champion: ")
 
 
 def test_a_worse_or_equal_model_does_not_pass(tmp_path: Path) -> None:
@@ -47,7 +51,7 @@ def test_a_worse_or_equal_model_does_not_pass(tmp_path: Path) -> None:
     for name, nats, seed in (("worse", 2.88, 1), ("equal", 2.87, 2)):
         better, reason = beats(evaluated(tmp_path / name, nats, seed=seed), champion)
         assert not better
-        assert "not significantly better" in reason
+        assert not reason.startswith("better")
 
 
 def test_a_champion_evaluated_on_other_masks_is_not_replaced(tmp_path: Path) -> None:
@@ -109,15 +113,8 @@ def test_an_export_that_is_not_whole_has_no_digest(tmp_path: Path) -> None:
 
 
 def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
-    """An export with weights and every figure that is kept as a tag."""
-    export = evaluated(folder, nats_per_residue, seed=seed, validation="v")
-    evaluation = json.loads((export / "evaluation.json").read_text())
-    evaluation["model"] = {"perplexity": 9, "perplexity_interval": [8, 10], "perplexity_mlm15": 7}
-    evaluation["baselines"] = {"composition": {"perplexity": 17}, "5-gram": {"perplexity": 16}}
-    difference = {"nelbo_difference": -0.64, "interval": [-0.7, -0.6]}
-    paired = dict.fromkeys(evaluation["baselines"], difference)
-    evaluation |= {"paired": paired, "estimator": "exact-k bound", "given_relatives": None}
-    (export / "evaluation.json").write_text(json.dumps(evaluation))
+    """An evaluated export with weights."""
+    export = evaluated(folder, nats_per_residue, seed=seed)
     (export / "model.safetensors").write_bytes(folder.name.encode())
     return export
 
@@ -152,6 +149,24 @@ def test_a_store_that_fails_makes_no_champion(
             register(client, run_id, worse, "m", export_digest(worse))
     assert str(asked(client, "m", "champion").version) == registered.version
     assert str(asked(client, "m", "candidate").version) != registered.version
+
+
+def test_the_champion_s_evaluation_is_read_and_not_its_weights(
+    client: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download, fetched = mlflow.artifacts.download_artifacts, list[str]()
+
+    def recorded(uri: str, **named: Any) -> str:
+        fetched.append(uri.rpartition("/")[2])
+        return download(uri, **named)
+
+    monkeypatch.setattr(mlflow.artifacts, "download_artifacts", recorded)
+    with tracking_run(tmp_path / "run") as run:
+        for name, nats in (("first", 2.0), ("better", 1.9)):
+            export = whole(tmp_path / name, nats, 1)
+            registered = register(client, str(run.id), export, "m", export_digest(export))
+    assert registered.is_champion and registered.reason.startswith("better than the champion: ")
+    assert {*fetched} == {"evaluation.json", "sequence_scores.npz"}
 
 
 def test_a_missing_model_is_named(client: MlflowClient) -> None:

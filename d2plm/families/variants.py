@@ -135,7 +135,7 @@ def parse_variant(text: str, label: Literal["", "first", "second"] = "") -> list
             )
         before, after = map(residue_letter, match.group(1, 3))
         after = before if after == "=" else after
-        if after in "*X-":
+        if after in "*-":
             reason = INDEL if after == "-" else STOP
             raise VariantError(f"{text!r}: {reason}, which has no score", reason)
         for letter in (before, after):

@@ -1,0 +1,71 @@
+"""A figure with its 95 % interval, and the only decision whether a difference is better than none.
+
+A difference of likelihood bounds is better if it is negative. It counts only if its whole interval
+has its sign; without an interval, as for a single homology cluster, nothing is shown.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+Interval = tuple[float, float]
+
+
+class Verdict(StrEnum):
+    """The result of a paired comparison, in the words of every output."""
+
+    BETTER = "better than"
+    WORSE = "worse than"
+    UNDECIDED = "not shown to differ from"
+
+
+def verdict(*intervals: Interval | None) -> Verdict:
+    """Whether a difference is better, worse or undecided by all its intervals together."""
+    known = [interval for interval in intervals if interval is not None]
+    if len(known) < len(intervals):
+        return Verdict.UNDECIDED
+    if all(high < 0 for _, high in known):
+        return Verdict.BETTER
+    return Verdict.WORSE if all(low > 0 for low, _ in known) else Verdict.UNDECIDED
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval, None if all sequences are in one homology cluster."""
+
+    value: float
+    interval: Interval | None
+
+    @property
+    def ends(self) -> Interval:
+        """The interval; the value twice if there is none."""
+        return self.interval or (self.value, self.value)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on a difference."""
+        return verdict(self.interval)
+
+    def exp(self) -> "Estimate":
+        """The perplexity of a figure in nats."""
+        low, high = map(math.exp, self.ends)
+        return Estimate(math.exp(self.value), self.interval and (low, high))
+
+    def __format__(self, form: str) -> str:
+        """`17.437 [17.295, 17.573]` in the form of each number."""
+        return f"{self.value:{form}} {interval_text(self.interval, form)}"
+
+
+def interval_text(interval: Sequence[float] | None, form: str) -> str:
+    """`[low, high]`; a single homology cluster has no interval."""
+    if interval is None:
+        return "(one cluster)"
+    low, high = interval
+    return f"[{low:{form}}, {high:{form}}]"
+
+
+def difference_text(difference: Estimate, token: str = "residue") -> str:  # noqa: S107
+    """A difference of bounds, such as `-0.0144 nats/residue [-0.0166, -0.0117]`."""
+    interval = interval_text(difference.interval, "+.4f")
+    return f"{difference.value:+.4f} nats/{token} {interval}"

@@ -1,0 +1,282 @@
+"""The result of an evaluation: one typed document with one JSON form, read and written here.
+
+The terminal's tables, the model card, the run's description, the report and the figures are made
+from it. This module does not need torch or scipy, which the image that prepares data lacks.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from d2plm.core.errors import DataError
+from d2plm.core.estimate import Estimate
+from d2plm.core.files import read_json, write_text
+from d2plm.core.table import Cell, Number, Table
+from d2plm.evaluation.terms import PROTEINS, Terms
+
+EVALUATION = "evaluation.json"
+SEQUENCE_SCORES = "sequence_scores.npz"  # beside it
+MODEL = "this model"
+PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
+Kind = TypeVar("Kind")
+REPEATED_TOKENS = 8  # a run of so many that has occurred before in the sequence is a repetition
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The likelihood bound of a model or baseline on the held-out sequences.
+
+    Attributes:
+        nelbo: nats per token.
+        bits: bits per unit of the terms; None for proteins.
+        estimator: of a model's bound.
+        perplexity_mlm15: with 15 % of the tokens masked; None for a source that is not a mask.
+    """
+
+    nelbo: Estimate
+    perplexity: Estimate
+    bits: Estimate | None = None
+    estimator: str | None = None
+    perplexity_mlm15: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Bound):
+    """The bound of another model or a baseline.
+
+    Attributes:
+        difference: the evaluated model's bound minus this one, nats per token, paired by sequence.
+    """
+
+    difference: Estimate
+
+
+Bounds = Mapping[str, Bound]
+
+
+@dataclass(frozen=True)
+class IdentityBin:
+    """Proteins by identity to the nearest training protein; without proteins there is no bound."""
+
+    sequences: int
+    residues: int
+    clusters: int
+    model: Bound | None
+    reference: Compared | None
+
+
+@dataclass(frozen=True)
+class FractionBin:
+    """Cross-entropy of the predicted tokens, `low` to `high` of the sequence being corrupted."""
+
+    low: float
+    high: float
+    predicted: int
+    cross_entropy: Estimate
+
+
+@dataclass(frozen=True)
+class RelativesBelow:
+    """Bounds given relatives below an identity.
+
+    Attributes:
+        with_relatives: number of proteins that have any.
+        baselines: `PROFILE` and `ALIGNED`.
+    """
+
+    identity: float
+    with_relatives: int
+    model: Bound
+    baselines: dict[str, Compared]
+
+    @property
+    def best(self) -> Compared:
+        """The baseline with the lower perplexity."""
+        return min(self.baselines.values(), key=lambda bound: bound.perplexity.value)
+
+
+@dataclass(frozen=True)
+class GivenRelatives:
+    """The bound of `proteins` held-out proteins, each given up to `most` relatives.
+
+    Attributes:
+        alone: without relatives.
+        unrelated: given unrelated proteins of the same lengths, and the difference from `alone`.
+        order_difference: largest difference that another order makes, nats per residue.
+    """
+
+    most: int
+    proteins: int
+    alone: Bound
+    below: list[RelativesBelow]
+    unrelated: Compared
+    order_difference: float | None
+
+
+def shown(label: str, form: str, **default: Any) -> Any:
+    """A figure with its row's label and format, in which `{}` is the key of a dictionary."""
+    return field(metadata={"label": label, "form": form}, **default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSet:
+    """Quality of one set of sequences; shares are 0 … 1, None is a figure of nothing.
+
+    Attributes:
+        token_kl: KL(set ‖ training) of the token frequencies, nats. The training counts have one
+            pseudo-count for each token, the set's have none.
+        length_ks: Kolmogorov–Smirnov distance of the lengths, the largest difference between the
+            two distribution functions.
+        ngram_js: n → Jensen–Shannon divergence of the n-grams from those of sampled training
+            sequences, 0 … ln 2 nats, not smoothed. It is too large for a finite set, the more so
+            the larger n and the fewer n-grams: of natural sequences, too.
+        longest_run_mean, longest_run_max: of one predicted token in a sequence.
+        duplicate_share: copies of another sequence of the set, beyond the first.
+        in_training_share: sequences that equal a training sequence.
+        length_histogram: in bins; `residue_frequencies`, `identity_histogram`: of proteins.
+        valid_share: proteins of the twenty canonical residues alone.
+        low_complexity_share: residues in a window of low complexity.
+        hit_share: proteins for which a similar training protein is found.
+        identity_mean, identity_median: to the nearest training protein, 0 if none is found.
+        identity_above: percent → share of the proteins with a larger identity.
+        clusters: of similar proteins; `diversity`: their number ÷ sequences.
+        distinct: n → distinct n-grams ÷ all n-grams of the set, of texts.
+        repeated_share: runs of REPEATED_TOKENS tokens that a text had before.
+    """
+
+    sequences: int = shown("{sequence}s", ",")
+    tokens: int = shown("{token}s", ",")
+    valid_share: float | None = shown("of the 20 residues alone, %", "%", default=None)
+    token_kl: float | None = shown("{token}s: KL to training, nats", ".4f")
+    length_ks: float = shown("lengths: KS distance to training", ".3f")
+    ngram_js: dict[str, float | None] = shown("{}-grams: JS to training, nats", ".4f")
+    distinct: dict[str, float] | None = shown("{}-grams: distinct, %", "%", default=None)
+    longest_run_mean: float = shown("longest run of a {token}, mean", ".2f")
+    longest_run_max: int = shown("longest run of a {token}, largest", "")
+    low_complexity_share: float | None = shown("residues of low complexity, %", "%", default=None)
+    repeated_share: float | None = shown(
+        f"repeated runs of {REPEATED_TOKENS} {{token}}s, %", "%", default=None
+    )
+    duplicate_share: float = shown("duplicates in the set, %", "%")
+    in_training_share: float = shown("exact copies of training, %", "%")
+    hit_share: float | None = shown("nearest in training: found, %", "%", default=None)
+    identity_mean: float | None = shown("  identity (0: none found), mean %", "%", default=None)
+    identity_median: float | None = shown("  identity (0: none found), median %", "%", default=None)
+    identity_above: dict[str, float] | None = shown("  identity above {} %, %", "%", default=None)
+    clusters: int | None = None
+    diversity: float | None = shown("diversity: clusters ÷ sequences", ".3f", default=None)
+    length_histogram: list[int]
+    residue_frequencies: dict[str, float] = field(default_factory=dict)
+    identity_histogram: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Sets of generated, natural and sampled sequences beside one another.
+
+    Attributes:
+        settings: how the quality was measured.
+        sets: name → figures; `training_lengths`, `training_frequencies`: for the figures.
+    """
+
+    settings: dict[str, Any]
+    sets: dict[str, SequenceSet]
+    training_lengths: list[int]
+    training_frequencies: dict[str, float]
+    terms: Terms = PROTEINS
+
+    def table(self) -> Table:
+        """A row for each figure, a column for each set."""
+        nouns = {"sequence": self.terms.sequence, "token": self.terms.token}
+        rows: list[list[Cell]] = []
+        for figure in fields(SequenceSet):
+            values = [getattr(one, figure.name) for one in self.sets.values()]
+            if not figure.metadata or (figure.default is None and values[0] is None):
+                continue
+            scale, form = {"%": (100, ".1f")}.get(
+                figure.metadata["form"], (1, figure.metadata["form"])
+            )
+            for key in values[0] if isinstance(values[0], dict) else [None]:
+                label = figure.metadata["label"].format(key, **nouns)
+                numbers = values if key is None else [value[key] for value in values]
+                scaled = (None if number is None else scale * number for number in numbers)
+                rows.append([label, *(Number(number, form) for number in scaled)])
+        differ = len({one.sequences for one in self.sets.values()}) > 1
+        note = "The sets differ in number: n-gram divergence and diversity cannot be compared."
+        return Table(["", *self.sets], rows, notes=[note] if differ else [])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of a model, of baselines and of other models, all on the same residues.
+
+    Attributes:
+        estimator, interval: how the bounds and their intervals were computed.
+        residues: number of tokens scored.
+        length_nats: cost of the length, on which the bound is conditional, nats per sequence.
+        by_identity: bins of identity to the nearest training protein, if requested.
+        calibration: model → bins of the corrupted fraction.
+        settings: of the evaluation; `digests`: of the model, the data and the masks.
+    """
+
+    estimator: str
+    interval: str
+    sequences: int
+    residues: int
+    clusters: int
+    model: Bound
+    length_nats: float
+    baselines: dict[str, Compared]
+    others: dict[str, Compared]
+    by_identity: dict[str, IdentityBin] | None
+    calibration: dict[str, list[FractionBin]]
+    given_relatives: GivenRelatives | None
+    quality: Quality | None
+    settings: dict[str, Any]
+    digests: dict[str, str]
+    masking_version: int
+    terms: Terms = PROTEINS
+    format_version: Literal[4] = 4
+
+    @property
+    def bounds(self) -> Bounds:
+        """All bounds by name, the best last."""
+        rows: Bounds = {**self.baselines, **self.others, MODEL: self.model}
+        return dict(sorted(rows.items(), key=lambda row: -row[1].perplexity.value))
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write the JSON form.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    write_text(folder / EVALUATION, json.dumps(asdict(evaluation), indent=2))
+
+
+def read_evaluation(folder: Path) -> Evaluation | None:
+    """The evaluation in a folder, or None where there is none.
+
+    Raises:
+        DataError: if it is damaged or of another version.
+    """
+    content = read_json(folder / EVALUATION)
+    evaluation = typed(Evaluation, content)
+    if content is not None and evaluation is None:
+        raise DataError(
+            f"{folder / EVALUATION}: was written by another version of D2PLM; run d2plm evaluate "
+            "again"
+        )
+    return evaluation
+
+
+def typed(kind: type[Kind], content: dict[str, Any] | None) -> Kind | None:
+    """JSON content as an object of a dataclass; None if it has other fields or versions."""
+    from pydantic import TypeAdapter, ValidationError
+
+    with suppress(ValidationError):
+        return TypeAdapter(kind).validate_python(content)
+    return None
