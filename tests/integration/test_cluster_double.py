@@ -97,7 +97,6 @@ def state(client: Client, pod: str) -> Any:
     return client.core.read_namespaced_pod(pod, NAMESPACE).status.container_statuses[0].state
 
 
-@pytest.mark.slow
 def test_two_pods_commands_run_as_torchrun_and_form_one_group(
     cluster: Cluster, client: Client, tmp_path: Path
 ) -> None:
@@ -113,7 +112,6 @@ def test_two_pods_commands_run_as_torchrun_and_form_one_group(
     ], logs
 
 
-@pytest.mark.slow
 def test_two_nodes_of_a_trainjob_form_one_group(
     cluster: Cluster, client: Client, tmp_path: Path
 ) -> None:

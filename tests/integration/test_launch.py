@@ -17,8 +17,6 @@ from d2plm.training import checkpoint
 from tests.commands import d2plm, python_m
 from tests.integration.conftest import REPOSITORY, Finished, Prepared
 
-pytestmark = pytest.mark.slow
-
 ENTRY = [sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--nproc-per-node=2"]
 
 

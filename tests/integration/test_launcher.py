@@ -27,8 +27,6 @@ from pipelines import steps
 from tests.cluster import NAMESPACE, Cluster, Script
 from tests.integration.conftest import REPOSITORY, Prepared
 
-pytestmark = pytest.mark.slow
-
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
 BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
 # Where the launcher does the same for both kinds.

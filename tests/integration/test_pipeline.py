@@ -22,8 +22,6 @@ from tests.commands import d2plm, python_m
 from tests.evaluations import BASELINES
 from tests.integration.conftest import Finished, few_proteins
 
-pytestmark = pytest.mark.slow
-
 
 def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
     for step in ("prepare", "train", "evaluate", "register", "generate"):

@@ -31,8 +31,6 @@ from tests.commands import d2plm
 from tests.conftest import Exports
 from tests.integration.conftest import Finished
 
-pytestmark = pytest.mark.slow
-
 JSON = "application/json"
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQ"
 

@@ -77,7 +77,6 @@ def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Calla
     return of
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [pytest.param("null", marks=pytest.mark.thorough), "2"])
 def test_a_family_is_adapted_to_compared_and_grown(
     lora_rank: str, configured: Callable[..., Any], base: Path, tmp_path: Path

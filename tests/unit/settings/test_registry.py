@@ -180,12 +180,11 @@ def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_pa
     ("words", "folders", "ranks"),
     [
         ([], ["my_paradigm"], 1),
-        pytest.param(["distributed.processes=2"], ["my_paradigm"], 2, marks=pytest.mark.slow),
+        pytest.param(["distributed.processes=2"], ["my_paradigm"], 2),
         pytest.param(
             ["--multirun", "trainer.seed=1,2"],
             [f"multirun/trainer.seed/trainer.seed={seed}" for seed in (1, 2)],
             1,
-            marks=pytest.mark.slow,
         ),
     ],
 )

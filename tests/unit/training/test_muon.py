@@ -162,7 +162,6 @@ def orthogonalise_on_ranks(output: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_ranks_without_rows_or_without_a_matrix_take_part(tmp_path: Path) -> None:
     run(orthogonalise_on_ranks, tmp_path, world_size=4)
     assert len([*tmp_path.iterdir()]) == 8

@@ -84,7 +84,6 @@ def signals(random: Random, number: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_thirty_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path) -> None:
     output, unbroken, random = tmp_path / "run", tmp_path / "unbroken", seeded("signals")
     settings = {"max_steps": STEPS, "every": 2}
@@ -108,7 +107,6 @@ def test_thirty_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path)
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_signals_near_the_end_stop_both_ranks_or_neither(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
@@ -133,7 +131,6 @@ def train_and_signal(
     build(store, output, callbacks=[own], **settings).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "step", "code", "last"),
     [
@@ -180,7 +177,6 @@ def train_and_signal_in_a_save(store: Path, output: Path, settings: dict[str, An
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_a_signal_in_a_slow_save_waits_for_it(tiny_store: SequenceStore, tmp_path: Path) -> None:
     settings = {"max_steps": STEPS, "every": 5}
     arguments = (tiny_store.path, tmp_path, settings)
@@ -204,7 +200,6 @@ def train_and_count_saves(store: Path, output: Path, settings: dict[str, Any]) -
         (output / f"saved-{trainer.process.rank}").write_text(str(saved))
 
 
-@pytest.mark.slow
 def test_the_checkpoint_of_the_stopping_step_is_not_written_twice(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:

@@ -134,7 +134,6 @@ def _train_on_two(store: Path, output: Path) -> None:
         torch.save(torch.tensor(keep.rows, dtype=torch.float64), output / "rows.pt")
 
 
-@pytest.mark.slow
 def test_a_step_of_two_ranks_is_replayed_on_one(tiny_store: SequenceStore, tmp_path: Path) -> None:
     run(_train_on_two, tiny_store.path, tmp_path, world_size=2)
     rows = torch.load(tmp_path / "rows.pt", weights_only=True)

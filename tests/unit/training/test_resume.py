@@ -153,7 +153,6 @@ def half_written(output: Path) -> list[Path]:
     return list((output / "checkpoints").glob("*" + PARTIAL))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "moments"),
     [
@@ -190,7 +189,6 @@ def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
 DEBIAN = "/usr/bin/python3.11"
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_resumes_under_a_python_that_pickles_enums_by_name(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
@@ -232,7 +230,6 @@ ON_TWO_RANKS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "moments",
     [
@@ -279,7 +276,6 @@ def train_until_stopped(store: Path, output: Path, settings: dict[str, Any], ste
     build(store, output, callbacks=[stop], **settings).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "spread",
     [
@@ -316,7 +312,6 @@ def test_a_run_resumes_on_another_number_of_ranks(
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [({"tensor": 2}, {"context": 2}), ({"pipeline": 2}, {"tensor": 2}), ({}, {"pipeline": 2})],

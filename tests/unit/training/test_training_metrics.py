@@ -329,7 +329,6 @@ def train_with_layer_norms(store: Path, output: Path) -> None:
     runs.build(store, output, callbacks=[logger], **settings).train()
 
 
-@pytest.mark.slow
 def test_layer_norms_are_of_the_whole_gradient_and_state_on_any_number_of_ranks(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
