@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from d2plm.training import checkpoint
-from tests.commands import d2plm, python_m
+from tests.commands import d2plm
 from tests.integration.conftest import REPOSITORY, Finished, Prepared
 
 ENTRY = [sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--nproc-per-node=2"]
@@ -170,6 +170,7 @@ def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) ->
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.thorough
 def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     result = d2plm(*training(prepared, ours, "distributed=fsdp2", "trainer.precision=bf16"))
@@ -202,6 +203,7 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_
     ).read_bytes()
 
 
+@pytest.mark.thorough
 def test_two_nodes_of_two_processes_train_with_tensor_parallelism(
     prepared: Prepared, tmp_path: Path
 ) -> None:
@@ -238,7 +240,7 @@ def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     rows = [json.loads(line) for line in (finished.output_dir / "metrics.jsonl").open()]
     logged = next(row for row in rows if row["step"] == 2 and "loss" in row)
     output = tmp_path / "step.json"
-    result = python_m("replay", str(finished.output_dir), "--step", "2", f"output={output}")
+    result = d2plm("replay", str(finished.output_dir), "--step", "2", f"output={output}")
     assert result.returncode == 0, result.stderr
     replayed = json.loads(output.read_text())
     assert replayed["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-6)
@@ -250,7 +252,7 @@ def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     ]
     assert d2plm("checkpoint", "verify", str(finished.output_dir)).returncode == 0
     source = finished.output_dir / "checkpoints" / "step-00000010"
-    converted = python_m("checkpoint", "convert", str(source), f"output={tmp_path / 'converted'}")
+    converted = d2plm("checkpoint", "convert", str(source), f"output={tmp_path / 'converted'}")
     assert converted.returncode == 0, converted.stderr
     assert list((tmp_path / "converted").glob("*.safetensors"))
     nothing = d2plm("checkpoint", "verify", str(tmp_path))

@@ -648,6 +648,7 @@ def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
             where_to_train(launcher("auto"))
 
 
+@pytest.mark.thorough
 def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
     prepared: Prepared, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -162,7 +162,9 @@ def test_a_family_of_copies_is_rejected(configured: Callable[..., Any], tmp_path
         run(configured(f"input={few}"))
 
 
-@pytest.mark.parametrize(("copies", "substitutions"), [(300, 1), (60, 3)])
+@pytest.mark.parametrize(
+    ("copies", "substitutions"), [pytest.param(300, 1, marks=pytest.mark.thorough), (60, 3)]
+)
 def test_variants_of_one_protein_are_refused_after_one_split_and_told_of_mutations(
     copies: int, substitutions: int, configured: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -179,6 +181,7 @@ def test_variants_of_one_protein_are_refused_after_one_split_and_told_of_mutatio
     assert len([*tmp_path.glob("**/below_*")]) == 1
 
 
+@pytest.mark.thorough
 def test_three_members_are_rejected_after_one_split(
     configured: Callable[..., Any], tmp_path: Path
 ) -> None:

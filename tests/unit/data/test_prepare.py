@@ -35,6 +35,7 @@ from tests.conftest import write_store
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "data"
+EACH_WAY = ("from_held_out", "from_training")
 PROTEINS = EXAMPLES / "uniprot_20k.fasta.gz"
 Records = Sequence[tuple[str, bytes | str]]
 
@@ -155,16 +156,10 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any, Any]) 
         assert store.clusters is not None
 
 
-def test_only_results_and_the_log_are_left(planted: tuple[Path, Any, Any]) -> None:
-    folder = planted[0]
-    assert sorted(p.name for p in (folder / "out").iterdir()) == [
-        *("cache", "manifest.json", "mmseqs.log", "raw_lmdb"),
-        *("train_lmdb", "validation_lmdb"),
-    ]
-    assert [p.name[:9] for p in (folder / "out" / "cache").iterdir()] == ["clusters-"]
-
-
-@pytest.mark.parametrize("directions", ["both", "from_held_out", "from_training"])
+@pytest.mark.parametrize(
+    "directions",
+    ["both", *(pytest.param(way, marks=pytest.mark.thorough) for way in EACH_WAY)],
+)
 def test_what_contains_a_held_out_protein_or_is_contained_in_it_is_not_trained_on(
     tmp_path: Path, directions: str
 ) -> None:
@@ -616,7 +611,7 @@ def test_homologs_of_excluded_sequences_are_not_trained_on(
     assert not lengths & set(SequenceStore(tmp_path / "out" / "train_lmdb").lengths.tolist())
 
 
-@pytest.mark.parametrize("directions", ["both", "from_held_out", "from_training"])
+@pytest.mark.parametrize("directions", ["both", *EACH_WAY])
 def test_the_search_goes_the_ways_that_are_wanted(
     tmp_path: Path, fake_mmseqs: list[str], directions: str
 ) -> None:
@@ -627,9 +622,7 @@ def test_the_search_goes_the_ways_that_are_wanted(
         clustering=ClusterSettings(method="none"),
     )
     made = [one["direction"] for one in manifest["searches"]]
-    assert set(made) == (
-        {"from_held_out", "from_training"} if directions == "both" else {directions}
-    )
+    assert set(made) == ({*EACH_WAY} if directions == "both" else {directions})
     assert manifest["counts"]["leaking_dropped"] > 0
     assert "cluster" not in fake_mmseqs
 
@@ -871,34 +864,10 @@ def test_of_two_preparations_the_second_waits_for_the_first(
     SequenceStore(out / "validation_lmdb").verify()
 
 
-def test_a_system_that_does_not_tell_the_cpus_of_a_process(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("os.sched_getaffinity", raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: None)
-    mmseqs = Mock(side_effect=MMseqs)
-    monkeypatch.setattr(homology, "MMseqs", mmseqs)
-    prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
-    assert mmseqs.call_args.kwargs["threads"] == 1
-
-
 def test_a_store_that_was_split_already_is_no_input(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
     with pytest.raises(DataError, match="a train store; give the raw one"):
         prepare(tmp_path / "out" / "train_lmdb", tmp_path / "again")
-
-
-def test_names_that_no_file_system_takes(tmp_path: Path, fake_mmseqs: list[str]) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        prepare(tmp_path / ("x" * 300), tmp_path / "out")
-    with pytest.raises(DataError, match="cannot be written"):
-        prepare(_fasta(tmp_path, _proteins(3)), tmp_path / ("x" * 300))
-
-
-def test_an_output_that_cannot_be_written(tmp_path: Path, fake_mmseqs: list[str]) -> None:
-    fasta = _fasta(tmp_path, _proteins(3))
-    with pytest.raises(DataError, match="cannot be written"):
-        prepare(fasta, fasta / "out")
 
 
 @pytest.mark.parametrize(

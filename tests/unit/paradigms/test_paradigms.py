@@ -45,7 +45,6 @@ from tests.unit.paradigms.four_residues import (
 )
 from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
-FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
 SCHEDULES = pytest.mark.parametrize("schedule", ALPHA_BARS)
 EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, MaskFlowMatching])
 VOCABULARIES = pytest.mark.parametrize(

@@ -185,6 +185,7 @@ def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_pa
             ["--multirun", "trainer.seed=1,2"],
             [f"multirun/trainer.seed/trainer.seed={seed}" for seed in (1, 2)],
             1,
+            marks=pytest.mark.thorough,
         ),
     ],
 )

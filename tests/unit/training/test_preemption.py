@@ -162,6 +162,20 @@ def test_the_step_at_which_a_signal_stops_the_run(
     assert progress(newest(output))["step"] == 4
 
 
+def test_a_stopped_run_exits_with_143_whatever_signals_come_after_the_first(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    ranks = Ranks(train, tiny_store.path, tmp_path, {"max_steps": 100_000, "every": 0})
+    process = ranks.processes[0]
+    wait_for(lambda: len(rows(tmp_path / "history-0.jsonl")) >= 2)
+    os.kill(process.pid, signal.SIGTERM)
+    while process.is_alive():
+        time.sleep(0.002)
+        os.kill(process.pid, signal.SIGUSR1)
+    assert ranks.wait(1) == [STOPPED]
+    assert progress(newest(tmp_path))["step"] >= 2
+
+
 def train_and_signal_in_a_save(store: Path, output: Path, settings: dict[str, Any]) -> None:
     """Rank 1 hears a signal in a save that takes long; training is two steps ahead by its end."""
     write = FileSystemWriter.write_data

@@ -189,6 +189,7 @@ def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
 DEBIAN = "/usr/bin/python3.11"
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_killed_resumes_under_a_python_that_pickles_enums_by_name(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
@@ -242,7 +243,7 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
     moments: list[tuple[str, int]], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("two ranks")
-    settings = {"max_steps": 20, "every": 1, "save_total_limit": 2}
+    settings = {"max_steps": 10, "every": 1, "save_total_limit": 2}
     random.shuffle(moments)
     for moment, victim in moments:
         save = random.randint(1, 3)

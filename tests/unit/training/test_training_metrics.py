@@ -34,7 +34,6 @@ from tests.conftest import TINY_SIZES
 from tests.ranks import run
 
 Build = Callable[..., Trainer]
-CPU = torch.device("cpu")
 ROW = {
     *("loss", "learning_rate", "grad_norm", "parameter_norm", "epoch", "tokens_per_second"),
     *("model_tflops_per_second", "data_wait_share", "peak_memory_gib"),
