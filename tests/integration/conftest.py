@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import d2plm, python_m
+from tests.commands import d2plm
 from tests.conftest import shared_folder
 
 REPOSITORY = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
     def run(folder: Path) -> None:
         started = Finished(folder / "a run", few_proteins(folder / "few.fasta"), "")
-        result = python_m("pipeline", "run", *started.arguments())
+        result = d2plm("pipeline", "run", *started.arguments())
         assert result.returncode == 0, result.stdout + result.stderr
         (folder / "output.txt").write_text(result.stdout)
 

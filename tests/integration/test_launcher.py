@@ -256,8 +256,22 @@ def test_a_job_that_failed_is_replaced_when_its_step_is_tried_again(
     assert "better" in said
 
 
-@pytest.mark.parametrize("policy", ["Background", "Foreground"])
-@pytest.mark.parametrize("plural", ["trainjobs", "trainingruntimes", "workflows"])
+@pytest.mark.parametrize(
+    ("plural", "policy"),
+    [
+        ("trainjobs", "Background"),
+        ("trainingruntimes", "Foreground"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("trainjobs", "Foreground"),
+                ("trainingruntimes", "Background"),
+                ("workflows", "Background"),
+                ("workflows", "Foreground"),
+            )
+        ),
+    ],
+)
 def test_a_trainjob_goes_whatever_somebody_deletes_and_how(
     cluster: Cluster, plural: str, policy: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from d2plm.core.vocabulary import ESM2_TOKENS
 from d2plm.settings.commands import SETTINGS, SHORT_KEYS
 from d2plm.settings.model import PROTEIN_TOKENS
 from d2plm.settings.schema import Settings, build, key, keys, section, with_defaults
-from tests.commands import python_m
 
 
 @pytest.mark.parametrize(
@@ -124,24 +122,6 @@ def test_paths_that_are_read_must_be_there(tmp_path: Path) -> None:
     (saved / "__0_0.distcp").touch()
     remedy = f"d2plm export --config-file {run}/config.yaml trainer.resume={saved}"
     assert remedy in message("model_dir", saved)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["score", "model_dir=nowhere", "input=x.fasta"],
-        ["generate", "nowhere"],
-        ["train", "trainer.max_steps=abc"],
-        ["evaluate", "model_dir=nowhere"],
-        ["prepare", "nowhere.fasta"],
-    ],
-)
-def test_wrong_words_are_rejected_before_torch_is_imported(words: list[str]) -> None:
-    run = python_m(*words, PYTHONPROFILEIMPORTTIME="1")
-    assert run.returncode in (1, 2)
-    assert "nowhere" in run.stderr or "'abc'" in run.stderr
-    assert not re.search(r"\| +torch$", run.stderr, re.MULTILINE)
-    assert "omegaconf" in run.stderr
 
 
 @pytest.mark.parametrize("path", ["M" * 300, "~nobody/p.fasta", "deep/**/*.fasta"])

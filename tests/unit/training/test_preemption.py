@@ -9,6 +9,7 @@ step. Hearing begins with `Trainer.train`, before it looks for a checkpoint.
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -169,9 +170,10 @@ def test_a_stopped_run_exits_with_143_whatever_signals_come_after_the_first(
     process = ranks.processes[0]
     wait_for(lambda: len(rows(tmp_path / "history-0.jsonl")) >= 2)
     os.kill(process.pid, signal.SIGTERM)
-    while process.is_alive():
-        time.sleep(0.002)
-        os.kill(process.pid, signal.SIGUSR1)
+    with suppress(ProcessLookupError):  # it has ended
+        while process.is_alive():
+            time.sleep(0.002)
+            os.kill(process.pid, signal.SIGUSR1)
     assert ranks.wait(1) == [STOPPED]
     assert progress(newest(tmp_path))["step"] >= 2
 
