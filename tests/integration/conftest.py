@@ -52,6 +52,12 @@ def few_proteins(path: Path, records: int = RECORDS) -> Path:
     return path
 
 
+def steps(output: Path) -> int:
+    """The steps in the metrics of a run that logs each of them."""
+    file = output / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """The first proteins of the example, prepared; much faster than a whole run."""

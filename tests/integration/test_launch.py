@@ -7,15 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from d2plm.training import checkpoint
 from tests.commands import d2plm
-from tests.integration.conftest import REPOSITORY, Finished, Prepared
+from tests.integration.conftest import REPOSITORY, Finished, Prepared, steps
+from tests.runs import wait_for
 
 ENTRY = [sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--nproc-per-node=2"]
 
@@ -38,18 +37,6 @@ def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def until(condition: Callable[[], bool], seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def steps(output: Path) -> int:
-    file = output / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.is_file() else 0
 
 
 def workers(parent: int) -> list[int]:
@@ -88,7 +75,7 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
     endless += ["distributed.processes=2"] * to_group
     process = start([*entry, "-m", "d2plm", *training(prepared, output, *endless)], log)
     try:
-        until(lambda: steps(output) > 2)
+        wait_for(lambda: steps(output) > 2)
         target = -process.pid if to_group else process.pid
         if how.endswith("rank"):
             target = workers(process.pid)[1]
@@ -161,7 +148,7 @@ def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) ->
     words = training(prepared, output, "trainer.max_steps=100000", "callbacks.evaluation=null")
     process = start([*ENTRY, "-m", "d2plm", *words], log)
     try:
-        until(lambda: steps(output) > 1)
+        wait_for(lambda: steps(output) > 1)
         os.kill(workers(process.pid)[1], signal.SIGKILL)
         assert process.wait(180) == 137, log.read_text()
     finally:

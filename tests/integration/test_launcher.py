@@ -23,9 +23,9 @@ from d2plm.launch.client import PYTORCHJOB, TRAINJOB, JobKind, connect
 from d2plm.launch.job_spec import TrainingJob, pytorchjob
 from d2plm.launch.run_job import RunningJob, train_in_cluster
 from d2plm.settings.commands import PipelineSettings
-from pipelines import steps
+from pipelines import steps as pipeline_steps
 from tests.cluster import NAMESPACE, Cluster, Script
-from tests.integration.conftest import REPOSITORY, Prepared
+from tests.integration.conftest import REPOSITORY, Prepared, steps
 
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
 BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
@@ -619,12 +619,14 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "opensesame")
     image = "registry.example/d2plm-trainer:7"
     configured = [
-        steps.configure(run_id, str(tmp_path), "shared", "tracking=none", trainer_image=image)
+        pipeline_steps.configure(
+            run_id, str(tmp_path), "shared", "tracking=none", trainer_image=image
+        )
         for run_id in ("run-1", "run-2")
     ]
-    steps.train(configured[0])
-    steps.train(configured[0])  # tried again
-    steps.train(configured[1])
+    pipeline_steps.train(configured[0])
+    pipeline_steps.train(configured[0])  # tried again
+    pipeline_steps.train(configured[1])
     jobs = cluster.store.list("pytorchjobs")
     assert len(jobs) == 2
     metadata, spec = jobs[0]["metadata"], jobs[0]["spec"]
@@ -683,7 +685,7 @@ def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
             stderr=subprocess.STDOUT,
         )
     try:
-        cluster.wait_for(lambda: steps_done(output) > 3, 240)
+        cluster.wait_for(lambda: steps(output) > 3, 240)
         cluster.preempt("mine-worker-1")
         assert process.wait(150) == 0, (tmp_path / "log").read_text()
     finally:
@@ -696,8 +698,3 @@ def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
     rows = [json.loads(line) for line in (output / "metrics.jsonl").open()]
     assert sorted({row["step"] for row in rows if "loss" in row}) == list(range(1, 31))
     assert (output / "model" / "model.safetensors").is_file()
-
-
-def steps_done(output: Path) -> int:
-    file = output / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.is_file() else 0

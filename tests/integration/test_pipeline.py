@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,8 @@ import yaml
 from d2plm.training import checkpoint
 from tests.commands import d2plm, python_m
 from tests.evaluations import BASELINES
-from tests.integration.conftest import Finished
+from tests.integration.conftest import Finished, steps
+from tests.runs import wait_for
 
 
 def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
@@ -265,17 +265,16 @@ def test_a_pipeline_that_is_terminated_ends_its_steps_too(
         start_new_session=True,
     )
     output_dir = tmp_path / "run" / "diffusion"
-    metrics = output_dir / "metrics.jsonl"
     try:
-        wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 2)
+        wait_for(lambda: steps(output_dir) > 2)
         os.killpg(run.pid, signal.SIGTERM)  # as service managers do
         assert run.wait(180) == 143
     finally:
         run.kill()
-    rows = len(metrics.read_text().splitlines())
+    rows = steps(output_dir)
     assert checkpoint.newest_whole(checkpoint.Root(str(output_dir / "checkpoints"))) is not None
     time.sleep(2)
-    assert len(metrics.read_text().splitlines()) == rows
+    assert steps(output_dir) == rows
 
 
 @pytest.mark.thorough
@@ -301,10 +300,3 @@ def test_a_training_that_is_killed_fails_the_pipeline_and_is_marked_so(
     assert run.info.status == "FAILED"
     assert run.data.tags["pipeline.state"] == "FAILED"
     assert not (tmp_path / "diffusion" / "evaluation.json").exists()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -39,14 +39,16 @@ TINY = (
     *("trainer.max_steps=3", "callbacks.evaluation.every=2", "callbacks.checkpoint.every=2"),
     *("data.token_budget=1024", "evaluation.masks_per_sequence=1", "generation.number=3"),
     *("generation.steps=4", "tracking=none", "trainer.compile=false"),
+    # A search that is coarse, and finds planted families.
+    *("data.cluster.method=linclust", "data.search.sensitivity=1", "data.relatives_sensitivity=1"),
 )
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first 120 residues of 102 proteins."""
+    """The first 60 residues of 102 proteins."""
     file = tmp_path_factory.mktemp("family") / "family.fasta"
-    write_fasta(file, ((one.name, decode(one.tokens[:120])) for one in read_fasta(FAMILY)))
+    write_fasta(file, ((one.name, decode(one.tokens[:60])) for one in read_fasta(FAMILY)))
     return file
 
 

@@ -37,17 +37,35 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+# The moment → what is called just before, or has just returned.
+BEFORE: dict[str, tuple[type, str]] = {
+    "before_the_first_file": (FileSystemWriter, "write_data"),
+    "before_the_manifest": (Root, "write"),
+    "before_the_rename": (Root, "rename"),
+}
+AFTER: dict[str, tuple[type, str]] = {
+    "after_the_first_file": (FileSystemWriter, "write_data"),
+    "after_the_manifest": (Root, "write"),
+    "after_the_rename": (Root, "rename"),
+}
+
+
 class Moment:
     """The moments of a save at which `die` can be called; each wraps what happens there.
 
     Args:
-        name: of the method of this class that sets it.
+        name: in `BEFORE` or `AFTER`, or of the method of this class that sets it.
         save: in which save of this process.
     """
 
     def __init__(self, name: str, save: int) -> None:
         self.left = save
-        getattr(self, name)()
+        if name in BEFORE:
+            self.wrap(*BEFORE[name], lambda do, *a: die() if self.now() else do(*a))
+        elif name in AFTER:
+            self.wrap(*AFTER[name], lambda do, *a: (do(*a), die() if self.now() else None)[0])
+        else:
+            getattr(self, name)()
 
     def now(self) -> bool:
         self.left -= 1
@@ -56,9 +74,6 @@ class Moment:
     def wrap(self, owner: type, method: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, method)
         setattr(owner, method, lambda *arguments: around(original, *arguments))
-
-    def before_the_first_file(self) -> None:
-        self.wrap(FileSystemWriter, "write_data", lambda do, *a: die() if self.now() else do(*a))
 
     def in_the_first_file(self) -> None:
         def around(write: Any, writer: Any, *rest: Any) -> Any:
@@ -71,16 +86,6 @@ class Moment:
 
         self.wrap(FileSystemWriter, "write_data", around)
 
-    def after_the_first_file(self) -> None:
-        def around(write: Any, *arguments: Any) -> Any:
-            written = write(*arguments)
-            return die() if self.now() else written
-
-        self.wrap(FileSystemWriter, "write_data", around)
-
-    def before_the_manifest(self) -> None:
-        self.wrap(Root, "write", lambda do, *a: die() if self.now() else do(*a))
-
     def in_the_manifest(self) -> None:
         def around(write: Any, root: Root, name: str, file: str, text: str) -> None:
             write(root, name, file, text[: len(text) // 2] if self.now() else text)
@@ -88,25 +93,6 @@ class Moment:
                 die()
 
         self.wrap(Root, "write", around)
-
-    def after_the_manifest(self) -> None:
-        def around(write: Any, *arguments: Any) -> None:
-            write(*arguments)
-            if self.now():
-                die()
-
-        self.wrap(Root, "write", around)
-
-    def before_the_rename(self) -> None:
-        self.wrap(Root, "rename", lambda do, *a: die() if self.now() else do(*a))
-
-    def after_the_rename(self) -> None:
-        def around(rename: Any, *arguments: Any) -> None:
-            rename(*arguments)
-            if self.now():
-                die()
-
-        self.wrap(Root, "rename", around)
 
     def in_the_removal_of_an_old_one(self) -> None:
         def around(remove: Any, root: Root, name: str) -> None:
