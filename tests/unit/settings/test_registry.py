@@ -205,6 +205,8 @@ def test_every_process_of_a_training_has_the_module(
         assert marks == [f"MyTrainer-Mine-{rank}" for rank in range(ranks)]
         row = (work_dir / folder / "metrics.jsonl").read_text().splitlines()[-1]
         assert json.loads(row)["strength"] == 0.25
+    if words:
+        return
     model = work_dir / folders[-1] / "model"
     generate = ["generate", str(model), "generation.number=1", f"output={tmp_path / 'a.fasta'}"]
     without = d2plm(*generate)
