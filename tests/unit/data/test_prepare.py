@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 
 from d2plm.assembly.preparation import prepare_data
 from d2plm.config import compose
-from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, decode, encode
 from d2plm.data import homology, similarity
 from d2plm.data import prepare as module
@@ -381,12 +380,6 @@ def test_relatives_of_another_preparation_are_not_opened(
     assert not (out / "train_relatives").exists()
 
 
-@pytest.mark.parametrize("sensitivity", [0, 8, "much"])
-def test_an_impossible_sensitivity_is_rejected(tmp_path: Path, sensitivity: Any) -> None:
-    with pytest.raises(ConfigError, match="relatives_sensitivity"):
-        prepare(tmp_path / "in.fasta", tmp_path / "out", relatives_sensitivity=sensitivity)
-
-
 def test_a_raw_store_gives_the_split_of_its_fasta(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta = _fasta(tmp_path, _proteins())
     ingest(fasta, tmp_path / "raw")
@@ -405,40 +398,6 @@ def test_leaks_that_a_search_cannot_end_are_an_error(
     with pytest.raises(DataError, match=r"still finds homologs.*raise search.max_seqs"):
         prepare(_fasta(tmp_path, _proteins()), tmp_path / "out")
     assert not (tmp_path / "out" / "train_lmdb").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("validation_fraction", 0), ("validation_fraction", 1), ("validation_fraction", "abc")),
-        *(("validation_fraction", None), ("validation_fraction", float("nan"))),
-        *(("test_fraction", -0.1), ("test_fraction", 1), ("search_directions", "back")),
-        *(("split_seed", "x"), ("split_seed", 0.5), ("split_seed", None)),
-    ],
-)
-def test_impossible_splits_are_rejected_by_name(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{key}="):
-        SplitSettings(**{key: value})
-
-
-@pytest.mark.parametrize("threads", [0, "all"])
-def test_impossible_threads_are_rejected_by_name(threads: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^threads="):
-        Resources(threads=threads)
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        *("data.split_seed=x", "data.test_fraction=1", "data.min_residues=0", "data.threads=0"),
-        *("data.cluster.method=linclst", "data.cluster.coverage=2", "data.search.max_seqs=0"),
-        *("data.format=fastq", "data.search_directions=back"),
-    ],
-)
-def test_the_command_names_the_key_of_an_impossible_setting(tmp_path: Path, word: str) -> None:
-    words = [f"data.input={PROTEINS}", f"data.prepared_dir={tmp_path}", word]
-    with pytest.raises(ConfigError, match=rf"^{re.escape(word.partition('=')[0])}="):
-        prepare_data(compose("prepare", words))
 
 
 def _store(folder: Path, count: int) -> SequenceStore:
