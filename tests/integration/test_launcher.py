@@ -472,7 +472,9 @@ def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
     assert "deadline_seconds=2" in str(error) or "deadline" in str(error).lower()
     cluster.wait_for(lambda: cluster.job("mine") is None)
     cluster.script(Script(exit_code=143), worker=1)
-    error = launched(job=replace(JOB, restarts=2)).failure()
+    launch = launched(job=replace(JOB, restarts=2))
+    error = launch.failure()
+    assert sum("mine-worker-1: exit code 143" in line for line in launch.said) >= 3
     assert "restarts=2" in str(error)
     assert error.exit_code == 143
     cluster.wait_for(lambda: cluster.job("mine") is None)
