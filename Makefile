@@ -39,7 +39,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough bench speedrun families lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup demo test test-thorough test-matrix bench speedrun families lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
 	dist check-wheel images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -60,10 +60,13 @@ demo: $(STAMP) ## Prepare, train, evaluate, register and generate with 20,000 pr
 	$(BIN)/d2plm pipeline run experiment=demo paradigm=$(PARADIGM)
 
 test: $(STAMP) ## Run all tests except the long matrices
-	$(PYTEST) -m 'not thorough'
+	$(PYTEST) -m 'not thorough and not matrix'
 
 test-thorough: $(STAMP) ## Run the long matrices, and the property tests on many examples
-	$(PYTEST) -m thorough --hypothesis-profile=thorough
+	$(PYTEST) -m 'thorough and not matrix' --hypothesis-profile=thorough
+
+test-matrix: $(STAMP) ## Train with every three settings of parallelism, memory, model and optimizer (an hour)
+	$(PYTEST) -m matrix
 
 bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an hour; BENCH=output folder)
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json

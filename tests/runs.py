@@ -251,12 +251,12 @@ def assert_each_sequence_once_an_epoch(output: Path, sequences: int) -> None:
     assert len(set(last)) == len(last)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 180) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     """Return when `condition` holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
-        time.sleep(0.001)
+        time.sleep(0.005)
 
 
 def seeded(*words: object) -> random.Random:

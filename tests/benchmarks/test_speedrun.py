@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,9 @@ def test_every_entry_is_a_configuration_of_the_demo() -> None:
         assert config.callbacks["evaluation"] is None
 
 
-def test_the_page_has_the_table_of_the_entries_as_they_are() -> None:
+def test_the_page_has_the_table_of_the_entries_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = cache(lambda *overrides, of=speedrun.settings_digest: of(overrides))
+    monkeypatch.setattr(speedrun, "settings_digest", lambda overrides: digest(*overrides))
     entries, results = yaml.safe_load(speedrun.ENTRIES.read_text()), speedrun.read_results()
     assert len(results) >= 4
     for result in results:

@@ -180,7 +180,6 @@ def test_the_lightning_script_shards_the_model_and_resumes(tmp_path: Path, prepa
         assert torch.equal(parameter, dict(sharded.model.named_parameters())[name]), name
 
 
-@pytest.mark.slow
 def test_the_lightning_example_names_what_is_wrong_with_its_data(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), str(tmp_path / "absent"), str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

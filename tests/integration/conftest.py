@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import d2plm, python_m
+from tests.commands import d2plm
 from tests.conftest import shared_folder
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,6 +52,12 @@ def few_proteins(path: Path, records: int = RECORDS) -> Path:
     return path
 
 
+def steps(output: Path) -> int:
+    """The steps in the metrics of a run that logs each of them."""
+    file = output / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """The first proteins of the example, prepared; much faster than a whole run."""
@@ -71,7 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
     def run(folder: Path) -> None:
         started = Finished(folder / "a run", few_proteins(folder / "few.fasta"), "")
-        result = python_m("pipeline", "run", *started.arguments())
+        result = d2plm("pipeline", "run", *started.arguments())
         assert result.returncode == 0, result.stdout + result.stderr
         (folder / "output.txt").write_text(result.stdout)
 

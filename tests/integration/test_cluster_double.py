@@ -1,7 +1,6 @@
 """The cluster's test double behaves as a real cluster, seen through the official client."""
 
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from typing import Any
 import kubernetes
 import pytest
 from kubernetes.client.exceptions import ApiException
-from urllib3.exceptions import HTTPError
 
 from d2plm.launch.job_spec import TrainingJob, pytorchjob, training_runtime, trainjob
 from tests.cluster import NAMESPACE, Cluster, Script
@@ -97,7 +95,6 @@ def state(client: Client, pod: str) -> Any:
     return client.core.read_namespaced_pod(pod, NAMESPACE).status.container_statuses[0].state
 
 
-@pytest.mark.slow
 def test_two_pods_commands_run_as_torchrun_and_form_one_group(
     cluster: Cluster, client: Client, tmp_path: Path
 ) -> None:
@@ -113,7 +110,6 @@ def test_two_pods_commands_run_as_torchrun_and_form_one_group(
     ], logs
 
 
-@pytest.mark.slow
 def test_two_nodes_of_a_trainjob_form_one_group(
     cluster: Cluster, client: Client, tmp_path: Path
 ) -> None:
@@ -195,21 +191,6 @@ def test_pods_that_are_killed_evicted_or_preempted_report_it(
     condition(cluster, "Running")
 
 
-def test_pods_that_cannot_start_say_why_until_they_can(cluster: Cluster, client: Client) -> None:
-    cluster.script(Script())
-    cluster.full(workers=[0])
-    client.create()
-    cluster.wait_for(lambda: cluster.pod("run-worker-0")["status"].get("conditions"))
-    pod = client.core.read_namespaced_pod("run-worker-0", NAMESPACE)
-    assert (pod.status.phase, pod.status.conditions[0].reason) == ("Pending", "Unschedulable")
-    assert "Insufficient nvidia.com/gpu" in pod.status.conditions[0].message
-    cluster.without_image()
-    cluster.wait_for(lambda: "BackOff" in [e["reason"] for e in cluster.events("run-worker-0")])
-    assert state(client, "run-worker-0").waiting.reason == "ImagePullBackOff"
-    cluster.healthy()
-    condition(cluster, "Succeeded")
-
-
 def test_deleting_a_job_ends_its_processes_also_those_that_do_not_listen(
     cluster: Cluster, client: Client
 ) -> None:
@@ -225,70 +206,6 @@ def test_deleting_a_job_ends_its_processes_also_those_that_do_not_listen(
     client.delete()
     cluster.wait_for(lambda: not cluster.pods())
     assert not any(map(is_running, processes))
-
-
-def test_a_suspended_job_has_no_pods_until_it_is_resumed(cluster: Cluster, client: Client) -> None:
-    cluster.script(LONG)
-    client.create()
-    condition(cluster, "Running")
-
-    def suspend(whether: bool) -> None:
-        change = {"spec": {"runPolicy": {"suspend": whether}}}
-        client.objects.patch_namespaced_custom_object(*client.pytorchjobs, "run", change)
-
-    suspend(True)
-    condition(cluster, "Suspended")
-    cluster.wait_for(lambda: not cluster.pods())
-    suspend(False)
-    condition(cluster, "Running")
-    assert cluster.pods()
-
-
-def test_streams_break_off_and_continue_where_they_stopped(
-    cluster: Cluster, client: Client
-) -> None:
-    cluster.script(Script(lines=tuple("abcdef"), interval=0.05, seconds=None))
-    created = client.create()
-    version = created["metadata"]["resourceVersion"]
-    cluster.wait_for_phase("run-worker-0", "Running")
-
-    cluster.cut_logs(after=2)
-    lines: list[str] = []
-    with pytest.raises(HTTPError):
-        for line in client.follow("run-worker-0"):
-            lines.append(line)  # one by one: what came before the break stays
-    assert lines == ["a", "b"]
-
-    cluster.cut_watches(after=1)
-    function = client.objects.list_namespaced_custom_object
-    settings = {"resource_version": version, "watch": True, "_preload_content": False}
-    with pytest.raises(HTTPError):
-        function(*client.pytorchjobs, **settings).read()
-
-    cluster.expire_watches()
-    with pytest.raises(ApiException) as gone:
-        list(client.watch(resource_version=version, timeout_seconds=5))
-    assert gone.value.status == 410
-
-
-def test_the_api_server_comes_back_on_its_port_and_remembers(
-    cluster: Cluster, client: Client
-) -> None:
-    cluster.script(LONG)
-    uid = client.create()["metadata"]["uid"]
-    condition(cluster, "Running")
-    events: list[Any] = []
-    thread = threading.Thread(target=lambda: events.extend(client.watch(timeout_seconds=2)))
-    thread.start()
-    cluster.wait_for(lambda: cluster.count("watch", "pytorchjobs"))
-    cluster.stop_api()
-    with pytest.raises(HTTPError):
-        client.objects.get_namespaced_custom_object(*client.pytorchjobs, "run")
-    cluster.start_api()
-    known = client.objects.get_namespaced_custom_object(*client.pytorchjobs, "run")
-    assert known["metadata"]["uid"] == uid
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 def test_requests_are_rejected_as_a_cluster_rejects_them(tmp_path: Path) -> None:
@@ -316,21 +233,6 @@ def test_requests_are_rejected_as_a_cluster_rejects_them(tmp_path: Path) -> None
         )
         assert not answer.status.allowed
         assert cluster.count("create", "pytorchjobs") == 3
-
-
-@pytest.mark.skipif(
-    "D2PLM_CRD_DIR" not in os.environ and "CI" not in os.environ,
-    reason="D2PLM_CRD_DIR names no folder with the custom resources' schemas",
-)
-def test_a_misspelt_key_of_a_job_is_rejected(cluster: Cluster, client: Client) -> None:
-    manifest = pytorchjob(JOB)
-    manifest["spec"]["runPolicy"]["backofLimit"] = 3
-    with pytest.raises(ApiException, match="backofLimit"):
-        client.objects.create_namespaced_custom_object(*client.pytorchjobs, manifest)
-    client.create()
-    change = {"spec": {"suspend": True}}  # it belongs into runPolicy
-    with pytest.raises(ApiException, match="suspend"):
-        client.objects.patch_namespaced_custom_object(*client.pytorchjobs, "run", change)
 
 
 def test_a_trainjob_starts_over_as_a_whole_but_not_after_a_permanent_error(
@@ -377,39 +279,10 @@ def test_a_trainjob_whose_runtime_goes_first_stays_until_the_runtime_is_back(
     cluster.wait_for(lambda: cluster.job("run", "trainjobs") is None)
 
 
-@pytest.mark.parametrize("policy", ["Background", "Foreground"])
-def test_what_is_deleted_in_the_foreground_goes_after_what_it_owns(
-    cluster: Cluster, client: Client, policy: str
-) -> None:
-    cluster.script(LONG)
-    client.create()
-    cluster.wait_for_phase("run-worker-0", "Running")
-    cluster.wait_for_phase("run-worker-1", "Running")
-    where = (*client.pytorchjobs, "run")
-    client.objects.delete_namespaced_custom_object(*where, propagation_policy=policy)
-    assert (cluster.job("run") is None) == (policy == "Background")
-    cluster.wait_for(lambda: not cluster.pods() and cluster.job("run") is None)
-    gone = [change.object["kind"] for change in cluster.store.history if change.type == "DELETED"]
-    first = ["PyTorchJob", "Pod", "Pod"]
-    assert gone == (first if policy == "Background" else first[::-1])
-
-
 def test_trainers_webhook_sees_a_runtime_a_little_later(cluster: Cluster, client: Client) -> None:
     cluster.script(LONG)
     with pytest.raises(ApiException, match="must be created before the TrainJob"):
         client.create_trainjob(pause=0)
-
-
-def test_over_the_quota_the_event_is_on_what_makes_the_pods(
-    cluster: Cluster, client: Client
-) -> None:
-    cluster.over_quota()
-    client.create()
-    cluster.wait_for(lambda: "exceeded quota" in cluster.events("run")[0]["message"])
-    client.create_trainjob()
-    cluster.wait_for(lambda: cluster.events("run-node-0"))
-    assert {e["involvedObject"]["kind"] for e in cluster.events("run-node-0")} == {"Job"}
-    assert {e["involvedObject"]["kind"] for e in cluster.events("run")} == {"PyTorchJob"}
 
 
 def test_nothing_outlives_the_double(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from tests.integration.conftest import REPOSITORY, Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 FOLDERS, KILLS = 5, 8  # in each folder
 MODEL = "d2plm-diffusion"

@@ -7,17 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from d2plm.training import checkpoint
-from tests.commands import d2plm, python_m
-from tests.integration.conftest import REPOSITORY, Finished, Prepared
-
-pytestmark = pytest.mark.slow
+from tests.commands import d2plm
+from tests.integration.conftest import REPOSITORY, Finished, Prepared, steps
+from tests.runs import wait_for
 
 ENTRY = [sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--nproc-per-node=2"]
 
@@ -40,18 +37,6 @@ def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def until(condition: Callable[[], bool], seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def steps(output: Path) -> int:
-    file = output / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.is_file() else 0
 
 
 def workers(parent: int) -> list[int]:
@@ -90,7 +75,7 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
     endless += ["distributed.processes=2"] * to_group
     process = start([*entry, "-m", "d2plm", *training(prepared, output, *endless)], log)
     try:
-        until(lambda: steps(output) > 2)
+        wait_for(lambda: steps(output) > 2)
         target = -process.pid if to_group else process.pid
         if how.endswith("rank"):
             target = workers(process.pid)[1]
@@ -163,7 +148,7 @@ def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) ->
     words = training(prepared, output, "trainer.max_steps=100000", "callbacks.evaluation=null")
     process = start([*ENTRY, "-m", "d2plm", *words], log)
     try:
-        until(lambda: steps(output) > 1)
+        wait_for(lambda: steps(output) > 1)
         os.kill(workers(process.pid)[1], signal.SIGKILL)
         assert process.wait(180) == 137, log.read_text()
     finally:
@@ -172,6 +157,7 @@ def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) ->
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.thorough
 def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     result = d2plm(*training(prepared, ours, "distributed=fsdp2", "trainer.precision=bf16"))
@@ -204,6 +190,7 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_
     ).read_bytes()
 
 
+@pytest.mark.thorough
 def test_two_nodes_of_two_processes_train_with_tensor_parallelism(
     prepared: Prepared, tmp_path: Path
 ) -> None:
@@ -240,7 +227,7 @@ def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     rows = [json.loads(line) for line in (finished.output_dir / "metrics.jsonl").open()]
     logged = next(row for row in rows if row["step"] == 2 and "loss" in row)
     output = tmp_path / "step.json"
-    result = python_m("replay", str(finished.output_dir), "--step", "2", f"output={output}")
+    result = d2plm("replay", str(finished.output_dir), "--step", "2", f"output={output}")
     assert result.returncode == 0, result.stderr
     replayed = json.loads(output.read_text())
     assert replayed["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-6)
@@ -252,7 +239,7 @@ def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
     ]
     assert d2plm("checkpoint", "verify", str(finished.output_dir)).returncode == 0
     source = finished.output_dir / "checkpoints" / "step-00000010"
-    converted = python_m("checkpoint", "convert", str(source), f"output={tmp_path / 'converted'}")
+    converted = d2plm("checkpoint", "convert", str(source), f"output={tmp_path / 'converted'}")
     assert converted.returncode == 0, converted.stderr
     assert list((tmp_path / "converted").glob("*.safetensors"))
     nothing = d2plm("checkpoint", "verify", str(tmp_path))

@@ -23,11 +23,9 @@ from d2plm.launch.client import PYTORCHJOB, TRAINJOB, JobKind, connect
 from d2plm.launch.job_spec import TrainingJob, pytorchjob
 from d2plm.launch.run_job import RunningJob, train_in_cluster
 from d2plm.settings.commands import PipelineSettings
-from pipelines import steps
+from pipelines import steps as pipeline_steps
 from tests.cluster import NAMESPACE, Cluster, Script
-from tests.integration.conftest import REPOSITORY, Prepared
-
-pytestmark = pytest.mark.slow
+from tests.integration.conftest import REPOSITORY, Prepared, steps
 
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
 BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
@@ -258,8 +256,22 @@ def test_a_job_that_failed_is_replaced_when_its_step_is_tried_again(
     assert "better" in said
 
 
-@pytest.mark.parametrize("policy", ["Background", "Foreground"])
-@pytest.mark.parametrize("plural", ["trainjobs", "trainingruntimes", "workflows"])
+@pytest.mark.parametrize(
+    ("plural", "policy"),
+    [
+        ("trainjobs", "Background"),
+        ("trainingruntimes", "Foreground"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("trainjobs", "Foreground"),
+                ("trainingruntimes", "Background"),
+                ("workflows", "Background"),
+                ("workflows", "Foreground"),
+            )
+        ),
+    ],
+)
 def test_a_trainjob_goes_whatever_somebody_deletes_and_how(
     cluster: Cluster, plural: str, policy: str
 ) -> None:
@@ -460,7 +472,9 @@ def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
     assert "deadline_seconds=2" in str(error) or "deadline" in str(error).lower()
     cluster.wait_for(lambda: cluster.job("mine") is None)
     cluster.script(Script(exit_code=143), worker=1)
-    error = launched(job=replace(JOB, restarts=2)).failure()
+    launch = launched(job=replace(JOB, restarts=2))
+    error = launch.failure()
+    assert sum("mine-worker-1: exit code 143" in line for line in launch.said) >= 3
     assert "restarts=2" in str(error)
     assert error.exit_code == 143
     cluster.wait_for(lambda: cluster.job("mine") is None)
@@ -607,12 +621,14 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "opensesame")
     image = "registry.example/d2plm-trainer:7"
     configured = [
-        steps.configure(run_id, str(tmp_path), "shared", "tracking=none", trainer_image=image)
+        pipeline_steps.configure(
+            run_id, str(tmp_path), "shared", "tracking=none", trainer_image=image
+        )
         for run_id in ("run-1", "run-2")
     ]
-    steps.train(configured[0])
-    steps.train(configured[0])  # tried again
-    steps.train(configured[1])
+    pipeline_steps.train(configured[0])
+    pipeline_steps.train(configured[0])  # tried again
+    pipeline_steps.train(configured[1])
     jobs = cluster.store.list("pytorchjobs")
     assert len(jobs) == 2
     metadata, spec = jobs[0]["metadata"], jobs[0]["spec"]
@@ -650,6 +666,7 @@ def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
             where_to_train(launcher("auto"))
 
 
+@pytest.mark.thorough
 def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
     prepared: Prepared, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -670,7 +687,7 @@ def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
             stderr=subprocess.STDOUT,
         )
     try:
-        cluster.wait_for(lambda: steps_done(output) > 3, 240)
+        cluster.wait_for(lambda: steps(output) > 3, 240)
         cluster.preempt("mine-worker-1")
         assert process.wait(150) == 0, (tmp_path / "log").read_text()
     finally:
@@ -683,8 +700,3 @@ def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
     rows = [json.loads(line) for line in (output / "metrics.jsonl").open()]
     assert sorted({row["step"] for row in rows if "loss" in row}) == list(range(1, 31))
     assert (output / "model" / "model.safetensors").is_file()
-
-
-def steps_done(output: Path) -> int:
-    file = output / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.is_file() else 0

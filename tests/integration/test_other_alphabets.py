@@ -71,7 +71,6 @@ def words_of(alphabet: str, folder: Path) -> list[str]:
     return [*words, f"data.alphabet={alphabet}", *settings]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "alphabet",
     [

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +19,8 @@ import yaml
 from d2plm.training import checkpoint
 from tests.commands import d2plm, python_m
 from tests.evaluations import BASELINES
-from tests.integration.conftest import Finished, few_proteins
-
-pytestmark = pytest.mark.slow
+from tests.integration.conftest import Finished, steps
+from tests.runs import wait_for
 
 
 def test_every_step_runs_and_says_what_it_did(finished: Finished) -> None:
@@ -124,7 +122,8 @@ def test_the_export_alone_generates_and_scores(finished: Finished, tmp_path: Pat
 
     def run(*words: str) -> str:
         # Only the package and the export are there: no repository, no data, no store.
-        result = python_m(*words, folder=tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+        start = python_m if words[0] == "generate" else d2plm
+        result = start(*words, folder=tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -163,12 +162,16 @@ def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) 
 
 def test_a_second_run_reuses_what_is_unchanged_and_reports_it(finished: Finished) -> None:
     before = (finished.output_dir / "evaluation.json").read_text()
-    again = d2plm("pipeline", "run", *finished.arguments())
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "reusing prepared data" in again.stdout
-    assert "training is complete" in again.stdout
-    assert "reusing" in again.stdout.split("── evaluate ──")[1].split("── register ──")[0]
-    assert "already registered" in again.stdout
+    said = {
+        "prepare": "reusing prepared data",
+        "train": "training is complete",
+        "evaluate": "reusing",
+        "register": "already registered",
+    }
+    for command, expected in said.items():
+        again = d2plm(command, *finished.arguments())
+        assert again.returncode == 0, again.stderr
+        assert expected in again.stdout + again.stderr
     assert (finished.output_dir / "evaluation.json").read_text() == before
 
 
@@ -215,26 +218,6 @@ def test_flow_matching_runs_into_its_own_folder_and_experiment(
     assert "sampler=euler steps=50" in (tmp_path / "g.fasta").read_text()
 
 
-def test_ingest_gives_a_store_that_prepare_takes_as_it_takes_the_fasta(
-    finished: Finished, tmp_path: Path
-) -> None:
-    raw, prepared = tmp_path / "raw_lmdb", tmp_path / "prepared"
-    ingested = python_m("ingest", f"input={few_proteins(tmp_path / 'f.fasta')}", f"output={raw}")
-    assert ingested.returncode == 0, ingested.stderr
-    result = d2plm(
-        "prepare",
-        "experiment=debug",
-        f"data.input={raw}",
-        f"data.prepared_dir={prepared}",
-        f"work_dir={tmp_path / 'run'}",
-        "tracking=none",
-    )
-    assert result.returncode == 0, result.stderr
-    ours = json.loads((prepared / "manifest.json").read_text())["digests"]
-    theirs = json.loads((finished.work_dir / "manifest.json").read_text())["digests"]
-    assert ours == theirs
-
-
 @pytest.mark.thorough
 def test_export_takes_a_named_checkpoint(finished: Finished, tmp_path: Path) -> None:
     from d2plm.export.exported_model import load_export
@@ -242,7 +225,7 @@ def test_export_takes_a_named_checkpoint(finished: Finished, tmp_path: Path) -> 
 
     root = checkpoint.Root(str(finished.output_dir / "checkpoints"))
     first = root.of(root.names()[0])
-    result = python_m(
+    result = d2plm(
         "export",
         *finished.arguments(),
         f"trainer.resume='{first}'",
@@ -282,17 +265,16 @@ def test_a_pipeline_that_is_terminated_ends_its_steps_too(
         start_new_session=True,
     )
     output_dir = tmp_path / "run" / "diffusion"
-    metrics = output_dir / "metrics.jsonl"
     try:
-        wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 2)
+        wait_for(lambda: steps(output_dir) > 2)
         os.killpg(run.pid, signal.SIGTERM)  # as service managers do
         assert run.wait(180) == 143
     finally:
         run.kill()
-    rows = len(metrics.read_text().splitlines())
+    rows = steps(output_dir)
     assert checkpoint.newest_whole(checkpoint.Root(str(output_dir / "checkpoints"))) is not None
     time.sleep(2)
-    assert len(metrics.read_text().splitlines()) == rows
+    assert steps(output_dir) == rows
 
 
 @pytest.mark.thorough
@@ -318,10 +300,3 @@ def test_a_training_that_is_killed_fails_the_pipeline_and_is_marked_so(
     assert run.info.status == "FAILED"
     assert run.data.tags["pipeline.state"] == "FAILED"
     assert not (tmp_path / "diffusion" / "evaluation.json").exists()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

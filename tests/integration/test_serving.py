@@ -31,8 +31,6 @@ from tests.commands import d2plm
 from tests.conftest import Exports
 from tests.integration.conftest import Finished
 
-pytestmark = pytest.mark.slow
-
 JSON = "application/json"
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQ"
 
@@ -199,6 +197,7 @@ def test_a_server_that_cannot_start_says_why_in_a_line(
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.thorough
 def test_mlflow_s_own_server_refuses_the_model_and_names_the_command(
     exports: Exports, tmp_path: Path
 ) -> None:

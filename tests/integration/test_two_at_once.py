@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 
 from tests.integration.conftest import REPOSITORY, few_proteins
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 
 def both(*words: str) -> list[str]:

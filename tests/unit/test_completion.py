@@ -73,6 +73,7 @@ def test_paths_follow_keys_that_take_them(
     [
         (["completion", "candidates", "d2plm train trainer.max_st"], 0, "trainer.max_steps=\n"),
         (["--help"], 0, "usage: d2plm"),
+        (["--version"], 0, "transformers"),
         (["train", "trainer.max_stepz=1"], 2, "did you mean 'trainer.max_steps'?"),
     ],
 )

@@ -39,14 +39,16 @@ TINY = (
     *("trainer.max_steps=3", "callbacks.evaluation.every=2", "callbacks.checkpoint.every=2"),
     *("data.token_budget=1024", "evaluation.masks_per_sequence=1", "generation.number=3"),
     *("generation.steps=4", "tracking=none", "trainer.compile=false"),
+    # A search that is coarse, and finds planted families.
+    *("data.cluster.method=linclust", "data.search.sensitivity=1", "data.relatives_sensitivity=1"),
 )
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first 120 residues of 102 proteins."""
+    """The first 60 residues of 102 proteins."""
     file = tmp_path_factory.mktemp("family") / "family.fasta"
-    write_fasta(file, ((one.name, decode(one.tokens[:120])) for one in read_fasta(FAMILY)))
+    write_fasta(file, ((one.name, decode(one.tokens[:60])) for one in read_fasta(FAMILY)))
     return file
 
 
@@ -77,7 +79,6 @@ def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Calla
     return of
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [pytest.param("null", marks=pytest.mark.thorough), "2"])
 def test_a_family_is_adapted_to_compared_and_grown(
     lora_rank: str, configured: Callable[..., Any], base: Path, tmp_path: Path
@@ -163,7 +164,9 @@ def test_a_family_of_copies_is_rejected(configured: Callable[..., Any], tmp_path
         run(configured(f"input={few}"))
 
 
-@pytest.mark.parametrize(("copies", "substitutions"), [(300, 1), (60, 3)])
+@pytest.mark.parametrize(
+    ("copies", "substitutions"), [pytest.param(300, 1, marks=pytest.mark.thorough), (60, 3)]
+)
 def test_variants_of_one_protein_are_refused_after_one_split_and_told_of_mutations(
     copies: int, substitutions: int, configured: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -180,6 +183,7 @@ def test_variants_of_one_protein_are_refused_after_one_split_and_told_of_mutatio
     assert len([*tmp_path.glob("**/below_*")]) == 1
 
 
+@pytest.mark.thorough
 def test_three_members_are_rejected_after_one_split(
     configured: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -107,8 +107,7 @@ def damage(name: str, model: Path) -> None:
         file.unlink()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "paradigm_config.json"])
-def test_a_damaged_export_of_a_complete_run_is_written_again(name: str, tmp_path: Path) -> None:
+def test_a_damaged_export_of_a_complete_run_is_written_again(tmp_path: Path) -> None:
     config = tiny(tmp_path, "callbacks.export={}")
     run(config)
     model = Path(config.model_dir)
@@ -116,10 +115,11 @@ def test_a_damaged_export_of_a_complete_run_is_written_again(name: str, tmp_path
     (model / "mine").touch()
     run(config)
     assert (model / "mine").exists(), "a whole export is kept"
-    damage(name, model)
-    run(config)
-    load_export(model)
-    assert weights_digest(model) == whole
+    for name in ("model.safetensors", "config.json", "paradigm_config.json"):
+        damage(name, model)
+        run(config)
+        load_export(model)
+        assert weights_digest(model) == whole
 
 
 def test_all_files_of_an_export_are_as_readable_as_the_umask_says(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_export_takes_the_run_s_own_configuration(
     assert not (tmp_path / "here").exists()
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
 def test_a_dry_run_says_the_precision_of_the_training(
     precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

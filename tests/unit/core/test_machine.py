@@ -101,7 +101,6 @@ def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: pytest.MonkeyPa
     assert Path.home() == Path(tempfile.gettempdir())
 
 
-@pytest.mark.slow
 def test_commands_read_and_write_utf_8_in_a_locale_of_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "prötéins.fasta").write_text(">ä\nMKTAYIAKQR\n", encoding="utf-8")
     off = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

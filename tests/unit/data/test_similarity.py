@@ -287,15 +287,6 @@ def test_relatives_are_of_proteins_alone(tmp_path: Path, name: str) -> None:
         _split(tmp_path, tmp_path / "out", vocabulary(name), relatives_sensitivity=4)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [{"near_duplicate_similarity": 0}, {"overlap_ngram": 0}, {"overlap_share": 1.5}],
-)
-def test_impossible_settings_of_texts_are_rejected_by_name(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"^{next(iter(setting))}="):
-        TextSettings(**setting)
-
-
 def test_everything_alike_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
     texts = {f"t{i}": "the same words again and again " * 9 + "x" * i for i in range(9)}
     corpus = _jsonl(tmp_path / "in.jsonl", texts)

@@ -297,19 +297,28 @@ def test_an_initial_range_that_is_given_holds_for_every_matrix(tiny_dit: Factory
 
 
 @pytest.mark.parametrize(
-    "changes, key",
+    "changes, message",
     [
-        ({"hidden_size": 0}, "hidden_size"),
         ({"num_attention_heads": 3}, "num_attention_heads"),
         ({"num_attention_heads": 16}, "num_attention_heads"),
         ({"time_embedding_dim": 7}, "time_embedding_dim"),
-        ({"max_position_embeddings": 2}, "max_position_embeddings"),
-        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob"),
-        ({"vocab_size": 5}, "vocab_size"),
+        ({"vocab_size": 5}, "vocab_size=5: must be an integer ≥ 6"),
+        ({"vocab_size": 300, "relatives_dim": 8}, "vocab_size=300: must be 33 with relatives_dim"),
+        ({"relatives_dim": 6}, "relatives_dim"),
+        ({"rope_fraction": 0.1}, "rope_fraction=0.1.*a head's 4 pairs"),
+        ({"rope_fraction": 0.5, "rope_frequencies": [1.0] * 4}, "rope_fraction=0.5: must be 1"),
+        ({"rope_frequencies": [1.0]}, "rope_frequencies"),
+        ({"rope_frequencies": [1.0, 0.5, -1.0, 0.1]}, "rope_frequencies"),
+        ({"num_experts": 4, "experts_per_token": 5}, "at most num_experts=4"),
+        ({"num_experts": 4, "feed_forward": "gelu"}, "feed_forward='gelu'.*experts"),
+        ({"num_experts": 4, "linear_bias": True}, "linear_bias=True.*experts"),
+        ({"experts_per_token": 2}, "experts_per_token=2.*null without num_experts"),
     ],
 )
-def test_impossible_sizes_are_rejected_by_name(changes: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+def test_sizes_that_exclude_each_other_are_rejected_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         DiTConfig(**{"hidden_size": 16, "num_attention_heads": 2, **changes})
 
 

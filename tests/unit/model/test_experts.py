@@ -11,7 +11,6 @@ from torch import Tensor
 
 from d2plm.config import compose
 from d2plm.core.batch import PackedBatch
-from d2plm.core.errors import ConfigError
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT, load_dit
@@ -227,29 +226,6 @@ def test_a_change_of_low_rank_leaves_the_experts_out(tiny_dit: Callable[..., DiT
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any("shared_expert" in name for name in trained)
     assert not any(part in name for name in trained for part in (".router.", ".experts."))
-
-
-# --- settings ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_experts": 1}, "num_experts=1"),
-        ({"experts_per_token": 1}, "experts_per_token=1"),
-        ({"num_experts": 4, "experts_per_token": 5}, "at most num_experts=4"),
-        ({"feed_forward": "gelu"}, "feed_forward='gelu'.*experts"),
-        ({"linear_bias": True}, "linear_bias=True.*experts"),
-        ({"shared_expert_size": 0}, "shared_expert_size=0"),
-        ({"num_experts": None}, "experts_per_token=2.*null without num_experts"),
-        ({"balance_rate": -0.1}, "balance_rate=-0.1"),
-        ({"auxiliary_loss": "much"}, "auxiliary_loss='much'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_impossible_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DiTConfig(**{**TINY_SIZES, **EXPERTS, **changes})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from d2plm.config import compose
 from d2plm.core.batch import PackedBatch
-from d2plm.core.errors import ConfigError
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.lora import add_lora
@@ -250,20 +249,3 @@ def test_token_dropout_is_of_the_last_token_of_any_vocabulary(tiny_dit: DiTFacto
     torch.testing.assert_close(
         x, rows[[0, 32, V - 1, 2]] * 0.88 / 0.75 * torch.tensor([[1, 1, 0, 1]]).T
     )
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"vocab_size": 5}, "vocab_size=5: must be an integer ≥ 6"),
-        ({"vocab_size": 300, "relatives_dim": 8}, "vocab_size=300: must be 33 with relatives_dim"),
-        ({"norm": "batch"}, "norm='batch'"),
-        ({"rope_fraction": 0.0}, "rope_fraction=0.0"),
-        ({"rope_fraction": 0.1}, "rope_fraction=0.1.*a head's 4 pairs"),
-        ({"rope_fraction": 0.5, "rope_frequencies": [1.0] * 4}, "rope_fraction=0.5: must be 1"),
-        ({"parallel_residual": 1}, "parallel_residual=1: must be true or false"),
-    ],
-)
-def test_impossible_options_are_rejected_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DiTConfig(**{"hidden_size": 16, "num_attention_heads": 2, **changes})

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from d2plm.core.batch import Alignment, PackedBatch, Relatives
-from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.model import alignment
 from d2plm.model.alignment import LETTERS, UNKNOWN, align
@@ -209,9 +209,3 @@ def test_a_model_without_an_encoder_rejects_relatives(
 ) -> None:
     with pytest.raises(ModelError, match="trained without relatives"):
         logits(tiny_dit(), *groups)
-
-
-@pytest.mark.parametrize("width", [0, 6, -4, 4.0, "8"])
-def test_an_impossible_width_is_rejected(width: object) -> None:
-    with pytest.raises(ConfigError, match="relatives_dim"):
-        DiTConfig(**TINY_SIZES, relatives_dim=width)  # type: ignore[arg-type]

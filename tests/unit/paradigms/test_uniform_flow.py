@@ -56,7 +56,6 @@ RATES: dict[str, ModelRates] = {"elbo": reversal_rates, "generalised_kl": veloci
 LOSSES = {"elbo": time_reversal_nats, "generalised_kl": generalised_kl_nats}
 PROTEINS = [(0, 1), (5, 3), (7, 7)]
 WRONG, JOINT = wrong_denoiser(1), random_joint(0)
-ENTROPY = -float((JOINT * np.log(JOINT)).sum())
 UNIGRAM = np.random.default_rng(5).dirichlet(np.ones(N))
 CONTROL = -torch.log(torch.from_numpy(UNIGRAM))
 LINEAR = KAPPAS[0][1]

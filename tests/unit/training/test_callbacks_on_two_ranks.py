@@ -138,6 +138,5 @@ CHECKS = (
 )
 
 
-@pytest.mark.slow
 def test_what_callbacks_measure_keep_and_decide_is_of_all_ranks(tmp_path: Path) -> None:
     run(on_ranks, tmp_path, world_size=RANKS)

@@ -4,6 +4,7 @@ import copyreg
 import logging
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,21 @@ def test_the_best_are_kept_beside_the_newest(tmp_path: Path) -> None:
     assert Root(str(tmp_path)).names() == ["step-00000001", "step-00000002", "step-00000005"]
 
 
-def test_what_training_changes_during_a_save_is_not_saved(tmp_path: Path) -> None:
+def test_what_training_changes_during_a_save_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, write = threading.Event(), checkpoint.dcp.save
+
+    def write_later(*arguments: Any, **options: Any) -> None:
+        assert changed.wait(60)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", write_later)
     saver, live, rows = Saver(Root(str(tmp_path)), Process()), tensors(1.0), [1]
     location = saver.save(1, live, {"callbacks": {"rows": rows}})
     live["model"]["a.weight"].fill_(9.0)
     rows.append(2)
+    changed.set()
     saver.wait()
     assert verify(Path(location)) == {"callbacks": {"rows": [1]}}
     found = tensors(0.0)

@@ -28,7 +28,6 @@ def weights_after(store: Path, output: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_continues_from_a_converted_checkpoint_as_from_its_original(
     ranks: int, tiny_store: SequenceStore, tmp_path: Path

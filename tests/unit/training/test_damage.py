@@ -60,7 +60,6 @@ def runs(tiny_store: SequenceStore, tmp_path_factory: pytest.TempPathFactory) ->
     return {"stopped": stopped, "unbroken": unbroken}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "rank"),
     [
@@ -92,7 +91,6 @@ def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_where_every_checkpoint_is_damaged_the_run_starts_over_and_keeps_its_own(
     runs: dict[str, Path], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
@@ -191,7 +189,6 @@ def assert_stopped(codes: list[int | None], output: Path, saves: Path, reason: s
     assert len(history(output)) <= 8
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("on_save_error", ["continue", "stop"])
 def test_a_full_disk(
@@ -211,7 +208,6 @@ def test_a_full_disk(
         assert_went_on(output, saves, runs["unbroken"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_save_error", "rank"),
     [
@@ -243,7 +239,6 @@ def train_apart(store: Path, output: Path) -> None:
     build(store, output, checkpoints=str(disk), **SETTINGS).train()
 
 
-@pytest.mark.slow
 def test_ranks_that_share_no_folder_are_reported_at_the_first_save(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:

@@ -109,12 +109,3 @@ def test_every_rank_follows_rank_0(build: Build) -> None:
         trainer.notify("on_evaluate", {"validation_nelbo": -trainer.step})
     assert stopping.best == 1.0
     assert trainer.is_last_step
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [({"patience": 0}, "patience"), ({"min_delta": -1}, "min_delta"), ({"mode": "least"}, "mode")],
-)
-def test_impossible_settings_are_rejected_by_name(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{key}="):
-        EarlyStopping(EarlyStoppingSettings(**settings))

@@ -66,7 +66,6 @@ def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
 def test_a_thousand_steps_with_saves_hold_no_more_than_three_hundred(
     tiny_store: SequenceStore, tmp_path: Path
@@ -117,7 +116,6 @@ def train_and_fail(
     build(store, output, callbacks=[failing], **settings).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "rank"),
     [
@@ -146,7 +144,6 @@ def test_where_a_rank_raises_both_end_and_the_save_in_progress_is_whole(
         assert_same_run(broken, unbroken)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_where_a_rank_is_killed_in_a_step_the_other_ends(
     rank: int, tiny_store: SequenceStore, tmp_path: Path
@@ -163,7 +160,6 @@ def train_and_be_killed(store: Path, output: Path, rank: int) -> None:
     build(store, output, callbacks=[settle, kill]).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_a_rank_that_is_frozen_is_named(
     rank: int, tiny_store: SequenceStore, tmp_path: Path

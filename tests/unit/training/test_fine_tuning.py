@@ -101,18 +101,27 @@ def test_training_and_its_average_start_from_the_given_weights(
     assert trainer.model.training
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora_rank": 2}, {"freeze": ["*.modulation.*", "blocks.1.attention.*"]}],
+    ids=lambda changes: " ".join(changes),
+)
 def test_a_resumed_fine_tuning_equals_the_uninterrupted_one(
-    build: Build, tiny_dit: Callable[..., DiT], tmp_path: Path
+    changes: dict[str, Any], build: Build, tiny_dit: Callable[..., DiT], tmp_path: Path
 ) -> None:
+    def of(recorder: Recorder, **more: Any) -> Trainer:
+        return build(model=tiny_dit(seed=3), callbacks=[recorder], **changes, **more)
+
     whole, rest = Recorder(), Recorder()
-    unbroken = build(model=tiny_dit(seed=3), callbacks=[whole], output_dir=tmp_path / "unbroken")
+    unbroken = of(whole, output_dir=tmp_path / "unbroken")
     unbroken.train()
     with pytest.raises(KeyboardInterrupt):
-        build(model=tiny_dit(seed=3), callbacks=[Recorder(stop_after=2, save_every=2)]).train()
-    resumed = build(model=tiny_dit(seed=3), callbacks=[rest])
+        of(Recorder(stop_after=2, save_every=2)).train()
+    resumed = of(rest)
     resumed.train()
     assert rest.losses == whole.losses[2:]
     assert_equal(weights(resumed.model), weights(unbroken.model))
+    assert_equal(resumed.ema.shadow, unbroken.ema.shadow)
 
 
 def test_training_continues_from_esm2_and_learns_the_time(build: Build, esm_folder: Path) -> None:
@@ -152,21 +161,6 @@ def test_only_the_changes_of_low_rank_are_trained(
     trainer.train()
     for name, weight in weights(trainer.model).items():
         assert torch.equal(weight, before[name]) == (".lora_" not in name), name
-
-
-def test_a_resumed_run_of_low_rank_equals_the_uninterrupted_one(
-    build: Build, tiny_dit: Callable[..., DiT], tmp_path: Path
-) -> None:
-    unbroken = build(model=tiny_dit(), lora_rank=2, output_dir=tmp_path / "unbroken")
-    unbroken.train()
-    with pytest.raises(KeyboardInterrupt):
-        recorder = Recorder(stop_after=2, save_every=2)
-        build(model=tiny_dit(), lora_rank=2, callbacks=[recorder]).train()
-    resumed = build(model=tiny_dit(), lora_rank=2)
-    resumed.train()
-    assert resumed.first_step == 2
-    assert_equal(weights(resumed.model), weights(unbroken.model))
-    assert_equal(resumed.ema.shadow, unbroken.ema.shadow)
 
 
 def test_changes_of_a_model_without_weights_are_rejected(build: Build) -> None:
@@ -211,25 +205,6 @@ def test_frozen_parameters_stay_as_they_are_and_the_others_move(
             assert not unchanged and not torch.equal(averaged, before[name]), name
     total = sum(parameter.numel() for parameter in before.values())
     assert f"frozen: {frozen:,} of {total:,} parameters" in caplog.text
-
-
-def test_a_resumed_run_with_frozen_parameters_equals_the_uninterrupted_one(
-    build: Build, tmp_path: Path
-) -> None:
-    freeze = ["*.modulation.*", "blocks.1.attention.*"]
-    unbroken = build(freeze=freeze, output_dir=tmp_path / "unbroken")
-    unbroken.train()
-    with pytest.raises(KeyboardInterrupt):
-        build(freeze=freeze, callbacks=[Recorder(stop_after=2, save_every=2)]).train()
-    resumed = build(freeze=freeze)
-    resumed.train()
-    assert resumed.first_step == 2
-    assert_equal(weights(resumed.model), weights(unbroken.model))
-    assert_equal(resumed.ema.shadow, unbroken.ema.shadow)
-
-
-def test_all_matrices_can_be_frozen(build: Build) -> None:
-    build(freeze=["*proj.weight", "*mlp*", "*modulation.weight", "token_embedding.*"]).train()
 
 
 def test_a_pattern_that_matches_nothing_is_rejected_with_the_names(build: Build) -> None:

@@ -81,7 +81,6 @@ def test_gradients_count_where_they_outweigh_the_activations_or_are_kept_for_the
     assert memory_per_rank(config, two, **many, micro_batches=2).gradients == 4 * parameters
 
 
-@pytest.mark.slow
 def test_compiled_blocks_keep_what_is_foretold() -> None:
     config = DiTConfig(**TINY_SIZES)
     model = DiT(config)

@@ -126,25 +126,23 @@ def peak_of_a_step(
 @pytest.mark.parametrize(
     "ranks, plan, tokens, micro_batches",
     [
-        (1, {}, 4096, 1),
         (1, {}, 512, 2),
-        (8, {}, 4096, 1),
-        (8, {}, 256, 1),
-        (8, {"replicate": 2}, 1024, 1),
-        (8, {"reshard_after_forward": False}, 1024, 1),
-        (8, {}, 1024, 2),
+        (8, {"replicate": 2, "reshard_after_forward": False}, 1024, 1),
         (8, {"reshard_between_micro_batches": True}, 1024, 2),
         (8, {"activation_checkpointing": 1}, 4096, 1),
-        (8, {"activation_checkpointing": 2}, 4096, 1),
-        (8, {"context": 2}, 4096, 1),
-        pytest.param(8, {"tensor": 2}, 4096, 1, marks=pytest.mark.thorough),
         (8, {"context": 4, "tensor": 2}, 8192, 1),
-        pytest.param(
-            8,
-            {"context": 2, "tensor": 2, "activation_checkpointing": 1},
-            8192,
-            1,
-            marks=pytest.mark.thorough,
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (1, {}, 4096, 1),
+                (8, {}, 4096, 1),
+                (8, {}, 256, 1),
+                (8, {}, 1024, 2),
+                (8, {"activation_checkpointing": 2}, 4096, 1),
+                (8, {"context": 2}, 4096, 1),
+                (8, {"tensor": 2}, 4096, 1),
+                (8, {"context": 2, "tensor": 2, "activation_checkpointing": 1}, 8192, 1),
+            )
         ),
     ],
     indirect=["ranks"],

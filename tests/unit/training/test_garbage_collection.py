@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from d2plm.core.errors import ConfigError
 from d2plm.settings.callbacks import GarbageCollectionSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
@@ -78,12 +77,3 @@ def test_a_collector_that_was_off_stays_off(build: Build) -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    "settings", [{"every": 0}, {"generation": 3}, {"generation": -1}, {"generation": True}]
-)
-def test_impossible_settings_are_rejected_by_name(settings: dict[str, int]) -> None:
-    name = next(iter(settings))
-    with pytest.raises(ConfigError, match=rf"^{name}="):
-        GarbageCollection(GarbageCollectionSettings(**settings))

@@ -129,23 +129,9 @@ def test_without_warm_up_the_first_step_is_at_the_peak(schedule: Callable[..., S
 @pytest.mark.parametrize(
     ("schedule", "settings", "key"),
     [
-        *(
-            (schedule, settings, key)
-            for schedule in (cosine, linear, constant, wsd)
-            for settings, key in (
-                ({"warmup_ratio": 1.0}, "warmup_ratio"),
-                ({"warmup_steps": -1}, "warmup_steps"),
-                ({"warmup_steps": 10}, "warmup_steps"),
-                ({"warmup_steps": 2.5}, "warmup_steps"),
-            )
-        ),
-        *((schedule, {"floor_ratio": 1.5}, "floor_ratio") for schedule in (cosine, linear)),
-        (wsd, {"floor_ratio": -0.1}, "floor_ratio"),
-        (wsd, {"decay_ratio": 1.0}, "decay_ratio"),
-        (wsd, {"decay_steps": -1}, "decay_steps"),
+        *((kind, {"warmup_steps": 10}, "warmup_steps") for kind in (cosine, linear, constant, wsd)),
         (wsd, {"decay_steps": 10}, "decay_steps"),
         (wsd, {"decay_steps": 6, "warmup_steps": 5}, "decay_steps"),
-        (wsd, {"decay_shape": "1-sqr"}, "decay_shape"),
     ],
 )
 def test_impossible_schedules_are_rejected_by_name(
@@ -195,19 +181,10 @@ def test_of_the_dit_every_projection_decays_and_nothing_else(
         assert (id(parameter) in decayed) != plain, name
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"learning_rate": 0.0}, "learning_rate"),
-        ({"weight_decay": -0.1}, "weight_decay"),
-        ({"betas": (0.9, 1.0)}, "betas"),
-        ({"betas": (0.9,)}, "betas"),
-        ({"eps": 0.0}, "eps"),
-    ],
-)
-def test_impossible_rates_are_rejected_by_name(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        build_adamw(nn.Linear(2, 2), settings=AdamWSettings(**settings))
+@pytest.mark.parametrize("betas", [[0.9, 1.0], [0.9]])
+def test_impossible_betas_are_rejected_by_name(betas: list[float]) -> None:
+    with pytest.raises(ConfigError, match=r"^betas="):
+        build_adamw(nn.Linear(2, 2), settings=AdamWSettings(betas=betas))
 
 
 @pytest.mark.parametrize("cap", [0.9999, 0.3, 0.0])

@@ -23,15 +23,11 @@ from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
 from tests import runs
 from tests.conftest import TINY_SIZES, Tokens, write_store
-from tests.ranks import Ranks, run
-from tests.unit.training.test_equality import SIZES, assert_close, result, train_each
+from tests.ranks import Ranks
 
 Build = Callable[..., Trainer]
 # Five experts: no shard of 2 or 4 is even.
 EXPERTS: dict[str, Any] = {"num_experts": 5, "experts_per_token": 2}
-BY_BIAS = DiTConfig(**SIZES, **EXPERTS, shared_expert_size=24)
-BY_LOSS = DiTConfig(**SIZES, **EXPERTS, auxiliary_loss=0.5)
-RECOMPUTED = {"activation_checkpointing": 1}
 
 
 def balanced(trainer: Trainer) -> list[Router]:
@@ -39,38 +35,6 @@ def balanced(trainer: Trainer) -> list[Router]:
 
 
 # --- spread --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "plan"),
-    [
-        (2, {}),
-        pytest.param(4, {}, marks=pytest.mark.thorough),
-        pytest.param(4, {"replicate": 2}, marks=pytest.mark.thorough),
-    ],
-    ids=["2", "4", "2x2"],
-)
-def test_many_ranks_train_experts_as_one(
-    ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    one = {
-        "bias": {"model": BY_BIAS},
-        "muon": {"model": BY_BIAS, "optimizer": build_muon},
-        "loss": {"model": BY_LOSS, "gradient_accumulation_steps": 2},
-    }
-    many = {
-        "bias": {**one["bias"], "plan": {**plan, **RECOMPUTED}, "gradient_accumulation_steps": 2},
-        "muon": {**one["muon"], "plan": plan},
-        "loss": {**one["loss"], "plan": plan, "gradient_accumulation_steps": 1},
-    }
-    run(train_each, tiny_store.path, tmp_path / "one", one)
-    run(train_each, tiny_store.path, tmp_path / "many", many, world_size=ranks)
-    for name in one:
-        expected = result(tmp_path / "one" / name)
-        states = [n for n in expected["weights"] if n.endswith((".bias", ".past_load"))]
-        assert all(expected["weights"][n].any() for n in states if ".router." in n)
-        assert_close(result(tmp_path / "many" / name), expected, 1e-10, name)
 
 
 def resume_in_turn(store: Path, output: Path) -> None:
@@ -88,7 +52,6 @@ def resume_in_turn(store: Path, output: Path) -> None:
         runs.train(store, output / "broken", {"sizes": sizes})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(
     ranks: int, tiny_store: SequenceStore, tmp_path: Path
@@ -210,7 +173,6 @@ def test_a_dense_model_has_no_figures_of_experts(build: Build, tmp_path: Path) -
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "optimizer", "most"),
     [

@@ -197,7 +197,6 @@ def test_training_is_the_same_without_it(
     assert_close(found, expected, it.tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++")),
     reason="torch.compile needs a C++ compiler on the CPU",

@@ -100,8 +100,7 @@ def train_all(store: Path, output: Path) -> None:
         train_broken_and_unbroken(store, output / name, optimizer, precision)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     ranks: int, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
@@ -146,7 +145,6 @@ def train_to_four(store: Path, output: Path) -> None:
         return
 
 
-@pytest.mark.slow
 def test_sgds_momentum_is_resumed_on_another_number_of_ranks(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:

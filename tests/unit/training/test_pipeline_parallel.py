@@ -13,24 +13,19 @@ from d2plm.core.errors import ConfigError
 from d2plm.data.store import SequenceStore
 from d2plm.export.export_callback import Export
 from d2plm.model.dit_config import DiTConfig
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.settings.callbacks import EvaluationCallbackSettings, MetricsSettings
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.muon import build_muon
 from d2plm.training.plan import Plan
-from tests.conftest import LLAMA
 from tests.ranks import run
 from tests.unit.training.test_equality import (
     BUDGET,
     SHORT,
     Interrupt,
     assert_close,
-    dense_model,
     result,
     train,
-    train_each,
 )
 
 SIZES: dict[str, Any] = {
@@ -48,53 +43,6 @@ SHARED: dict[str, Any] = {
     "gradient_accumulation_steps": 4,
 }
 INTERLEAVED = {"pipeline_stages_per_rank": 2}
-RUNS: dict[str, dict[str, Any]] = {
-    "diffusion": {"paradigm": AbsorbingDiffusion()},
-    "recomputed": {"plan": {**INTERLEAVED, "activation_checkpointing": 2}},
-    "flow": {"paradigm": UniformFlowMatching(), "plan": {"activation_checkpointing": 1}},
-    "muon": {"optimizer": build_muon, "plan": INTERLEAVED},
-    "frozen": {"freeze": ["token_embedding.*", "blocks.[01].*"]},
-    "lora": {"model": dense_model, "lora_rank": 3},
-    "llama": {"model": DiTConfig(**{**SIZES, **LLAMA}), "optimizer": build_muon},
-}
-MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
-    "pipeline": (2, {}),
-    "shard": (4, {}),
-    "replicate": (4, {"replicate": 2}),
-    "tensor": (4, {"tensor": 2}),
-    "context": (4, {"context": 2}),
-}
-
-
-def assert_trains_as_one(
-    names: list[str], ranks: int, plan: dict[str, Any], store: Path, folder: Path, **changes: Any
-) -> None:
-    shared = {**SHARED, **changes}
-    runs = {name: {**shared, **RUNS[name]} for name in names}
-    plans = {name: {**RUNS[name].get("plan", {}), **plan, "pipeline": 2} for name in names}
-    many = {name: {**settings, "plan": plans[name]} for name, settings in runs.items()}
-    run(train_each, store, folder / "one", {n: {**s, "plan": {}} for n, s in runs.items()})
-    run(train_each, store, folder / "many", many, world_size=ranks, seconds=600)
-    for name in names:
-        expected = result(folder / "one" / name)
-        assert_close(result(folder / "many" / name), expected, 1e-10, name)
-
-
-@pytest.mark.slow
-def test_two_sharded_stages_train_as_one_process(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    assert_trains_as_one(["diffusion", "recomputed", "llama"], 4, {}, tiny_store.path, tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "plan"), MATRIX.values(), ids=MATRIX)
-def test_stages_train_as_one_process_however_they_are_spread(
-    ranks: int, plan: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    names = [name for name in RUNS if name != "lora" or not {"tensor", "context"} & {*plan}]
-    assert_trains_as_one(names, ranks, plan, tiny_store.path, tmp_path, max_steps=50)
-
-
 # --- what is measured, kept and exported ---------------------------------------------------------
 
 
@@ -119,7 +67,6 @@ def train_until(store: Path, output: Path, plan: dict[str, Any], step: int) -> N
         return
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [INTERLEAVED, pytest.param({"tensor": 2}, marks=pytest.mark.thorough)],
@@ -158,7 +105,6 @@ LEGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "legs", [LEGS[1::2], pytest.param(LEGS, marks=pytest.mark.thorough)], ids=["some", "all"]
 )

@@ -9,6 +9,7 @@ step. Hearing begins with `Trainer.train`, before it looks for a checkpoint.
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -84,7 +85,6 @@ def signals(random: Random, number: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_thirty_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path) -> None:
     output, unbroken, random = tmp_path / "run", tmp_path / "unbroken", seeded("signals")
     settings = {"max_steps": STEPS, "every": 2}
@@ -108,7 +108,6 @@ def test_thirty_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path)
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_signals_near_the_end_stop_both_ranks_or_neither(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
@@ -133,7 +132,6 @@ def train_and_signal(
     build(store, output, callbacks=[own], **settings).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "step", "code", "last"),
     [
@@ -165,6 +163,21 @@ def test_the_step_at_which_a_signal_stops_the_run(
     assert progress(newest(output))["step"] == 4
 
 
+def test_a_stopped_run_exits_with_143_whatever_signals_come_after_the_first(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    ranks = Ranks(train, tiny_store.path, tmp_path, {"max_steps": 100_000, "every": 0})
+    process = ranks.processes[0]
+    wait_for(lambda: len(rows(tmp_path / "history-0.jsonl")) >= 2)
+    os.kill(process.pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it has ended
+        while process.is_alive():
+            time.sleep(0.002)
+            os.kill(process.pid, signal.SIGUSR1)
+    assert ranks.wait(1) == [STOPPED]
+    assert progress(newest(tmp_path))["step"] >= 2
+
+
 def train_and_signal_in_a_save(store: Path, output: Path, settings: dict[str, Any]) -> None:
     """Rank 1 hears a signal in a save that takes long; training is two steps ahead by its end."""
     write = FileSystemWriter.write_data
@@ -180,7 +193,6 @@ def train_and_signal_in_a_save(store: Path, output: Path, settings: dict[str, An
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_a_signal_in_a_slow_save_waits_for_it(tiny_store: SequenceStore, tmp_path: Path) -> None:
     settings = {"max_steps": STEPS, "every": 5}
     arguments = (tiny_store.path, tmp_path, settings)
@@ -204,7 +216,6 @@ def train_and_count_saves(store: Path, output: Path, settings: dict[str, Any]) -
         (output / f"saved-{trainer.process.rank}").write_text(str(saved))
 
 
-@pytest.mark.slow
 def test_the_checkpoint_of_the_stopping_step_is_not_written_twice(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:

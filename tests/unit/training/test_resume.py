@@ -37,17 +37,35 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+# The moment → what is called just before, or has just returned.
+BEFORE: dict[str, tuple[type, str]] = {
+    "before_the_first_file": (FileSystemWriter, "write_data"),
+    "before_the_manifest": (Root, "write"),
+    "before_the_rename": (Root, "rename"),
+}
+AFTER: dict[str, tuple[type, str]] = {
+    "after_the_first_file": (FileSystemWriter, "write_data"),
+    "after_the_manifest": (Root, "write"),
+    "after_the_rename": (Root, "rename"),
+}
+
+
 class Moment:
     """The moments of a save at which `die` can be called; each wraps what happens there.
 
     Args:
-        name: of the method of this class that sets it.
+        name: in `BEFORE` or `AFTER`, or of the method of this class that sets it.
         save: in which save of this process.
     """
 
     def __init__(self, name: str, save: int) -> None:
         self.left = save
-        getattr(self, name)()
+        if name in BEFORE:
+            self.wrap(*BEFORE[name], lambda do, *a: die() if self.now() else do(*a))
+        elif name in AFTER:
+            self.wrap(*AFTER[name], lambda do, *a: (do(*a), die() if self.now() else None)[0])
+        else:
+            getattr(self, name)()
 
     def now(self) -> bool:
         self.left -= 1
@@ -56,9 +74,6 @@ class Moment:
     def wrap(self, owner: type, method: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, method)
         setattr(owner, method, lambda *arguments: around(original, *arguments))
-
-    def before_the_first_file(self) -> None:
-        self.wrap(FileSystemWriter, "write_data", lambda do, *a: die() if self.now() else do(*a))
 
     def in_the_first_file(self) -> None:
         def around(write: Any, writer: Any, *rest: Any) -> Any:
@@ -71,16 +86,6 @@ class Moment:
 
         self.wrap(FileSystemWriter, "write_data", around)
 
-    def after_the_first_file(self) -> None:
-        def around(write: Any, *arguments: Any) -> Any:
-            written = write(*arguments)
-            return die() if self.now() else written
-
-        self.wrap(FileSystemWriter, "write_data", around)
-
-    def before_the_manifest(self) -> None:
-        self.wrap(Root, "write", lambda do, *a: die() if self.now() else do(*a))
-
     def in_the_manifest(self) -> None:
         def around(write: Any, root: Root, name: str, file: str, text: str) -> None:
             write(root, name, file, text[: len(text) // 2] if self.now() else text)
@@ -88,25 +93,6 @@ class Moment:
                 die()
 
         self.wrap(Root, "write", around)
-
-    def after_the_manifest(self) -> None:
-        def around(write: Any, *arguments: Any) -> None:
-            write(*arguments)
-            if self.now():
-                die()
-
-        self.wrap(Root, "write", around)
-
-    def before_the_rename(self) -> None:
-        self.wrap(Root, "rename", lambda do, *a: die() if self.now() else do(*a))
-
-    def after_the_rename(self) -> None:
-        def around(rename: Any, *arguments: Any) -> None:
-            rename(*arguments)
-            if self.now():
-                die()
-
-        self.wrap(Root, "rename", around)
 
     def in_the_removal_of_an_old_one(self) -> None:
         def around(remove: Any, root: Root, name: str) -> None:
@@ -153,7 +139,6 @@ def half_written(output: Path) -> list[Path]:
     return list((output / "checkpoints").glob("*" + PARTIAL))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "moments"),
     [
@@ -190,7 +175,7 @@ def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
 DEBIAN = "/usr/bin/python3.11"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_was_killed_resumes_under_a_python_that_pickles_enums_by_name(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
@@ -232,7 +217,6 @@ ON_TWO_RANKS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "moments",
     [
@@ -245,7 +229,7 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
     moments: list[tuple[str, int]], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("two ranks")
-    settings = {"max_steps": 20, "every": 1, "save_total_limit": 2}
+    settings = {"max_steps": 10, "every": 1, "save_total_limit": 2}
     random.shuffle(moments)
     for moment, victim in moments:
         save = random.randint(1, 3)
@@ -279,7 +263,6 @@ def train_until_stopped(store: Path, output: Path, settings: dict[str, Any], ste
     build(store, output, callbacks=[stop], **settings).train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "spread",
     [
@@ -316,7 +299,6 @@ def test_a_run_resumes_on_another_number_of_ranks(
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [({"tensor": 2}, {"context": 2}), ({"pipeline": 2}, {"tensor": 2}), ({}, {"pipeline": 2})],

@@ -1,0 +1,168 @@
+"""Training is equal for any distribution and option: every pair of settings, in a few runs.
+
+A run on one process, whose weights, averages, losses, norms and gradients of a step the others
+have to reach in fp64, is made once for each model, optimizer and paradigm.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from d2plm.data.store import SequenceStore
+from d2plm.model.dit import DiT
+from d2plm.model.dit_config import DiTConfig
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.training.muon import build_muon
+from d2plm.training.optimizer import build_adamw
+from tests.conftest import LLAMA, randomise
+from tests.covering import covering_array
+from tests.ranks import run
+from tests.unit.training.test_equality import BUDGET, assert_close, result, train_each
+
+# Sizes of which no shard of 4 is even, nor one of 2 of what tensor parallelism has split.
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 26,
+    "time_embedding_dim": 10,
+    "max_position_embeddings": 48,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "llama": LLAMA,
+    "esm": {"head": "esm", "qk_norm": False, "affine_norm": True, "feed_forward": "gelu"},
+    "experts by bias": {**EXPERTS, "shared_expert_size": 9},
+    "experts by loss": {**EXPERTS, "auxiliary_loss": 0.5},
+}
+PARADIGMS: dict[str, Any] = {
+    "diffusion": AbsorbingDiffusion,
+    "mean": lambda: AbsorbingDiffusion(loss="mean"),
+    "flow": MaskFlowMatching,
+    "uniform": UniformFlowMatching,
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "some blocks": {"freeze": ["token_embedding.*", "blocks.[01].feed_forward.*"]},
+    "split matrices": {"freeze": ["*embedding.*", "head.*", "*norm*"]},
+    "low rank": {"lora_rank": 3},
+}
+SPEED: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "gathered": {"reshard_after_forward": False},
+    "resharded between micro-batches": {"reshard_between_micro_batches": True},
+}
+READING: dict[str, dict[str, Any]] = {
+    "prefetched": {},
+    "not prefetched": {"async_prefetch": False},
+    "loader process": {"num_workers": 1},
+}
+FACTORS: dict[str, list[Any]] = {
+    "model": [*MODELS],
+    "trained": [*TRAINED],
+    "paradigm": [*PARADIGMS],
+    "optimizer": ["adamw", "muon"],
+    "max_grad_norm": [1.0, 0.01],
+    "shard": [1, 2, 4],
+    "replicate": [1, 2],
+    "context": [1, 2],
+    "tensor": [1, 2],
+    "pipeline": [1, 2],
+    "pipeline_stages_per_rank": [1, 2],
+    "expert": [1, 2],
+    "micro_batches": [1, 2],
+    "activation_checkpointing": [0, 1, 2],
+    "speed": [*SPEED],
+    "reading": [*READING],
+}
+DIMENSIONS = ("shard", "replicate", "context", "tensor", "pipeline")
+
+
+def ranks_of(row: dict[str, Any]) -> int:
+    product = 1
+    for dimension in DIMENSIONS:
+        product *= row[dimension]
+    return product
+
+
+def is_possible(row: dict[str, Any]) -> bool:
+    """Whether the plan fits four processes and the model, and can be rejected by none."""
+    has_experts, stages = "experts" in row["model"], row["pipeline_stages_per_rank"]
+    return (
+        ranks_of(row) <= 4
+        and (row["pipeline"] == 2 or stages == 1)
+        and (row["pipeline"] == 1 or not has_experts)
+        and (row["pipeline"] == 1 or row["micro_batches"] == 2)
+        and (row["pipeline"] == 1 or "between" not in row["speed"])
+        and (row["expert"] == 1 or (has_experts and row["shard"] * row["context"] > 1))
+        and (row["tensor"] == 1 or row["trained"] != "low rank")
+    )
+
+
+def model_of(row: dict[str, Any]) -> DiT | DiTConfig:
+    """Begun by the trainer; where not all is trained, one none of whose weights is zero."""
+    config = DiTConfig(**{**SIZES, **MODELS[row["model"]]})
+    if row["trained"] == "all":
+        return config
+    model = DiT(config).double()
+    randomise(model)
+    return model
+
+
+def settings_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What one process and many have in common."""
+    return {
+        "model": lambda: model_of(row),
+        "paradigm": PARADIGMS[row["paradigm"]](),
+        "optimizer": {"adamw": build_adamw, "muon": build_muon}[row["optimizer"]],
+        "max_grad_norm": row["max_grad_norm"],
+        "global_batch_tokens": 8 * BUDGET,
+        "max_steps": 3,
+        **TRAINED[row["trained"]],
+    }
+
+
+def train_rows(store: Path, output: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """On one process without a plan or options, on many with those of the rows."""
+    for name, row in rows.items():
+        plan = {key: row[key] for key in (*DIMENSIONS, "pipeline_stages_per_rank", "expert")}
+        plan |= {"activation_checkpointing": row["activation_checkpointing"], **SPEED[row["speed"]]}
+        more = {"plan": plan, "gradient_accumulation_steps": row["micro_batches"]}
+        more |= READING[row["reading"]]
+        settings = {**settings_of(row), **({} if output.name == "one" else more)}
+        train_each(store, output, {name: settings})
+
+
+def assert_equal(rows: list[dict[str, Any]], store: Path, folder: Path) -> None:
+    """Train on the ranks of the rows, which all have the same number of them, and on one."""
+    numbered = {str(number): row for number, row in enumerate(rows)}
+    ranks = ranks_of(rows[0])
+    run(train_rows, store, folder / "one", numbered, seconds=900)
+    run(train_rows, store, folder / "many", numbered, world_size=ranks, seconds=900)
+    for name, row in numbered.items():
+        one, many = (result(folder / place / name) for place in ("one", "many"))
+        states = [
+            n for n in one["weights"] if ".router." in n and n.endswith(("bias", "past_load"))
+        ]
+        assert all(one["weights"][n].any() for n in states)
+        assert_close(many, one, 1e-10, str(row))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_every_pair_of_settings_trains_as_one_process(
+    ranks: int, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    rows = covering_array(FACTORS, is_possible, ranks_of)
+    assert_equal([r for r in rows if ranks_of(r) == ranks], tiny_store.path, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_three_settings_train_as_one_process(
+    ranks: int, tiny_store: SequenceStore, tmp_path: Path
+) -> None:
+    rows = covering_array(FACTORS, is_possible, ranks_of, strength=3)
+    assert_equal([r for r in rows if ranks_of(r) == ranks], tiny_store.path, tmp_path)
