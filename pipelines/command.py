@@ -15,7 +15,9 @@ from d2plm.config import as_yaml, check_paths, compose_arguments, flat, plain
 from d2plm.core.errors import ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
 from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.launcher import LABEL, QUANTITY
 from d2plm.settings.registry import loaded_modules
+from d2plm.settings.schema import Form
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
@@ -50,6 +52,11 @@ YAML_EXAMPLES = {
     "node_selector": "{disk: ssd}",
 }
 NUMBERS = ("max_steps", "nodes", "gpus")
+FORMS = {
+    **dict.fromkeys(CLUSTER[:4], QUANTITY),
+    "evaluate_gpus": Form(r"\d+", "a number of GPUs"),
+    "claim": LABEL,
+}
 IMAGES = ("registry", "tag")
 OPTIONS = {
     "run": IMAGES,
@@ -260,6 +267,8 @@ def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
 def _read(key: str, value: str) -> Any:
     """Parse a parameter's value: lists and mappings are YAML, everything else is text."""
     if key not in YAML_EXAMPLES:
+        form = FORMS.get(key)
+        require(form is None or form.fits(value), key, value, form.words if form else "")
         return value
     try:
         read = yaml.safe_load(value)

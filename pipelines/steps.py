@@ -216,13 +216,19 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
 
 
 def _end_tracking(config: PipelineSettings, state: str, message: str) -> None:
+    from d2plm.assembly.tracked_run import PIPELINE_RUN
     from d2plm.tracking.mlflow_run import end_left_running
 
     if "mlflow" not in config.tracking.trackers:
         return
     status = "KILLED" if state in CANCELLED else "FAILED"
-    uri, tags = config.tracking.uri, {"pipeline.state": state, "pipeline.error": message}
-    tracked = end_left_running(Path(config.output_dir), status, uri=uri, tags=tags)
+    tracked = end_left_running(
+        Path(config.output_dir),
+        status,
+        uri=config.tracking.uri,
+        owner={PIPELINE_RUN: config.tracking.tags[PIPELINE_RUN]},
+        tags={"pipeline.state": state, "pipeline.error": message},
+    )
     if tracked is not None:
         done(f"the tracking run {tracked} is marked {status}")
 

@@ -51,7 +51,7 @@ LLAMA: dict[str, Any] = {
 
 # Few examples for `make test`, many for `make test-thorough` (--hypothesis-profile=thorough).
 settings.register_profile("fast", max_examples=20, deadline=None)
-settings.register_profile("thorough", max_examples=200, deadline=None)
+settings.register_profile("thorough", max_examples=100, deadline=None)
 settings.load_profile("fast")
 
 

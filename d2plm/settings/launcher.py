@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from d2plm.settings.schema import Settings, key
+from d2plm.settings.schema import Form, Settings, key
 
 Kind = Literal["auto", "local", "pytorchjob", "trainjob"]
+QUANTITY = Form(
+    r"(\d+\.?\d*|\.\d+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?\d+)?",
+    "a Kubernetes quantity, such as 500m, 4 or 16Gi",
+)
+LABEL = Form(
+    r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?",
+    "a name of up to 63 lower-case letters, digits and '-' inside",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +22,9 @@ class LauncherSettings(Settings):
 
     kind: Kind = key("auto")
     """auto starts a job if a pipeline in a cluster runs the step"""
-    name: str | None = key(None)
+    name: str | None = key(None, form=LABEL)
     """name of the job; null: derived from the pipeline run's id"""
-    namespace: str | None = key(None)
+    namespace: str | None = key(None, form=LABEL)
     """namespace of the job; null: the pod's own, or kubectl's current one"""
     image: str | None = key(None)
     """image of the training pods; null: d2plm-trainer of this version; set by the pipeline"""
@@ -29,15 +37,15 @@ class LauncherSettings(Settings):
     """GPUs of each node; distributed.processes sets the number of processes on CPUs"""
     gpu_resource: str = key("nvidia.com/gpu")
     """resource name of a GPU"""
-    cpu: str = key("2")
+    cpu: str = key("2", form=QUANTITY)
     """CPUs per node"""
-    memory: str = key("8Gi")
+    memory: str = key("8Gi", form=QUANTITY)
     """memory per node"""
-    shared_memory: str = key("1Gi")
+    shared_memory: str = key("1Gi", form=QUANTITY)
     """size of /dev/shm; part of memory"""
     claims: dict[str, str] = key({"d2plm-workspace": "/workspace"})
     """shared PersistentVolumeClaims and their mount paths"""
-    claim_size: str | None = key(None)
+    claim_size: str | None = key(None, form=QUANTITY)
     """for d2plm job: size of the claims to create, such as 10Gi; null: the claims exist"""
     prepare: bool = key(True)
     """for d2plm job: the pods prepare data.input if data.prepared_dir is empty"""

@@ -8,6 +8,7 @@ schema are all derived from the fields. Nothing here imports torch, transformers
 import ast
 import inspect
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -28,9 +29,27 @@ MAX_SEED = 2**64 - 1  # `d2plm.core.noise.Key` has 64 bits: larger seeds would e
 PathKind = Literal["file", "folder", "any", "model"]
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a text must look like.
+
+    Attributes:
+        pattern: regular expression of the whole text.
+        words: the same for a person.
+    """
+
+    pattern: str
+    words: str
+
+    def fits(self, text: str) -> bool:
+        """Whether the text has this form."""
+        return re.fullmatch(self.pattern, text) is not None
+
+
 def key(
     default: Any = MISSING,
     *,
+    form: Form | None = None,
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
@@ -43,6 +62,7 @@ def key(
 
     Args:
         default: lists and dictionaries are copied.
+        form: of a text, or of each text of a list or mapping.
         low, high: bounds of a number, or of each number of a list.
         above, below: the same without the bound itself.
         path: what a value that is a path leads to.
@@ -51,6 +71,7 @@ def key(
         registry: group of the registry (`d2plm.settings.registry`) that holds the section's types.
     """
     metadata = {
+        "form": form,
         "low": low,
         "high": high,
         "above": above,
@@ -121,6 +142,9 @@ def _fits(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
         return _is_number(kind, value) and _within(value, limits)
     if kind is Any:
         return True
+    form = limits.get("form")
+    if form is not None and isinstance(value, str) and not form.fits(value):
+        return False
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
@@ -158,7 +182,8 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
     if kind in (int, float):
         text = range_of(limits)
         return f"{'an integer' if kind is int else 'a number'}{f' {text}' if text else ''}"
-    return {NoneType: "null", bool: "true or false", str: "text in UTF-8"}.get(kind, str(kind))
+    text = "text in UTF-8" if limits.get("form") is None else limits["form"].words
+    return {NoneType: "null", bool: "true or false", str: text}.get(kind, str(kind))
 
 
 def range_of(limits: Mapping[str, Any]) -> str:
@@ -456,4 +481,6 @@ def _value_schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
         }
         return {"type": "integer" if kind is int else "number", **bounds}
     simple = {NoneType: "null", bool: "boolean", str: "string"}
+    if kind is str and limits["form"] is not None:
+        return {"type": "string", "pattern": f"^({limits['form'].pattern})$"}
     return {"type": simple[kind]} if kind in simple else {}

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from d2plm.settings.schema import Settings, key
+from d2plm.settings.schema import Form, Settings, key
+
+# Others are refused by MLflow after the upload, or cannot be written as models:/NAME@ALIAS.
+MODEL_NAME = Form(
+    r"[^\s/:@'\"%#?\\]([^/:@'\"%#?\\\n]*[^\s/:@'\"%#?\\])?",
+    "a name without / : @ ' \" % # ? \\ and without spaces at its ends",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,5 +30,5 @@ class TrackingSettings(Settings):
     """parent run in MLflow; group in W&B"""
     system_metrics: float | None = key(10, above=0)
     """seconds between samples of processors, memory and GPUs, in MLflow; null: none"""
-    registered_model: str = key("d2plm-${paradigm.name}")
+    registered_model: str = key("d2plm", composed="d2plm-${paradigm.name}", form=MODEL_NAME)
     """name in MLflow's registry"""

@@ -10,11 +10,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from d2plm.core.errors import TrackingError, from_extra, require, root_cause
@@ -205,7 +206,12 @@ def begin_mlflow_run(
 
 
 def end_left_running(
-    output_dir: Path, status: str, *, uri: str | None = None, tags: dict[str, str]
+    output_dir: Path,
+    status: str,
+    *,
+    uri: str | None = None,
+    owner: Mapping[str, str] = MappingProxyType({}),
+    tags: Mapping[str, str],
 ) -> str | None:
     """End the run of `output_dir` that a killed process has left RUNNING.
 
@@ -215,6 +221,7 @@ def end_left_running(
     Args:
         status: FAILED or KILLED.
         uri: URI of the MLflow store; `MLFLOW_TRACKING_URI` takes precedence.
+        owner: tags of the process; a run that has others belongs to another and is left alone.
         tags: the reason; also set on a run that has already failed.
 
     Returns:
@@ -230,7 +237,10 @@ def end_left_running(
     client = open_client(uri)
     with reaching(client, f"mark run {run_id} {status}"):
         run, found = MLflowRun(client, run_id), client.get_run(run_id)
-        if found.info.status == "FINISHED" and VERSION_TAG in found.data.tags:
+        of_run = found.data.tags
+        if any(of_run.get(name, value) != value for name, value in owner.items()):
+            return None
+        if found.info.status == "FINISHED" and VERSION_TAG in of_run:
             return None
         run.set_tags({key: value for key, value in tags.items() if value})
         if found.info.status not in ("RUNNING", "SCHEDULED", "FINISHED"):

@@ -14,7 +14,7 @@ from tests.commands import d2plm
 from tests.conftest import FASTA
 
 FAMILY = FASTA.with_name("family_abc_importers.fasta.gz")
-TRAINED_ON = 4000  # of the shipped proteins, the family's members left out
+TRAINED_ON = 2000  # of the shipped proteins, the family's members left out
 
 
 @pytest.mark.thorough
@@ -23,7 +23,7 @@ def test_a_family_that_the_base_has_not_seen_is_predicted_and_grown(tmp_path: Pa
     others = (r for r in islice(read_fasta(FASTA), TRAINED_ON) if r.tokens.tobytes() not in members)
     write_fasta(tmp_path / "others.fasta", ((one.name, decode(one.tokens)) for one in others))
     of_base = ["experiment=demo", f"work_dir={tmp_path / 'base'}", "tracking=none"]
-    few = ["trainer.max_steps=300", "callbacks.evaluation=null"]
+    few = ["trainer.max_steps=200", "callbacks.evaluation=null"]
     for words in (
         ["prepare", str(tmp_path / "others.fasta"), *of_base],
         ["train", *of_base, *few],

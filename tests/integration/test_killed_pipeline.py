@@ -21,7 +21,7 @@ from tests.integration.conftest import REPOSITORY, Finished
 
 pytestmark = pytest.mark.thorough
 
-FOLDERS, KILLS = 5, 8  # in each folder
+FOLDERS, KILLS = 2, 8  # in each folder
 MODEL = "d2plm-diffusion"
 
 

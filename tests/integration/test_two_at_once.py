@@ -1,40 +1,26 @@
 """Two of every command at once in one new folder: both work, or one is rejected in one line."""
 
-import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from tests.integration.conftest import REPOSITORY, few_proteins
+from tests.commands import d2plm
+from tests.integration.conftest import few_proteins
 
 pytestmark = pytest.mark.thorough
 
 
-def both(*words: str) -> list[str]:
-    """Run a command twice at once; returns what each wrote."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "d2plm", *words],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    written = [process.communicate(timeout=600)[0] for process in running]
-    codes = sorted(process.returncode for process in running)
-    assert codes[0] == 0, written
-    for process, text in zip(running, written, strict=True):
-        assert "Traceback" not in text, text
-        if process.returncode:
-            last = text.strip().splitlines()[-1]
-            assert last.startswith("d2plm: error: "), text
-    return written
+def both(*words: str) -> None:
+    """Run a command twice at once."""
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda _: d2plm(*words), range(2)))
+    assert 0 in {one.returncode for one in ended}, ended
+    for one in ended:
+        assert "Traceback" not in one.stderr, one.stderr
+        if one.returncode:
+            assert one.stderr.strip().splitlines()[-1].startswith("d2plm: error: "), one.stderr
 
 
 def test_two_of_every_command_at_once(tmp_path: Path) -> None:

@@ -155,6 +155,16 @@ def test_a_run_whose_model_is_registered_or_that_ended_badly_stays_as_it_is(
     assert client.get_run(run_id).info.status == status
 
 
+def test_a_run_of_another_pipeline_in_the_same_folder_is_left_alone(work: Path) -> None:
+    client, run_id = left_running(work)
+    client.set_tag(run_id, "pipeline.run", "run-9")
+    steps.finish("run-1", str(work), "FAILED")
+    assert client.get_run(run_id).info.status == "RUNNING"
+    client.set_tag(run_id, "pipeline.run", "run-1")
+    steps.finish("run-1", str(work), "FAILED")
+    assert client.get_run(run_id).info.status == "FAILED"
+
+
 def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -284,6 +284,9 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
         (["wait=yes"], "wait='yes': must be true or false"),
         (["work_dir=runs/mine"], "must be an absolute path on the volume, such as /workspace/mine"),
         (["tolerations=gpu"], "tolerations='gpu': must be YAML such as"),
+        (["prepare_memory=12Gx"], "prepare_memory='12Gx': must be a Kubernetes quantity"),
+        (["evaluate_gpus=one"], "evaluate_gpus='one': must be a number of GPUs"),
+        (["claim=BAD_NAME"], "claim='BAD_NAME': must be a name of up to 63"),
     ],
 )
 def test_what_cannot_be_meant_is_rejected_before_the_server_is_asked(

@@ -14,8 +14,10 @@ from d2plm.config import check_paths, compose_arguments, parse_arguments, save
 from d2plm.core.errors import ConfigError, D2PLMError, DataError
 from d2plm.core.vocabulary import ESM2_TOKENS
 from d2plm.settings.commands import SETTINGS, SHORT_KEYS
+from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.model import PROTEIN_TOKENS
 from d2plm.settings.schema import Settings, build, key, keys, section, with_defaults
+from d2plm.settings.tracking import TrackingSettings
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,30 @@ def test_a_value_of_another_type_or_range_is_rejected(word: str, message: str) -
         compose_arguments("train", [word])
     assert str(caught.value).startswith(word.partition("=")[0])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "right", "wrong"),
+    [
+        (LauncherSettings, "memory", ["8Gi", "1.5G", "1e9"], ["12Gx", "", "-1", "8 Gi"]),
+        (LauncherSettings, "cpu", ["2", "500m", ".5"], ["zero", "two"]),
+        (LauncherSettings, "name", ["a-1", None], ["BAD_NAME", "-a", "a" * 64]),
+        (
+            TrackingSettings,
+            "registered_model",
+            ["kinases", "my model-1.0"],
+            ["lab/kinases", "a:b", "", " x", "x ", "it's", "a@b"],
+        ),
+    ],
+)
+def test_texts_have_a_form(
+    kind: type[Settings], key: str, right: list[str | None], wrong: list[str]
+) -> None:
+    for value in right:
+        assert getattr(kind(**{key: value}), key) == value
+    for value in wrong:
+        with pytest.raises(ConfigError, match=f"{key}={value!r}"):
+            kind(**{key: value})
 
 
 def all_settings(kind: type[Settings] = Settings) -> Iterator[type[Settings]]:
