@@ -65,7 +65,7 @@ test: $(STAMP) ## Run all tests except the long matrices
 test-thorough: $(STAMP) ## Run the long matrices, and the property tests on many examples
 	$(PYTEST) -m 'thorough and not matrix' --hypothesis-profile=thorough
 
-test-matrix: $(STAMP) ## Train with every three settings of parallelism, memory, model and optimizer (an hour)
+test-matrix: $(STAMP) ## Train with every three settings of parallelism, memory, model and optimizer
 	$(PYTEST) -m matrix
 
 bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an hour; BENCH=output folder)
