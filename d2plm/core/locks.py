@@ -62,10 +62,10 @@ def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
     finally:
         # While the lock is held: whoever has opened the removed file notices and makes a new one.
         file.unlink(missing_ok=True)
-        lock.release()
         for folder in made:
             with suppress(OSError):  # it is in use
                 folder.rmdir()
+        lock.release()
 
 
 def _make_folder_of(file: Path) -> list[Path]:
