@@ -53,7 +53,7 @@ YAML_EXAMPLES = {
 }
 NUMBERS = ("max_steps", "nodes", "gpus")
 FORMS = {
-    **dict.fromkeys(CLUSTER[:4], QUANTITY),
+    **dict.fromkeys(("prepare_cpu", "prepare_memory", "evaluate_cpu", "evaluate_memory"), QUANTITY),
     "evaluate_gpus": Form(r"\d+", "a number of GPUs"),
     "claim": LABEL,
 }
@@ -267,8 +267,8 @@ def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
 def _read(key: str, value: str) -> Any:
     """Parse a parameter's value: lists and mappings are YAML, everything else is text."""
     if key not in YAML_EXAMPLES:
-        form = FORMS.get(key)
-        require(form is None or form.fits(value), key, value, form.words if form else "")
+        if form := FORMS.get(key):
+            require(form.fits(value), key, value, form.words)
         return value
     try:
         read = yaml.safe_load(value)

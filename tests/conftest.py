@@ -37,6 +37,21 @@ TINY_SIZES: dict[str, Any] = {
     "time_embedding_dim": 8,
     "max_position_embeddings": 128,
 }
+# The options with which a DiT computes what ESM-2 does.
+ESM: dict[str, Any] = {
+    "feed_forward": "gelu",
+    "linear_bias": True,
+    "affine_norm": True,
+    "qk_norm": False,
+    "token_dropout": True,
+    "head": "esm",
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "shared_expert_size": 24,
+    "balance_rate": 0.01,
+    "auxiliary_loss": 0.01,
+}
 # Blocks that differ from a DiT's own in all that can be chosen at once; over the time embedding's
 # width of the sizes.
 LLAMA: dict[str, Any] = {

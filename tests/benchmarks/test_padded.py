@@ -17,18 +17,10 @@ from d2plm.core.noise import Key
 from d2plm.core.vocabulary import CLS, EOS, MASK
 from d2plm.model.dit import DiT
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from tests.conftest import FASTA, TINY_SIZES, DiTFactory
+from tests.conftest import ESM, FASTA, TINY_SIZES, DiTFactory
 
 SMALL_FASTA = FASTA.with_name("uniprot_500.fasta.gz")
 LENGTHS = (40, 3, 17, 40, 2)
-ESM_LIKE = {
-    "feed_forward": "gelu",
-    "linear_bias": True,
-    "affine_norm": True,
-    "qk_norm": False,
-    "token_dropout": True,
-    "head": "esm",
-}
 SIZES = {"token_budget": 1024, "max_length": 512}
 STEPS = 4
 
@@ -42,7 +34,7 @@ def batch_of_proteins() -> PackedBatch:
     return PackedBatch.pack(rows, token_budget=sum(map(len, rows)) + 9, max_segments=len(rows) + 2)
 
 
-@pytest.fixture(params=[{}, ESM_LIKE], ids=["dit", "esm"])
+@pytest.fixture(params=[{}, ESM], ids=["dit", "esm"])
 def dit(request: pytest.FixtureRequest, tiny_dit: DiTFactory) -> DiT:
     model = tiny_dit(**request.param)
     assert isinstance(model, DiT)

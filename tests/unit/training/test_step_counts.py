@@ -46,7 +46,7 @@ from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
-from tests.conftest import LLAMA, TINY_SIZES, Tokens
+from tests.conftest import ESM, EXPERTS, LLAMA, TINY_SIZES, Tokens
 from tests.ranks import run
 from tests.synchronisations import CUDA, UnknownShape, Waits, counting
 from tests.trainers import make_trainer
@@ -56,23 +56,14 @@ PARADIGMS: dict[str, Callable[..., Paradigm]] = {
     "flow_matching": MaskFlowMatching,
     "flow_matching_uniform": UniformFlowMatching,
 }
-ESM: dict[str, Any] = {
-    "feed_forward": "gelu",
-    "linear_bias": True,
-    "affine_norm": True,
-    "qk_norm": False,
-    "token_dropout": True,
-    "head": "esm",
-    "rope_frequencies": [1.0, 0.5, 0.25, 0.125],
-}
 SIZES = {**TINY_SIZES, "num_hidden_layers": 1, "hidden_dropout_prob": 0.1}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "shared_expert_size": 24,
-    "balance_rate": 0.01,
-    "auxiliary_loss": 0.01,
+FREQUENCIES = {"rope_frequencies": [1.0, 0.5, 0.25, 0.125]}
+MODELS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "as ESM-2": ESM | FREQUENCIES,
+    "experts": EXPERTS,
+    "llama": LLAMA,
 }
-MODELS: dict[str, dict[str, Any]] = {"own": {}, "as ESM-2": ESM, "experts": EXPERTS, "llama": LLAMA}
 
 
 class OnCuda(Trainer):
