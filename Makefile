@@ -81,7 +81,7 @@ bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --states idle busy --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
 
-speedrun: $(STAMP) ## Run the entries missing from benchmarks/speedrun/results.jsonl and print the table of docs/speedrun.md (hours)
+speedrun: $(STAMP) ## Run the entries missing from benchmarks/speedrun/results.jsonl and print the table of docs/performance.md (hours)
 	$(BIN)/d2plm prepare experiment=demo
 	$(BIN)/python -m benchmarks.speedrun.fortieth --folder runs/fortieth
 	$(BIN)/python -m benchmarks.speedrun.run --all --table
@@ -106,10 +106,10 @@ docs: $(STAMP) ## Generate docs/configuration.md and configs/schema.json from d2
 mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///runs/demo/mlflow.db --host 127.0.0.1
 
-serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=; docs/serving.md)
+serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=; docs/tracking.md)
 	MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db $(BIN)/d2plm serve models:/d2plm-$(PARADIGM)@champion
 
-results: $(STAMP) ## Run both demos and update the figures and pictures of README.md and docs/demo.md (needs Chromium)
+results: $(STAMP) ## Run both demos and update the figures and pictures of README.md (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/results.py
 

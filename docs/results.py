@@ -1,10 +1,10 @@
-"""Run both demos, and update the figures and pictures of README.md and docs/demo.md.
+"""Run both demos, and update the figures and pictures of README.md.
 
     make results                          # or: python docs/results.py [folder]
 
 The folder (runs/results) must not exist, so that only the prepared data are reused, which
-both paradigms share. Figures are written between `<!-- results: NAME -->` and `<!-- end -->`. The
-pictures of the report need Chromium: Debian's, or the one that CHROMIUM names.
+both paradigms share. Figures are written between `<!-- results: figures -->` and `<!-- end -->`.
+The pictures of the report need Chromium: Debian's, or the one that CHROMIUM names.
 """
 
 import shutil
@@ -25,28 +25,19 @@ from d2plm.evaluation.tables import relatives_table
 ROOT = Path(__file__).parents[1]
 PARADIGMS = ("diffusion", "flow_matching")
 SHOWN = ("unigram", "5-gram", "composition")  # of the baselines, before the best
-MARKED = {"README.md": ("figures",), "docs/demo.md": ("figures", "output")}
+PAGE = ROOT / "README.md"
+BEGIN, END = "<!-- results: figures -->\n", "<!-- end -->"
 REPORT: ViewportSize = {"width": 1280, "height": 1640}
 
 
-def run_demo(paradigm: str, folder: str) -> tuple[str, float]:
-    """Run the pipeline; returns its final output and its minutes."""
+def run_demo(paradigm: str, folder: str) -> float:
+    """Run the pipeline; returns its minutes."""
     command = [sys.executable, "-m", "d2plm", "pipeline", "run", "experiment=demo"]
     began = time.monotonic()
-    shown = ""
-    with subprocess.Popen(
-        [*command, f"paradigm={paradigm}", f"work_dir={folder}"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            shown += line
-    if process.returncode:
+    overrides = [f"paradigm={paradigm}", f"work_dir={folder}"]
+    if subprocess.run([*command, *overrides], cwd=ROOT).returncode:
         raise SystemExit(f"the demo failed: paradigm={paradigm}")
-    return shown[shown.index("── result:") :], (time.monotonic() - began) / 60
+    return (time.monotonic() - began) / 60
 
 
 def results_table(evaluations: dict[str, Evaluation]) -> str:
@@ -76,17 +67,13 @@ def circumstances(evaluation: Evaluation, minutes: dict[str, float]) -> str:
     )
 
 
-def filled(page: str, contents: dict[str, str]) -> str:
-    """Text of the page with each of `contents` between its marks."""
-    text = (ROOT / page).read_text()
-    for name in MARKED[page]:
-        begin, end = f"<!-- results: {name} -->\n", "<!-- end -->"
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise SystemExit(f"{page}: has no mark {begin.strip()} with an {end} after it")
-        text = f"{before}{begin}{contents[name]}\n{end}{after}"
-    return text
+def filled(figures: str) -> str:
+    """Text of the page with the figures between its marks."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"{PAGE}: has no mark {BEGIN.strip()} with an {END} after it")
+    return f"{before}{BEGIN}{figures}\n{END}{after}"
 
 
 def main(folder: str = "runs/results") -> None:
@@ -94,19 +81,15 @@ def main(folder: str = "runs/results") -> None:
     root = ROOT / folder
     if root.exists():
         raise SystemExit(f"{root}: exists; remove it, or name another folder")
-    for page in MARKED:
-        filled(page, dict.fromkeys(MARKED[page], ""))
+    filled("")
     with sync_playwright() as playwright:  # fails before the runs if Chromium is missing
         playwright.chromium.launch(executable_path=chromium(), args=BROWSER).close()
-    ran = {paradigm: run_demo(paradigm, folder) for paradigm in PARADIGMS}
-    minutes = {paradigm: taken for paradigm, (_, taken) in ran.items()}
+    minutes = {paradigm: run_demo(paradigm, folder) for paradigm in PARADIGMS}
     evaluations = {}
     for paradigm in PARADIGMS:
         found = read_evaluation(root / paradigm)
         assert found is not None
         evaluations[paradigm] = found
-    output, _, _ = ran["diffusion"][0].partition("\nfinished in")
-    output = output.rstrip().replace(folder, "runs/demo")  # as make demo prints it
     measured = circumstances(evaluations["diffusion"], minutes)
     given = evaluations["diffusion"].given_relatives
     assert given is not None
@@ -115,12 +98,7 @@ def main(folder: str = "runs/results") -> None:
         f"held-out proteins (diffusion):\n\n{relatives_table(given).markdown()}"
     )
     tables = f"{results_table(evaluations)}\n\n{of_relatives}"
-    contents = {
-        "figures": f"{measured}\n\n{tables}",
-        "output": f"```text\n{output}\n```",
-    }
-    for page in MARKED:
-        (ROOT / page).write_text(filled(page, contents))
+    PAGE.write_text(filled(f"{measured}\n\n{tables}"))
     shutil.copy(root / "diffusion/evaluation.png", IMAGES / "demo.png")
     shutil.copy(root / "diffusion/generated.members.png", IMAGES / "members.png")
     with sync_playwright() as playwright:

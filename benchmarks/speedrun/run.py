@@ -1,4 +1,4 @@
-"""Benchmark of docs/speedrun.md: the CPU seconds that training needs to reach a bound.
+"""Benchmark of docs/performance.md: the CPU seconds that training needs to reach a bound.
 
 An entry of `entries.yaml` is the demo's training with other settings. Each is run with several
 seeds, on one thread each, and scored by the bound on every held-out protein, with the same masks.

@@ -1,4 +1,4 @@
-"""Every block of the page on other alphabets runs, in its order, in a copy of the tree."""
+"""Every block of docs/data.md with a language runs, in its order, in a copy of the tree."""
 
 import json
 
@@ -7,13 +7,13 @@ import pytest
 from tests.docs.conftest import copy_of_the_tree, follow
 from tests.docs.markdown import ROOT, Block, blocks
 
-PAGE = ROOT / "docs" / "alphabets.md"
+PAGE = ROOT / "docs" / "data.md"
 
 
 @pytest.mark.thorough
 def test_every_block_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = copy_of_the_tree(tmp_path_factory.mktemp("alphabets") / "d2plm")
-    followed = follow("".join(map(as_bash, blocks(PAGE))), folder)
+    followed = follow("".join(as_bash(block) for block in blocks(PAGE) if block.language), folder)
     assert followed["exit_code"] == 0, followed["output"]
     assert followed["left"] == 0
     filled = [json.loads(line) for line in (folder / "filled.jsonl").read_text().splitlines()]
