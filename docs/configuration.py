@@ -188,12 +188,12 @@ def rows(known: Mapping[str, Key], defaults: Mapping[str, Any]) -> Iterator[str]
 
 
 def described(one: Key) -> str:
-    """The sentence on a key, with its choices, or its range if it has an upper bound."""
-    limits = one.field.metadata
+    """The sentence on a key, with its choices or its upper bound."""
+    limits = {name: one.field.metadata.get(name) for name in ("high", "below")}
     said = ""
-    if len(one.choices) > 1 and one.choices != ["true", "false"]:
-        said = ", ".join(one.choices)
-    elif limits.get("below") is not None or (limits.get("high") or 2**63) < 2**63:
+    if len(one.choices) > 1 and any(word not in one.help for word in one.choices):
+        said = ", ".join(one.choices) if one.choices != ["true", "false"] else ""
+    elif (limits["high"] or 0) < 2**63:
         said = range_of(limits)
     return cell(f"{one.help} ({said})" if said else one.help)
 
