@@ -43,7 +43,7 @@ def test_the_generated_files_are_current_and_have_every_key() -> None:
     assert not [file for file in texts if Path(file).read_text() != texts[file]], "run: make docs"
     page = texts[str(ROOT / "docs" / "configuration.md")]
     assert "trainer.max_steps" in names
-    assert not [name for name in names if f"| `{name}=" not in page]
+    assert not [name for name in names if f"- `{name}=" not in page]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
