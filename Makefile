@@ -94,7 +94,7 @@ lint: $(STAMP) ## Check format, style, types and Dockerfiles
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/hadolint --ignore DL3008 docker/*.Dockerfile
-	$(BIN)/shellcheck --severity=warning k8s/kind/smoke.sh docker/*.sh docker/smoke/*.sh tests/*.sh .github/*.sh .ci/run
+	$(BIN)/shellcheck --severity=warning k8s/kind/smoke.sh docker/*.sh docker/smoke/*.sh tests/*.sh .github/*.sh .ci/run .ci/budgets
 
 format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
