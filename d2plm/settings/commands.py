@@ -33,9 +33,8 @@ class PipelineSettings(Settings):
     """Everything from a FASTA file to a registered model; the steps of the pipeline share it."""
 
     init_from: str | None = key(None, path="model")
-    """model to start from, whose architecture replaces the model section: an exported folder,
-    models:/NAME@ALIAS, or ESM-2 (a Hugging Face folder with safetensors, or its name on the
-    Hub); null: random weights"""
+    """model to start from, whose architecture replaces the model section: an export,
+    models:/NAME@ALIAS, or ESM-2 (folder or name on the Hub); null: random weights"""
     name: str = key("default")
     """name of the run"""
     work_dir: str = key("runs/${name}", path="folder")
@@ -75,7 +74,7 @@ class TrainSettings(SweepSettings):
     """d2plm train."""
 
     multirun_dir: str = key("${work_dir}/multirun", path="folder")
-    """with --multirun: folder that has one for each sweep, with a folder for each run"""
+    """with --multirun: folder of the sweeps"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +84,8 @@ class AdaptSettings(PipelineSettings):
     input: str = key(path="any")
     """sequences of the family: FASTA, plain or compressed, or any input of d2plm ingest"""
     identity: float | Literal["auto"] = key("auto", above=0, high=1)
-    """members with at least this identity stay on the same side of the split; auto: the lowest
-    that suits the family"""
+    """members at least this identical stay on one side of the split; auto: the lowest that suits
+    the family"""
     general: str = key("examples/data/uniprot_500.fasta.gz", path="any")
     """general proteins for the guard: FASTA, a store, or prepared data (its validation set)"""
     max_general_loss: float = key(0.01, above=0)
@@ -145,8 +144,7 @@ class StoreSettings(Settings):
     """d2plm data verify."""
 
     store: str = key(path="folder")
-    """folder of a store, or of prepared data (all stores in it); d2plm ingest creates a store
-    from a file"""
+    """folder of a store, or of prepared data (all stores in it)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +160,7 @@ class HeadSettings(StoreSettings):
     """d2plm data head."""
 
     store: str = key(path="folder")
-    """folder of a store; d2plm ingest creates one from a file"""
+    """folder of a store"""
     number: int = key(5, low=1)
     """number of sequences"""
 
@@ -172,7 +170,7 @@ class ExportDataSettings(StoreSettings):
     """d2plm data export."""
 
     store: str = key(path="folder")
-    """folder of a store; d2plm ingest creates one from a file"""
+    """folder of a store"""
     output: str = key(path="any")
     """proteins.fasta, texts.jsonl, both also with .gz, - for standard output, or PREFIX.idx for
     PREFIX.bin and PREFIX.idx"""
@@ -222,8 +220,7 @@ class ScoreSettings(InferenceSettings):
     """d2plm score."""
 
     input: str = key(path="any")
-    """one file, glob, dataset or store, in any form that d2plm ingest recognises; with
-    mutations, a FASTA file of the wild types"""
+    """sequences, in any form that d2plm ingest recognises; with mutations: the wild types"""
     window: int | None = key(None, low=1)
     """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
     max_residues: int | None = key(None, low=1)
@@ -231,18 +228,16 @@ class ScoreSettings(InferenceSettings):
     output: str | None = key(None, path="any")
     """CSV file; null or -: standard output"""
     pseudo_log_likelihood: bool | None = key(None)
-    """also compute the pseudo-log-likelihood, with one forward row per token; null: except for
-    text"""
+    """also compute the pseudo-log-likelihood; null: except for text"""
     relatives: str | None = key(None, path="any")
-    """relatives of all proteins, in any form that d2plm ingest recognises, or a table of d2plm
+    """relatives of all proteins (any form that d2plm ingest recognises), or a table of d2plm
     relatives"""
     max_relatives: int = key(8, low=1)
     """relatives of each protein, drawn anew with each mask"""
     mutations: str | None = key(None, path="file")
     """CSV or TSV of variants (A24G:L30P, p.Ala24Gly, whole sequences): score these instead"""
     mutation_offset: int | Literal["auto"] = key("auto")
-    """position offset: 24 if the first residue of the input is number 25 in the mutations; auto:
-    the one that fits, of each protein"""
+    """24 if the input's first residue is number 25 in mutations; auto: what fits each protein"""
     variant: str | None = key(None)
     """column of the variants in mutations; null: recognised by name and content"""
     measured: str | None = key(None)
@@ -259,8 +254,7 @@ class EmbedSettings(InferenceSettings):
     """d2plm embed."""
 
     input: str = key(path="any")
-    """one file, glob, dataset or store, in any form that d2plm ingest recognises (every record,
-    including duplicates)"""
+    """sequences, in any form that d2plm ingest recognises, including duplicates"""
     window: int | None = key(None, low=1)
     """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
     max_residues: int | None = key(None, low=1)

@@ -29,10 +29,9 @@ class VocabularySettings(Settings):
     """The alphabet of the sequences."""
 
     alphabet: Alphabet = key("protein")
-    """alphabet; tokenizer is text in the tokens of a Hugging Face tokenizer"""
+    """alphabet; tokenizer: a Hugging Face tokenizer's tokens"""
     tokenizer: str | None = key(None, path="any")
-    """tokenizer.json of a Hugging Face tokenizer, or its folder, for alphabet=tokenizer; null:
-    none, or the prepared data's"""
+    """tokenizer.json or its folder, for alphabet=tokenizer; null: none, or the prepared data's"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class SplitSettings(Settings):
     validation_fraction: float = key(0.005, low=0, below=1)
     """fraction of the distinct sequences to hold out, by cluster"""
     test_fraction: float = key(0.0, low=0, below=1)
-    """fraction of the distinct sequences to hold out in addition, as a test set"""
+    """the same for a test set"""
     validation_ids: str | None = key(None, path="file")
     """file of identifiers to hold out instead of a fraction, one per line"""
     test_ids: str | None = key(None, path="file")
@@ -141,11 +140,10 @@ class TextSettings(Settings):
     """Which documents are near-duplicates."""
 
     near_duplicate_similarity: float | None = key(0.75, above=0, high=1)
-    """least similarity of the texts of a cluster, Jaccard's of their n-grams (25 bytes or 5
-    tokens); null: texts deduplicated before"""
+    """least Jaccard similarity of a cluster's texts (n-grams of 25 bytes or 5 tokens); null:
+    deduplicated before"""
     overlap_ngram: int | None = key(None, low=1)
-    """tokens in a row that texts share by more than chance; null: 50 bytes, or 13 tokens of a
-    tokenizer"""
+    """tokens in a row that texts share by more than chance; null: 50 bytes, or 13 tokens"""
     overlap_share: float = key(0.5, above=0, high=1)
     """texts overlap if they share this fraction of the n-grams of either"""
 
@@ -187,7 +185,7 @@ class DataSettings(IngestedSequences, SplitSettings, TextSettings, Resources, Lo
     """From proteins, other sequences or texts (or a raw store) to packed batches."""
 
     input: str | list[str] | None = key(None, path="any")
-    """proteins or other sequences or texts to prepare: any input of d2plm ingest, or a raw store"""
+    """any input of d2plm ingest, or a raw store"""
     license: str | None = key(None)
     """license of the sequences for the model card, such as CC-BY-4.0"""
     prepared_dir: str = key("${work_dir}/data", path="folder")
@@ -197,8 +195,7 @@ class DataSettings(IngestedSequences, SplitSettings, TextSettings, Resources, Lo
     cluster: ClusterSettings = section(ClusterSettings)
     search: SearchSettings = section(SearchSettings)
     relatives_sensitivity: float | None = key(None, low=1, high=7.5)
-    """sensitivity of the search for relatives of each training protein, 1 (fast) … 7.5
-    (sensitive); null: no search"""
+    """sensitivity of the search for relatives of training proteins; null: no search"""
     sampling: Literal["sequence", "cluster"] = key("sequence")
     """what an epoch draws; cluster: one member of each cluster"""
     mixture: dict[str, Any] | None = key(None)
@@ -212,13 +209,13 @@ class RetrievalSettings(Settings):
     """Which hits of a search become the relatives of a protein."""
 
     identity_below: float = key(1.0, above=0, high=1)
-    """hits with at least this identity to the protein are left out; 1: identical ones"""
+    """hits at least this identical to the protein are left out"""
     min_coverage: float = key(0.0, low=0, high=1)
     """least fraction of the protein that the alignment covers"""
     max_relatives: int = key(8, low=1)
     """maximum number of relatives per protein, the most significant first"""
     mutual_identity_below: float | None = key(0.9, above=0, high=1)
-    """hits with at least this identity to an earlier relative are left out; null: none"""
+    """hits at least this identical to an earlier relative are left out; null: none"""
     sensitivity: float = key(7.0, low=1, high=7.5)
     """sensitivity of the search, 1 (fast) … 7.5 (sensitive)"""
     max_e_value: float = key(1e-3, above=0)

@@ -19,25 +19,23 @@ class EvaluationSettings(Settings):
     token_budget: int = key(16384, low=1)
     """tokens of a forward pass"""
     compare_with: list[str] = key([], path="any")
-    """folders of exports or of Hugging Face masked language models to compare on the same tokens
-    and masks"""
+    """exports or Hugging Face masked language models to compare on the same tokens and masks"""
     nearest_identity: bool = key(True)
     """compute the bound by identity to the nearest training protein (an MMseqs2 search, once)"""
     nearest_sensitivity: float = key(7.0, low=1, high=7.5)
-    """sensitivity of that search and of the search for generated proteins"""
+    """sensitivity of that search, also for generated proteins"""
     relatives_below: list[float] = key([0.9, 0.7, 0.5], above=0, high=1)
     """identities below which relatives are given, for a model that takes relatives; []: none"""
     max_relatives: int = key(8, low=1)
     """maximum number of relatives per protein, the most significant first"""
     relatives_proteins: int | None = key(None, low=1)
-    """number of evenly spaced held-out proteins for the bounds given relatives; null: all"""
+    """evenly spaced held-out proteins for the bounds given relatives; null: all"""
     relatives_masks: int = key(2, low=1)
     """draws of masks for the bounds given relatives"""
     relatives_sensitivity: float = key(7.0, low=1, high=7.5)
     """sensitivity of the search for relatives among the held-out proteins"""
     generated: int = key(200, low=0)
-    """number of sequences to generate and evaluate, with the generation settings but without
-    relatives; 0: none"""
+    """sequences to generate and evaluate, without relatives; 0: none"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +81,14 @@ class GenerationSettings(SamplerSettings):
     max_length: int | None = key(None, low=1)
     """maximum of drawn lengths, tokens; null: the model's limit"""
     relatives: str | None = key(None, path="any")
-    """a family in any form that d2plm ingest recognises, for a model that takes relatives:
-    generate new members with lengths of the family"""
+    """a family, in any form that d2plm ingest recognises: new members with its lengths, by a model
+    that takes relatives"""
     max_relatives: int = key(8, low=1)
     """relatives drawn for each protein"""
     held_out_members: float = key(0.2, low=0, below=1)
-    """fraction of a family of at least ten that is not given but compared with the new members;
-    0: none"""
+    """fraction of a family of at least ten to compare with the new members; 0: none"""
     templates: str | None = key(None, path="file")
-    """FASTA with '_' or '<mask>' for each residue or base to design, '___' for a codon; for
-    text: .jsonl or .txt with a template a line, '<mask:12>' for 12 tokens"""
+    """FASTA with '_' or '<mask>' for each residue or base to design, '___' for a codon; text:
+    .jsonl or .txt with a template a line, '<mask:12>' for 12 tokens"""
     prompt: Any = key(None)
     """beginning of each sequence, which counts towards its length"""

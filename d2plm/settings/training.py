@@ -23,8 +23,7 @@ class TrainerSettings(Settings):
     compile: bool | Literal["auto"] = key("auto")
     """whether to compile blocks; auto: on CUDA, and on a CPU in runs of some minutes"""
     threads: int | None = key(None, low=1)
-    """CPU threads of a training process; null: OMP_NUM_THREADS, else its share of the usable
-    cores"""
+    """CPU threads of a process; null: OMP_NUM_THREADS, else its share of the cores"""
     deterministic: bool = key(False)
     """use kernels with bitwise reproducible results; slower on CUDA"""
     max_steps: int | None = key(None, low=1)
@@ -34,13 +33,12 @@ class TrainerSettings(Settings):
     flops_budget: float | None = key(None, above=0)
     """model FLOPs, such as 1e18"""
     global_batch_tokens: int | None = key(None, low=1, composed="${data.token_budget}")
-    """tokens of a step over all processes, a multiple of data.token_budget; null: one bin per
-    micro-batch of each process"""
+    """tokens of a step, a multiple of data.token_budget; null: one bin per micro-batch of each
+    process"""
     gradient_accumulation_steps: int | Literal["auto"] = key("auto", low=1)
     """micro-batches per process; auto: one per bin of token_budget"""
     loss_aggregation: Literal["token_weighted", "rank_average"] = key("token_weighted")
-    """token_weighted: every token of the global batch counts equally; rank_average: the mean of
-    the processes' means, as in other trainers"""
+    """token_weighted: every token counts equally; rank_average: mean of the processes' means"""
     max_grad_norm: float | None = key(1.0, above=0)
     """maximum norm of the gradient; null: no clipping"""
     ema_decay: float = key(0.9999, low=0, below=1)
@@ -48,7 +46,7 @@ class TrainerSettings(Settings):
     seed: int = key(0, low=0, high=MAX_SEED)
     """seed of the initial weights, the order, the crops, the masks and dropout"""
     fast_dev_run: int | None = key(None, low=1)
-    """run this number of steps, a validation, a save and an export in a temporary folder"""
+    """run this many steps, a validation, a save and an export in a temporary folder"""
     overfit_batches: int | None = key(None, low=1)
     """train on only this number of global batches, repeatedly"""
     resume: str = key("auto")
@@ -79,8 +77,7 @@ class Parallelism(Settings):
     replicate: int = key(1, low=1)
     """replicas of the sharded model; more than 1 is hybrid sharding (HSDP)"""
     shard: int | Literal["auto"] = key("auto", low=1)
-    """processes that share a replica and have rows of their own; auto: all processes, divided by
-    the other sizes"""
+    """processes that share a replica, with rows of their own; auto: all ÷ the other sizes"""
     context: int = key(1, low=1)
     """processes that share the tokens of each row; context × tensor divides the heads"""
     tensor: int = key(1, low=1)
@@ -101,7 +98,7 @@ class Parallelism(Settings):
     activation_checkpointing: int = key(0, low=0)
     """recompute every n-th block's activations; 1 every block, 0 none"""
     timeout_seconds: float = key(600, above=0)
-    """maximum wait of ranks for each other, for example while rank 0 reads a checkpoint"""
+    """maximum wait of ranks for each other"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
