@@ -15,6 +15,7 @@ from d2plm.launch.run_job import delete_job, train_in_cluster
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.registry import module_words
+from d2plm.training.plan import partition
 
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 # Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
@@ -46,12 +47,12 @@ def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any
 
     Args:
         config: a configuration with the sections launcher, distributed and trainer.
-        arguments: arguments of torchrun.
+        arguments: arguments of torchrun; empty: the job is only tried, by `d2plm doctor`.
         more: attributes of the job that override the section's.
 
     Raises:
         ConfigError: if a value is invalid, naming its key, or the parallel dimensions do not fit
-            the processes of the job's nodes.
+            the processes of the job's nodes, or these cannot share the bins of a step evenly.
     """
     launcher, device, gpus = config.launcher, config.trainer.device, config.launcher.gpus
     wanted = "≥ 1 for trainer.device=cuda" if device == "cuda" else "0, or set trainer=multi_gpu"
@@ -65,7 +66,11 @@ def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any
     plan = build_plan(config)
     with trainer_keys():
         for nodes in range(job.smallest, job.nodes + 1):
-            plan.resolved(nodes * job.processes_per_node)
+            processes = nodes * job.processes_per_node
+            plan.resolved(processes)
+            if arguments:  # training starts, with these settings
+                ranks = processes // (plan.row_ranks * plan.pipeline)
+                partition(ranks, config.data.token_budget, config.trainer)
     return job
 
 
@@ -75,7 +80,6 @@ def launch(launcher: LauncherSettings, kind: str, job: TrainingJob) -> None:
         connect(launcher.namespace),
         JOB_KINDS[kind],
         job,
-        start_deadline_seconds=launcher.start_deadline_seconds,
         on_cancel=launcher.on_cancel,
     )
 

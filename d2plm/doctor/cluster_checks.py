@@ -5,7 +5,8 @@ webhooks, Pod Security, quotas, service accounts and priority classes need no ru
 each shows what a dry run does not reach; kubectl says more about the queue, claims, image and GPUs.
 """
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +17,11 @@ from d2plm.launch.job_spec import TrainingJob, worker_pod
 from d2plm.launch.pod_state import container_statuses, waiting
 
 CLAIM = client.Resource(name="claim", plural="persistentvolumeclaims")
-LOCAL_QUEUE = client.Resource(name="LocalQueue", group="kueue.x-k8s.io", plural="localqueues")
+LOCAL_QUEUE = client.Resource(name="LocalQueue", group=client.KUEUE, plural="localqueues")
+MUTUAL_TLS = client.Resource(
+    name="PeerAuthentication", group="security.istio.io", plural="peerauthentications"
+)
+MESH_NAMESPACE = "istio-system"  # whose PeerAuthentication holds where a namespace has none
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 JOB_VERBS = ("create", "get", "list", "watch", "delete", "patch")
 POD_ACTIONS = [  # verb, group, resource
@@ -33,6 +38,7 @@ class ClusterChecks:
     kind: str
     job: TrainingJob
     timeout_seconds: float
+    tracking_uri: str | None = None
 
     @cached_property
     def cluster(self) -> client.Cluster:
@@ -54,6 +60,7 @@ class ClusterChecks:
         """All other checks, after `reach` has succeeded."""
         claims = {f"claim {name}": partial(self.claim, name) for name in self.job.claims}
         rows: dict[str, Check] = {"permissions": self.permissions, "Kueue": self.queue, **claims}
+        rows |= {"Istio": self.mesh}
         rows |= {"image": self.image, "GPUs": self.gpus}
         return {
             "job": self.job_accepted,
@@ -85,10 +92,17 @@ class ClusterChecks:
         asked = [*POD_ACTIONS, *((v, one.group, one.plural) for one in objects for v in JOB_VERBS)]
         if (runtime := client.TRAINING_RUNTIME) in objects:  # which owns its TrainJob
             asked.append(("update", runtime.group, f"{runtime.plural}/finalizers"))
+        if self.job.queue is not None:
+            asked.append(("list", client.KUEUE, client.WORKLOAD.plural))
         denied = ", ".join(f"{one[0]} {one[2]}" for one in asked if not self._allowed(*one))
         if denied:
             fix = "bind it to the Role d2plm-launcher (k8s/base)"
             return failed(f"this account may not, in {self.cluster.namespace}: {denied}", fix)
+        # Reviews of an administrator are positive in a namespace that does not exist, too.
+        namespace, may_look = self.cluster.namespace, self._allowed("get", "", "namespaces")
+        if may_look and self._read(f"/api/v1/namespaces/{namespace}") is None:
+            fix = f"correct launcher.namespace, or run kubectl create namespace {namespace}"
+            return failed(f"the cluster has no namespace {namespace}", fix)
         return ok(f"all {len(asked)} required by the launcher, in {self.cluster.namespace}")
 
     def queue(self) -> Verdict:
@@ -96,9 +110,8 @@ class ClusterChecks:
         queue = self.job.queue
         if queue is None:
             return skipped("launcher.queue=null does not use it")
-        group = self._read(f"/apis/{LOCAL_QUEUE.group}/") or {"preferredVersion": {"version": "v1"}}
-        kind = replace(LOCAL_QUEUE, version=group["preferredVersion"]["version"])
-        if self.cluster.read(kind, queue) is None:
+        kind = self.cluster.served(LOCAL_QUEUE)
+        if kind is None or self.cluster.read(kind, queue) is None:
             return failed(f"no LocalQueue {queue}", "install Kueue, or correct launcher.queue")
         return ok(f"LocalQueue {queue}; kubectl describe localqueue shows its state")
 
@@ -108,12 +121,42 @@ class ClusterChecks:
         if claim is None:
             fix = "kubectl apply -k k8s/overlays/…, or set launcher.claims to an existing claim"
             return failed(f"{self.cluster.namespace} has no PersistentVolumeClaim {name}", fix)
+        # A bound claim may have more modes than it asks for: those of its volume.
         phase, modes = claim["status"]["phase"], claim["spec"]["accessModes"]
+        modes = claim["status"].get("accessModes", modes)
         found = f"{phase}, {', '.join(modes)}"
         if phase == "Bound" and ("ReadWriteMany" in modes or self.job.same_node):
             return ok(found)
         described = f"kubectl describe pvc -n {self.cluster.namespace} {name}"
         return warning(found, f"{described}; for pods on one node: launcher.same_node=true")
+
+    def mesh(self) -> Verdict:
+        """Whether Istio lets the pods of the job, which are outside its mesh, reach MLflow."""
+        kind = self.cluster.served(MUTUAL_TLS)
+        if kind is None:
+            return ok("the cluster has no Istio")
+        inside = re.search(r"//[^/:]*\.([a-z0-9-]+)\.svc\b", self.tracking_uri or "")
+        namespace = inside[1] if inside else self.cluster.namespace
+        found = self._policies(kind, namespace)
+        if not any("selector" not in one["spec"] for one in found):
+            found += self._policies(kind, MESH_NAMESPACE)
+        strict = [
+            f"{one['metadata']['namespace']}/{one['metadata']['name']}"
+            for one in found
+            if one["spec"].get("mtls", {}).get("mode") == "STRICT"
+        ]
+        if not strict:
+            return ok(f"no strict PeerAuthentication applies to {namespace}")
+        # Not a failure: it does not concern a server without a sidecar.
+        return warning(
+            f"PeerAuthentication {', '.join(strict)} is STRICT: pods of the job, which are outside "
+            f"the mesh, cannot reach an MLflow inside the mesh in {namespace}",
+            "a PeerAuthentication with mtls.mode=PERMISSIVE for MLflow's pods",
+        )
+
+    def _policies(self, kind: client.Resource, namespace: str) -> list[Any]:
+        path = f"{kind.root}/namespaces/{namespace}/{kind.plural}"
+        return list((self._read(path) or {"items": []})["items"])
 
     def image(self) -> Verdict:
         """Whether a pod waits for the job's image: only nodes can tell whether they can pull it."""

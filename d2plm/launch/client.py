@@ -12,11 +12,12 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import ClusterError, first_line, from_extra
+from d2plm.core.number_text import duration
 from d2plm.launch.job_spec import (
     PYTORCHJOB_CONTAINER,
     TRAINJOB_CONTAINER,
@@ -25,17 +26,22 @@ from d2plm.launch.job_spec import (
     training_runtime,
     trainjob,
 )
+from d2plm.launch.remedies import remedy_for
 
 TIMEOUT_SECONDS = 30  # of one request
-RETRIES = 64  # of a request that is not answered: about 15 minutes
-LONGEST_PAUSE_SECONDS = 15  # between two retries
-SILENT_RETRIES = 2  # before a retry is reported
+PATIENCE_SECONDS = 900  # for which a request that is not answered is repeated
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two of them
+REPORT_SECONDS = (1.0, 60.0)  # until repeated requests are reported, and between two reports
+LOG_SECONDS = 10  # for a node to answer, and for which a request for its logs is repeated
+QUIET_LOG_SECONDS = 15  # until a log that is followed is requested again: its node may be lost
 WATCH_SECONDS = 10
 NOT_STARTED, ABSENT, CONFLICT, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
 VERBS = {"GET": "read", "PATCH": "change", "DELETE": "delete"}
-TRANSIENT = (429, 500, 502, 503, 504)
-REMEDIES = {
+NO_ANSWER = 0  # in place of a status, as the client has it for a failure of TLS
+TRANSIENT = (NO_ANSWER, 429, 500, 502, 503, 504)
+REMEDIES = {  # if the message names none
+    NO_ANSWER: "check the kube config and the network",
     401: "renew the credentials",
     403: "correct what the message names, or grant the permissions in k8s/base/access.yaml, which "
     "d2plm doctor checks",
@@ -137,6 +143,8 @@ OBJECTS = {
 }
 POD = Resource(name="pod", plural="pods")
 EVENT = Resource(name="event", plural="events")
+KUEUE = "kueue.x-k8s.io"
+WORKLOAD = Resource(name="Workload", group=KUEUE, plural="workloads")
 
 
 @dataclass(frozen=True)
@@ -148,11 +156,13 @@ class Cluster:
     Attributes:
         api: a `kubernetes.client.ApiClient`.
         timeout_seconds: timeout for connecting and between two parts of a response.
+        patience_seconds: how long a request is repeated while the server does not answer.
     """
 
     api: Any
     namespace: str
-    timeout_seconds: float = TIMEOUT_SECONDS
+    timeout_seconds: float
+    patience_seconds: float
 
     def has(self, kind: Resource) -> bool:
         """Whether the cluster knows `kind`; this needs no permission."""
@@ -202,7 +212,10 @@ class Cluster:
         self._of_one("DELETE", kind, name, query=query, answers=[ABSENT])
 
     def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
-        """Yield an object whenever it changes, and every `WATCH_SECONDS`, until it is deleted."""
+        """Yield an object whenever it changes, and every `WATCH_SECONDS`.
+
+        Ends when the deletion of the object begins, which may take long.
+        """
         found: Manifest | None = None
         what, query = f"watch {self.of(kind, name)}", {"fieldSelector": f"metadata.name={name}"}
         for change, seen in self._changes(kind, what, query):
@@ -210,7 +223,7 @@ class Cluster:
                 found = next(iter(seen["items"]), None)
             elif change != TICK:
                 found = None if change == DELETED else seen
-            if found is None:
+            if found is None or "deletionTimestamp" in found["metadata"]:
                 return
             yield found
 
@@ -219,11 +232,11 @@ class Cluster:
         what = f"list the pods of {self.of(kind, name)}"
         return list(self.call("GET", self.path(POD), what, query=query)["items"])
 
-    def watched_pods(self, kind: JobKind, name: str) -> Iterator[Manifest | None]:
-        """Yield each pod of a job that changes or is deleted; None every `WATCH_SECONDS`."""
+    def watched_pods(self, kind: JobKind, name: str) -> Iterator[tuple[str, list[Manifest]]]:
+        """Yield each change of a job's pods: its type, as `_changes` has it, and the pods."""
         query = {"labelSelector": f"{kind.job_label}={name}"}
         for change, seen in self._changes(POD, f"watch the pods of {self.of(kind, name)}", query):
-            yield from seen["items"] if change == LISTED else [seen]
+            yield change, seen["items"] if change == LISTED else [] if change == TICK else [seen]
 
     def _changes(
         self, kind: Resource, what: str, query: Mapping[str, Any]
@@ -279,17 +292,34 @@ class Cluster:
     def log(self, pod_name: str, container: str, **query: Any) -> Iterator[str]:
         """Yield the lines of a pod's log; none if the pod is gone or has not started.
 
+        Only the pod's node has the log, so the limits are short.
+
         `query` contains parameters of the request, such as `follow="true"`.
         """
-        response = self.call(
+        response = replace(self, patience_seconds=LOG_SECONDS).call(
             "GET",
             f"{self.path(POD, pod_name)}/log",
-            f"read the log of pod {self.namespace}/{pod_name}",
+            f"read the log of pod {self.namespace}/{pod_name} from its node",
             query={"container": container, **query},
             answers=[ABSENT, NOT_STARTED],
-            read_seconds=3600 if "follow" in query else TIMEOUT_SECONDS,
+            read_seconds=QUIET_LOG_SECONDS if "follow" in query else LOG_SECONDS,
         )
         return iter(()) if response is None else lines(response)
+
+    def served(self, kind: Resource) -> Resource | None:
+        """`kind` in the version that the server prefers; None if the group is not installed."""
+        path, what = f"/apis/{kind.group}/", f"look for {kind.group}"
+        group = self.call("GET", path, what, answers=[ABSENT])
+        return group and replace(kind, version=group["preferredVersion"]["version"])
+
+    def workload(self, kind: JobKind, job: Manifest) -> Manifest | None:
+        """Kueue's Workload of a job; None if there is none."""
+        workload = self.served(WORKLOAD)
+        if workload is None:
+            return None
+        query = {"labelSelector": f"{KUEUE}/job-uid={job['metadata']['uid']}"}
+        what = f"list Kueue's workloads of {self.of(kind, job['metadata']['name'])}"
+        return next(iter(self.call("GET", self.path(workload), what, query=query)["items"]), None)
 
     def workflow_of(self, pod_name: str) -> list[Manifest]:
         """`ownerReferences` to the pipeline run that a pod belongs to."""
@@ -311,60 +341,65 @@ class Cluster:
         what = f"{VERBS[method]} {self.of(kind, name)}"
         return self.call(method, self.path(kind, name), what, **request)
 
-    def call(self, method: str, path: str, what: str, **request: Any) -> Any:
-        """Like `request`, with one-line errors "cannot {what}"."""
-        from kubernetes.client import ApiException
-        from urllib3.exceptions import HTTPError
-
-        try:
-            return self.request(path, method, **request)
-        except ApiException as error:
-            remedy = f"; {REMEDIES[error.status]}" if error.status in REMEDIES else ""
-            said = f"{server_message(error)} ({error.status})"
-            raise ClusterError(f"cannot {what}: {said}{remedy}") from error
-        except (HTTPError, OSError) as error:
-            raise ClusterError(
-                f"cannot {what}: the Kubernetes API did not answer after "
-                f"{self.api.configuration.retries.total} retries ({first_line(error)}); check the "
-                "kube config and the network"
-            ) from error
-
-    def request(
+    def call(
         self,
+        method: str,
         path: str,
-        method: str = "GET",
+        what: str,
+        *,
         query: Mapping[str, Any] | None = None,
         body: Manifest | None = None,
-        *,
         answers: Collection[int] = (),
         read_seconds: float | None = None,
     ) -> Any:
-        """Send a request and return the response as JSON; raises the client's own errors.
+        """Send a request, again while the server does not answer, and return the response as JSON.
 
         Args:
+            what: what the request does, for errors "cannot {what}".
             answers: statuses of an error for which None is returned.
             read_seconds: if given, the response is a stream with this timeout between two parts.
         """
         from kubernetes.client import ApiException
+        from urllib3.exceptions import HTTPError
 
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        try:
-            return self.api.call_api(
-                path,
-                method,
-                query_params=list((query or {}).items()),
-                header_params={"Accept": "*/*", "Content-Type": kind},
-                body=body,
-                response_type="object",
-                auth_settings=["BearerToken"],
-                _return_http_data_only=True,
-                _preload_content=read_seconds is None,
-                _request_timeout=(self.timeout_seconds, read_seconds or self.timeout_seconds),
-            )
-        except ApiException as error:
-            if error.status not in answers:
-                raise
-            return None
+        began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        report_at = began + REPORT_SECONDS[0]
+        while True:
+            try:
+                return self.api.call_api(
+                    path,
+                    method,
+                    query_params=list((query or {}).items()),
+                    header_params={"Accept": "*/*", "Content-Type": kind},
+                    body=body,
+                    response_type="object",
+                    auth_settings=["BearerToken"],
+                    _return_http_data_only=True,
+                    _preload_content=read_seconds is None,
+                    _request_timeout=(self.timeout_seconds, read_seconds or self.timeout_seconds),
+                )
+            except (ApiException, HTTPError, OSError) as error:
+                status, said = NO_ANSWER, f"no answer ({first_line(error)})"
+                if isinstance(error, ApiException):
+                    status, said = error.status, f"{server_message(error)} ({error.status})"
+                if status in answers:
+                    return None
+                now = time.monotonic()
+                left = began + self.patience_seconds - now
+                if left <= 0 or status not in TRANSIENT:
+                    remedy = remedy_for(said) or REMEDIES.get(status)
+                    advice = f"; {remedy}" if remedy else ""
+                    raise ClusterError(f"cannot {what}: {said}{advice}") from error
+                is_long = self.patience_seconds > REPORT_SECONDS[1]  # unlike that for a log
+                if is_long and now >= report_at:
+                    report_at = now + REPORT_SECONDS[1]
+                    again = (method, path, duration(left))
+                    log.warning(
+                        "the Kubernetes API: %s; repeating %s %s for up to %s", said, *again
+                    )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def first_known_kind(cluster: Cluster) -> JobKind:
@@ -403,8 +438,8 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
 
     Args:
         namespace: None: the pod's own, or kubectl's current one.
-        timeout_seconds: timeout of requests, which are then not retried; None: requests are
-            retried while the server does not answer.
+        timeout_seconds: timeout of requests, which are then not repeated; None: requests are
+            repeated while the server does not answer.
 
     Raises:
         ClusterError: if no cluster is configured, or the client is not installed.
@@ -426,38 +461,10 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
             f"no cluster is configured: {first_line(error)}; run this in a pod with a service "
             "account, or set KUBECONFIG, or train on this machine"
         ) from error
-    configuration.retries = _retries(RETRIES if timeout_seconds is None else 0)
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # warns of every retry
-    return Cluster(
-        client.ApiClient(configuration), namespace or current, timeout_seconds or TIMEOUT_SECONDS
-    )
-
-
-def _retries(times: int) -> Any:
-    """Retry policy of requests; the third retry logs a warning with the reason."""
-    from urllib3 import Retry
-
-    class Reported(Retry):
-        def increment(  # type: ignore[no-untyped-def, override]  # urllib3's signature
-            self, method=None, url=None, response=None, error=None, **more
-        ):
-            if len(self.history) == SILENT_RETRIES:
-                refusal = None if response is None else _message_in(response.data, response.status)
-                path = str(url).partition("?")[0]
-                log.warning(
-                    "the Kubernetes API: %s; retrying %s %s for up to 15 minutes",
-                    *(refusal or first_line(error), method, path),
-                )
-            return super().increment(method, url, response, error, **more)
-
-    return Reported(
-        times,
-        allowed_methods=None,  # all
-        status_forcelist=TRANSIENT,
-        raise_on_status=False,
-        backoff_factor=0.5,
-        backoff_max=LONGEST_PAUSE_SECONDS,
-    )
+    configuration.retries = False  # `Cluster.request` repeats requests, for a limited time
+    patience = PATIENCE_SECONDS if timeout_seconds is None else 0
+    timeout = TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+    return Cluster(client.ApiClient(configuration), namespace or current, timeout, patience)
 
 
 def lines(response: Any) -> Iterator[str]:
@@ -470,12 +477,7 @@ def lines(response: Any) -> Iterator[str]:
 
 def server_message(error: Any) -> str:
     """Message of the API server in an `ApiException`; HTML pages of other servers are ignored."""
-    return _message_in(error.body, error.reason)
-
-
-def _message_in(body: Any, otherwise: Any) -> str:
-    """Message in a response of the API server, or `otherwise`."""
     try:
-        return str(json.loads(body)["message"])
+        return str(json.loads(error.body)["message"])
     except (ValueError, TypeError, KeyError):
-        return str(otherwise)
+        return " ".join(str(error.reason).split())

@@ -10,14 +10,18 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from d2plm.core.collective_messages import CONNECTION_LOST
 from d2plm.core.errors import first_line
+from d2plm.core.number_text import duration
 from d2plm.core.processes import GRACE_SECONDS, LOST, end_with_parent, for_children
 
+REPORT_SECONDS = 60.0  # between two reports that the other nodes are awaited
 # Makes workers leave their error in a file, for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
 
@@ -36,6 +40,8 @@ def main() -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     # torchrun passes SIGTERM on to its workers, and dies of SIGUSR1.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
+    if _has_several_nodes():
+        threading.Thread(target=_report_rendezvous, daemon=True).start()
     try:
         torchrun(sys.argv[1:])
     except ChildFailedError as error:
@@ -58,6 +64,21 @@ def main() -> int:
     return 0
 
 
+def _has_several_nodes() -> bool:
+    return os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
+
+
+def _report_rendezvous() -> None:
+    """Report that torchrun waits for the other nodes, until it has started its workers."""
+    began, workers = time.monotonic(), Path(f"/proc/self/task/{os.getpid()}/children")
+    with suppress(OSError):  # not Linux
+        while not workers.read_text():
+            time.sleep(REPORT_SECONDS)
+            if not workers.read_text():
+                waited = duration(time.monotonic() - began)
+                print(f"waiting for the other nodes for {waited}", file=sys.stderr, flush=True)
+
+
 def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     """Find the cause among torchrun's `ProcessFailure`s by rank; other ranks fail as a result.
 
@@ -66,7 +87,7 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     Returns:
         The exit code, as in a shell, and the message; empty if the worker has printed it itself.
     """
-    several = os.environ.get("PET_NNODES", "1") not in ("1", "1:1")
+    several = _has_several_nodes()
     for rank, failed in sorted(failures.items()):
         if several and failed.exitcode == -signal.SIGABRT:  # gloo and NCCL, of a lost connection
             return LOST, (

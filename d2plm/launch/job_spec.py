@@ -63,6 +63,10 @@ class TrainingJob:
         restarts: total restarts of the pods, or of a TrainJob, after pre-emptions and lost nodes.
             The training operator does not count restarts after an exit code; the launcher does.
         deadline_seconds: time limit of the whole job, or None.
+        start_deadline_seconds: time limit for the first pod to run.
+        queue_deadline_seconds: time limit for leaving a queue.
+        stall_deadline_seconds: time limit for a job that has started and has fewer pods than the
+            smallest number that trains.
         kept_seconds: time for which a finished job (of a TrainJob, its pods) is kept.
         annotations: annotations of the job and its pods.
         owners: `ownerReferences`: the job is deleted with its owners.
@@ -93,6 +97,9 @@ class TrainingJob:
     queue: str | None = None
     restarts: int = 50
     deadline_seconds: int | None = None
+    start_deadline_seconds: float = 1800
+    queue_deadline_seconds: float = 7 * 24 * 3600
+    stall_deadline_seconds: float = 3600
     kept_seconds: int = 7 * 24 * 3600
     annotations: Mapping[str, str] = field(default_factory=dict)
     owners: Sequence[Mapping[str, Any]] = ()

@@ -12,7 +12,7 @@ from d2plm.launch.pod_state import container_statuses
 
 LAST_LINES = 30
 DRAIN_SECONDS = 20  # for the rest of the log after the job has ended
-PAUSE_SECONDS = 1.0
+PAUSE_SECONDS, PAUSE_AFTER_ERROR_SECONDS = 1.0, 15.0
 
 
 @contextmanager
@@ -22,30 +22,36 @@ def followed_log(
     """Follow the log of a job's pod 0, and of its replacements, in a thread.
 
     The log of the preparation comes first, then that of the training. After a broken connection,
-    reading continues after the last line, according to the time stamps. Yields the last lines so
-    far; `say` is called once with every line.
+    reading continues after the last line, according to the time stamps. A log that cannot be read
+    is tried again, because another pod may replace its pod. Yields the last lines so far; `say` is
+    called once with every line, and with every reason why the log cannot be read.
     """
     last: deque[str] = deque(maxlen=LAST_LINES)
     places: defaultdict[tuple[str, str], _Place] = defaultdict(_Place)  # by pod and container
-    ended = threading.Event()
+    ended, reasons = threading.Event(), set[str]()
 
     def run() -> None:
         from urllib3.exceptions import HTTPError
 
         while True:
             is_last = ended.is_set()  # before reading, so that the last pass reads to the end
+            pause = PAUSE_SECONDS
             try:
                 for line in _unread(cluster, kind, name, places):
                     last.append(line)
                     say(line)
             except ClusterError as error:
-                say(f"the log cannot be read: {error}")
-                return
+                # A silent container and a silent node are alike; the pod's state tells them apart.
+                if not isinstance(error.__cause__, (HTTPError, OSError)):
+                    pause = PAUSE_AFTER_ERROR_SECONDS
+                    if str(error) not in reasons:
+                        reasons.add(str(error))
+                        say(f"the log cannot be read: {error}")
             except (HTTPError, OSError):
                 pass  # the next pass continues after the last line
             if is_last:
                 return
-            ended.wait(PAUSE_SECONDS)
+            ended.wait(pause)
 
     thread = threading.Thread(target=run, name="pod log", daemon=True)
     thread.start()

@@ -1,33 +1,12 @@
 """Interpreting a training pod's status: has it started, what does it wait for, how did it end."""
 
-import re
 from dataclasses import dataclass
 
 from d2plm.launch.client import JobKind
 from d2plm.launch.job_spec import PREPARATION_CONTAINER, Manifest
+from d2plm.launch.remedies import with_remedy
 
 STARTING = ("ContainerCreating", "PodInitializing")
-OUT_OF_MEMORY = "OOMKilled"
-REMEDIES = {
-    OUT_OF_MEMORY: "raise the job's memory, or lower the token budget",
-    "Evicted": "its node ran out of resources; request the cpu and memory that the pod needs",
-    "Unschedulable": "lower cpu, memory or gpus, tolerate the nodes' taints, or add nodes",
-    "ImagePullBackOff": "check the job's image and the namespace's credentials for its registry",
-    "ErrImagePull": "check the job's image and the namespace's credentials for its registry",
-    "ErrImageNeverPull": "load the image into the nodes",
-    "InvalidImageName": "correct the job's image",
-    "CreateContainerConfigError": "create the object that the pod refers to, or correct its name",
-}
-# Message of the scheduler or a quota → remedy, which overrides that of the reason.
-REMEDIES_BY_MESSAGE = {
-    r'persistentvolumeclaim "[^"]*" not found': "create the claim, or correct its name in claims",
-    r"unbound immediate PersistentVolumeClaims": "kubectl describe pvc says why it has no volume",
-    r"were unschedulable|\{node\.kubernetes\.io/unschedulable": "make its cordoned nodes available "
-    "(kubectl uncordon), or wait until they are",
-    r"exceeded quota": "lower cpu, memory or gpus, or raise the namespace's quota",
-    r"\d Insufficient ": "lower cpu, memory or gpus, or add nodes",
-    r"taint(?!\S* \{node\.kubernetes\.io/unschedulable)": "tolerate the nodes' taints",
-}
 
 
 @dataclass(frozen=True)
@@ -37,7 +16,10 @@ class PodState:
     Attributes:
         uid: unique ID; a replacement may have the same name.
         number: index among the pods that train together.
+        node: name of its node; empty if it has none.
         has_started: whether it has started to prepare or to train.
+        is_cut_off: whether its node does not answer.
+        grace_seconds: that a deleted pod has to end; None if it is not deleted.
         waits_for: why it has not started, if known.
         ended: how it failed; None if it has not failed.
         reason: Kubernetes' reason of the failure.
@@ -48,13 +30,30 @@ class PodState:
     name: str
     uid: str
     number: str
+    node: str
     has_started: bool
+    is_cut_off: bool = False
+    grace_seconds: int | None = None
     waits_for: str | None = None
     ended: str | None = None
     reason: str | None = None
     exit_code: int | None = None
     container: str | None = None
     ended_at: str | None = None
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it prepares, trains, or has completed."""
+        hindered = self.is_cut_off or self.grace_seconds is not None or self.ended is not None
+        return self.has_started and not hindered
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why it is not at work, if known."""
+        if self.is_cut_off:
+            return f"its node {self.node} does not answer"
+        is_ending = "is being deleted" if self.grace_seconds is not None else None
+        return self.ended or self.waits_for or is_ending
 
 
 def container_statuses(pod: Manifest) -> list[Manifest]:
@@ -65,20 +64,29 @@ def container_statuses(pod: Manifest) -> list[Manifest]:
 
 def state_of(pod: Manifest, kind: JobKind) -> PodState:
     metadata, status = pod["metadata"], pod.get("status", {})
-    statuses = container_statuses(pod)
+    statuses, conditions = container_statuses(pod), _conditions(pod)
     failed = next((s for s in statuses if s["state"].get("terminated", {}).get("exitCode")), None)
     terminated = failed["state"]["terminated"] if failed is not None else {}
     exit_code, reason = terminated.get("exitCode"), terminated.get("reason")
     ended = with_remedy(f"exit code {exit_code}", reason, None) if terminated else None
-    if status.get("phase") == "Failed" and status.get("reason"):  # Evicted, NodeLost …
-        reason = status["reason"]
-        ended = with_remedy(ended, reason, status.get("message"))
+    if status.get("phase") == "Failed" and (status.get("reason") or ended is None):
+        # Evicted, NodeShutdown …; a pod whose node was removed has the reason in a condition alone
+        known = status if status.get("reason") else conditions.get("DisruptionTarget", {})
+        reason = known.get("reason", "failed for an unknown reason")
+        ended = with_remedy(ended, reason, known.get("message"))
     ours = (PREPARATION_CONTAINER, kind.container)
     return PodState(
         name=metadata["name"],
         uid=metadata["uid"],
         number=metadata.get("labels", {}).get(kind.index_label, ""),
+        node=pod.get("spec", {}).get("nodeName", ""),
         has_started=any(s["name"] in ours and "waiting" not in s["state"] for s in statuses),
+        # The node controller changes only the first of these, when the heartbeats stay away.
+        is_cut_off=[conditions.get(kind, {}).get("status") for kind in ("Ready", "ContainersReady")]
+        == ["False", "True"],
+        grace_seconds=metadata.get("deletionGracePeriodSeconds", 0)
+        if "deletionTimestamp" in metadata
+        else None,
         waits_for=_waits_for(pod) if status.get("phase") == "Pending" else None,
         ended=ended,
         reason=reason,
@@ -88,12 +96,15 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
     )
 
 
+def _conditions(pod: Manifest) -> dict[str, Manifest]:
+    return {one["type"]: one for one in pod.get("status", {}).get("conditions") or ()}
+
+
 def unscheduled(pod: Manifest) -> tuple[str, str]:
     """(reason, message) of a pod that has no node; empty for other pods."""
-    for condition in pod.get("status", {}).get("conditions") or ():
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return condition.get("reason", ""), condition.get("message", "")
-    return "", ""
+    condition = _conditions(pod).get("PodScheduled", {"status": "True"})
+    has_node = condition["status"] != "False"
+    return ("", "") if has_node else (condition.get("reason", ""), condition.get("message", ""))
 
 
 def waiting(status: Manifest) -> tuple[str, str]:
@@ -106,16 +117,3 @@ def _waits_for(pod: Manifest) -> str | None:
     reasons = [unscheduled(pod), *map(waiting, container_statuses(pod))]
     said = (one for one in reasons if any(one) and one[0] not in STARTING)
     return next((with_remedy(None, *one) for one in said), None)
-
-
-def with_remedy(what: str | None, reason: str | None, message: str | None) -> str:
-    """One line with the event, Kubernetes' `reason` and `message`, and the remedy if known."""
-    detail = ": ".join(part for part in (reason, message) if part and part != "Error")
-    line = f"{what} ({detail})" if what and detail else what or detail
-    fitting = [
-        advice
-        for pattern, advice in REMEDIES_BY_MESSAGE.items()
-        if re.search(pattern, message or "")
-    ]
-    remedy = ", or ".join(fitting) or REMEDIES.get(reason or "")
-    return f"{line}; {remedy}" if remedy else line

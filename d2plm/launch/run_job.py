@@ -17,11 +17,14 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from d2plm.core.errors import ClusterError, LaunchError
+from d2plm.core.number_text import duration
 from d2plm.core.processes import unwound_by_sigterm
 from d2plm.core.terminal import done
 from d2plm.data.cache import digest_of
 from d2plm.launch.client import (
+    DELETED,
     JOB_KINDS,
+    LISTED,
     OBJECTS,
     PYTORCHJOB,
     TRAINING_RUNTIME,
@@ -42,17 +45,22 @@ from d2plm.launch.job_spec import (
     trainjob,
 )
 from d2plm.launch.logs import followed_log
-from d2plm.launch.pod_state import OUT_OF_MEMORY, PodState, state_of, with_remedy
+from d2plm.launch.pod_state import PodState, state_of
+from d2plm.launch.remedies import MISSING_QUEUE, OUT_OF_MEMORY, with_remedy
 
 EVENTS_SECONDS = (1.0, 60.0)  # least time between two requests for events: before, after the start
+REPORT_SECONDS = 60.0  # between two reports of the same wait
 SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
 # Exit codes of a worker that ended because another failed or because another job pre-empted it.
 CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 # Operators restart a worker that ran out of memory, although it will run out of memory again.
 MOST_DEATHS_BY_MEMORY = 3
 LOG_LINES = 20  # of a failed pod, in messages
+LOG_SECONDS = 20  # until the logs of failed pods have been read, or cannot be
 MOST_WITHOUT_LOG = 2  # failed preparations without a log that are tolerated
 GONE_SECONDS = 600  # until a deleted job and its pods are gone
+# Until a pod is stuck: on a node that does not answer, or deleted and beyond its grace period.
+STUCK_SECONDS = 120
 # Trainer looks up a TrainJob's runtime in its own cache, which may lag behind.
 RUNTIME_SECONDS = 60
 _NO_RUNTIME_YET = re.compile(r"training ?runtime.*(must be created|not found)", re.IGNORECASE)
@@ -65,27 +73,25 @@ def train_in_cluster(
     kind: JobKind,
     job: TrainingJob,
     *,
-    start_deadline_seconds: float = 1800,
     on_cancel: Literal["delete", "suspend"] = "delete",
     say: Callable[[str], None] = done,
 ) -> None:
     """Create or adopt `job` and wait for its end; SIGTERM or an interrupt cancels it.
 
     Args:
-        start_deadline_seconds: how long to wait for the first pod to run.
         on_cancel: whether a cancellation deletes or suspends the job.
         say: called with each line of worker 0's log and each event of the job.
 
     Raises:
         ClusterError: if the cluster rejects a request or does not answer, or the job is deleted.
-        LaunchError: if the job does not start in time, or fails; reports the exit of each pod and
-            the end of the log.
+        LaunchError: if the job waits beyond one of its deadlines, or fails; reports the exit of
+            each pod and the end of the log.
     """
     running = RunningJob(cluster, kind, job.name, say)
     with unwound_by_sigterm():  # a pipeline step has no other handler
         try:
             running.create(job)
-            running.follow(job, start_deadline_seconds)
+            running.follow(job)
         except (KeyboardInterrupt, SystemExit, HopelessError):
             running.cancel(on_cancel)
             raise
@@ -97,6 +103,7 @@ def delete_job(cluster: Cluster, name: str) -> None:
         if cluster.has(kind) and cluster.read(kind, name) is not None:
             _delete_objects(cluster, kind, name)
             done(f"{cluster.of(kind, name)} is deleted")
+            RunningJob(cluster, kind, name, done).report_stuck_pods()
 
 
 def _delete_objects(cluster: Cluster, kind: JobKind, name: str) -> None:
@@ -119,10 +126,15 @@ class RunningJob:
         self._events_due = 0.0
         self._warnings: dict[str, str] = {}  # last warning by name of the object
         self._pods: dict[str, PodState] = {}  # latest state by pod name
+        self._has_started = False  # whether any pod has
+        self._hindered_since: dict[str, float] = {}  # time by uid of pods that may be stuck
+        self._waiting = ("", 0.0)  # what for, and since when
+        self._reported_at: dict[str, float] = {}  # time of the last report of each wait
         self._ends: dict[str, PodState] = {}  # failed pods by uid
         self._log_ends: dict[str, list[str]] = {}  # last log lines of failed pods by uid
+        self._log_readers: list[threading.Thread] = []
         self._is_over = threading.Event()
-        self._lost: Exception | None = None  # why the pods cannot be watched
+        self._watch_error: Exception | None = None  # why the pods cannot be watched
 
     def __str__(self) -> str:
         return self.cluster.of(self.kind, self.name)
@@ -157,16 +169,16 @@ class RunningJob:
             self.say(f"{self} of an earlier attempt has failed: replacing it")
             _delete_objects(self.cluster, self.kind, self.name)
 
-    def follow(self, job: TrainingJob, start_deadline_seconds: float) -> None:
+    def follow(self, job: TrainingJob) -> None:
         """Report events until the job has ended.
 
         Raises:
             ClusterError: if the API server does not answer, or the job is deleted.
             LaunchError: if the job fails.
-            HopelessError: if the job does not start in time, or can no longer succeed.
+            HopelessError: if the job waits beyond a deadline, or can no longer succeed.
         """
         threading.Thread(target=self._watch_pods, name="pods", daemon=True).start()
-        began = waiting_since = time.monotonic()
+        began = time.monotonic()
         with ExitStack() as stack:
             stack.callback(self._is_over.set)  # ends the thread that watches the pods
             log = followed_log(self.cluster, self.kind, self.name, self.say)
@@ -178,22 +190,17 @@ class RunningJob:
                 ended = _condition(state, self.kind.succeeded, self.kind.failed)
                 if ended is not None:
                     break
-                if self._lost is not None:
-                    raise self._lost
+                if self._watch_error is not None:
+                    raise self._watch_error
                 now = time.monotonic()
                 if now >= self._events_due:  # not more often: they are listed for the namespace
-                    has_started = any(pod.has_started for pod in list(self._pods.values()))
-                    self._events_due = now + EVENTS_SECONDS[has_started]
+                    self._events_due = now + EVENTS_SECONDS[self._has_started]
                     self._report_events(state)
-                if is_suspended(self.kind, state):  # by a queue without free capacity
-                    waiting_since = now
-                elif now - waiting_since > start_deadline_seconds and not any(
-                    pod.has_started for pod in list(self._pods.values())
-                ):
-                    raise HopelessError(self._why_not_started(start_deadline_seconds))
+                self._wait(job, state, now)
                 if hopeless := self._why_hopeless(job, now - began):
                     raise HopelessError(*self._failure_report(*hopeless, last_lines))
             else:
+                self.report_stuck_pods()
                 raise ClusterError(
                     f"{self} was deleted while it was running; run the same command again to "
                     "resume training from its checkpoint"
@@ -216,10 +223,25 @@ class RunningJob:
         except (KeyboardInterrupt, SystemExit):  # another signal
             log.error("interrupted before the job was cancelled: %s", remains)
             raise
+        self.report_stuck_pods()
+
+    def report_stuck_pods(self) -> None:
+        """Report the pods of a job that has been deleted or suspended which cannot end."""
+        with suppress(ClusterError):  # of an account that may delete jobs only
+            pods = replace(self.cluster, patience_seconds=0).pods(self.kind, self.name)
+            for pod in self._stuck([state_of(pod, self.kind) for pod in pods], at_once=True):
+                self.say(self._how_to_end(pod))
 
     def _how_to_delete(self) -> str:
         plurals = ",".join(resource.plural for resource, _ in reversed(OBJECTS[self.kind]))
         return f"kubectl delete {plurals} {self.name} --namespace {self.cluster.namespace}"
+
+    def _how_to_end(self, pod: PodState) -> str:
+        what = "does not answer" if pod.is_cut_off else "does not end it"
+        return (
+            f"pod {pod.name}: its node {pod.node} {what}; if the node is gone, run kubectl delete "
+            f"pod {pod.name} --namespace {self.cluster.namespace} --force --grace-period=0"
+        )
 
     def _created(self, job: TrainingJob) -> bool:
         """Create the job; False if it already exists."""
@@ -236,6 +258,7 @@ class RunningJob:
             except ClusterError as error:
                 if not _NO_RUNTIME_YET.search(str(error)) or time.monotonic() > end:
                     raise
+                self._say_once("runtime", f"waiting until Trainer has seen the runtime of {self}")
                 time.sleep(1)
 
     def _create_runtime(self, runtime: Manifest) -> Manifest:
@@ -252,47 +275,78 @@ class RunningJob:
 
     def _wait_until_gone(self, kind: Resource) -> None:
         """Wait until the object of `kind` and the pods of a former job are gone."""
-        end = time.monotonic() + GONE_SECONDS
-        while left := self._left(kind):
-            self._say_once("gone", f"waiting until the former {self} is deleted")
-            if time.monotonic() > end:
+        began = time.monotonic()
+        while True:
+            there = self.cluster.read(kind, self.name)
+            pods = [state_of(p, self.kind) for p in self.cluster.pods(self.kind, self.name)]
+            if there is None and not pods:
+                return
+            waited = time.monotonic() - began
+            stuck = self._stuck(pods, at_once=True)
+            left = [self._how_to_end(pod) if pod in stuck else f"pod {pod.name}" for pod in pods]
+            if not left:
+                object_ = self.cluster.of(kind, self.name)
+                left = [f"{object_}; check that {self.kind.controller} is running"]
+            what, why = f"the former {self} is", "; ".join(left)
+            if waited > GONE_SECONDS:
                 raise ClusterError(
-                    f"the former {self} is not deleted after {GONE_SECONDS / 60:.0f} minutes: "
-                    f"{', '.join(left)}; check that {self.kind.controller} is running, or give "
-                    "the job another name"
+                    f"{what} not deleted after {duration(waited)}: {why}; or give the job another "
+                    "name"
                 )
+            limit = f"{duration(waited)} of {duration(GONE_SECONDS)}"
+            self._report_wait("gone", f"waiting until {what} deleted, for {limit}: {why}")
             time.sleep(1)
 
-    def _left(self, kind: Resource) -> list[str]:
-        there = self.cluster.read(kind, self.name)
-        left = [] if there is None else [self.cluster.of(kind, self.name)]
-        pods = self.cluster.pods(self.kind, self.name)
-        return left + [f"pod {pod['metadata']['name']}" for pod in pods]
+    def _stuck(self, pods: Sequence[PodState], *, at_once: bool = False) -> list[PodState]:
+        """Those of a job's `pods` that are stuck; `at_once`: without waiting `STUCK_SECONDS`."""
+        now, since = time.monotonic(), dict[str, float]()
+        for pod in pods:
+            if pod.is_cut_off or pod.grace_seconds is not None:
+                due = now + (0 if pod.is_cut_off else pod.grace_seconds or 0)
+                since[pod.uid] = min(due, self._hindered_since.get(pod.uid, due))
+        self._hindered_since = since
+        latest = now - (0 if at_once else STUCK_SECONDS)
+        return [pod for pod in pods if pod.uid in since and since[pod.uid] <= latest]
 
     def _watch_pods(self) -> None:
         """Watch the pods in a thread, because operators delete a pod at once to restart it."""
         try:
-            for pod in self.cluster.watched_pods(self.kind, self.name):
+            for change, pods in self.cluster.watched_pods(self.kind, self.name):
                 if self._is_over.is_set():
                     return
-                if pod is not None:
+                names = {pod["metadata"]["name"] for pod in pods}
+                if change == LISTED:
+                    self._pods = {name: pod for name, pod in self._pods.items() if name in names}
+                for pod in pods:
                     self._update_pod(pod)
+                if change == DELETED:
+                    self._pods = {n: pod for n, pod in self._pods.items() if n not in names}
         except Exception as error:  # raised again in the thread that follows the job
-            self._lost = error
+            self._watch_error = error
 
     def _update_pod(self, pod: Any) -> None:
         state = state_of(pod, self.kind)
         self._pods[state.name] = state
+        self._has_started |= state.has_started
         if state.ended is not None:
-            if state.uid not in self._ends:
-                container = state.container or self.kind.container
-                with suppress(ClusterError):  # the thread that follows the log reports it
-                    log_end = self.cluster.log(state.name, container, tailLines=LOG_LINES)
-                    self._log_ends[state.uid] = list(log_end)
+            is_new = state.uid not in self._ends
             self._ends[state.uid] = state
             self._say_once(state.uid, f"pod {state.name}: {state.ended}")
+            if is_new:  # at once, as operators delete the pod; in a thread, as its node may be lost
+                reader = threading.Thread(target=self._read_log_end, args=[state], daemon=True)
+                self._log_readers.append(reader)
+                reader.start()
         elif state.waits_for is not None:
             self._say_once(state.uid, f"pod {state.name} waits: {state.waits_for}")
+
+    def _read_log_end(self, pod: PodState) -> None:
+        from urllib3.exceptions import HTTPError
+
+        with suppress(ClusterError, HTTPError, OSError):
+            container = pod.container or self.kind.container
+            self._log_ends[pod.uid] = list(
+                self.cluster.log(pod.name, container, tailLines=LOG_LINES)
+            )
 
     def _report_events(self, job: Manifest) -> None:
         """Report each new warning about the job and the objects created for it."""
@@ -317,18 +371,70 @@ class RunningJob:
             self._said[about] = text
             self.say(text)
 
-    def _why_not_started(self, seconds: float) -> str:
-        waiting = [
-            f"{pod.name}: {pod.waits_for or self._warnings.get(pod.name) or 'not ready'}"
-            for pod in list(self._pods.values())
+    def _report_wait(self, about: str, text: str) -> None:
+        """Report a wait that continues, once in `REPORT_SECONDS`."""
+        now = time.monotonic()
+        if now - self._reported_at.get(about, -REPORT_SECONDS) >= REPORT_SECONDS:
+            self._reported_at[about] = now
+            self.say(text)
+
+    def _wait(self, job: TrainingJob, state: Manifest, now: float) -> None:
+        """Report what the job waits for, if it does, and give it up at its deadline.
+
+        Raises:
+            HopelessError: at the deadline, or at once if the wait cannot end.
+        """
+        pods = list(self._pods.values())
+        stuck = self._stuck(pods)
+        for pod in stuck:
+            self._say_once(f"stuck {pod.uid}", self._how_to_end(pod))
+        if is_suspended(self.kind, state):
+            what, key, why = "left its queue", "queue_deadline_seconds", self._why_suspended(state)
+        elif sum(pod.is_at_work for pod in pods) >= job.smallest:
+            self._waiting = "", now
+            return
+        else:
+            has_started = self._has_started
+            what = "continued on all its nodes" if has_started else "started"
+            key = "stall_deadline_seconds" if has_started else "start_deadline_seconds"
+            why = self._why_waiting(pods, stuck)
+        if self._waiting[0] != key:
+            self._waiting = key, now
+            self._reported_at[key] = now  # the reasons have been reported one by one
+        seconds, limit = now - self._waiting[1], getattr(job, key)
+        if seconds > limit:
+            raise HopelessError(f"{self} has not {what} within {key}={limit:g}: {why}")
+        waited = f"for {duration(seconds)} of {duration(limit)} ({key})"
+        self._report_wait(key, f"{self} has not {what} {waited}: {why}")
+
+    def _why_waiting(self, pods: Sequence[PodState], stuck: Sequence[PodState]) -> str:
+        reasons = [
+            self._how_to_end(pod)
+            if pod in stuck
+            else f"{pod.name}: {pod.hindrance or self._warnings.get(pod.name) or 'not ready'}"
+            for pod in pods
+            if not pod.is_at_work
         ]
-        if not waiting:
-            said = [f"{name}: {warning}" for name, warning in self._warnings.items()]
-            waiting = said or ["it has no pods; check that its operator is running"]
-        return (
-            f"{self} has not started within start_deadline_seconds={seconds:g}: "
-            f"{'; '.join(waiting)}"
-        )
+        reasons = reasons or [f"{name}: {warning}" for name, warning in self._warnings.items()]
+        return "; ".join(reasons or ["it lacks pods; check that its operator is running"])
+
+    def _why_suspended(self, job: Manifest) -> str:
+        """Why the job is suspended; `HopelessError` if its queue does not exist."""
+        queue = job["metadata"]["labels"].get(QUEUE_LABEL)
+        if queue is None:
+            return "it is suspended, by no queue"
+        why = f"Kueue holds it in queue {queue}"
+        try:
+            workload = self.cluster.workload(self.kind, job) or {}
+        except ClusterError as error:
+            return f"{why} ({error})"
+        for one in workload.get("status", {}).get("conditions") or ():
+            if (one["type"], one["status"]) == ("QuotaReserved", "False"):
+                why += f": {one['reason']}: {one['message']}"
+                if MISSING_QUEUE.search(one["message"]):
+                    raise HopelessError(f"{self}: {why}; correct the queue's name, or create it")
+        self._say_once("queue", f"{self}: {why}")
+        return why
 
     def _why_hopeless(self, job: TrainingJob, seconds: float) -> tuple[str, PodState | None] | None:
         """Why the job cannot succeed although its operator continues, and the pod at fault.
@@ -362,6 +468,9 @@ class RunningJob:
         pods = self.cluster.pods(self.kind, self.name)
         for pod in pods:
             self._update_pod(pod)  # the watch may lag behind
+        end = time.monotonic() + LOG_SECONDS
+        for reader in self._log_readers:
+            reader.join(max(end - time.monotonic(), 0))
         there = {pod["metadata"]["uid"] for pod in pods}
         seen = list(self._ends.values())
         present = [end for end in seen if end.uid in there]

@@ -75,5 +75,9 @@ class LauncherSettings(Settings):
     """time after which a completed job is deleted"""
     start_deadline_seconds: float = key(1800, above=0)
     """time limit for the first pod to run; after it the job fails with the reason"""
+    queue_deadline_seconds: float = key(604800, above=0)
+    """time limit for the job to leave its queue"""
+    stall_deadline_seconds: float = key(3600, above=0)
+    """time limit for a job that lacks pods after its start, such as those of a lost node"""
     on_cancel: Literal["delete", "suspend"] = key("delete")
     """action when the pipeline is cancelled"""

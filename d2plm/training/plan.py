@@ -232,7 +232,7 @@ def packed_loader(
         ConfigError: if the bins of a global batch cannot be shared evenly, with the numbers that
             can.
     """
-    micro_batches, bins = _partition(ranks, loading.token_budget, settings)
+    micro_batches, bins = partition(ranks, loading.token_budget, settings)
     return PackedLoader(
         collections,
         token_budget=loading.token_budget,
@@ -250,8 +250,13 @@ def packed_loader(
     )
 
 
-def _partition(ranks: int, token_budget: int, settings: TrainerSettings) -> tuple[int, int]:
-    """(micro-batches of a process in a step, bins of each of them)."""
+def partition(ranks: int, token_budget: int, settings: TrainerSettings) -> tuple[int, int]:
+    """(micro-batches of a process in a step, bins of each of them).
+
+    Raises:
+        ConfigError: if the bins of a global batch cannot be shared evenly, with the numbers that
+            can.
+    """
     accumulation = settings.gradient_accumulation_steps
     global_batch_tokens = settings.global_batch_tokens
     if global_batch_tokens is None:

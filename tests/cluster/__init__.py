@@ -16,14 +16,15 @@ To look: `job(name, plural)`, `pods(job)`, `pod(name)`, `log(pod)`, `events(name
 `processes(pod)`, `requests`, `count(verb, resource)`; to wait: `wait_for(condition)`,
 `wait_for_phase(pod, phase)`. Workers: `script(*scripts, worker=0)`; for their `envFrom`:
 `configure("configmaps", name, data)`. Nodes: `full()`, `without_image()`, `slow(seconds)`,
-`healthy()`; `over_quota()`; `oom_kill(pod)`, `evict(pod)`, `preempt(pod)`, `delete_pod(pod)`;
+`healthy()`, `lose_node(pod)`, `shut_down_node(pod, reason, message)`; `over_quota()`;
+`kueue(**queues)`; `oom_kill(pod)`, `evict(pod)`, `preempt(pod)`, `delete_pod(pod)`;
 `delete(plural, name, policy)`. API server:
 `forbid(verb, resource)`, `fail_next(times, status)`, `cut_watches(after)`, `cut_logs(after)`,
 `expire_watches()`, `stop_api()`, `start_api()`, `restart_api(seconds)`. Objects of custom resources
 must pass their closed schemas where $D2PLM_CRD_DIR is set.
 
 Not here: Master replicas, restart policies other than ExitCode and Never, ClusterTrainingRuntimes,
-TTLs, Kueue, services and DNS, and resource limits. What differs from the controllers' documentation
+TTLs, services and DNS, and resource limits. What differs from the controllers' documentation
 says where it was seen.
 """
 

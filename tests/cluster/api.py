@@ -463,7 +463,14 @@ class _Handler(BaseHTTPRequestHandler):
         if container not in containers + starting:
             message = f"container {container} is not valid for pod {request.name}"
             raise Refusal(400, "BadRequest", message)
-        log = self.api.kubelet.log_of(pod["metadata"]["uid"], container)
+        uid, generation = pod["metadata"]["uid"], self.api.faults.cuts["log"].generation
+        if uid in self.api.kubelet.lost:
+            while not self.api.kubelet.lost[uid] and self._is_wanted("log", generation):
+                time.sleep(POLL_SECONDS)
+            said = "dial tcp 10.0.0.9:10250: connect: no route to host"
+            path = f"containerLogs/{request.namespace}/{request.name}/{container}"
+            raise Refusal(500, "", f'Get "https://10.0.0.9:10250/{path}": {said}')
+        log = self.api.kubelet.log_of(uid, container)
         if log is None:
             what = f'container "{container}" in pod "{request.name}" is waiting to start'
             raise Refusal(400, "BadRequest", f"{what}: {_why_waiting(pod, container)}")

@@ -3,7 +3,7 @@
 import threading
 from collections import defaultdict
 
-from tests.cluster import pytorchjob, trainjob
+from tests.cluster import kueue, pytorchjob, trainjob
 from tests.cluster.store import FOREGROUND, RESOURCES, Object, Refusal, Store
 
 RECONCILERS = {"pytorchjobs": pytorchjob.reconcile, "trainjobs": trainjob.reconcile}
@@ -54,6 +54,7 @@ class Controllers:
                 return
             try:
                 RECONCILERS[plural](self.store, job)
+                kueue.reconcile(self.store, plural, job)
             except Refusal as refusal:
                 if refusal.code != 404:
                     raise  # else: deleted meanwhile
@@ -68,7 +69,7 @@ class Controllers:
         with self.store.changed:
             objects = {
                 content["metadata"]["uid"]: (plural, content)
-                for plural in (*OWNERS, "pods")
+                for plural in (*OWNERS, "workloads", "pods")
                 for content in self.store.list(plural)
             }
             owned: defaultdict[str, list[Object]] = defaultdict(list)  # references to it, by uid

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.cluster import pytorchjob, schema, trainjob
+from tests.cluster import kueue, pytorchjob, schema, trainjob
 from tests.cluster.api import ApiServer, Faults, Request, _Fault
 from tests.cluster.controllers import Controllers
 from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
@@ -21,6 +21,7 @@ LAUNCHER_ROLE = frozenset(
     {(plural, verb) for plural in _OBJECTS for verb in _ON_OBJECTS}
     | {("pods", verb) for verb in ("get", "list", "watch")}
     | {("pods/log", "get"), ("events", "list"), ("trainingruntimes/finalizers", "update")}
+    | {("workloads", "list")}
 )
 FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0"
@@ -196,6 +197,13 @@ class Cluster:
             self.store.version += 1  # controllers look again
             self.store.changed.notify_all()
 
+    def kueue(self, **queues: str) -> None:
+        """Install Kueue with these queues, and why each admits no job; an empty text: it does."""
+        with self.store.changed:
+            self.store.queues = queues
+            self.store.version += 1  # controllers look again
+            self.store.changed.notify_all()
+
     def without_image(self, message: str = NO_IMAGE, workers: Iterable[int] | None = None) -> None:
         """The image cannot be pulled; by the workers named, or by all."""
         chosen = None if workers is None else frozenset(workers)
@@ -219,6 +227,23 @@ class Cluster:
         known = self.pod(pod)
         self.store.record(known, "Warning", "Evicted", message)
         self.kubelet.runner(known).kill(137, "Error", {"reason": "Evicted", "message": message})
+
+    def shut_down_node(self, pod: str, reason: str, message: str) -> None:
+        """End a pod as the shutdown of its node does: phase Failed, without container statuses."""
+        words = {"reason": reason, "message": message, "containerStatuses": []}
+        self.kubelet.runner(self.pod(pod)).kill(137, "Error", words)
+
+    def lose_node(self, pod: str, answers: bool = True) -> None:
+        """Cut a pod off with its node, as the node controller sees it; it stays when deleted.
+
+        Its log is answered with an error, or (`answers=False`) not at all.
+        """
+        known = self.pod(pod)
+        self.kubelet.lost[known["metadata"]["uid"]] = answers
+        with self.store.edit("pods", NAMESPACE, _name(known)) as edited:
+            set_condition(edited, "Ready", "False")
+        self.store.record(known, "Warning", "NodeNotReady", "Node is not ready")
+        self.kubelet.runner(known).kill(137, "Error")
 
     def preempt(self, pod: str) -> None:
         """Delete a pod as the scheduler does for one of higher priority: SIGTERM, then SIGKILL."""
@@ -299,6 +324,9 @@ class Cluster:
 
     def _admit(self, plural: str, content: Object, is_new: bool) -> None:
         resource = RESOURCES[plural]
+        is_queued = kueue.QUEUE in content["metadata"].get("labels", {})
+        if is_new and is_queued and self.store.queues is not None and plural in OPERATORS:
+            kueue.set_suspended(content, True)
         if found := schema.errors(resource, content):
             name = content["metadata"].get("name")
             what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'

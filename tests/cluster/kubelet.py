@@ -157,6 +157,7 @@ class Kubelet:
         self.faults = NodeFaults()
         self.scripts: dict[int | None, list[Script]] = {}
         self.errors: list[BaseException] = []
+        self.lost: dict[str, bool] = {}  # uid of pods on lost nodes → whether logs are answered
         self._runners: dict[str, _Runner] = {}
         self._gone_at: dict[str, float] = {}  # when a deleted pod that has ended goes, by uid
         self._ports: dict[str, int] = {}
@@ -225,6 +226,8 @@ class Kubelet:
             runner = self._runners[metadata["uid"]] = _Runner(self, pod)
             runner.start()
         elif "deletionTimestamp" in metadata and not runner.is_alive():
+            if metadata["uid"] in self.lost and metadata["deletionGracePeriodSeconds"] > 0:
+                return  # nobody confirms the end of its processes
             # As in a cluster, whose kubelet takes a moment to confirm that nothing is left.
             gone_at = self._gone_at.setdefault(metadata["uid"], time.monotonic() + REMOVAL_SECONDS)
             if time.monotonic() >= gone_at:
@@ -437,6 +440,8 @@ class _Runner(threading.Thread):
 
     def _edited(self) -> Any:
         metadata = self.pod["metadata"]
+        if metadata["uid"] in self.kubelet.lost:
+            raise Refusal(503, "", "the node is lost")
         return self.kubelet.store.edit("pods", metadata["namespace"], metadata["name"])
 
     def _set(self, **status: Any) -> None:
@@ -455,7 +460,6 @@ class _Runner(threading.Thread):
     def _set_state(self, statuses: str, container: Object, state: Object, **status: Any) -> None:
         ready = "running" in state and statuses == "containerStatuses"
         with self._edited() as pod:
-            pod["status"] |= status
             known = pod["status"].setdefault(statuses, [])
             known[:] = [c for c in known if c["name"] != container["name"]]
             known.append(
@@ -470,8 +474,10 @@ class _Runner(threading.Thread):
                     "lastState": {},
                 }
             )
+            pod["status"] |= status
             if statuses == "containerStatuses":
                 set_condition(pod, "Ready", str(ready))
+                set_condition(pod, "ContainersReady", str(ready))
 
     def _record(self, kind: str, reason: str, message: str) -> None:
         self.kubelet.store.record(self.pod, kind, reason, message)

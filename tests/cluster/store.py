@@ -43,6 +43,7 @@ RESOURCES = {
         Resource("", "v1", "events", "Event"),
         Resource("", "v1", "configmaps", "ConfigMap"),
         Resource("", "v1", "secrets", "Secret"),
+        Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload"),
         Resource("argoproj.io", "v1alpha1", "workflows", "Workflow"),
         Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob"),
         Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
@@ -100,6 +101,8 @@ class Store:
         self.oldest = 0  # version from which a watch can still start
         self.history: list[Change] = []
         self.quota: str | None = None  # what is said of pods that may not be created
+        # Kueue's queues, and why they admit nothing; None: it is not installed
+        self.queues: dict[str, str] | None = None
         self._made_at: dict[str, float] = {}  # by uid
         self._objects: dict[tuple[str, str, str], Object] = {}
         self._recorded: set[tuple[str, str, str]] = set()

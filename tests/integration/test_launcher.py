@@ -18,7 +18,7 @@ from d2plm.assembly.training_job import where_to_train
 from d2plm.config import compose
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.launch import client as requests
-from d2plm.launch import logs
+from d2plm.launch import logs, run_job
 from d2plm.launch.client import PYTORCHJOB, TRAINJOB, JobKind, connect
 from d2plm.launch.job_spec import TrainingJob, pytorchjob
 from d2plm.launch.run_job import RunningJob, train_in_cluster
@@ -28,6 +28,7 @@ from tests.cluster import NAMESPACE, Cluster, Script
 from tests.integration.conftest import REPOSITORY, Prepared, steps
 
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
+LATE = replace(JOB, start_deadline_seconds=1.5)
 BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
 # Where the launcher does the same for both kinds.
 ALIKE = pytest.mark.parametrize(
@@ -53,6 +54,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         monkeypatch.setattr(requests, "WATCH_SECONDS", 1)
         monkeypatch.setattr(requests, "LONGEST_PAUSE_SECONDS", 1)
+        monkeypatch.setattr(requests, "LOG_SECONDS", 2)
+        monkeypatch.setattr(requests, "QUIET_LOG_SECONDS", 3)
         monkeypatch.setattr(logs, "PAUSE_SECONDS", 0.05)
         yield double
 
@@ -111,16 +114,17 @@ def test_a_job_is_created_followed_line_by_line_and_succeeds(
 
 
 @ALIKE
+@pytest.mark.parametrize("code", [1, 2])
 def test_a_failure_tells_each_pods_exit_code_and_the_log_of_the_one_that_failed(
-    cluster: Cluster, kind: JobKind
+    cluster: Cluster, kind: JobKind, code: int
 ) -> None:
-    cluster.script(Script(lines=("worker 0 saves",), exit_code=143, seconds=1), worker=0)
-    cluster.script(Script(lines=("no such key: 'modle'",), exit_code=2, seconds=0.2), worker=1)
-    error = launched(kind).failure()
-    assert error.exit_code == 2
+    cluster.script(Script(lines=("worker 0 saves",), exit_code=143, seconds=600), worker=0)
+    cluster.script(Script(lines=("no such key: 'modle'",), exit_code=code, seconds=0.2), worker=1)
+    error = launched(kind).failure(30)
+    assert error.exit_code == code
     text = str(error)
     assert text.startswith(f"{kind.name} d2plm/mine failed")
-    assert "exit code 2" in text
+    assert f"exit code {code}" in text
     assert "no such key: 'modle'" in text.partition("the last lines of ")[2]
 
 
@@ -180,7 +184,7 @@ def test_what_does_not_start_is_given_up_with_what_keeps_it(
     cluster: Cluster, kind: JobKind, trouble: str, word: str, mend: str
 ) -> None:
     getattr(cluster, trouble)()
-    launch = launched(kind, start_deadline_seconds=1.5)
+    launch = launched(kind, LATE)
     error = str(launch.failure())
     assert "start_deadline_seconds=1.5" in error
     assert word in error
@@ -189,10 +193,142 @@ def test_what_does_not_start_is_given_up_with_what_keeps_it(
     cluster.wait_for(lambda: cluster.job("mine", kind.plural) is None)
 
 
+@BOTH
+def test_a_lost_node_is_named_by_the_job_its_cancellation_and_the_next_job(
+    cluster: Cluster, kind: JobKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_job, "STUCK_SECONDS", 1)
+    monkeypatch.setattr(run_job, "REPORT_SECONDS", 1)
+    job = replace(JOB, stall_deadline_seconds=5)
+    cluster.script(Script(seconds=600))
+    launch = launched(kind, job)
+    name = cluster.wait_for(lambda: running(cluster, 0) and running(cluster, 1))["metadata"]["name"]
+    cluster.lose_node(name)
+    force = f"kubectl delete pod {name} --namespace d2plm --force --grace-period=0"
+    advice = f"pod {name}: its node node-1 does not answer; if the node is gone, run {force}"
+    cluster.wait_for(lambda: advice in launch.said)
+    cluster.delete_pod(name)  # as the node controller does after a time
+    error = str(launch.failure(30))
+    assert "has not continued on all its nodes within stall_deadline_seconds=5" in error
+    assert advice in error
+    said = "\n".join(launch.said)
+    assert "of 5 s (stall_deadline_seconds): " in said
+    assert advice in said.partition("cancelled: ")[2]
+    following = launched(kind, job)
+    cluster.wait_for(lambda: any(advice in line for line in following.said))
+    assert "waiting until the former" in following.said[0]
+    cluster.script(Script(lines=("again",)))
+    cluster.delete_pod(name, grace_seconds=0)
+    assert "again" in following.finish(30)
+
+
+def test_the_former_job_of_a_lost_node_is_given_up_with_its_pod(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_job, "GONE_SECONDS", 1)
+    cluster.script(Script(seconds=600))
+    first = launched()
+    cluster.wait_for(lambda: running(cluster, 1))
+    cluster.lose_node("mine-worker-1")
+    cluster.delete("pytorchjobs", "mine")
+    with pytest.raises(ClusterError, match="was deleted while it was running"):
+        first.finish()
+    cluster.delete_pod("mine-worker-0", grace_seconds=0)
+    cluster.wait_for(lambda: len(cluster.pods()) == 1)
+    with pytest.raises(ClusterError) as caught:
+        launched().finish(20)
+    assert "kubectl delete pod mine-worker-1 --namespace d2plm --force" in str(caught.value)
+    assert "operator" not in str(caught.value)
+
+
+def test_fewer_nodes_train_on_without_a_lost_one_for_longer_than_the_deadline(
+    cluster: Cluster,
+) -> None:
+    cluster.script(Script(seconds=4), worker=0)
+    cluster.script(Script(seconds=600), Script(), worker=1)
+    launch = launched(job=replace(JOB, min_nodes=1, stall_deadline_seconds=1))
+    cluster.wait_for(lambda: running(cluster, 0) and running(cluster, 1))
+    cluster.lose_node("mine-worker-1")
+    time.sleep(2.5)
+    cluster.delete_pod("mine-worker-1", grace_seconds=0)
+    launch.finish(30)
+
+
+@ALIKE
+@pytest.mark.parametrize("ends_by", ["an exit code", "the node's shutdown"])
+def test_a_log_that_cannot_be_read_holds_nothing_up(
+    cluster: Cluster, kind: JobKind, ends_by: str
+) -> None:
+    """A pod that ended with its node may have no container statuses either."""
+    cluster.fail_next(10_000, 500, "get", "pods/log")
+    is_code = ends_by == "an exit code"
+    cluster.script(Script(seconds=600), Script(), worker=0)
+    cluster.script(Script(seconds=1 if is_code else 600, exit_code=1), Script(), worker=1)
+    launch = launched(kind)
+    pod = cluster.wait_for(lambda: running(cluster, 0) and running(cluster, 1))["metadata"]["name"]
+    if is_code:
+        assert f"{pod}: exit code 1" in str(launch.failure(40))
+        return
+    message = "Pod was terminated in response to imminent node shutdown."
+    cluster.shut_down_node(pod, "Terminated", message)
+    cluster.wait_for(lambda: f"pod {pod}: Terminated: {message}" in launch.said, 10)
+    if kind is PYTORCHJOB:  # a TrainJob starts anew as a whole
+        cluster.delete_pod("mine-worker-0")
+    launch.finish(30)
+
+
+def test_a_log_that_hangs_holds_nothing_up(cluster: Cluster) -> None:
+    cluster.script(Script(lines=("first",), seconds=600), Script(lines=("second",)), worker=0)
+    cluster.script(Script(seconds=600), Script(), worker=1)
+    launch = launched()
+    cluster.wait_for(lambda: running(cluster, 1) and "first" in launch.said)
+    cluster.lose_node("mine-worker-0", answers=False)
+    time.sleep(1)
+    cluster.evict("mine-worker-1")
+    cluster.wait_for(lambda: any("Evicted" in line for line in launch.said), 5)
+    cluster.delete_pod("mine-worker-0", grace_seconds=0)
+    assert "second" in launch.finish(30)
+
+
+@BOTH
+def test_a_queue_that_does_not_exist_ends_the_job_at_once(cluster: Cluster, kind: JobKind) -> None:
+    cluster.kueue(research="")
+    text = str(launched(kind, replace(JOB, queue="nope")).failure(20))
+    assert "Kueue holds it in queue nope: Inadmissible: LocalQueue nope doesn't exist" in text
+    cluster.wait_for(lambda: cluster.job("mine", kind.plural) is None)
+
+
+@BOTH
+def test_why_a_queue_holds_a_job_is_said_once(cluster: Cluster, kind: JobKind) -> None:
+    message = "couldn't assign flavors to pod set worker: 50m more needed"
+    cluster.kueue(research=message)
+    cluster.script(Script(lines=("step 1",)))
+    launch = launched(kind, replace(JOB, queue="research"))
+    held = f"{kind.name} d2plm/mine: Kueue holds it in queue research: Pending: {message}"
+    cluster.wait_for(lambda: held in launch.said)
+    time.sleep(3)
+    assert launch.said.count(held) == 1
+    cluster.kueue(research="")
+    assert "step 1" in launch.finish(30)
+
+
+def test_a_full_queue_is_given_up_at_its_deadline_with_a_report_before(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_job, "REPORT_SECONDS", 1)
+    cluster.forbid("list", "workloads")  # an older Role
+    cluster.kueue(research="50m more needed")
+    launch = launched(job=replace(JOB, queue="research", queue_deadline_seconds=3))
+    text = str(launch.failure(20))
+    assert "has not left its queue within queue_deadline_seconds=3: Kueue holds it" in text
+    assert "(403)" in text
+    assert any("of 3 s (queue_deadline_seconds): Kueue holds it" in line for line in launch.said)
+
+
 def test_a_queue_may_hold_a_job_for_longer_than_it_may_take_to_start(cluster: Cluster) -> None:
     cluster.script(Script())
     cluster.full()
-    launch = launched(job=replace(JOB, queue="research"), start_deadline_seconds=1.5)
+    launch = launched(job=replace(LATE, queue="research"))
     cluster.wait_for(lambda: cluster.job("mine"))
     connect().suspend(PYTORCHJOB, "mine", True)
     time.sleep(3)
@@ -207,8 +343,8 @@ def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(
 ) -> None:
     words = "import time; print('clustering', flush=True); time.sleep(3); print('prepared')"
     echo = ("--no-python", "echo", "step 1")
-    job = replace(JOB, nodes=1, preparation=("python", "-c", words), arguments=echo)
-    said = launched(kind, job, start_deadline_seconds=1.5).finish()
+    job = replace(LATE, nodes=1, preparation=("python", "-c", words), arguments=echo)
+    said = launched(kind, job).finish()
     assert [line for line in said if line in ("clustering", "prepared", "step 1")] == [
         *("clustering", "prepared", "step 1")
     ]
@@ -288,11 +424,11 @@ def test_a_trainjob_goes_whatever_somebody_deletes_and_how(
 def test_a_trainjob_that_did_not_succeed_is_gone_when_its_step_is_tried_again(
     cluster: Cluster, trouble: str
 ) -> None:
-    job = replace(JOB, deadline_seconds=2 if trouble == "late" else None)
+    job = replace(LATE, deadline_seconds=2 if trouble == "late" else None)
     cluster.script(Script(exit_code=1) if trouble == "failed" else Script(seconds=60))
     if trouble == "given up":
         cluster.full()
-    launched(TRAINJOB, job, start_deadline_seconds=1.5).failure()
+    launched(TRAINJOB, job).failure()
     cluster.healthy()
     cluster.script(Script(lines=("again",)))
     assert "again" in launched(TRAINJOB, job).finish(20)
@@ -339,7 +475,7 @@ def test_a_job_that_may_have_no_pods_is_given_up_with_the_reason(
     cluster: Cluster, kind: JobKind
 ) -> None:
     cluster.over_quota()
-    assert "exceeded quota: team" in str(launched(kind, start_deadline_seconds=1.5).failure())
+    assert "exceeded quota: team" in str(launched(kind, LATE).failure())
 
 
 def test_warnings_about_other_jobs_and_a_former_one_are_not_this_jobs(cluster: Cluster) -> None:
@@ -410,12 +546,12 @@ def test_an_api_server_that_is_restarted_in_the_middle_is_waited_for(cluster: Cl
 def test_an_api_server_that_stays_away_is_given_up_and_the_job_left(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "RETRIES", 2)
+    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
     cluster.script(Script(seconds=30))
     launch = launched()
     cluster.wait_for(lambda: running(cluster, 0))
     cluster.stop_api()
-    with pytest.raises(ClusterError, match="the Kubernetes API did not answer"):
+    with pytest.raises(ClusterError, match=r"no answer \("):
         launch.finish()
     assert cluster.job("mine") is not None
 
@@ -453,15 +589,6 @@ def test_a_cluster_without_the_operator_reports_what_to_install(
             launched().finish()
         assert connect().has(TRAINJOB)
         assert not connect().has(PYTORCHJOB)
-
-
-def test_a_job_that_somebody_deletes_is_no_success(cluster: Cluster) -> None:
-    cluster.script(Script(seconds=30))
-    launch = launched()
-    cluster.wait_for(lambda: running(cluster, 0))
-    connect().delete(PYTORCHJOB, "mine")
-    with pytest.raises(ClusterError, match="was deleted while it was running"):
-        launch.finish()
 
 
 def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(

@@ -19,6 +19,7 @@ PODS = f"{NAMESPACE}/pods"
 NODES = "/api/v1/nodes"
 QUEUE = "/apis/kueue.x-k8s.io/v1beta1/namespaces/d2plm/localqueues/team"
 PYTORCHJOBS = "/apis/kubeflow.org/v1"
+ISTIO = "/apis/security.istio.io"
 TRAINJOBS = "/apis/trainer.kubeflow.org/v1alpha1"
 CREATE_PYTORCHJOB = f"{PYTORCHJOBS}/namespaces/d2plm/pytorchjobs"
 CREATE_RUNTIME = f"{TRAINJOBS}/namespaces/d2plm/trainingruntimes"
@@ -143,6 +144,7 @@ def healthy() -> dict[str, Answer]:
         CREATE_RUNTIME: {},
         CREATE_TRAINJOB: {},
         CLAIM: claim(),
+        NAMESPACE: {},
         PODS: {"items": []},
         NODES: {"items": [node("gpu-a", gpus=8), node("gpu-b", gpus=8), node("small")]},
         QUEUE: {"status": {"conditions": [{"type": "Active", "status": "True"}]}},

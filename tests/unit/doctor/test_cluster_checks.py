@@ -17,6 +17,8 @@ from tests.unit.doctor.api import (
     CREATE_RUNTIME,
     CREATE_TRAINJOB,
     IMAGE,
+    ISTIO,
+    NAMESPACE,
     NODES,
     PODS,
     PYTORCHJOBS,
@@ -45,11 +47,16 @@ def address(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def cluster_for(
-    kind: str = "auto", timeout_seconds: float = 5, image: str = IMAGE, **changes: Any
+    kind: str = "auto",
+    timeout_seconds: float = 5,
+    image: str = IMAGE,
+    tracking_uri: str | None = None,
+    **changes: Any,
 ) -> ClusterChecks:
     """The checks for a launcher's job, which is as shipped but for `changes`."""
     whole = {"claims": {"d2plm-workspace": "/workspace"}, **changes}
-    return ClusterChecks(kind, TrainingJob("doctor", image, (), **whole), timeout_seconds)
+    job = TrainingJob("doctor", image, (), **whole)
+    return ClusterChecks(kind, job, timeout_seconds, tracking_uri)
 
 
 def verdicts(**changes: Any) -> Verdicts:
@@ -140,6 +147,8 @@ def test_a_pod_that_the_namespace_does_not_admit_fails_with_the_reason(
     api.rejected[PODS] = (403, f'pods "doctor" is forbidden: {message}')
     found = verdict("pod")
     assert found.status == "failed" and message in found.found
+    assert ("raise the namespace's quota" in found.found) == ("quota" in message)
+    assert ("access.yaml" in found.found) == ("quota" not in message)
 
 
 def test_an_account_that_may_not_create_pods_tries_none(api: Api) -> None:
@@ -229,6 +238,48 @@ def test_every_claim_of_the_launcher_is_looked_at() -> None:
     assert found["claim extra"].status == "failed"
 
 
+def test_a_claim_has_the_access_modes_of_its_volume(api: Api) -> None:
+    seen = claim(mode="ReadWriteOnce")
+    seen["status"]["accessModes"] = ["ReadWriteOnce", "ReadWriteMany"]
+    api.answers[CLAIM] = seen
+    assert verdict(CLAIM_CHECK) == Verdict("ok", "Bound, ReadWriteOnce, ReadWriteMany")
+
+
+def test_an_administrator_has_no_permissions_in_a_namespace_that_does_not_exist(api: Api) -> None:
+    del api.answers[NAMESPACE]
+    found = verdict("permissions")
+    assert found.status == "failed" and found.found == "the cluster has no namespace d2plm"
+    api.forbidden = {("get", "namespaces")}  # an account that cannot know
+    assert verdict("permissions").status == "ok"
+
+
+def policy(mode: str, namespace: str, **spec: Any) -> dict[str, Any]:
+    metadata = {"name": mode.lower(), "namespace": namespace}
+    return {"metadata": metadata, "spec": {"mtls": {"mode": mode}, **spec}}
+
+
+@pytest.mark.parametrize(
+    ("own", "of_mesh", "strict"),
+    [
+        (["STRICT"], [], "mlflow/strict"),
+        ([], ["STRICT"], "istio-system/strict"),
+        (["PERMISSIVE"], ["STRICT"], None),
+        ([], [], None),
+    ],
+)
+def test_a_strict_peer_authentication_is_named(
+    api: Api, own: list[str], of_mesh: list[str], strict: str | None
+) -> None:
+    api.answers[ISTIO] = {"preferredVersion": {"version": "v1"}}
+    for namespace, modes in (("mlflow", own), ("istio-system", of_mesh)):
+        items = [policy(mode, namespace) for mode in modes]
+        path = f"{ISTIO}/v1/namespaces/{namespace}/peerauthentications"
+        api.answers[path] = {"items": items}
+    found = verdict("Istio", tracking_uri="http://server.mlflow.svc.cluster.local:5000")
+    assert found.status == ("ok" if strict is None else "warning")
+    assert strict is None or (strict in found.found and "PERMISSIVE" in found.fix)
+
+
 def test_too_few_gpus_are_warned_of(api: Api) -> None:
     api.answers[NODES] = {"items": [node("gpu-a", gpus=8), node("small")]}
     found = verdict("GPUs", gpus=8, nodes=2)
@@ -288,7 +339,7 @@ def test_a_server_that_is_gone_fails_at_once(
     config = write_kube_config(tmp_path / "gone", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("KUBECONFIG", str(config))
     found = reached()
-    assert found.status == "failed" and "did not answer after 0 retries" in found.found
+    assert found.status == "failed" and "no answer (" in found.found
 
 
 def test_a_server_that_never_answers_is_given_up_after_the_timeout(

@@ -156,3 +156,21 @@ sys.exit(code)
 def test_a_heartbeat_in_the_middle_of_a_signal_prints_no_traceback() -> None:
     run = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (143, "")
+
+
+RENDEZVOUS = """
+import subprocess, sys, threading, time
+from d2plm.launch import elastic
+elastic.REPORT_SECONDS = 0.2
+threading.Thread(target=elastic._report_rendezvous, daemon=True).start()
+time.sleep(1)
+subprocess.Popen(["sleep", "1"])
+print("started", file=sys.stderr, flush=True)
+time.sleep(1)
+"""
+
+
+def test_a_node_reports_that_it_waits_for_the_others_until_it_has_workers() -> None:
+    run = subprocess.run([sys.executable, "-c", RENDEZVOUS], capture_output=True, text=True)
+    before, _, after = run.stderr.partition("started")
+    assert "waiting for the other nodes for" in before and not after.strip()

@@ -182,7 +182,7 @@ def test_the_trainjob_says_what_its_runtime_does_not() -> None:
 def test_settings_go_to_the_pods_without_those_of_the_launcher(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["launcher=pytorchjob", "launcher.name=mine", "launcher.nodes=2", "model=35m"]
+    words = ["launcher=pytorchjob", "launcher.name=mine", "model=35m"]
     assert main(["job", "show", *words, "data.input=/proteins/a b.fasta"]) == 0
     document = yaml.safe_load(capsys.readouterr().out)
     pod = document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
@@ -199,6 +199,7 @@ def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_rejected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
+    words.append("trainer.global_batch_tokens=131072")
     assert main([*words, "launcher.gpus=8"]) == 2
     assert "trainer=multi_gpu" in capsys.readouterr().err
     assert main([*words, "trainer=multi_gpu"]) == 2
@@ -215,7 +216,13 @@ def test_dimensions_that_do_not_fit_the_pods_are_rejected_before_there_are_any(
     assert "distributed.tensor=2" in capsys.readouterr().err
     words += ["launcher.nodes=2", "launcher.min_nodes=1"]
     assert main([*words, "distributed.tensor=2"]) == 2  # one pod alone could not go on
-    assert main([*words, "distributed.tensor=2", "distributed.processes=2"]) == 0
+    words += ["distributed.processes=2", "data.token_budget=1024"]
+    words += ["trainer.global_batch_tokens=2048"]
+    assert main([*words, "distributed.tensor=2"]) == 0
+    capsys.readouterr()
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "trainer.global_batch_tokens=2048: its 2 bins" in said and "4 processes" in said
 
 
 def test_settings_that_would_not_reach_the_pods_are_rejected(
@@ -224,6 +231,8 @@ def test_settings_that_would_not_reach_the_pods_are_rejected(
     words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
     assert main([*words, "--config-name", "train"]) == 2
     assert "not passed to" in capsys.readouterr().err
+    assert main([*words, "launcher.claims=null"]) == 2
+    assert "launcher.claims=None: must be a mapping" in capsys.readouterr().err
 
 
 def test_numbers_are_text_where_the_api_wants_text() -> None:

@@ -68,6 +68,17 @@ def test_a_pod_without_a_node_is_given_the_advice_that_its_message_asks_for(
     assert other not in waits_for.partition(message)[2]
 
 
+def test_a_pod_without_container_statuses_ends_with_its_reason_from_wherever_it_is() -> None:
+    assert read("Failed", reason="NodeShutdown", message="rejected").ended == (
+        "NodeShutdown: rejected"
+    )
+    removed = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
+    removed |= {"message": "PodGC: node no longer exists"}
+    state = read("Failed", [container(running={})], conditions=[removed])
+    assert state.ended == "DeletionByPodGC: PodGC: node no longer exists"
+    assert read("Failed").ended == "failed for an unknown reason"
+
+
 @pytest.mark.parametrize("initial", [True, False])
 def test_an_image_that_cannot_be_pulled_is_said_and_starting_is_not(initial: bool) -> None:
     where = "initContainerStatuses" if initial else "containerStatuses"
