@@ -11,7 +11,7 @@ from pipelines.pod_settings import set_gpus, set_resources, set_surroundings
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 NAME = "d2plm"
-RETRIES = 2  # after a lost node or a temporarily unavailable server
+RETRIES = 2  # after a lost pod; a step itself retries what is temporary
 EXAMPLE = "/opt/d2plm/examples/data/uniprot_20k.fasta.gz"  # in the images
 
 
@@ -122,4 +122,4 @@ def pipeline(
         # steps themselves reuse results for data with the same digest.
         step.set_caching_options(enable_caching=False)
     for step in steps:  # retries reuse finished work, and training adopts its job by name
-        step.set_retry(RETRIES, backoff_duration="60s", backoff_factor=2.0)
+        step.set_retry(RETRIES, backoff_duration="5s", backoff_factor=2.0)

@@ -8,11 +8,13 @@ image that prepares the data has no torch.
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from typing import TypeVar
 
 from d2plm.config import compose, quoted, read, save
 from d2plm.core.errors import D2PLMError
@@ -20,6 +22,8 @@ from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigt
 from d2plm.core.terminal import configure_logging, done
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.registry import load_modules, module_words
+from pipelines import record
+from pipelines.retries import patiently
 
 # Pipeline parameter → configuration key; keys without a dot are groups.
 PARAMETERS = {
@@ -40,14 +44,23 @@ PARAMETERS = {
 }
 IMAGE = Path("/opt/d2plm")  # folder of the examples in the images
 WORKSPACE = "/workspace"  # mount path of the shared volume in the steps and the training pods
-CANCELLED = ("CANCELED", "CANCELLED")  # KFP's states of a cancelled run
+# What the exit handler of a cancelled run is told: RUNNING by Kubeflow Pipelines 2.17.
+CANCELLED = ("RUNNING", "CANCELED", "CANCELLED")
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def step(name: str) -> Iterator[None]:
-    """Set up a step's messages; an error is one line, and KFP adds the traceback to its log."""
+def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
+    """Run a step: its messages, its entry in the run's record, and the end of the process.
+
+    An error is the last line of the step's log: neither KFP nor we print a traceback after it,
+    which goes to a file beside the configuration.
+
+    Raises:
+        SystemExit: if the step fails, with its exit code.
+    """
     end_with_parent()
     handlers = logging.getLogger().handlers
     # KFP's own handler would repeat each message.
@@ -56,15 +69,33 @@ def step(name: str) -> Iterator[None]:
     with unwound_by_sigterm():
         configure_logging()
         done(f"\n── {name} ──")
+        record.note(config, name, "running")
         try:
-            yield
+            result = patiently(act)
         except Exception as error:
-            kind = "" if isinstance(error, D2PLMError) else f"{type(error).__name__}: "
-            print(f"d2plm: error: {kind}{error}", file=sys.stderr, flush=True)
-            raise
+            message, code = str(error), getattr(error, "exit_code", 1)
+            trace = config.with_suffix(".log")
+            with suppress(OSError), trace.open("a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+            if not isinstance(error, D2PLMError):
+                message = f"{type(error).__name__}: {message}; its traceback is in {trace}"
+            record.note(config, name, "failed", message)
+            print(f"d2plm: error: {message}", file=sys.stderr, flush=True)
+            raise SystemExit(code) from error
+        record.note(config, name, "succeeded")
+        return result
 
 
-@step("configure")
+def step(function: Callable[[str], Result]) -> Callable[[str], Result]:
+    """A step that takes the path of the configuration, run by `run_step`."""
+
+    @wraps(function)
+    def run(config: str) -> Result:
+        return run_step(function.__name__, Path(config), lambda: function(config))
+
+    return run
+
+
 def configure(
     run_id: str,
     work_dir: str,
@@ -83,7 +114,7 @@ def configure(
         modules: modules to import first, separated by spaces; see `--module`.
         parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
-    words = []
+    words = [f"work_dir={quoted(work_dir)}", f"launcher.claims={{{claim}: {WORKSPACE}}}"]
     for name, value in parameters.items():
         key = PARAMETERS[name]
         if isinstance(value, float | int):
@@ -92,10 +123,13 @@ def configure(
             value = quoted(value)
         if value:
             words.append(f"{key}={value}")
-    words += [f"work_dir={quoted(work_dir)}", f"launcher.claims={{{claim}: {WORKSPACE}}}"]
-    words += shlex.split(overrides)
-    load_modules(shlex.split(modules))
-    return str(save_configuration(compose("pipeline", words), run_id))
+
+    def composed() -> str:
+        load_modules(shlex.split(modules))
+        config = compose("pipeline", [*words, *shlex.split(overrides)])
+        return str(save_configuration(config, run_id))
+
+    return run_step("configure", config_file(run_id, work_dir), composed)
 
 
 def save_configuration(config: PipelineSettings, run_id: str) -> Path:
@@ -127,14 +161,14 @@ def config_file(run_id: str, work_dir: str) -> Path:
     return Path(work_dir) / "pipeline_runs" / f"{run_id}.yaml"
 
 
-@step("prepare")
+@step
 def prepare(config: str) -> str:
     from d2plm.commands.prepare import run
 
     return str(run(read("pipeline", Path(config)))["digests"]["train"])
 
 
-@step("train")
+@step
 def train(config: str) -> str:
     """Train as the launcher section says; returns the folder of the exported model."""
     from d2plm.assembly.training_job import launch_step, where_to_train
@@ -149,21 +183,21 @@ def train(config: str) -> str:
     return str(settings.model_dir)
 
 
-@step("evaluate")
+@step
 def evaluate(config: str) -> float:
     from d2plm.commands.evaluate import run
 
     return run(_read_for_this_pod(config)).model.perplexity.value
 
 
-@step("register")
+@step
 def register(config: str) -> str:
     from d2plm.commands.register import run
 
     return run(read("pipeline", Path(config))).version
 
 
-@step("generate")
+@step
 def generate(config: str) -> str:
     """Generate proteins or texts and report on them; returns the path of their file.
 
@@ -189,39 +223,50 @@ def generate(config: str) -> str:
 def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
     """End the training job and the MLflow run that failed or cancelled steps left running.
 
-    An MLflow run that has ended keeps its status. Errors are logged, not raised, so that the
-    failure of the steps themselves is reported.
+    The run's record says whether they succeeded. An MLflow run that has ended keeps its status.
+    Errors are logged, not raised, so that the failure of the steps themselves is reported.
 
     Args:
         run_id: id of the pipeline's run.
         work_dir: folder of the run's outputs.
-        state: KFP's final state of the steps, such as SUCCEEDED, FAILED or CANCELED.
-        message: KFP's message about a failure.
+        state: KFP's state of the steps, which is RUNNING in a cancelled run.
+        message: why the steps failed, if the record does not say it.
     """
     file = config_file(run_id, work_dir)
-    if state == "SUCCEEDED" or not file.is_file():  # no file: only the first step has started
+    last = record.entries(file).get(list(STEPS)[-1])
+    if (last and last.state == "succeeded") or not file.is_file():  # no file: nothing has started
         return
-    with step("finish"):
-        from d2plm.assembly.training_job import end_step
-
-        config = read("pipeline", file)
-        for end in (
-            partial(end_step, config, file),
-            partial(_end_tracking, config, state, message),
-        ):
-            try:
-                end()
-            except D2PLMError as error:
-                log.warning("cannot end what the steps have left running: %s", error)
+    is_cancelled = state in CANCELLED
+    failure = record.cause(file)
+    if is_cancelled:
+        message = "the run was cancelled"
+    elif failure is not None:
+        message = f"{failure.step}: {failure.message or message or 'its process was killed'}"
+    run_step("finish", file, lambda: _clean_up(file, is_cancelled, message))
 
 
-def _end_tracking(config: PipelineSettings, state: str, message: str) -> None:
+def _clean_up(file: Path, is_cancelled: bool, message: str) -> None:
+    from d2plm.assembly.training_job import end_step
+
+    config = read("pipeline", file)
+    for end in (
+        partial(end_step, config, file),
+        partial(_end_tracking, config, is_cancelled, message),
+    ):
+        try:
+            end()
+        except D2PLMError as error:
+            log.warning("cannot end what the steps have left running: %s", error)
+
+
+def _end_tracking(config: PipelineSettings, is_cancelled: bool, message: str) -> None:
     from d2plm.assembly.tracked_run import PIPELINE_RUN
     from d2plm.tracking.mlflow_run import end_left_running
 
     if "mlflow" not in config.tracking.trackers:
         return
-    status = "KILLED" if state in CANCELLED else "FAILED"
+    status = "KILLED" if is_cancelled else "FAILED"
+    state = "CANCELLED" if is_cancelled else "FAILED"
     tracked = end_left_running(
         Path(config.output_dir),
         status,
@@ -260,10 +305,7 @@ def main(words: list[str]) -> int:
     end_with_parent()
     name, config, *modules = words
     load_modules(modules)
-    try:
-        STEPS[name](config)
-    except D2PLMError as error:  # the step has printed it
-        return error.exit_code
+    STEPS[name](config)
     return 0
 
 

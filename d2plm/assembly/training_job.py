@@ -11,13 +11,13 @@ from d2plm.assembly.training_run import build_plan, trainer_keys
 from d2plm.core.errors import require, within
 from d2plm.launch.client import JOB_KINDS, connect, first_known_kind
 from d2plm.launch.job_spec import IMAGE, TrainingJob
+from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.launch.run_job import delete_job, train_in_cluster
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.registry import module_words
 from d2plm.training.plan import partition
 
-POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 # Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
 FORWARDED_VARIABLES = (
     *("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),

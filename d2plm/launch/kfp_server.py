@@ -17,6 +17,7 @@ from typing import Any
 
 from d2plm.core.errors import ClusterError, first_line
 
+POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 HEALTH = "apis/v2beta1/healthz"
 TIMEOUT_SECONDS = 30
 REMEDIES = {

@@ -122,11 +122,13 @@ def test_the_exit_handler_learns_how_the_steps_ended(specification: Specificatio
     assert status["producerTask"] == "exit-handler-1"
 
 
-def test_steps_are_tried_again_and_the_first_and_the_last_know_the_run(
+def test_lost_pods_are_replaced_within_seconds_and_the_first_and_the_last_know_the_run(
     specification: Specification,
 ) -> None:
     inner = {name: task for name, task in tasks(specification).items() if name in STEPS}
-    assert {task["retryPolicy"]["maxRetryCount"] for task in inner.values()} == {2}
+    for task in inner.values():
+        policy = task["retryPolicy"]
+        assert (policy["maxRetryCount"], policy["backoffDuration"]) == (2, "5s")
     finish = tasks(specification)["finish"]
     for task in (inner["configure"], finish):
         run_id = task["inputs"]["parameters"]["run_id"]["runtimeValue"]["constant"]

@@ -1,6 +1,8 @@
 """The pipeline's steps: the composed configuration, and the state after a failed run."""
 
+import errno
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from d2plm.config import compose, read
 from d2plm.core.errors import ConfigError, DataError, TrackingError
 from d2plm.core.vocabulary import PROTEIN
 from d2plm.tracking.mlflow_run import VERSION_TAG, begin_mlflow_run, end_left_running
-from pipelines import steps
+from pipelines import record, retries, steps
 
 Configure = Callable[..., str]
 
@@ -71,19 +73,68 @@ def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder
 def test_relatives_for_what_takes_none_are_rejected_before_the_first_step(
     configure: Configure, overrides: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"generation\.relatives=null"):
+    with pytest.raises(SystemExit) as refused:
         configure(experiment="demo", overrides=overrides)
+    assert "generation.relatives=null" in str(refused.value.__cause__)
     alone = "model.relatives_dim=null data.max_relatives=null generation.relatives=null"
     configure(experiment="demo", overrides=f"{overrides} {alone}")
 
 
-def test_a_step_that_fails_says_why_in_one_line(
-    configure: Configure, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("not this"), 2), (ZeroDivisionError("a defect"), 1)]
+)
+def test_a_step_that_fails_says_why_in_its_last_line_and_keeps_its_traceback_in_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], error: Exception, code: int
 ) -> None:
-    with pytest.raises(ConfigError):
-        configure(experiment="nonsense")
-    (error,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
-    assert error.startswith("d2plm: error: experiment=nonsense")
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        steps.run_step("evaluate", tmp_path / "run.yaml", fail)
+    assert ended.value.code == code
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1].startswith("d2plm: error: ") and str(error) in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+    assert "in fail" in (tmp_path / "run.log").read_text()
+    failure = record.cause(tmp_path / "run.yaml")
+    assert failure is not None and str(error) in failure.message
+
+
+@pytest.mark.parametrize("in_cluster", [True, False])
+@pytest.mark.parametrize(
+    ("error", "is_temporary"),
+    [
+        (ConnectionRefusedError("the MLflow server is away"), True),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (ConfigError("trainer.max_step=7: unknown key"), False),
+        (FileNotFoundError("/workspace/nope.fasta"), False),
+        (socket.gaierror(socket.EAI_NONAME, "no such server"), False),
+    ],
+)
+def test_only_temporary_failures_are_tried_again_and_only_in_a_pod(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    is_temporary: bool,
+    in_cluster: bool,
+) -> None:
+    if in_cluster:
+        monkeypatch.setenv("KFP_POD_NAME", "prepare")
+    monkeypatch.setattr(retries, "PAUSES", (0, 0))
+    attempts = []
+
+    def fail_once() -> str:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise TrackingError("cannot do it") from error
+        return "done"
+
+    if is_temporary and in_cluster:
+        assert steps.run_step("prepare", tmp_path / "run.yaml", fail_once) == "done"
+    else:
+        with pytest.raises(SystemExit):
+            steps.run_step("prepare", tmp_path / "run.yaml", fail_once)
+        assert len(attempts) == 1
 
 
 def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
@@ -101,8 +152,10 @@ def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
     exported = SimpleNamespace(vocabulary=PROTEIN)
     monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: exported)
     config = configure(f"output_dir={tmp_path}")
-    with pytest.raises(DataError, match=r"wrote .*generated\.fasta, but not the report .*MMseqs2"):
+    with pytest.raises(SystemExit) as failed:
         steps.generate(config)
+    said = str(failed.value.__cause__)
+    assert f"wrote {tmp_path / 'generated.fasta'}, but not the report on it: no MMseqs2" in said
     assert (tmp_path / "generated.fasta").read_text() == ">a\nMKV\n"
 
 
@@ -129,18 +182,37 @@ def left_running(work: Path) -> tuple[MlflowClient, str]:
 
 
 @pytest.mark.parametrize(
-    ("state", "status"), [("FAILED", "FAILED"), ("CANCELED", "KILLED"), ("SUCCEEDED", "RUNNING")]
+    ("state", "status", "said"),
+    [
+        ("FAILED", "FAILED", "train: exit code 137"),
+        ("SUCCEEDED", "FAILED", "train: exit code 137"),  # the record decides
+        ("RUNNING", "KILLED", "the run was cancelled"),
+    ],
 )
 def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
-    work: Path, state: str, status: str
+    work: Path, state: str, status: str, said: str
 ) -> None:
     client, run_id = left_running(work)
-    steps.finish("run-1", str(work), state, "step train: exit code 137")
+    record.note(steps.config_file("run-1", str(work)), "train", "failed", "exit code 137")
+    steps.finish("run-1", str(work), state)
     run = client.get_run(run_id)
     assert run.info.status == status
-    if status != "RUNNING":
-        assert run.data.tags["pipeline.state"] == state
-        assert run.data.tags["pipeline.error"] == "step train: exit code 137"
+    assert run.data.tags["pipeline.state"] == {"KILLED": "CANCELLED"}.get(status, status)
+    assert run.data.tags["pipeline.error"] == said
+
+
+@pytest.mark.parametrize("state", ["COMPLETE", "SUCCEEDED", "RUNNING"])
+def test_after_steps_that_succeeded_nothing_is_ended_whatever_the_server_calls_it(
+    work: Path, state: str
+) -> None:
+    client, run_id = left_running(work)
+    file = steps.config_file("run-1", str(work))
+    for name in steps.STEPS:
+        record.note(file, name, "succeeded")
+    with file.with_suffix(".jsonl").open("a") as lines:
+        lines.write('{"step": "gen')  # of a process that was killed
+    steps.finish("run-1", str(work), state)
+    assert client.get_run(run_id).info.status == "RUNNING"
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "KILLED"])
@@ -218,7 +290,6 @@ def test_a_job_that_its_step_has_left_behind_is_deleted(
         double.script(Script(seconds=60))
         name = job_name(compose("pipeline", []), file)
         connect().create(PYTORCHJOB, pytorchjob(TrainingJob(name, "d2plm-trainer:1", ())))
-        steps.finish("run-1", str(work), "SUCCEEDED")
         steps.finish("run-2", str(work), "FAILED")
         assert double.job(name) is not None
         steps.finish("run-1", str(work), "FAILED")

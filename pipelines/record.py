@@ -1,0 +1,55 @@
+"""The record of a pipeline's run: how each step ended, in a file beside the run's configuration.
+
+What has to be cleaned up, and why a run failed, is read from here: a server's own words for an end
+differ between its releases, and none of them names the cause.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+State = Literal["running", "succeeded", "failed", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A change of a step's state; `message` says why it failed."""
+
+    step: str
+    state: State
+    message: str = ""
+
+
+def note(config: Path, step: str, state: State, message: str = "") -> None:
+    """Append an entry to the record of the run with this configuration.
+
+    A volume that cannot be written fails the step itself, not its record.
+    """
+    with suppress(OSError):
+        config.parent.mkdir(parents=True, exist_ok=True)
+        with _file(config).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(Entry(step, state, message))) + "\n")
+
+
+def entries(config: Path) -> dict[str, Entry]:
+    """The last entry of each step; a line that a killed process left incomplete is skipped."""
+    with suppress(OSError):
+        found = {}
+        for line in _file(config).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError, TypeError):
+                entry = Entry(**json.loads(line))
+                found[entry.step] = entry
+        return found
+    return {}
+
+
+def cause(config: Path) -> Entry | None:
+    """The step that failed or was ended by a signal; None if there is none."""
+    unfinished = (one for one in entries(config).values() if one.state != "succeeded")
+    return next(unfinished, None)
+
+
+def _file(config: Path) -> Path:
+    return config.with_suffix(".jsonl")

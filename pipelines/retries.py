@@ -1,0 +1,61 @@
+"""Retrying a step's temporary failures in its own pod: a server or a volume that is away.
+
+Kubeflow Pipelines 2.17 retries lost pods only and takes every exit code as final; earlier releases
+retry every exit code, misspelt settings included. Here the kind of failure decides.
+"""
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from d2plm.core.errors import first_line
+from d2plm.launch.client import TRANSIENT
+from d2plm.launch.kfp_server import POD_VARIABLE
+
+PAUSES = (
+    5,
+    20,
+    60,
+    180,
+)  # seconds before each further attempt, after what clients retry themselves
+AWAY = (errno.EIO, errno.ESTALE, errno.ENETUNREACH, errno.EHOSTUNREACH)  # of volumes and networks
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+
+def patiently(act: Callable[[], Result]) -> Result:
+    """Call `act`; in a pipeline's pod again after temporary failures, which are logged."""
+    for pause in PAUSES if POD_VARIABLE in os.environ else ():
+        try:
+            return act()
+        except Exception as error:
+            if not is_temporary(error):
+                raise
+            log.warning("%s; trying again in %d seconds", first_line(error), pause)
+        time.sleep(pause)
+    return act()
+
+
+def is_temporary(error: BaseException | None) -> bool:
+    """Whether a failure may pass by itself: of a connection, a server's 503, a volume."""
+    while error is not None:
+        if _is_away(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_away(error: Any) -> bool:
+    from requests.exceptions import RetryError  # such as after five times 503
+
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN
+    is_network = isinstance(error, ConnectionError | TimeoutError | RetryError)
+    return is_network or status in TRANSIENT or getattr(error, "errno", None) in AWAY
