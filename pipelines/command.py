@@ -12,7 +12,7 @@ import yaml
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
 from d2plm.config import as_yaml, check_paths, compose_arguments, flat, plain
-from d2plm.core.errors import ConfigError, did_you_mean, require
+from d2plm.core.errors import ClusterError, ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.launcher import LABEL, QUANTITY
@@ -51,9 +51,17 @@ YAML_EXAMPLES = {
     "tolerations": "[{key: nvidia.com/gpu, operator: Exists}]",
     "node_selector": "{disk: ssd}",
 }
+# The defaults of the pipeline are for the examples; what other experiments ask for.
+EXAMPLES = ("demo", "debug")
+RESOURCES = {
+    "prepare_cpu": "4",
+    "prepare_memory": "16Gi",
+    "evaluate_cpu": "2",
+    "evaluate_memory": "8Gi",
+}
 NUMBERS = ("max_steps", "nodes", "gpus")
 FORMS = {
-    **dict.fromkeys(("prepare_cpu", "prepare_memory", "evaluate_cpu", "evaluate_memory"), QUANTITY),
+    **dict.fromkeys(RESOURCES, QUANTITY),
     "evaluate_gpus": Form(r"\d+", "a number of GPUs"),
     "claim": LABEL,
 }
@@ -152,6 +160,8 @@ def cluster_arguments(config: PipelineSettings, request: Request) -> dict[str, A
         ConfigError: if a parameter is invalid, or `work_dir` is not on the volume.
     """
     arguments = _parameters(config, request)
+    if arguments["experiment"] not in EXAMPLES:
+        arguments |= RESOURCES
     arguments |= {key: _read(key, value) for key, value in request.cluster.items()}
     given = [word.partition("=")[0] for word in request.overrides]
     work_dir, data_input = PurePosixPath(config.work_dir), config.data.input
@@ -216,7 +226,7 @@ def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
     url = server.run_url(run_id, recurring=cron is not None)
     result(url)
     if wait == "true":
-        follow(server, run_id)
+        follow(server, run_id, config.launcher.start_deadline_seconds)
     return {"run" if cron is None else "recurring_run": run_id, "url": url}
 
 
@@ -226,8 +236,15 @@ def _cancel(words: list[str]) -> dict[str, Any]:
     from d2plm.launch.kfp_server import connect, reaching
 
     server = connect()
-    with reaching(server.host):
-        server.client.terminate_run(run_id)  # the train step then deletes its job
+    try:
+        with reaching(server.host):
+            server.client.terminate_run(run_id)  # the train step then deletes its job
+    except ClusterError as error:
+        if getattr(error.__cause__, "status", None) != 404:
+            raise
+        raise ClusterError(
+            f"no run {run_id} at {server.host}; its id is the last part of its address"
+        ) from error
     done(f"cancelling: {server.run_url(run_id)}")
     return {"run": run_id, "url": server.run_url(run_id)}
 

@@ -1,56 +1,69 @@
 """Following a run on a Kubeflow Pipelines server, and reporting each step's changes.
 
 Requests are retried for ten minutes if the server does not answer. The run continues when nobody
-follows it.
+follows it. The server has no causes, neither of a failure nor of a wait: the first is in a step's
+log, the second in its pod, which the server takes for running.
 """
 
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.core.terminal import done
+from d2plm.launch import client
 from d2plm.launch.kfp_server import Server, reaching
-from pipelines.steps import STEPS
+from d2plm.launch.pod_state import state_of, unscheduled
+from pipelines.steps import ERROR, STEPS
 
 TASKS = ("configure", *STEPS, "finish")
 POLL_SECONDS = 5.0
+PODS_SECONDS = 5.0  # for the cluster to list the pods
 PATIENCE_SECONDS = 600.0  # with a server that does not answer
 SUCCEEDED = ("SUCCEEDED", "SKIPPED")
 FAILED = ("FAILED", "CANCELED", "SYSTEM_ERROR")
+CANCELLED = ("CANCELING", "CANCELED")  # a cancelled run may end as FAILED
+LOG_LINES = 10  # of a step that was killed before it could say why
+_KFP_LINE = re.compile(r"[IWEF]\d{4} |time=|Error: exit status")  # KFP's launcher and Argo
+_RUN_LABEL = "pipeline/runid"
+_GATED = "SchedulingGated"  # by a queue
 
 
-def follow(server: Server, run_id: str) -> None:
-    """Report each step's changes until the run has ended.
+def follow(server: Server, run_id: str, start_deadline_seconds: float) -> None:
+    """Report each step's changes, and why a step waits, until the run has ended.
+
+    Args:
+        start_deadline_seconds: how long a pod may wait, except in a queue.
 
     Raises:
-        LaunchError: if the run fails or is cancelled, with the step and its message.
+        LaunchError: if the run fails or is cancelled, with the step and its error, or if a step
+            does not start in time.
         ClusterError: if the server rejects a request, or does not answer for ten minutes.
     """
     shown: dict[str, str] = {}
-    answered, asks_again = time.monotonic(), False
+    pods, is_cancelled, waiting_since = _Pods(server, run_id), False, time.monotonic()
     try:
         while True:
-            try:
-                with reaching(server.host):
-                    run = server.client.get_run(run_id)
-            except ClusterError as error:
-                status = getattr(error.__cause__, "status", 0) or 0
-                if 400 <= status < 500 or time.monotonic() > answered + PATIENCE_SECONDS:
-                    raise ClusterError(
-                        f"{error}; the run itself continues: {server.run_url(run_id)}"
-                    ) from error
-                if not asks_again:
-                    done(f"{error}; retrying")
-                asks_again = True
-            else:
-                answered, asks_again = time.monotonic(), False
-                for task in _steps(run):
-                    if task.state and shown.get(task.display_name) != task.state:
-                        shown[task.display_name] = task.state
-                        done(f"{task.display_name}: {task.state.lower()}")
-                if run.state in (*SUCCEEDED, *FAILED):
-                    break
+            run = _ask(server, run_id)
+            is_cancelled |= run.state in CANCELLED
+            for task in _steps(run):
+                if task.state and shown.get(task.display_name) != task.state:
+                    shown[task.display_name] = task.state
+                    done(f"{task.display_name}: {task.state.lower()}")
+            if run.state in (*SUCCEEDED, *FAILED):
+                break
+            reason, is_queued = pods.waiting()
+            if reason is None or is_queued:
+                waiting_since = time.monotonic()
+            if reason is not None and shown.get("waiting") != reason:
+                done(f"waiting: {reason}")
+            shown["waiting"] = reason or ""
+            if time.monotonic() - waiting_since > start_deadline_seconds:
+                raise LaunchError(
+                    f"no pod has started within start_deadline_seconds={start_deadline_seconds:g}: "
+                    f"{reason}; the run itself continues: {server.run_url(run_id)}"
+                )
             time.sleep(POLL_SECONDS)
     except (KeyboardInterrupt, SystemExit):
         done(
@@ -58,39 +71,103 @@ def follow(server: Server, run_id: str) -> None:
             f"to cancel it: d2plm pipeline cancel {run_id}"
         )
         raise
+    url = server.run_url(run_id)
+    if is_cancelled:
+        raise LaunchError(f"the run was cancelled; see {url}")
     if run.state not in SUCCEEDED:
-        raise LaunchError(_failure(server, run))
-    done(f"the run has succeeded: {server.run_url(run_id)}")
+        raise LaunchError(f"the run has failed, see {url}: {_failure(server, run)}")
+    done(f"the run has succeeded: {url}")
+
+
+def _ask(server: Server, run_id: str) -> Any:
+    """The run's state; asked for again while the server does not answer."""
+    began, asks_again = time.monotonic(), False
+    while True:
+        try:
+            with reaching(server.host):
+                return server.client.get_run(run_id)
+        except ClusterError as error:
+            status = getattr(error.__cause__, "status", 0) or 0
+            if 400 <= status < 500 or time.monotonic() > began + PATIENCE_SECONDS:
+                raise ClusterError(
+                    f"{error}; the run itself continues: {server.run_url(run_id)}"
+                ) from error
+            if not asks_again:
+                done(f"{error}; retrying")
+            asks_again = True
+        time.sleep(POLL_SECONDS)
+
+
+class _Pods:
+    """The run's pods, where this account may read them."""
+
+    def __init__(self, server: Server, run_id: str) -> None:
+        self._query = {"labelSelector": f"{_RUN_LABEL}={run_id}"}
+        self._cluster: client.Cluster | None = None
+        if client.is_configured():
+            try:
+                self._cluster = client.connect(server.step_namespace, timeout_seconds=PODS_SECONDS)
+            except ClusterError:
+                return
+
+    def waiting(self) -> tuple[str | None, bool]:
+        """Why a pod has not started, None if none waits; and whether a queue holds it back."""
+        if self._cluster is None:
+            return None, False
+        try:
+            path, what = self._cluster.path(client.POD), "list the run's pods"
+            pods = self._cluster.call("GET", path, what, query=self._query)["items"]
+        except ClusterError:  # not permitted, or of another cluster
+            self._cluster = None
+            return None, False
+        held = [(state_of(pod, client.PYTORCHJOB).waits_for, unscheduled(pod)[0]) for pod in pods]
+        return next(((why, reason == _GATED) for why, reason in held if why), (None, False))
 
 
 def _steps(run: Any) -> list[Any]:
     """The pipeline's steps in order, without the additional tasks that KFP starts for them."""
-    tasks = (run.run_details and run.run_details.task_details) or ()
-    steps = [task for task in tasks if task.display_name in TASKS]
+    steps = [task for task in _tasks(run) if task.display_name in TASKS]
     return sorted(steps, key=lambda task: TASKS.index(task.display_name))
 
 
+def _tasks(run: Any) -> list[Any]:
+    return (run.run_details and run.run_details.task_details) or []
+
+
 def _failure(server: Server, run: Any) -> str:
-    """Describe why a run failed: the failed steps, their messages, and where their logs are."""
-    failures = [
-        _step_failure(task, run.run_details.task_details, server)
-        for task in _steps(run)
-        if task.state in FAILED and task.display_name != "finish"
-    ]
+    """The failed steps, each with the last lines of its log."""
+    failures = []
+    for step in _steps(run):
+        if step.state in FAILED and step.display_name != "finish":
+            said = step.error.message if step.error else None
+            lines = _last_lines(server, run, step) or said or "its log is not available"
+            failures.append(f"{step.display_name}: {lines}")
     message = run.error.message if run.error else None
-    what = "; ".join(failures) or message or "KFP reports no reason"
-    return f"the run ended as {run.state.lower()}: {what}; see {server.run_url(run.run_id)}"
+    return "\n".join(failures) or message or "KFP reports no reason"
 
 
-def _step_failure(step: Any, tasks: Iterable[Any], server: Server) -> str:
-    children = [step, *(task for task in tasks if task.parent_task_id == step.task_id)]
-    messages = [task.error.message for task in children if task.error and task.error.message]
-    pods = [
-        *(task.pod_name for task in children),
-        *(child.pod_name for task in children for child in task.child_tasks or ()),
+def _last_lines(server: Server, run: Any, step: Any) -> str:
+    """A step's own error, or the end of its log; empty if the server has no log."""
+    end = ""
+    for node in _nodes(run, step):
+        try:
+            log = server.log(run.run_id, node)
+        except ClusterError:
+            continue
+        own = [line for line in log.splitlines() if line.strip() and not _KFP_LINE.match(line)]
+        errors = [number for number, line in enumerate(own) if line.startswith(ERROR)]
+        if errors:
+            return "\n".join(own[errors[-1] :]).removeprefix(ERROR)
+        end = "\n".join(own[-LOG_LINES:]) or end
+    return end
+
+
+def _nodes(run: Any, step: Any) -> Iterator[str]:
+    """Ids for a step's log: of its own node and of those that KFP started for it, latest first."""
+    below = [task for task in _tasks(run) if task.parent_task_id == step.task_id]
+    known = [
+        *(child.pod_name for task in (step, *below) for child in task.child_tasks or ()),
+        *(name for task in below for name in (task.pod_name, task.task_id)),
+        *(step.pod_name, step.task_id),
     ]
-    pod = next((name for name in pods if name and "driver" not in name), None)
-    message = f" ({messages[0].splitlines()[0]})" if messages else ""
-    where = f" -n {server.namespace}" if server.namespace else ""
-    log = f", log: kubectl logs{where} {pod} -c main" if pod else ""
-    return f"{step.display_name} {step.state.lower()}{message}{log}"
+    yield from dict.fromkeys(name for name in known if name and "driver" not in name)

@@ -36,10 +36,10 @@ def pipeline(
     node_cpu: str = "",
     node_memory: str = "",
     gpu_resource: str = "nvidia.com/gpu",
-    prepare_cpu: str = "4",
-    prepare_memory: str = "16Gi",
-    evaluate_cpu: str = "2",
-    evaluate_memory: str = "8Gi",
+    prepare_cpu: str = "1",
+    prepare_memory: str = "4Gi",
+    evaluate_cpu: str = "1",
+    evaluate_memory: str = "4Gi",
     evaluate_gpus: str = "0",  # KFP's driver accepts resources only as text
     claim: str = "d2plm-workspace",
     tolerations: list = [],  # noqa: B006  # type: ignore[type-arg]  # a parameter's default, for KFP
@@ -71,10 +71,11 @@ def pipeline(
         node_cpu: CPUs per training pod, such as 8. Empty: the launcher's default, 2.
         node_memory: Memory per training pod, such as 64Gi. Empty: the launcher's default, 8Gi.
         gpu_resource: Name of a GPU in the cluster's resources.
-        prepare_cpu: CPUs for data preparation.
-        prepare_memory: Memory for data preparation, all of which MMseqs2 uses.
-        evaluate_cpu: CPUs for evaluation and for generation.
-        evaluate_memory: Memory for evaluation and for generation.
+        prepare_cpu: CPUs for data preparation; beyond the demo, 4 or more.
+        prepare_memory: Memory for data preparation, all of which MMseqs2 uses; beyond the demo,
+            16Gi or more.
+        evaluate_cpu: CPUs for evaluation and for generation; beyond the demo, 2 or more.
+        evaluate_memory: Memory for evaluation and for generation; beyond the demo, 8Gi or more.
         evaluate_gpus: GPUs for evaluation and for generation, as text; also set a trainer that
             uses GPUs.
         claim: PersistentVolumeClaim that all steps and the training pods mount at /workspace.

@@ -21,7 +21,7 @@ PAUSES = (
     20,
     60,
     180,
-)  # seconds before each further attempt, after what clients retry themselves
+)  # seconds before each further attempt
 AWAY = (errno.EIO, errno.ESTALE, errno.ENETUNREACH, errno.EHOSTUNREACH)  # of volumes and networks
 Result = TypeVar("Result")
 

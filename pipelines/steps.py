@@ -47,6 +47,7 @@ WORKSPACE = "/workspace"  # mount path of the shared volume in the steps and the
 # What the exit handler of a cancelled run is told: RUNNING by Kubeflow Pipelines 2.17.
 CANCELLED = ("RUNNING", "CANCELED", "CANCELLED")
 
+ERROR = "d2plm: error: "  # begins the last line of a failed step
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
             if not isinstance(error, D2PLMError):
                 message = f"{type(error).__name__}: {message}; its traceback is in {trace}"
             record.note(config, name, "failed", message)
-            print(f"d2plm: error: {message}", file=sys.stderr, flush=True)
+            print(f"{ERROR}{message}", file=sys.stderr, flush=True)
             raise SystemExit(code) from error
         record.note(config, name, "succeeded")
         return result

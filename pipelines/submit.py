@@ -63,7 +63,7 @@ def submit(
                     namespace=server.namespace,
                     service_account=service_account,
                 )
-                return str(run.run_id)
+                return server.require_id(run.run_id)
             owner = server.client.create_experiment(experiment, namespace=server.namespace)
             recurring = server.client.create_recurring_run(
                 owner.experiment_id,
@@ -75,4 +75,4 @@ def submit(
                 no_catchup=True,
                 service_account=service_account,
             )
-            return str(recurring.recurring_run_id)
+            return server.require_id(recurring.recurring_run_id)

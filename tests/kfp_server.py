@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 from google.protobuf.json_format import ParseDict
 from kfp.pipeline_spec import pipeline_spec_pb2
 
-API = "/apis/v2beta1"
+API, LOGS = "/apis/v2beta1", "/apis/v1alpha1/runs/r1/nodes/"
 Answer = tuple[int, Any]  # status and body; text is sent as a page
 
 
@@ -30,6 +30,7 @@ class KfpServer:
         url: its address.
         multi_user: whether each user has a namespace.
         script: the states of a run, one for each question; the last one stays.
+        logs: node's id → log of its container.
         refusals: what is answered in place of anything else to a request whose path begins so; a
             refusal that has been given so often as its number says is over.
         requests: method, path, query and body of all requests.
@@ -39,6 +40,7 @@ class KfpServer:
     url: str = ""
     multi_user: bool = False
     script: list[dict[str, Any]] = field(default_factory=list)
+    logs: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, tuple[int, Answer]] = field(default_factory=dict)
     requests: list[tuple[str, str, dict[str, list[str]], Any]] = field(default_factory=list)
     tokens: list[str | None] = field(default_factory=list)
@@ -76,6 +78,8 @@ class KfpServer:
                 return 200, {"run_id": "r1", **state}
             case "POST", "/runs/r1:terminate":
                 return 200, {}
+            case "GET", at if at.startswith(LOGS) and (node := at.split("/")[-2]) in self.logs:
+                return 200, self.logs[node]
         return 404, {"code": 5, "message": f"{path} not found"}
 
 
@@ -103,14 +107,29 @@ PYTHON_KINDS = {"STRING": str, "NUMBER_INTEGER": int, "LIST": list, "STRUCT": di
 
 
 def step(name: str, state: str, **more: Any) -> dict[str, Any]:
-    """One entry of a run's details, as the server gives it."""
-    return {"task_id": name, "display_name": name, "state": state, **more}
+    """One entry of a run's details, as the server gives it: `pod_name` is a node's id, no pod's."""
+    return {
+        "task_id": f"task-{name}",
+        "display_name": name,
+        "state": state,
+        "pod_name": f"d2plm-wrq7f-{name}",
+        **more,
+    }
 
 
 def run(state: str, *tasks: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A run's state, as the server gives it; it lists what KFP starts beside the steps, too."""
+    """A run's state, as Kubeflow Pipelines 2.17 gives it.
+
+    The tasks have no order, and those that KFP starts beside the steps are among them. Errors are
+    empty.
+    """
     own = [step("root", state), step("root-driver", "SUCCEEDED"), step("exit-handler-1", state)]
-    return {"state": state, "run_details": {"task_details": [*own, *tasks]}, **more}
+    for task in tasks:
+        parent = {"parent_task_id": task["task_id"]}
+        own.append(step(f"{task['display_name']}-driver", "SUCCEEDED", **parent))
+        own.append(step(f"{task['display_name']}(0)", task["state"], **parent))
+    details = {"task_details": [*reversed(tasks), *own]}
+    return {"state": state, "run_details": details, **more}
 
 
 @contextmanager
@@ -128,7 +147,8 @@ def kfp_server(context: ssl.SSLContext | None = None) -> Iterator[KfpServer]:
             status, said = double.answer(self.command, split.path, parse_qs(split.query), body)
             data = (said if isinstance(said, str) else json.dumps(said)).encode()
             self.send_response(status)
-            kind = "text/html" if isinstance(said, str) else "application/json"
+            page = "text/html" if data.startswith(b"<") else "text/plain"
+            kind = page if isinstance(said, str) else "application/json"
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

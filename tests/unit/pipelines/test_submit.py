@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from d2plm.cli import main as d2plm
+from d2plm.launch.kfp_server import SERVER_FAILS
 from pipelines import follow
+from tests.cluster import Cluster
 from tests.kfp_server import KfpServer, kfp_server, run, step
 
 SUBMIT = ("pipeline", "submit", "experiment=debug")
@@ -52,6 +54,18 @@ def test_a_submission_sends_the_compiled_pipeline_and_prints_the_runs_address_al
     assert server.experiments[0]["display_name"] == "d2plm-diffusion"
 
 
+@pytest.mark.parametrize(
+    ("words", "memory"),
+    [(["experiment=demo"], None), (["model=nano"], "16Gi"), (["prepare_memory=2Gi"], "2Gi")],
+)
+def test_the_steps_ask_for_what_the_experiment_needs(
+    server: KfpServer, words: list[str], memory: str | None
+) -> None:
+    assert d2plm(["pipeline", "submit", *words]) == 0
+    (sent,) = server.posted("/runs")
+    assert sent["runtime_config"]["parameters"].get("prepare_memory") == memory  # None: 4Gi
+
+
 def test_the_token_and_the_namespace_are_sent(
     server: KfpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,10 +93,11 @@ def test_a_server_with_a_namespace_for_each_user_reports_it_and_no_other_does(
     ("status", "body", "said"),
     [
         (401, {"message": "Request header error"}, ["401 Request header error", "KFP_TOKEN"]),
-        (403, {"message": "User alice may not"}, ["403 User alice may not", "KFP_NAMESPACE"]),
         (404, LOGIN, ["404", "KFP_HOST must be the address"]),
         (503, "<html>no healthy upstream</html>", ["503", "ml-pipeline", "try again"]),
         (200, LOGIN, ["a web page instead of data", "login page", "KFP_TOKEN"]),
+        (401, "Jwt is missing", ["401 Jwt is missing", "KFP_TOKEN"]),
+        (403, "RBAC: access denied", ["403 RBAC: access denied", "KFP_TOKEN"]),
     ],
 )
 def test_a_refusal_is_one_line_that_says_what_and_how_to_fix_it(
@@ -103,12 +118,51 @@ def test_a_refusal_is_one_line_that_says_what_and_how_to_fix_it(
 
 
 def test_a_refusal_of_the_run_itself_is_reported_in_the_servers_words(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("KFP_TOKEN", "secret")
     refusal = {"message": "User alice is not authorized to create runs in team-proteins"}
     server.refusals["/runs"] = (1, (403, refusal))
     assert d2plm([*SUBMIT]) == 1
-    assert "403 User alice is not authorized to create runs" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "403 User alice is not authorized to create runs in team-proteins; request" in error
+    assert "KFP_NAMESPACE" in error
+
+
+@pytest.mark.parametrize("words", [["wait=true"], ["cron=0 0 3 * * 1"]])
+def test_a_server_that_accepts_anything_is_no_pipelines_server(
+    server: KfpServer, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    server.refusals["/"] = (1000, (200, {}))
+    assert d2plm([*SUBMIT, *words]) == 1
+    captured = capsys.readouterr()
+    assert "without giving it an id, so it is another server; KFP_HOST must be" in captured.err
+    assert not captured.out
+
+
+def test_a_proxy_is_not_used_for_this_machine_and_named_where_it_refuses(
+    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with kfp_server() as proxy:
+        proxy.refusals[""] = (1000, (503, "no upstream"))
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        assert d2plm([*SUBMIT]) == 0
+        assert not proxy.requests
+        capsys.readouterr()
+        monkeypatch.setenv("KFP_HOST", "http://kubeflow.example")
+        assert d2plm([*SUBMIT]) == 1
+        assert (
+            f"503 no upstream; {SERVER_FAILS}; the request went through the proxy {proxy.url}"
+            in (capsys.readouterr().err)
+        )
+        monkeypatch.setenv("KFP_HOST", "https://kubeflow.example")  # by CONNECT
+        assert d2plm([*SUBMIT]) == 1
+        assert (
+            "example: Tunnel connection failed: 501 Unsupported method" in capsys.readouterr().err
+        )
 
 
 def test_a_server_that_is_down_is_reported(
@@ -159,9 +213,9 @@ def test_waiting_reports_each_steps_changes_in_order_and_succeeds(
 ) -> None:
     server.script = [
         {"state": "PENDING"},
-        run("RUNNING", step("prepare-driver", "SUCCEEDED"), step("prepare", "RUNNING")),
         run("RUNNING", step("prepare", "RUNNING")),
-        run("RUNNING", step("train", "RUNNING"), step("prepare", "SUCCEEDED")),
+        run("RUNNING", step("prepare", "RUNNING")),
+        run("RUNNING", step("prepare", "SUCCEEDED"), step("train", "RUNNING")),
         run("SUCCEEDED", step("prepare", "SUCCEEDED"), step("train", "SUCCEEDED")),
     ]
     assert d2plm([*SUBMIT, "wait=true"]) == 0
@@ -174,25 +228,82 @@ def test_waiting_reports_each_steps_changes_in_order_and_succeeds(
     ]
 
 
-def test_a_run_that_fails_is_reported_with_its_step_message_and_log(
-    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("node", ["d2plm-wrq7f-train", "d2plm-wrq7f-train(0)", "task-train(0)"])
+def test_a_run_that_fails_is_reported_with_the_last_lines_of_its_steps_log(
+    server: KfpServer, capsys: pytest.CaptureFixture[str], node: str
 ) -> None:
-    monkeypatch.setenv("KFP_NAMESPACE", "team")
-    server.multi_user = True
-    executor = step(
-        "executor",
-        "FAILED",
-        parent_task_id="train",
-        error={"code": 2, "message": "Error (exit code 1)"},
-        child_tasks=[{"pod_name": "d2plm-x-train-4711"}],
-    )
-    failed = [step("prepare", "SUCCEEDED"), step("train", "FAILED"), executor]
-    server.script = [run("FAILED", *failed, step("finish", "SUCCEEDED"))]
+    server.logs[node] = """\
+I1126 03:00:00.123456      17 launcher_v2.go:151] PipelineSpec
+d2plm: error: of an earlier attempt
+── train ──
+d2plm: error: PyTorchJob team/d2plm-1 failed: exceeded its memory
+  d2plm-1-worker-0: exit code 137 (OOMKilled)
+
+F1126 03:10:00.123456      17 main.go:57] failed to execute component: exit status 137
+time="2026-11-26T03:10:01.000Z" level=info msg="sub-process exited" argo=true
+"""
+    failed = [step("prepare", "SUCCEEDED"), step("train", "FAILED"), step("finish", "SUCCEEDED")]
+    server.script = [run("FAILED", *failed, error={}, run_id="r1")]
     assert d2plm([*SUBMIT, "wait=true"]) == 1
     assert capsys.readouterr().err == (
-        "d2plm: error: the run ended as failed: train failed (Error (exit code 1)), log: kubectl "
-        f"logs -n team d2plm-x-train-4711 -c main; see {server.url}/#/runs/details/r1\n"
+        f"d2plm: error: the run has failed, see {server.url}/#/runs/details/r1: train: "
+        "PyTorchJob team/d2plm-1 failed: exceeded its memory\n"
+        "  d2plm-1-worker-0: exit code 137 (OOMKilled)\n"
     )
+
+
+@pytest.mark.parametrize(("log", "said"), [("100/500 steps\n", "100/500 steps"), (None, "its log")])
+def test_a_step_that_was_killed_is_reported_with_the_end_of_its_log_if_there_is_one(
+    server: KfpServer, capsys: pytest.CaptureFixture[str], log: str | None, said: str
+) -> None:
+    server.logs |= {} if log is None else {"d2plm-wrq7f-prepare": log}
+    server.script = [run("FAILED", step("prepare", "FAILED"))]
+    assert d2plm([*SUBMIT, "wait=true"]) == 1
+    assert f"prepare: {said}" in capsys.readouterr().err
+
+
+def test_a_cancelled_run_is_said_to_be_cancelled_although_it_ends_as_failed(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = [
+        run("CANCELING", step("train", "RUNNING")),
+        run("FAILED", step("train", "FAILED"), step("finish", "SUCCEEDED")),
+    ]
+    assert d2plm([*SUBMIT, "wait=true"]) == 1
+    error = capsys.readouterr().err
+    assert error == f"d2plm: error: the run was cancelled; see {server.url}/#/runs/details/r1\n"
+
+
+@pytest.mark.parametrize("may_read", [True, False])
+def test_a_step_that_waits_says_why_and_is_not_followed_for_longer_than_it_may_wait(
+    server: KfpServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    may_read: bool,
+) -> None:
+    monkeypatch.setenv("KFP_NAMESPACE", "d2plm")
+    server.multi_user = True
+    server.script = [*[run("RUNNING", step("prepare", "RUNNING"))] * 50, run("SUCCEEDED")]
+    pod = {
+        "metadata": {
+            "name": "d2plm-wrq7f-system-container-impl-1",
+            "namespace": "d2plm",
+            "labels": {"pipeline/runid": "r1"},
+        },
+        "spec": {"containers": [{"name": "main", "image": "d2plm-mmseqs2"}]},
+    }
+    with Cluster(tmp_path / "cluster") as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kube_config))
+        cluster.full("0/1 nodes are available: 1 Insufficient cpu.")
+        if not may_read:
+            cluster.forbid("list", "pods")
+        cluster.store.create("pods", pod)
+        code = d2plm([*SUBMIT, "wait=true", "launcher.start_deadline_seconds=0.2"])
+    output, error = capsys.readouterr()
+    assert code == may_read
+    assert output.count("waiting: Unschedulable: 0/1 nodes") == may_read
+    assert ("within start_deadline_seconds=0.2: Unschedulable: 0/1 nodes" in error) == may_read
 
 
 def test_a_run_that_kfp_itself_rejects_is_reported_with_its_message(
@@ -200,7 +311,7 @@ def test_a_run_that_kfp_itself_rejects_is_reported_with_its_message(
 ) -> None:
     server.script = [{"state": "FAILED", "error": {"code": 3, "message": "no such claim"}}]
     assert d2plm([*SUBMIT, "wait=true"]) == 1
-    assert "the run ended as failed: no such claim" in capsys.readouterr().err
+    assert "runs/details/r1: no such claim" in capsys.readouterr().err
 
 
 def test_a_server_that_is_away_for_a_while_is_asked_again(
@@ -257,6 +368,8 @@ def test_cancelling_asks_the_server_to_end_the_run(
     assert d2plm(["pipeline", "cancel", "r1"]) == 0
     assert server.posted("/runs/r1:terminate") == [None]
     assert "runs/details/r1" in capsys.readouterr().out
+    assert d2plm(["pipeline", "cancel", "nope"]) == 1
+    assert f"d2plm: error: no run nope at {server.url}" in capsys.readouterr().err
 
 
 def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
