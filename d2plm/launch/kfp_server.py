@@ -11,15 +11,22 @@ import os
 import ssl
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from d2plm.core.errors import ClusterError, first_line
+from d2plm.core.errors import MAX_SHOWN, ClusterError, first_line
+from d2plm.core.redaction import redacted
+
+if TYPE_CHECKING:
+    from requests import Response
 
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 HEALTH = "apis/v2beta1/healthz"
+LOG = "apis/v1alpha1/runs/{run}/nodes/{node}/log"
 TIMEOUT_SECONDS = 30
+NAMESPACE = "kubeflow"  # of a server without profiles, and the client's own default
 REMEDIES = {
     401: "set KFP_TOKEN to a valid token, such as that of kubectl create token default "
     "--audience=pipelines.kubeflow.org -n YOUR_NAMESPACE",
@@ -27,6 +34,7 @@ REMEDIES = {
     404: "KFP_HOST must be the address of the Kubeflow Pipelines UI, such as "
     "https://kubeflow.example/pipeline",
 }
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # never through a proxy
 SERVER_FAILS = "check the log of its ml-pipeline deployment and try again"
 
 log = logging.getLogger(__name__)
@@ -44,8 +52,36 @@ class Server:
     namespace: str | None
     client: Any
 
+    @property
+    def step_namespace(self) -> str:
+        """Namespace in which the server runs the steps."""
+        return self.namespace or NAMESPACE
+
     def run_url(self, run_id: str, *, recurring: bool = False) -> str:
         return f"{self.host}/#/{'recurringrun' if recurring else 'runs'}/details/{run_id}"
+
+    def log(self, run_id: str, node: str) -> str:
+        """The log of a step's container, by its node's id; empty if the server does not have it.
+
+        Raises:
+            ClusterError: if the server cannot be reached.
+        """
+        with reaching(self.host):
+            response = _get(self.host, LOG.format(run=run_id, node=node))
+        return response.text if response.ok else ""
+
+    def require_id(self, created: str | None) -> str:
+        """The id of a created object; other servers than Pipelines' answer without one.
+
+        Raises:
+            ClusterError: if there is none.
+        """
+        if created:
+            return created
+        raise ClusterError(
+            f"Kubeflow Pipelines at {self.host}: accepted a run without giving it an id, so it is "
+            f"another server; {REMEDIES[404]}"
+        )
 
 
 def connect() -> Server:
@@ -63,9 +99,9 @@ def connect() -> Server:
             "KFP_HOST=http://localhost:8080 after kubectl port-forward -n kubeflow "
             "svc/ml-pipeline-ui 8080:80"
         )
-    host, several = reach(given)
+    host, is_multi_user = reach(given)
     namespace = os.environ.get("KFP_NAMESPACE") or None
-    if namespace and not several:
+    if namespace and not is_multi_user:
         log.info("KFP_NAMESPACE=%s is ignored: the server is not multi-user", namespace)
         namespace = None
     with reaching(host):
@@ -75,9 +111,10 @@ def connect() -> Server:
             host=host,
             existing_token=os.environ.get("KFP_TOKEN"),
             ssl_ca_cert=os.environ.get("SSL_CERT_FILE"),
-            namespace=namespace or "kubeflow",  # the client's own default
+            namespace=namespace or NAMESPACE,
+            proxy=_proxy(host),
         )
-    if several and not client.get_user_namespace():
+    if is_multi_user and not client.get_user_namespace():
         raise ClusterError(
             f"Kubeflow Pipelines at {host}: each user has a namespace; set KFP_NAMESPACE to yours"
         )
@@ -90,17 +127,9 @@ def reach(host: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[str, boo
     Raises:
         ClusterError: if the server cannot be reached or denies access.
     """
-    import requests
-
     host = host.rstrip("/") if "://" in host else f"https://{host.rstrip('/')}"
-    token = os.environ.get("KFP_TOKEN")
     with reaching(host):
-        health = requests.get(
-            f"{host}/{HEALTH}",
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=timeout_seconds,
-            verify=os.environ.get("SSL_CERT_FILE") or True,
-        )
+        health = _get(host, HEALTH, timeout_seconds)
         health.raise_for_status()
         try:
             return host, health.json().get("multi_user", False)
@@ -131,7 +160,9 @@ def reaching(host: str) -> Iterator[None]:
         if status:
             fallback = SERVER_FAILS if status >= 500 else "check KFP_HOST"
             body = getattr(error, "body", None) or getattr(response, "text", None)
-            text = f"{status}{_reason(body)}; {REMEDIES.get(status, fallback)}"
+            is_anonymous = status == 403 and "KFP_TOKEN" not in os.environ
+            remedy = REMEDIES[401] if is_anonymous else REMEDIES.get(status, fallback)
+            text = f"{status}{_reason(body)}; {remedy}"
         else:
             remedy = "check KFP_HOST and the network; a port-forward may have ended"
             cause = _cause(error)
@@ -142,20 +173,48 @@ def reaching(host: str) -> Iterator[None]:
             elif isinstance(cause, ssl.SSLError):
                 remedy = "correct https:// or http:// in KFP_HOST"
             text = f"{first_line(cause)}; {remedy}"
+        if proxy := _proxy(host):
+            text += f"; the request went through the proxy {redacted(proxy)}: see NO_PROXY"
         raise ClusterError(f"Kubeflow Pipelines at {host}: {text}") from error
 
 
+def _get(host: str, path: str, timeout_seconds: float = TIMEOUT_SECONDS) -> "Response":
+    import requests
+
+    token = os.environ.get("KFP_TOKEN")
+    return requests.get(
+        f"{host}/{path}",
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+        timeout=timeout_seconds,
+        verify=os.environ.get("SSL_CERT_FILE") or True,
+        proxies=None if _proxy(host) else {"no_proxy": "*"},
+    )
+
+
+def _proxy(host: str) -> str | None:
+    """The proxy of the environment for requests to `host`; the client itself takes none."""
+    from requests.utils import get_environ_proxies, select_proxy
+
+    with suppress(ValueError):  # of an address that is none, which the request reports
+        if urlsplit(host).hostname not in LOOPBACK:
+            return select_proxy(host, get_environ_proxies(host))
+    return None
+
+
 def _reason(body: str | bytes | None) -> str:
-    """The server's error message; empty for the web page of a proxy."""
+    """The message of the server or of a proxy before it; empty for a web page."""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else body or ""
     try:
-        content = json.loads(body or "")
+        content = json.loads(text)
         text = str(content.get("message") or content.get("error") or "")
     except (ValueError, AttributeError):
-        return ""
-    return f" {text.splitlines()[0]}" if text else ""
+        if text.lstrip().startswith("<"):
+            return ""
+    return f" {text.splitlines()[0][:MAX_SHOWN]}" if text.strip() else ""
 
 
 def _cause(error: BaseException) -> BaseException:
     """The innermost of the transport's nested errors."""
-    inner = getattr(error, "reason", None) or (error.args[0] if error.args else None)
+    known = (getattr(error, name, None) for name in ("original_error", "reason"))
+    inner = next(filter(None, known), None) or (error.args[0] if error.args else None)
     return _cause(inner) if isinstance(inner, BaseException) else error
