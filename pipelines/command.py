@@ -169,6 +169,7 @@ def cluster_arguments(config: PipelineSettings, request: Request) -> dict[str, A
     valid = work_dir.is_absolute() or "work_dir" not in given
     wanted = f"an absolute path on the volume, such as {on_volume}"
     require(valid, "work_dir", str(work_dir), wanted)
+    require("[[" not in str(work_dir), "work_dir", str(work_dir), "without [[…]]: use %Y-%m-%d")
     arguments["work_dir"] = str(work_dir) if work_dir.is_absolute() else on_volume
     # A relative path of an experiment is in this repository and therefore in the images.
     if isinstance(data_input, str) and PurePosixPath(data_input).is_absolute():

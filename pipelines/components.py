@@ -22,6 +22,7 @@ step = partial(dsl.component, packages_to_install=[], install_kfp_package=False)
 @step(base_image=MMSEQS2_IMAGE)
 def configure(
     run_id: str,
+    time: str,
     work_dir: str,
     claim: str,
     overrides: str,
@@ -89,14 +90,20 @@ def generate(config: str, model_dir: str, version: str) -> str:
 
 
 @step(base_image=TRAINER_IMAGE)
-def finish(run_id: str, work_dir: str, status: dsl.PipelineTaskFinalStatus) -> None:  # type: ignore[valid-type]  # KFP's own
+def finish(
+    run_id: str,
+    time: str,
+    work_dir: str,
+    status: dsl.PipelineTaskFinalStatus,  # type: ignore[valid-type]  # KFP's own
+) -> None:
     """End the training job and the MLflow run that failed or cancelled steps left behind.
 
     Args:
         run_id: id of the pipeline's run.
-        work_dir: folder of the run's outputs.
+        time: when the run was scheduled.
+        work_dir: folder of the run's outputs, with codes for the time.
         status: final status of the steps, from KFP.
     """
     from pipelines import steps
 
-    steps.finish(run_id, work_dir, status.state, status.error_message or "")
+    steps.finish(run_id, steps.dated(work_dir, time), status.state)

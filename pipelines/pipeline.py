@@ -58,7 +58,8 @@ def pipeline(
             experiment's.
         max_steps: Optimizer steps. 0: the experiment's.
         input: FASTA file or raw store of training proteins, on the volume or in the images.
-        work_dir: Folder of all outputs, on the volume. A run in the same folder reuses its files.
+        work_dir: Folder of all outputs, on the volume. A run in the same folder reuses its files;
+            codes such as %Y-%m-%d become the scheduled time of the run, in UTC.
         registered_model: Name in the MLflow registry. Empty: d2plm- and the paradigm's name.
         overrides: Further settings as key=value, separated by spaces, such as
             optimizer.learning_rate=1e-3 data.max_length=512.
@@ -86,11 +87,12 @@ def pipeline(
         mmseqs2_image: Image of the first two steps, configure and prepare.
     """
     settings = {name: value for name, value in locals().items() if name in PARAMETERS}
-    run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-    finished = components.finish(run_id=run_id, work_dir=work_dir)
+    run_id, time = dsl.PIPELINE_JOB_ID_PLACEHOLDER, dsl.PIPELINE_JOB_SCHEDULE_TIME_UTC_PLACEHOLDER
+    finished = components.finish(run_id=run_id, time=time, work_dir=work_dir)
     with dsl.ExitHandler(finished, name="steps"):
         configured = components.configure(
             run_id=run_id,
+            time=time,
             work_dir=work_dir,
             claim=claim,
             overrides=overrides,

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from functools import partial, wraps
 from pathlib import Path
 from typing import TypeVar
@@ -99,6 +100,7 @@ def step(function: Callable[[str], Result]) -> Callable[[str], Result]:
 
 def configure(
     run_id: str,
+    time: str,
     work_dir: str,
     claim: str,
     overrides: str,
@@ -109,12 +111,14 @@ def configure(
 
     Args:
         run_id: id of the pipeline's run.
-        work_dir: folder of the run's outputs.
+        time: when the run was scheduled, in UTC, in the format of ISO 8601.
+        work_dir: folder of the run's outputs; see `dated`.
         claim: PersistentVolumeClaim that the training pods mount at `WORKSPACE`.
         overrides: further settings as key=value, separated by spaces.
         modules: modules to import first, separated by spaces; see `--module`.
         parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
+    work_dir = dated(work_dir, time)
     words = [f"work_dir={quoted(work_dir)}", f"launcher.claims={{{claim}: {WORKSPACE}}}"]
     for name, value in parameters.items():
         key = PARAMETERS[name]
@@ -155,6 +159,14 @@ def save_configuration(config: PipelineSettings, run_id: str) -> Path:
     save(with_tags(config, **{PIPELINE_RUN: run_id}), file)
     done(f"wrote {file}")
     return file
+
+
+def dated(work_dir: str, time: str) -> str:
+    """A folder with strftime's codes, such as %Y-%m-%d, replaced: each recurring run has its own.
+
+    KFP expands macros such as [[ScheduledTime]] in the pipelines of its first version only.
+    """
+    return datetime.fromisoformat(time).strftime(work_dir) if "%" in work_dir else work_dir
 
 
 def config_file(run_id: str, work_dir: str) -> Path:

@@ -37,8 +37,7 @@ def submit(
     """Create a run of the pipeline, or with `cron` a recurring run, and return its id.
 
     Args:
-        arguments: the pipeline's arguments; `[[ScheduledTime]]` becomes the time of a recurring
-            run.
+        arguments: the pipeline's arguments.
         experiment: KFP experiment of the run, created if it does not exist.
         name: name of the run; the time is appended for a single run.
         service_account: service account of the steps; None: the server's default.

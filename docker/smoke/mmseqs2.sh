@@ -16,7 +16,7 @@ from kfp.dsl import *
 def prepare(work_dir: str, input: str, overrides: str) -> str:
     from pipelines import steps
 
-    return steps.prepare(steps.configure("smoke", work_dir, "none", overrides, input=input))
+    return steps.prepare(steps.configure("smoke", "", work_dir, "none", overrides, input=input))
 PYTHON
 input=/opt/d2plm/examples/data/uniprot_500.fasta.gz
 _KFP_RUNTIME=true python3 -m kfp.dsl.executor_main \

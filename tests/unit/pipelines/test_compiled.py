@@ -131,8 +131,10 @@ def test_lost_pods_are_replaced_within_seconds_and_the_first_and_the_last_know_t
         assert (policy["maxRetryCount"], policy["backoffDuration"]) == (2, "5s")
     finish = tasks(specification)["finish"]
     for task in (inner["configure"], finish):
-        run_id = task["inputs"]["parameters"]["run_id"]["runtimeValue"]["constant"]
+        given = task["inputs"]["parameters"]
+        run_id, time = (given[name]["runtimeValue"]["constant"] for name in ("run_id", "time"))
         assert run_id == "{{$.pipeline_job_uuid}}"  # the driver replaces it where it stands alone
+        assert time == "{{$.pipeline_job_schedule_time_utc}}"
 
 
 def test_the_settings_are_composed_once_and_passed_on_by_path(

@@ -25,7 +25,12 @@ def configure(tmp_path: Path) -> Configure:
 
     def composed(overrides: str = "", **parameters: str | float) -> str:
         defaults = {"model": "", "max_steps": 0, "node_cpu": "", "experiment": "debug"}
-        defaults |= {"run_id": "run-1", "work_dir": str(tmp_path), "claim": "d2plm-workspace"}
+        defaults |= {
+            "run_id": "run-1",
+            "time": "2026-11-30T03:00:00Z",
+            "work_dir": str(tmp_path),
+            "claim": "d2plm-workspace",
+        }
         return steps.configure(overrides=overrides, **(defaults | parameters))
 
     return composed
@@ -52,6 +57,16 @@ def test_parameters_and_further_settings_reach_the_configuration_whatever_charac
     assert config.launcher.claims == {"mine": "/workspace"}
     assert (config.generation.seed, config.name) == (0, "b c")
     assert config.tracking.tags["pipeline.run"] == "run-1"
+
+
+def test_each_recurring_run_has_the_folder_of_its_time(
+    configure: Configure, tmp_path: Path
+) -> None:
+    for day in ("2026-11-30", "2026-12-07"):
+        template = str(tmp_path / "weekly-%Y-%m-%d")
+        file = configure(work_dir=template, time=f"{day}T03:00:00Z")
+        assert read("pipeline", Path(file)).output_dir == str(tmp_path / f"weekly-{day}/diffusion")
+        assert steps.config_file("run-1", steps.dated(template, f"{day}T03:00:00Z")) == Path(file)
 
 
 def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder(

@@ -375,7 +375,7 @@ def test_cancelling_asks_the_server_to_end_the_run(
 def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
     server: KfpServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weekly = "work_dir='/workspace/weekly-[[ScheduledTime]]'"
+    weekly = "work_dir=/workspace/weekly-%Y-%m-%d"
     assert d2plm([*SUBMIT, weekly, "cron=0 0 3 * * 1", "service_account=mine"]) == 0
     assert capsys.readouterr().out == f"{server.url}/#/recurringrun/details/s1\n"
     (sent,) = server.posted("/recurringruns")
@@ -385,7 +385,7 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
     assert sent["mode"] == "ENABLE"
     assert sent["service_account"] == "mine"
     work_dir = sent["runtime_config"]["parameters"]["work_dir"]
-    assert work_dir == "/workspace/weekly-[[ScheduledTime]]"
+    assert work_dir == "/workspace/weekly-%Y-%m-%d"
 
 
 @pytest.mark.parametrize(
@@ -396,6 +396,7 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
         (["tracking.trackers=[]"], "tracking.trackers=[]: must be a list that includes mlflow"),
         (["wait=yes"], "wait='yes': must be true or false"),
         (["work_dir=runs/mine"], "must be an absolute path on the volume, such as /workspace/mine"),
+        (["work_dir='/workspace/[[ScheduledTime]]'"], "must be without [[…]]: use %Y-%m-%d"),
         (["tolerations=gpu"], "tolerations='gpu': must be YAML such as"),
         (["prepare_memory=12Gx"], "prepare_memory='12Gx': must be a Kubernetes quantity"),
         (["evaluate_gpus=one"], "evaluate_gpus='one': must be a number of GPUs"),
