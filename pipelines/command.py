@@ -18,7 +18,7 @@ from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.launcher import LABEL, QUANTITY
 from d2plm.settings.registry import loaded_modules
 from d2plm.settings.schema import Form
-from pipelines.steps import PARAMETERS, WORKSPACE
+from pipelines.steps import INPUTS, PARAMETERS, WORKSPACE
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
@@ -111,7 +111,7 @@ def main(words: list[str]) -> int:
         config, arguments = compose_arguments("pipeline", request.overrides)
         request = replace(request, overrides=arguments.overrides)
         if action == "run" and not arguments.show_only:
-            check_paths("pipeline", config, ("data.input", "data.tokenizer", "init_from"))
+            check_paths("pipeline", config, INPUTS)
         trackers = config.tracking.trackers
         require("mlflow" in trackers, "tracking.trackers", trackers, "a list that includes mlflow")
         if arguments.show_only:

@@ -17,7 +17,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TypeVar
 
-from d2plm.config import compose, quoted, read, save
+from d2plm.config import check_paths, compose, quoted, read, save
 from d2plm.core.errors import D2PLMError
 from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
@@ -43,6 +43,7 @@ PARAMETERS = {
     "gpu_resource": "launcher.gpu_resource",
     "trainer_image": "launcher.image",
 }
+INPUTS = ("data.input", "data.tokenizer", "init_from")  # must exist before the first step
 IMAGE = Path("/opt/d2plm")  # folder of the examples in the images
 WORKSPACE = "/workspace"  # mount path of the shared volume in the steps and the training pods
 # What the exit handler of a cancelled run is told: RUNNING by Kubeflow Pipelines 2.17.
@@ -132,6 +133,7 @@ def configure(
     def composed() -> str:
         load_modules(shlex.split(modules))
         config = compose("pipeline", [*words, *shlex.split(overrides)])
+        check_paths("pipeline", config, INPUTS)
         return str(save_configuration(config, run_id))
 
     return run_step("configure", config_file(run_id, work_dir), composed)

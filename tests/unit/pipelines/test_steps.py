@@ -47,13 +47,16 @@ def test_parameters_that_are_empty_or_0_leave_the_settings_to_the_configuration(
 
 
 def test_parameters_and_further_settings_reach_the_configuration_whatever_characters_they_have(
-    configure: Configure,
+    configure: Configure, tmp_path: Path
 ) -> None:
-    given = {"max_steps": 7.0, "node_cpu": "3", "input": "/a 'b'/c=d,e.fasta", "claim": "mine"}
+    proteins = tmp_path / "a 'b'" / "c=d,e.fasta"
+    proteins.parent.mkdir()
+    proteins.write_text(">a\nMKV\n")
+    given = {"max_steps": 7.0, "node_cpu": "3", "input": str(proteins), "claim": "mine"}
     config = read("pipeline", Path(configure("generation.seed=0 'name=b c'", **given)))
     assert config.trainer.max_steps == 7
     assert config.launcher.cpu == "3"
-    assert config.data.input == "/a 'b'/c=d,e.fasta"
+    assert config.data.input == str(proteins)
     assert config.launcher.claims == {"mine": "/workspace"}
     assert (config.generation.seed, config.name) == (0, "b c")
     assert config.tracking.tags["pipeline.run"] == "run-1"
@@ -93,6 +96,15 @@ def test_relatives_for_what_takes_none_are_rejected_before_the_first_step(
     assert "generation.relatives=null" in str(refused.value.__cause__)
     alone = "model.relatives_dim=null data.max_relatives=null generation.relatives=null"
     configure(experiment="demo", overrides=f"{overrides} {alone}")
+
+
+@pytest.mark.parametrize("key", ["data.input", "init_from", "data.tokenizer"])
+def test_inputs_that_do_not_exist_are_refused_by_the_first_step(
+    configure: Configure, capfd: pytest.CaptureFixture[str], key: str
+) -> None:
+    with pytest.raises(SystemExit):
+        configure(f"{key}=/workspace/nope")
+    assert f"error: {key}=/workspace/nope: no such file" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
