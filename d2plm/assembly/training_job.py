@@ -7,8 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from d2plm.assembly.training_run import build_plan, trainer_keys
+from d2plm.assembly.training_run import build_plan, is_trained, trainer_keys
 from d2plm.core.errors import require, within
+from d2plm.core.terminal import done
 from d2plm.launch.client import JOB_KINDS, connect, first_known_kind
 from d2plm.launch.job_spec import IMAGE, TrainingJob
 from d2plm.launch.kfp_server import POD_VARIABLE
@@ -87,18 +88,23 @@ def launch(launcher: LauncherSettings, kind: str, job: TrainingJob) -> None:
 def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
     """Train as a job on behalf of a pipeline step; the pipeline's run owns the job.
 
+    There is no job if nothing is left to train: it would wait for its resources to find that out.
+
     Args:
         file: the configuration, on a volume that the job mounts. A retried step finds its job by
             the file's name.
     """
     launcher = config.launcher
     own, cluster = connect(), connect(launcher.namespace)
-    pod = os.environ.get(POD_VARIABLE)
+    name, pod = job_name(config, file), os.environ.get(POD_VARIABLE)
+    if cluster.read(JOB_KINDS[kind], name) is None and is_trained(config):
+        done(f"training is complete: reusing {config.model_dir}; no job is created")
+        return
     forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
     job = training_job(
         config,
         ["-m", "d2plm", "train", f"--config-file={file}", *module_words()],
-        name=job_name(config, file),
+        name=name,
         environment={**forwarded, **launcher.environment},
         # Kubernetes requires owners to be in the same namespace.
         owners=own.workflow_of(pod) if pod and own.namespace == cluster.namespace else [],

@@ -21,7 +21,7 @@ from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausible_lengths
-from d2plm.export.exported_model import weights_digest
+from d2plm.export.exported_model import is_whole_export, read_provenance, weights_digest
 from d2plm.model import lora
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
@@ -38,6 +38,7 @@ from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback, MetricRun, RunContext
 from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 from d2plm.training.trainer import Trainer
+from d2plm.training.trainer_settings import difference
 
 log = logging.getLogger(__name__)
 
@@ -355,6 +356,24 @@ def build_trainer(
             identity=_identity(config, collections, start),
         )
     return trainer
+
+
+def is_trained(config: PipelineSettings) -> bool:
+    """Whether `model_dir` already contains the model of this configuration after its last step.
+
+    False if only training itself can say so: with `init_from`, or without `max_steps`.
+    """
+    trainer, folder = config.trainer, Path(config.model_dir)
+    if trainer.resume != "auto" or trainer.max_steps is None or config.init_from is not None:
+        return False
+    if not is_whole_export(folder):
+        return False
+    provenance, stores = read_provenance(folder) or {}, training_stores(config)
+    config = with_vocab_size(config, stores["train"].vocabulary)
+    known = provenance["settings"]
+    own = _identity(config, training_collections(config, stores), None)
+    own["global_batch_tokens"] = trainer.global_batch_tokens or known["global_batch_tokens"]
+    return provenance["step"] >= trainer.max_steps and difference(known, own) is None
 
 
 def trainer_class(config: PipelineSettings) -> Callable[..., Trainer]:

@@ -319,13 +319,22 @@ def weights_digest(folder: Path) -> str:
 
 def is_export_of(folder: Path, provenance: dict[str, Any]) -> bool:
     """Whether `folder` contains an export with this provenance, whose files are as written."""
+    if not is_whole_export(folder):
+        return False
+    written = read_provenance(folder) or {}
+    del written["files"]
+    return written == _provenance(written.get("paradigm", ""), provenance)
+
+
+def is_whole_export(folder: Path) -> bool:
+    """Whether `folder` contains an export of this version of d2plm whose files are as written."""
     try:
         written = read_provenance(folder) or {}
-        files = written.pop("files", {})
-        whole = files and all(files_digest(folder / name) == files[name] for name in files)
+        files = written.get("files", {})
+        whole = all(files_digest(folder / name) == files[name] for name in files)
     except (ModelError, DataError):
         return False
-    return whole and written == _provenance(written.get("paradigm", ""), provenance)
+    return bool(files) and whole and written.get("d2plm_version") == __version__
 
 
 def _provenance(paradigm: str, provenance: dict[str, Any]) -> dict[str, Any]:

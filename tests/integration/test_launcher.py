@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from d2plm.assembly.training_job import where_to_train
-from d2plm.config import compose
+from d2plm.config import compose, read, save
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.launch import client as requests
 from d2plm.launch import logs, run_job
@@ -25,7 +25,7 @@ from d2plm.launch.run_job import RunningJob, train_in_cluster
 from d2plm.settings.commands import PipelineSettings
 from pipelines import steps as pipeline_steps
 from tests.cluster import NAMESPACE, Cluster, Script
-from tests.integration.conftest import REPOSITORY, Prepared, steps
+from tests.integration.conftest import REPOSITORY, Finished, Prepared, steps
 
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
 LATE = replace(JOB, start_deadline_seconds=1.5)
@@ -749,7 +749,7 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     image = "registry.example/d2plm-trainer:7"
     configured = [
         pipeline_steps.configure(
-            run_id, str(tmp_path), "shared", "tracking=none", trainer_image=image
+            run_id, "", str(tmp_path), "shared", "tracking=none", trainer_image=image
         )
         for run_id in ("run-1", "run-2")
     ]
@@ -766,6 +766,22 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     environment = {e["name"]: e["value"] for e in container["env"]}
     assert environment["MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
     assert "opensesame" not in str(jobs)
+
+
+def test_a_step_whose_training_is_complete_creates_no_job(
+    finished: Finished, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KFP_POD_NAME", "step")
+    monkeypatch.setattr(requests.Cluster, "workflow_of", lambda _, pod: [])
+    cluster.script(Script())
+    (known,) = (finished.work_dir / "pipeline_runs").glob("*.yaml")
+    config: PipelineSettings = read("pipeline", known)
+    for number, created in ((0, 0), (1, 1)):
+        trainer = replace(config.trainer, max_steps=config.trainer.max_steps + number)
+        file = tmp_path / f"{number}.yaml"
+        save(replace(config, trainer=trainer), file)
+        pipeline_steps.train(str(file))
+        assert len(cluster.store.list("pytorchjobs")) == created
 
 
 def launcher(kind: str) -> PipelineSettings:
