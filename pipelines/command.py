@@ -39,6 +39,7 @@ storage that the steps share, and these settings are also available:
   {parameters}
 submit reads the variables KFP_HOST, KFP_TOKEN, KFP_NAMESPACE (multi-user servers), SSL_CERT_FILE:
   wait=true            follow the run; exit with 1 if it fails
+  once=true            do not upload the definition as a version of the pipeline d2plm
   cron='0 0 3 * * 1'   recurring run: second minute hour day month weekday, in UTC
   service_account=NAME service account of the steps, which may create jobs; default: the server's"""
 
@@ -69,7 +70,7 @@ IMAGES = ("registry", "tag")
 OPTIONS = {
     "run": IMAGES,
     "compile": (*IMAGES, "output"),
-    "submit": (*IMAGES, "wait", "cron", "service_account"),
+    "submit": (*IMAGES, "wait", "cron", "once", "service_account"),
 }
 
 
@@ -207,8 +208,10 @@ def _compile(config: PipelineSettings, request: Request) -> dict[str, Any]:
 
 
 def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
-    wait, cron = request.options.get("wait", "false"), request.options.get("cron")
-    require(wait in ("true", "false"), "wait", wait, "true or false")
+    wait, once = (request.options.get(key, "false") for key in ("wait", "once"))
+    cron = request.options.get("cron")
+    for key, value in (("wait", wait), ("once", once)):
+        require(value in ("true", "false"), key, value, "true or false")
     require(wait == "false" or cron is None, "wait", wait, "false with cron, which never ends")
     from d2plm.launch.kfp_server import connect
     from pipelines.follow import follow
@@ -223,6 +226,7 @@ def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
         f"d2plm {config.name}",
         service_account=request.options.get("service_account"),
         cron=cron,
+        once=once == "true",
     )
     url = server.run_url(run_id, recurring=cron is not None)
     result(url)

@@ -1,12 +1,13 @@
 """The pipeline's steps as KFP components: each body imports d2plm and calls one function.
 
 `config` is the path of the run's configuration, which the first step composes. Data are passed by
-path, on storage that the steps share. The return value of a step (a digest, a folder, a figure) is
-an argument of the next one, which orders the steps, and is shown in the UI. The images are
-parameters of the pipeline.
+path, on storage that the steps share. The returned value of a step (a digest, a folder, a figure)
+is an argument of the next one, which orders the steps; it and the artifacts, small documents with
+their metadata, are shown in the UI. The images are parameters of the pipeline.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 from kfp import dsl
 
@@ -41,52 +42,70 @@ def configure(
     node_memory: str,
     gpu_resource: str,
     trainer_image: str,
-) -> str:
+) -> NamedTuple("Configured", [("config", str)]):  # type: ignore[valid-type]  # KFP's own form
     """Compose the run's configuration from the pipeline's parameters; returns its path."""
     parameters = dict(locals())
     from pipelines import steps
 
-    return steps.configure(**parameters)
+    return (steps.configure(**parameters),)
 
 
 @step(base_image=MMSEQS2_IMAGE)
-def prepare(config: str) -> str:
+def prepare(config: str, dataset: dsl.Output[dsl.Dataset]) -> NamedTuple(
+    "Prepared", [("digest", str)]
+):  # type: ignore[valid-type]
     """Deduplicate, cluster and split the proteins, and remove leaks; returns the data's digest."""
     from pipelines import steps
 
-    return steps.prepare(config)
+    return (steps.prepare(config, dataset=dataset),)
 
 
 @step(base_image=TRAINER_IMAGE)
-def train(config: str, data_digest: str) -> str:
+def train(config: str, data_digest: str, model: dsl.Output[dsl.Model]) -> NamedTuple(
+    "Trained", [("model_dir", str)]
+):  # type: ignore[valid-type]
     """Train and export, in a cluster as a separate job; returns the exported model's folder."""
     from pipelines import steps
 
-    return steps.train(config)
+    return (steps.train(config, model=model),)
 
 
 @step(base_image=TRAINER_IMAGE)
-def evaluate(config: str, model_dir: str) -> float:
+def evaluate(
+    config: str,
+    model_dir: str,
+    metrics: dsl.Output[dsl.Metrics],
+    report: dsl.Output[dsl.HTML],
+) -> NamedTuple("Evaluated", [("perplexity", float)]):  # type: ignore[valid-type]
     """Compare the likelihood bound with the baselines; returns the perplexity."""
     from pipelines import steps
 
-    return steps.evaluate(config)
+    return (steps.evaluate(config, metrics=metrics, report=report),)
 
 
 @step(base_image=TRAINER_IMAGE)
-def register(config: str, model_dir: str, perplexity: float) -> str:
+def register(
+    config: str, model_dir: str, perplexity: float, registered: dsl.Output[dsl.Model]
+) -> NamedTuple("Registered", [("version", str)]):  # type: ignore[valid-type]
     """Register the evaluated model; returns its version."""
     from pipelines import steps
 
-    return steps.register(config)
+    return (steps.register(config, registered=registered).version,)
 
 
 @step(base_image=TRAINER_IMAGE)
-def generate(config: str, model_dir: str, version: str) -> str:
+def generate(
+    config: str,
+    model_dir: str,
+    version: str,
+    sequences: dsl.Output[dsl.Artifact],
+    designs: dsl.Output[dsl.Artifact],
+    report: dsl.Output[dsl.HTML],
+) -> NamedTuple("Generated", [("file", str)]):  # type: ignore[valid-type]
     """Generate proteins with the registered model; returns the path of the FASTA file."""
     from pipelines import steps
 
-    return steps.generate(config)
+    return (steps.generate(config, sequences=sequences, designs=designs, report=report),)
 
 
 @step(base_image=TRAINER_IMAGE)
@@ -95,6 +114,7 @@ def finish(
     time: str,
     work_dir: str,
     status: dsl.PipelineTaskFinalStatus,  # type: ignore[valid-type]  # KFP's own
+    summary: dsl.Output[dsl.Markdown],
 ) -> None:
     """End the training job and the MLflow run that failed or cancelled steps left behind.
 
@@ -103,7 +123,8 @@ def finish(
         time: when the run was scheduled.
         work_dir: folder of the run's outputs, with codes for the time.
         status: final status of the steps, from KFP.
+        summary: how the steps ended, and why one failed.
     """
     from pipelines import steps
 
-    steps.finish(run_id, steps.dated(work_dir, time), status.state)
+    steps.finish(run_id, steps.dated(work_dir, time), status.state, summary=summary)

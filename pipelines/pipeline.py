@@ -99,16 +99,16 @@ def pipeline(
             modules=modules,
             **settings,
         )
-        config = configured.output
+        config = configured.outputs["config"]
         prepared = components.prepare(config=config)
-        trained = components.train(config=config, data_digest=prepared.output)
-        model_dir = trained.output
+        trained = components.train(config=config, data_digest=prepared.outputs["digest"])
+        model_dir = trained.outputs["model_dir"]
         evaluated = components.evaluate(config=config, model_dir=model_dir)
         registered = components.register(
-            config=config, model_dir=model_dir, perplexity=evaluated.output
+            config=config, model_dir=model_dir, perplexity=evaluated.outputs["perplexity"]
         )
         generated = components.generate(
-            config=config, model_dir=model_dir, version=registered.output
+            config=config, model_dir=model_dir, version=registered.outputs["version"]
         )
     set_resources(configured, mmseqs2_image, "100m", "1Gi", hours=1)
     set_resources(prepared, mmseqs2_image, prepare_cpu, prepare_memory, hours=48)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial, wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2plm.config import check_paths, compose, quoted, read, save
 from d2plm.core.errors import D2PLMError
@@ -23,8 +23,11 @@ from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigt
 from d2plm.core.terminal import configure_logging, done
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.registry import load_modules, module_words
-from pipelines import record
+from pipelines import artifacts, record
 from pipelines.retries import patiently
+
+if TYPE_CHECKING:
+    from d2plm.tracking.registry import Registration
 
 # Pipeline parameter → configuration key; keys without a dot are groups.
 PARAMETERS = {
@@ -89,12 +92,17 @@ def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
         return result
 
 
-def step(function: Callable[[str], Result]) -> Callable[[str], Result]:
-    """A step that takes the path of the configuration, run by `run_step`."""
+def step(function: Callable[[str], Result]) -> Callable[..., Result]:
+    """A step that takes the path of the configuration, and in a cluster its output artifacts."""
 
     @wraps(function)
-    def run(config: str) -> Result:
-        return run_step(function.__name__, Path(config), lambda: function(config))
+    def run(config: str, **outputs: Any) -> Result:
+        def act() -> Result:
+            result = function(config)
+            artifacts.fill(Path(config), outputs, result)
+            return result
+
+        return run_step(function.__name__, Path(config), act)
 
     return run
 
@@ -206,10 +214,10 @@ def evaluate(config: str) -> float:
 
 
 @step
-def register(config: str) -> str:
+def register(config: str) -> "Registration":
     from d2plm.commands.register import run
 
-    return run(read("pipeline", Path(config))).version
+    return run(read("pipeline", Path(config)))
 
 
 @step
@@ -235,7 +243,7 @@ def generate(config: str) -> str:
     return str(output)
 
 
-def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
+def finish(run_id: str, work_dir: str, state: str, message: str = "", summary: Any = None) -> None:
     """End the training job and the MLflow run that failed or cancelled steps left running.
 
     The run's record says whether they succeeded. An MLflow run that has ended keeps its status.
@@ -246,13 +254,17 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "") -> None:
         work_dir: folder of the run's outputs.
         state: KFP's state of the steps, which is RUNNING in a cancelled run.
         message: why the steps failed, if the record does not say it.
+        summary: artifact for a text on how the steps ended; the failed step's own are not kept.
     """
     file = config_file(run_id, work_dir)
-    last = record.entries(file).get(list(STEPS)[-1])
-    if (last and last.state == "succeeded") or not file.is_file():  # no file: nothing has started
+    last, failure = record.entries(file).get(list(STEPS)[-1]), record.cause(file)
+    has_succeeded = last is not None and last.state == "succeeded"
+    is_cancelled = state in CANCELLED and not has_succeeded
+    if summary is not None:
+        text = record.as_markdown(file, is_cancelled)
+        Path(summary.path).write_text(text, encoding="utf-8")
+    if has_succeeded or not file.is_file():  # no file: nothing has started
         return
-    is_cancelled = state in CANCELLED
-    failure = record.cause(file)
     if is_cancelled:
         message = "the run was cancelled"
     elif failure is not None:

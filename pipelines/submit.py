@@ -1,15 +1,19 @@
 """Compiling the pipeline to a file, and submitting it to a Kubeflow Pipelines server."""
 
+import json
 import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from d2plm import __version__
 from d2plm.core.errors import require
-from d2plm.core.files import written_beside
+from d2plm.core.files import files_digest, written_beside
 from d2plm.launch.kfp_server import Server, reaching
-from pipelines.pipeline import pipeline
+from pipelines.pipeline import NAME, pipeline
 
+# Arguments that the form of an uploaded version shows as defaults: they belong to the cluster.
+DEFAULTS = ("trainer_image", "mmseqs2_image", "claim", "tolerations", "node_selector")
 CRON_FIELDS = 6  # the first field is the second
 
 
@@ -33,6 +37,7 @@ def submit(
     *,
     service_account: str | None = None,
     cron: str | None = None,
+    once: bool = False,
 ) -> str:
     """Create a run of the pipeline, or with `cron` a recurring run, and return its id.
 
@@ -42,6 +47,7 @@ def submit(
         name: name of the run; the time is appended for a single run.
         service_account: service account of the steps; None: the server's default.
         cron: second, minute, hour, day of the month, month, day of the week; in UTC.
+        once: whether the definition is only part of the run, and not uploaded as a pipeline.
 
     Raises:
         ConfigError: if `cron` does not have six fields.
@@ -49,29 +55,46 @@ def submit(
     """
     wanted = "six fields (second minute hour day month weekday), such as '0 0 3 * * 1'"
     require(cron is None or len(cron.split()) == CRON_FIELDS, "cron", cron, wanted)
-    with tempfile.TemporaryDirectory(prefix="d2plm-") as folder:
+    client = server.client
+    with tempfile.TemporaryDirectory(prefix="d2plm-") as folder, reaching(server.host):
         file = Path(folder) / "d2plm.yaml"
-        compile_pipeline(file, arguments)
-        with reaching(server.host):
-            if cron is None:
-                run = server.client.create_run_from_pipeline_package(
-                    str(file),
-                    arguments=arguments,
-                    run_name=f"{name} {datetime.now():%Y-%m-%d %H:%M:%S}",
-                    experiment_name=experiment,
-                    namespace=server.namespace,
-                    service_account=service_account,
-                )
-                return server.require_id(run.run_id)
-            owner = server.client.create_experiment(experiment, namespace=server.namespace)
-            recurring = server.client.create_recurring_run(
-                owner.experiment_id,
-                name,
-                cron_expression=cron,
-                pipeline_package_path=str(file),
-                params=arguments,
-                max_concurrency=1,  # concurrent runs would write to the same folders
-                no_catchup=True,
-                service_account=service_account,
-            )
-            return server.require_id(recurring.recurring_run_id)
+        compile_pipeline(file, {key: arguments[key] for key in DEFAULTS if key in arguments})
+        source = {"pipeline_package_path": str(file)} if once else _upload(server, file)
+        how = {"params": arguments, "service_account": service_account, **source}
+        owner = client.create_experiment(experiment, namespace=server.namespace).experiment_id
+        if cron is None:
+            run = client.run_pipeline(owner, f"{name} {datetime.now():%Y-%m-%d %H:%M:%S}", **how)
+            return server.require_id(run.run_id)
+        recurring = client.create_recurring_run(
+            owner,
+            name,
+            cron_expression=cron,
+            max_concurrency=1,  # concurrent runs would write to the same folders
+            no_catchup=True,
+            **how,
+        )
+        return server.require_id(recurring.recurring_run_id)
+
+
+def _upload(server: Server, file: Path) -> dict[str, str]:
+    """Upload a definition as a version of the pipeline, unless the server has it; return the ids.
+
+    Versions are named by their content: the same definition is uploaded once.
+    """
+    client, version = server.client, f"{__version__}-{files_digest(file)[:12]}"
+    known = client.list_pipelines(filter=_named(NAME), namespace=server.namespace).pipelines
+    made = client.api_models.V2beta1Pipeline(display_name=NAME, namespace=server.namespace)
+    one = known[0] if known else client.pipelines.pipeline_service_create_pipeline(made)
+    pipeline_id = server.require_id(one.pipeline_id)
+    found = client.list_pipeline_versions(pipeline_id, filter=_named(version)).pipeline_versions
+    uploaded = (
+        found[0]
+        if found
+        else client.upload_pipeline_version(str(file), version, pipeline_id=pipeline_id)
+    )
+    return {"pipeline_id": pipeline_id, "version_id": uploaded.pipeline_version_id}
+
+
+def _named(name: str) -> str:
+    predicate = {"operation": "EQUALS", "key": "display_name", "stringValue": name}
+    return json.dumps({"predicates": [predicate]})

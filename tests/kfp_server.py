@@ -5,6 +5,7 @@ and every argument is a parameter of the pipeline, of its type. Its runs go on b
 question for a run is answered with the script's next state.
 """
 
+import email
 import json
 import ssl
 import threading
@@ -15,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import yaml
 from google.protobuf.json_format import ParseDict
 from kfp.pipeline_spec import pipeline_spec_pb2
 
@@ -45,6 +47,8 @@ class KfpServer:
     requests: list[tuple[str, str, dict[str, list[str]], Any]] = field(default_factory=list)
     tokens: list[str | None] = field(default_factory=list)
     experiments: list[dict[str, Any]] = field(default_factory=list)
+    pipelines: list[dict[str, Any]] = field(default_factory=list)
+    versions: list[dict[str, Any]] = field(default_factory=list)
 
     def posted(self, path: str) -> list[Any]:
         """The bodies posted to a path."""
@@ -62,17 +66,28 @@ class KfpServer:
         match method, path.removeprefix(API):
             case "GET", "/healthz":
                 return 200, {"multi_user": self.multi_user}
-            case "GET", "/experiments":
+            case "GET", "/experiments" | "/pipelines" | "/pipelines/p1/versions":
                 wanted = json.loads(query["filter"][0])["predicates"][0]["stringValue"]
-                found = [e for e in self.experiments if e["display_name"] == wanted]
-                return 200, {"experiments": found}
+                key = "pipeline_versions" if path.endswith("versions") else path.rpartition("/")[2]
+                known = getattr(self, key.removeprefix("pipeline_"))
+                return 200, {key: [one for one in known if one["display_name"] == wanted]}
+            case "POST", "/pipelines":
+                self.pipelines.append({**body, "pipeline_id": "p1"})
+                return 200, self.pipelines[-1]
+            case "POST", "/pipelines/upload_version":
+                specification, platform = body
+                given = {"pipeline_spec": specification, "platform_spec": platform}
+                made = {"pipeline_id": query["pipelineid"][0], "display_name": query["name"][0]}
+                made["pipeline_version_id"] = f"v{len(self.versions) + 1}"
+                self.versions.append({**made, "pipeline_spec": given})
+                return 200, self.versions[-1]
             case "POST", "/experiments":
                 self.experiments.append({**body, "experiment_id": "e1"})
                 return 200, self.experiments[-1]
             case "POST", "/runs":
-                return refused(body) or (200, {**body, "run_id": "r1", "state": "PENDING"})
+                return self.refused(body) or (200, {**body, "run_id": "r1", "state": "PENDING"})
             case "POST", "/recurringruns":
-                return refused(body) or (200, {**body, "recurring_run_id": "s1"})
+                return self.refused(body) or (200, {**body, "recurring_run_id": "s1"})
             case "GET", "/runs/r1":
                 state = self.script.pop(0) if len(self.script) > 1 else self.script[0]
                 return 200, {"run_id": "r1", **state}
@@ -82,10 +97,16 @@ class KfpServer:
                 return 200, self.logs[node]
         return 404, {"code": 5, "message": f"{path} not found"}
 
+    def refused(self, body: dict[str, Any]) -> Answer | None:
+        """Why a server would not take a run, if it would not."""
+        if given := body.get("pipeline_spec"):
+            return refused(given, body)
+        wanted = body["pipeline_version_reference"]["pipeline_version_id"]
+        (version,) = (one for one in self.versions if one["pipeline_version_id"] == wanted)
+        return refused(version["pipeline_spec"], body)
 
-def refused(body: dict[str, Any]) -> Answer | None:
-    """Why a server would not take a run, if it would not."""
-    given = body["pipeline_spec"]
+
+def refused(given: dict[str, Any], body: dict[str, Any]) -> Answer | None:
     try:
         specification = ParseDict(given["pipeline_spec"], pipeline_spec_pb2.PipelineSpec())
         ParseDict(given["platform_spec"], pipeline_spec_pb2.PlatformSpec())
@@ -132,6 +153,14 @@ def run(state: str, *tasks: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"state": state, "run_details": details, **more}
 
 
+def content(kind: str, text: bytes) -> Any:
+    """A request's content: JSON, or the YAML documents of an uploaded file."""
+    if not kind.startswith("multipart/"):
+        return json.loads(text)
+    parts: Any = email.message_from_bytes(f"Content-Type: {kind}\n\n".encode() + text)
+    return list(yaml.safe_load_all(parts.get_payload()[0].get_payload(decode=True)))
+
+
 @contextmanager
 def kfp_server(context: ssl.SSLContext | None = None) -> Iterator[KfpServer]:
     """The double, listening; with a context, over TLS."""
@@ -143,7 +172,8 @@ def kfp_server(context: ssl.SSLContext | None = None) -> Iterator[KfpServer]:
             text = self.rfile.read(length)
             double.tokens.append(self.headers.get("Authorization"))
             split = urlsplit(self.path)
-            body = json.loads(text) if text else None
+            kind = self.headers.get("Content-Type", "")
+            body = content(kind, text) if text else None
             status, said = double.answer(self.command, split.path, parse_qs(split.query), body)
             data = (said if isinstance(said, str) else json.dumps(said)).encode()
             self.send_response(status)

@@ -77,7 +77,7 @@ def run(config: PipelineSettings) -> Evaluation:
     plot(evaluation, read_metrics(output_dir / METRICS_FILE), output_dir / PLOT, title)
     report = write_report(Sources(output_dir, exported.folder, Path(config.data.prepared_dir)))
     with tracked_run(config, "evaluate") as tracked:
-        tracked.log_metrics(_metrics(evaluation))
+        tracked.log_metrics(metrics_of(evaluation))
         tracked.log_file(output_dir / EVALUATION, "evaluation")
         tracked.log_file(output_dir / PLOT, "evaluation")
         tracked.log_file(report, "report")
@@ -116,7 +116,7 @@ def _is_model_of(output_dir: Path, model_dir: Path) -> bool:
     return file.is_file() and Path(read("train", file).model_dir).absolute() == model
 
 
-def _metrics(evaluation: Evaluation) -> dict[str, float]:
+def metrics_of(evaluation: Evaluation) -> dict[str, float]:
     """Headline figures for the tracker, those of the model first."""
     model, given = evaluation.model, evaluation.given_relatives
     low, high = model.perplexity.interval or (None, None)

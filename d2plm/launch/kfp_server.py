@@ -79,8 +79,8 @@ class Server:
         if created:
             return created
         raise ClusterError(
-            f"Kubeflow Pipelines at {self.host}: accepted a run without giving it an id, so it is "
-            f"another server; {REMEDIES[404]}"
+            f"Kubeflow Pipelines at {self.host}: gives no id to what it creates, so it is another "
+            f"server; {REMEDIES[404]}"
         )
 
 

@@ -107,6 +107,41 @@ def wanted(values: Any) -> Iterator[str]:
             yield value["componentInputParameter"]
 
 
+def test_each_step_has_named_outputs_and_artifacts_of_kfps_own_types(
+    specification: Specification,
+) -> None:
+    outputs = {
+        name.removeprefix("comp-"): component["outputDefinitions"]
+        for name, component in specification["components"].items()
+        if "outputDefinitions" in component
+    }
+    assert {name: set(found.get("parameters", ())) for name, found in outputs.items()} == {
+        "configure": {"config"},
+        "prepare": {"digest"},
+        "train": {"model_dir"},
+        "evaluate": {"perplexity"},
+        "register": {"version"},
+        "generate": {"file"},
+        "finish": set(),
+    }
+    artifacts = {
+        (step, name): artifact["artifactType"]["schemaTitle"].removeprefix("system.")
+        for step, found in outputs.items()
+        for name, artifact in found.get("artifacts", {}).items()
+    }
+    assert artifacts == {
+        ("prepare", "dataset"): "Dataset",
+        ("train", "model"): "Model",
+        ("evaluate", "metrics"): "Metrics",
+        ("evaluate", "report"): "HTML",
+        ("register", "registered"): "Model",
+        ("generate", "sequences"): "Artifact",
+        ("generate", "designs"): "Artifact",
+        ("generate", "report"): "HTML",
+        ("finish", "summary"): "Markdown",
+    }
+
+
 def test_no_step_is_ever_taken_from_the_cache(specification: Specification) -> None:
     for name, task in tasks(specification).items():
         if name != "exit-handler-1":

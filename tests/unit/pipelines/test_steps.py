@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kfp import dsl
 from mlflow import MlflowClient
 
 from d2plm.config import compose, read
 from d2plm.core.errors import ConfigError, DataError, TrackingError
 from d2plm.core.vocabulary import PROTEIN
 from d2plm.tracking.mlflow_run import VERSION_TAG, begin_mlflow_run, end_left_running
-from pipelines import record, retries, steps
+from pipelines import components, record, retries, steps
 
 Configure = Callable[..., str]
 
@@ -226,6 +227,31 @@ def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
     assert run.info.status == status
     assert run.data.tags["pipeline.state"] == {"KILLED": "CANCELLED"}.get(status, status)
     assert run.data.tags["pipeline.error"] == said
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("FAILED", "**`prepare` failed:**\n\n```\n/workspace/nope.fasta: no such file\n```\n"),
+        ("RUNNING", "**The run was cancelled.**\n"),
+    ],
+)
+def test_the_exit_handler_says_what_failed_whether_or_not_there_is_a_configuration(
+    tmp_path: Path, state: str, said: str
+) -> None:
+    file = steps.config_file("run-1", str(tmp_path))
+    record.note(file, "configure", "succeeded")
+    record.note(file, "prepare", "failed", "/workspace/nope.fasta: no such file")
+    summary = dsl.Markdown(uri=str(tmp_path / "summary.md"))
+    components.finish.python_func(
+        run_id="run-1",
+        time="2026-11-30T03:00:00Z",
+        work_dir=str(tmp_path),
+        status=dsl.PipelineTaskFinalStatus(state, "", "steps", None, None),
+        summary=summary,
+    )
+    listed = "- `configure`: succeeded\n- `prepare`: failed\n\n"
+    assert Path(summary.path).read_text() == listed + said
 
 
 @pytest.mark.parametrize("state", ["COMPLETE", "SUCCEEDED", "RUNNING"])

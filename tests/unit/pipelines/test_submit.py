@@ -50,8 +50,25 @@ def test_a_submission_sends_the_compiled_pipeline_and_prints_the_runs_address_al
     assert parameters["trainer_image"].startswith("registry.example/us/d2plm-trainer:")
     assert "input" not in parameters  # the experiment's is a path of this repository
     assert "service_account" not in sent  # the server's own, which k8s/ gives the rights to
-    assert sent["pipeline_spec"]["platform_spec"]["platforms"]["kubernetes"]
+    assert sent["pipeline_version_reference"] == {"pipeline_id": "p1", "pipeline_version_id": "v1"}
+    (uploaded,) = (version["pipeline_spec"] for version in server.versions)
+    assert uploaded["platform_spec"]["platforms"]["kubernetes"]
+    form = uploaded["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
+    assert form["claim"]["defaultValue"] == "mine"  # of the cluster, unlike the run's own
+    assert form["experiment"]["defaultValue"] == "demo"
     assert server.experiments[0]["display_name"] == "d2plm-diffusion"
+
+
+def test_a_definition_is_uploaded_once_as_a_version_of_the_pipeline_or_not_at_all(
+    server: KfpServer,
+) -> None:
+    for words in (["trainer.max_steps=7"], [], ["tag=7"], ["once=true", "tag=8"]):
+        assert d2plm([*SUBMIT, *words]) == 0
+    assert [one["display_name"] for one in server.pipelines] == ["d2plm"]
+    assert len({one["display_name"] for one in server.versions}) == len(server.versions) == 2
+    references = [run.get("pipeline_version_reference") for run in server.posted("/runs")]
+    assert [one and one["pipeline_version_id"] for one in references] == ["v1", "v1", "v2", None]
+    assert server.posted("/runs")[-1]["pipeline_spec"]["platform_spec"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +153,7 @@ def test_a_server_that_accepts_anything_is_no_pipelines_server(
     server.refusals["/"] = (1000, (200, {}))
     assert d2plm([*SUBMIT, *words]) == 1
     captured = capsys.readouterr()
-    assert "without giving it an id, so it is another server; KFP_HOST must be" in captured.err
+    assert "gives no id to what it creates, so it is another server" in captured.err
     assert not captured.out
 
 

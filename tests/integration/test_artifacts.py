@@ -1,0 +1,86 @@
+"""The components as KFP's executor runs them, on a finished run: outputs and artifacts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import ParseDict
+from kfp.dsl.executor import Executor
+from kfp.pipeline_spec import pipeline_spec_pb2
+
+from pipelines import components, steps
+from tests.integration.conftest import Finished
+
+Outputs = dict[str, Any]
+
+
+def execute(component: Any, folder: Path, **parameters: Any) -> tuple[Outputs, Outputs, Path]:
+    """Run a component's body; returns its output parameters, its artifacts' metadata, and their
+    folder."""
+    folder = folder / component.name
+    outputs = component.component_spec.outputs or {}
+    artifacts = {
+        name: {
+            "artifacts": [{"name": name, "uri": str(folder / name), "type": {"schemaTitle": kind}}]
+        }
+        for name, output in outputs.items()
+        if (kind := output.type.partition("@")[0]).startswith("system.")
+    }
+    file = folder / "output.json"
+    given = {
+        "inputs": {"parameterValues": parameters},
+        "outputs": {"artifacts": artifacts, "outputFile": str(file)},
+    }
+    Executor(given, component).execute()
+    written = json.loads(file.read_text())
+    ParseDict(written, pipeline_spec_pb2.ExecutorOutput())
+    metadata = {
+        name: listed["artifacts"][0]["metadata"] for name, listed in written["artifacts"].items()
+    }
+    return written["parameterValues"], metadata, folder
+
+
+def test_each_step_describes_its_results_in_artifacts(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work_dir = tmp_path / "a run"
+    shutil.copytree(finished.work_dir, work_dir, symlinks=True)
+    (known,) = (work_dir / "pipeline_runs").glob("*.yaml")
+    known.write_text(known.read_text().replace(str(finished.work_dir), str(work_dir)))
+    config, output_dir = str(known), work_dir / "diffusion"
+    monkeypatch.setattr(steps, "train_locally", lambda *_: None)  # it is trained
+
+    prepared, found, folder = execute(components.prepare, tmp_path, config=config)
+    manifest = json.loads((work_dir / "data" / "manifest.json").read_text())
+    assert prepared["digest"] == found["dataset"]["train_digest"] == manifest["digests"]["train"]
+    assert found["dataset"]["train_sequences"] == manifest["counts"]["train_sequences"]
+    assert json.loads((folder / "dataset").read_text()) == manifest
+
+    after = {"config": config, "model_dir": str(output_dir / "model")}
+    trained, found, folder = execute(
+        components.train, tmp_path, config=config, data_digest=prepared["digest"]
+    )
+    assert trained["model_dir"] == found["model"]["folder"] == after["model_dir"]
+    assert found["model"]["parameters"] > 1000 and found["model"]["steps"] > 0
+    assert found["model"]["tokens_per_second"] > 0
+    assert (folder / "model").read_text().startswith("---")
+
+    evaluated, found, folder = execute(components.evaluate, tmp_path, **after)
+    figures = found["metrics"]
+    assert figures["perplexity_low"] < figures["perplexity"] < figures["perplexity_high"]
+    assert evaluated["perplexity"] == figures["perplexity"]
+    assert any(name.startswith("versus/") for name in figures)
+    assert "<html" in (folder / "report").read_text()
+
+    registered, found, folder = execute(components.register, tmp_path, **after, perplexity=2.0)
+    address = f"models:/d2plm-diffusion/{registered['version']}"
+    assert found["registered"]["model"] == address
+    assert found["registered"]["alias"] in ("champion", "candidate")
+    assert (folder / "registered").read_text() == f"{address}\n"
+
+    generated, found, folder = execute(components.generate, tmp_path, **after, version="1")
+    assert generated["file"] == found["sequences"]["file"] == str(output_dir / "generated.fasta")
+    assert (folder / "sequences").read_text() == (output_dir / "generated.fasta").read_text()
+    assert json.loads((folder / "designs").read_text())
