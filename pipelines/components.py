@@ -51,9 +51,10 @@ def configure(
 
 
 @step(base_image=MMSEQS2_IMAGE)
-def prepare(config: str, dataset: dsl.Output[dsl.Dataset]) -> NamedTuple(
-    "Prepared", [("digest", str)]
-):  # type: ignore[valid-type]
+def prepare(
+    config: str,
+    dataset: dsl.Output[dsl.Dataset],
+) -> NamedTuple("Prepared", [("digest", str)]):  # type: ignore[valid-type]
     """Deduplicate, cluster and split the proteins, and remove leaks; returns the data's digest."""
     from pipelines import steps
 
@@ -61,9 +62,11 @@ def prepare(config: str, dataset: dsl.Output[dsl.Dataset]) -> NamedTuple(
 
 
 @step(base_image=TRAINER_IMAGE)
-def train(config: str, data_digest: str, model: dsl.Output[dsl.Model]) -> NamedTuple(
-    "Trained", [("model_dir", str)]
-):  # type: ignore[valid-type]
+def train(
+    config: str,
+    data_digest: str,
+    model: dsl.Output[dsl.Model],
+) -> NamedTuple("Trained", [("model_dir", str)]):  # type: ignore[valid-type]
     """Train and export, in a cluster as a separate job; returns the exported model's folder."""
     from pipelines import steps
 

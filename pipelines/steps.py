@@ -6,6 +6,7 @@ image that prepares the data has no torch.
 """
 
 import logging
+import os
 import shlex
 import sys
 import traceback
@@ -21,6 +22,7 @@ from d2plm.config import check_paths, compose, quoted, read, save
 from d2plm.core.errors import D2PLMError
 from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
+from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.registry import load_modules, module_words
 from pipelines import artifacts, record
@@ -52,6 +54,7 @@ WORKSPACE = "/workspace"  # mount path of the shared volume in the steps and the
 # What the exit handler of a cancelled run is told: RUNNING by Kubeflow Pipelines 2.17.
 CANCELLED = ("RUNNING", "CANCELED", "CANCELLED")
 
+RUN_VARIABLE = "MLFLOW_RUN_ID"  # KFP's MLflow plugin makes a run for each step; we have one for all
 ERROR = "d2plm: error: "  # begins the last line of a failed step
 Result = TypeVar("Result")
 
@@ -68,6 +71,7 @@ def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
         SystemExit: if the step fails, with its exit code.
     """
     end_with_parent()
+    nested = os.environ.pop(RUN_VARIABLE, None) if POD_VARIABLE in os.environ else None
     handlers = logging.getLogger().handlers
     # KFP's own handler would repeat each message.
     handlers[:] = [known for known in handlers if type(known) is not logging.StreamHandler]
@@ -88,8 +92,21 @@ def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
             record.note(config, name, "failed", message)
             print(f"{ERROR}{message}", file=sys.stderr, flush=True)
             raise SystemExit(code) from error
+        if nested is not None:
+            _refer(nested, config)
         record.note(config, name, "succeeded")
         return result
+
+
+def _refer(nested: str, file: Path) -> None:
+    """Describe the run that KFP's MLflow plugin has made for this step: ours has the results."""
+    from d2plm.tracking.mlflow_run import refer
+
+    config: PipelineSettings = read("pipeline", file)
+    try:
+        refer(nested, Path(config.output_dir), config.tracking.uri)
+    except D2PLMError as error:
+        log.warning("%s", error)
 
 
 def step(function: Callable[[str], Result]) -> Callable[..., Result]:
@@ -127,7 +144,7 @@ def configure(
         modules: modules to import first, separated by spaces; see `--module`.
         parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
-    work_dir = dated(work_dir, time)
+    work_dir, nested = dated(work_dir, time), os.environ.get(RUN_VARIABLE)
     words = [f"work_dir={quoted(work_dir)}", f"launcher.claims={{{claim}: {WORKSPACE}}}"]
     for name, value in parameters.items():
         key = PARAMETERS[name]
@@ -142,9 +159,22 @@ def configure(
         load_modules(shlex.split(modules))
         config = compose("pipeline", [*words, *shlex.split(overrides)])
         check_paths("pipeline", config, INPUTS)
+        if nested is not None:
+            config = _below_parent_of(nested, config)
         return str(save_configuration(config, run_id))
 
     return run_step("configure", config_file(run_id, work_dir), composed)
+
+
+def _below_parent_of(nested: str, config: PipelineSettings) -> PipelineSettings:
+    """The configuration whose one run is beside those that KFP's MLflow plugin makes for steps."""
+    from d2plm.tracking.mlflow_run import parent_of
+
+    tracking = config.tracking
+    if "mlflow" not in tracking.trackers or tracking.parent_run_id is not None:
+        return config
+    parent = parent_of(nested, tracking.uri)
+    return replace(config, tracking=replace(tracking, parent_run_id=parent))
 
 
 def save_configuration(config: PipelineSettings, run_id: str) -> Path:

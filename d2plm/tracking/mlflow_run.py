@@ -249,6 +249,30 @@ def end_left_running(
     return run_id
 
 
+def parent_of(run_id: str, uri: str | None) -> str | None:
+    """The parent of a run that a scheduler has made for a step; None if it has none.
+
+    Raises:
+        TrackingError: if the store cannot be reached or does not have the run.
+    """
+    client = open_client(uri)
+    with reaching(client, f"find run {run_id}"):
+        parent: str | None = client.get_run(run_id).data.tags.get(PARENT_TAG)
+    return parent
+
+
+def refer(run_id: str, output_dir: Path, uri: str | None) -> None:
+    """Describe a run that a scheduler has made for a step by a reference to that of `output_dir`.
+
+    Raises:
+        TrackingError: if the store cannot be reached or rejects the request.
+    """
+    if own := (read_run_file(output_dir / RUN_FILE) or {}).get("run_id"):
+        client = open_client(uri)
+        with reaching(client, f"describe run {run_id}"):
+            MLflowRun(client, run_id).describe(f"The results of this step are in the run {own}.")
+
+
 def open_client(uri: str | None, create: bool = False) -> "MlflowClient":
     """Open a client of the tracking store; `MLFLOW_TRACKING_URI` takes precedence over `uri`.
 

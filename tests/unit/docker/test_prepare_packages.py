@@ -24,7 +24,7 @@ from kfp import dsl
 def prepare(work_dir: str, input: str, overrides: str) -> str:
     from pipelines import steps
 
-    return steps.prepare(steps.configure("1", work_dir, "none", overrides, input=input))
+    return steps.prepare(steps.configure("1", "", work_dir, "none", overrides, input=input))
 """
 
 

@@ -11,10 +11,11 @@ import pytest
 from kfp import dsl
 from mlflow import MlflowClient
 
+from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import compose, read
 from d2plm.core.errors import ConfigError, DataError, TrackingError
 from d2plm.core.vocabulary import PROTEIN
-from d2plm.tracking.mlflow_run import VERSION_TAG, begin_mlflow_run, end_left_running
+from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run, end_left_running
 from pipelines import components, record, retries, steps
 
 Configure = Callable[..., str]
@@ -318,6 +319,41 @@ def test_the_experiment_that_kubeflow_pipelines_sets_is_taken(
     _, run_id = left_running(work)
     experiment = client.get_experiment(client.get_run(run_id).info.experiment_id)
     assert experiment.name == "of KFP"
+
+
+def test_the_steps_share_one_run_beside_those_that_kfps_plugin_makes_for_each(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, configure: Configure
+) -> None:
+    client = MlflowClient(tracking_uri=store)
+    experiment = client.create_experiment("of the plugin")
+    parent = client.create_run(experiment).info.run_id
+
+    def begin_step() -> str:
+        nested = client.create_run(experiment, tags={PARENT_TAG: parent}).info.run_id
+        for name, value in (("RUN_ID", nested), ("EXPERIMENT_ID", experiment)):
+            monkeypatch.setenv(f"MLFLOW_{name}", value)
+        return nested
+
+    @steps.step
+    def track(file: str) -> str | None:
+        with tracked_run(read("pipeline", Path(file)), "prepare") as tracked:
+            return tracked.id
+
+    monkeypatch.setenv("KFP_POD_NAME", "step")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    begin_step()
+    config = configure()
+    nested = [begin_step(), begin_step()]
+    begun = []
+    for run_id in nested:
+        monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
+        begun.append(track(config))
+    assert begun[0] is not None and begun[0] == begun[1] not in nested
+    own = client.get_run(begun[0])
+    assert own.data.tags[PARENT_TAG] == parent
+    for run_id in nested:
+        tags = client.get_run(run_id).data.tags
+        assert tags["mlflow.note.content"] == f"The results of this step are in the run {begun[0]}."
 
 
 def test_a_run_that_the_store_does_not_have_is_reported(work: Path) -> None:
