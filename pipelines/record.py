@@ -51,15 +51,14 @@ def cause(config: Path) -> Entry | None:
     return next(unfinished, None)
 
 
-def as_markdown(config: Path, is_cancelled: bool) -> str:
+def as_markdown(config: Path) -> str:
     """How the steps ended, and the error of the one that failed, for the UI of the pipeline."""
     known, failure = entries(config), cause(config)
     lines = [f"- `{entry.step}`: {entry.state}" for entry in known.values()]
-    if is_cancelled:
-        lines.append("\n**The run was cancelled.**")
-    elif failure is not None:
+    if failure is not None:
         message = failure.message or "its process was killed; its pod's log has no error"
-        lines.append(f"\n**`{failure.step}` failed:**\n\n```\n{message}\n```")
+        what = "did not end" if failure.state == "running" else failure.state
+        lines.append(f"\n**`{failure.step}` {what}:**\n\n```\n{message}\n```")
     return "\n".join(lines or ["No step has written to the volume."]) + "\n"
 
 

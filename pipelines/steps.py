@@ -290,14 +290,14 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "", summary: A
     last, failure = record.entries(file).get(list(STEPS)[-1]), record.cause(file)
     has_succeeded = last is not None and last.state == "succeeded"
     is_cancelled = state in CANCELLED and not has_succeeded
-    if summary is not None:
-        text = record.as_markdown(file, is_cancelled)
-        Path(summary.path).write_text(text, encoding="utf-8")
-    if has_succeeded or not file.is_file():  # no file: nothing has started
-        return
     if is_cancelled:
         message = "the run was cancelled"
-    elif failure is not None:
+        record.note(file, failure.step if failure else "run", "cancelled", message)
+    if summary is not None:
+        Path(summary.path).write_text(record.as_markdown(file), encoding="utf-8")
+    if has_succeeded or not file.is_file():  # no file: nothing has started
+        return
+    if failure is not None and not is_cancelled:
         message = f"{failure.step}: {failure.message or message or 'its process was killed'}"
     run_step("finish", file, lambda: _clean_up(file, is_cancelled, message))
 

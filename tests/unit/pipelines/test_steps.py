@@ -233,8 +233,8 @@ def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ("FAILED", "**`prepare` failed:**\n\n```\n/workspace/nope.fasta: no such file\n```\n"),
-        ("RUNNING", "**The run was cancelled.**\n"),
+        ("FAILED", "failed:**\n\n```\n/workspace/nope.fasta: no such file\n```\n"),
+        ("RUNNING", "cancelled:**\n\n```\nthe run was cancelled\n```\n"),
     ],
 )
 def test_the_exit_handler_says_what_failed_whether_or_not_there_is_a_configuration(
@@ -251,8 +251,10 @@ def test_the_exit_handler_says_what_failed_whether_or_not_there_is_a_configurati
         status=dsl.PipelineTaskFinalStatus(state, "", "steps", None, None),
         summary=summary,
     )
-    listed = "- `configure`: succeeded\n- `prepare`: failed\n\n"
-    assert Path(summary.path).read_text() == listed + said
+    ended = said.partition(":")[0]
+    listed = f"- `configure`: succeeded\n- `prepare`: {ended}\n\n"
+    assert Path(summary.path).read_text() == f"{listed}**`prepare` {said}"
+    assert record.entries(file)["prepare"].state == ended
 
 
 @pytest.mark.parametrize("state", ["COMPLETE", "SUCCEEDED", "RUNNING"])
