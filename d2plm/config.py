@@ -195,7 +195,8 @@ def _readable(file: object) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise ConfigError(f"{file}: no such configuration{nearest_path(str(file))}") from error
+        near = nearest_path(str(file)) or "; check the path; an emptied volume: submit again"
+        raise ConfigError(f"{file}: no such configuration{near}") from error
     except RecursionError as error:
         raise ConfigError(f"{file}: refers to itself; write the values instead") from error
     except YAMLError as error:

@@ -20,8 +20,9 @@ from typing import Any, TextIO
 from d2plm.core.errors import LaunchError, OutputError
 from d2plm.core.locks import locked
 from d2plm.core.machine import user_name
-from d2plm.core.processes import child, described, exit_code
+from d2plm.core.processes import GRACE_SECONDS, child, described, exit_code
 from d2plm.core.terminal import JSON, output_in, output_modes, result
+from d2plm.core.waiting import waiting
 from d2plm.evaluation.findings import next_steps
 from d2plm.evaluation.result import Evaluation, read_evaluation
 from d2plm.evaluation.tables import bounds_text
@@ -125,7 +126,8 @@ def _shown(log: TextIO) -> Iterator[int]:
         yield writing
     finally:
         os.close(writing)
-        relay.join()
+        with waiting("the last processes of the step that write to its output"):
+            relay.join(GRACE_SECONDS)
 
 
 def _show(reading: int, log: TextIO) -> None:

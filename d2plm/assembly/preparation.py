@@ -1,12 +1,13 @@
 """Preparing the configured data, and checks before a pipeline's first step."""
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from d2plm.assembly.tracked_run import describe, log_data, tracked_run
-from d2plm.core.errors import ConfigError, require, within
-from d2plm.core.files import shipped
+from d2plm.core.errors import ConfigError, DataError, require, within
+from d2plm.core.files import RUN_CONFIG, shipped
 from d2plm.core.number_text import counted
 from d2plm.core.progress import Progress
 from d2plm.core.terminal import done
@@ -25,9 +26,26 @@ from d2plm.settings.schema import part
 log = logging.getLogger(__name__)
 
 
-def prepare_data(config: PipelineSettings) -> dict[str, Any]:
-    """Prepare the data, log them to the tracking run, and return the manifest."""
+def prepare_data(config: PipelineSettings, runs: Iterable[str] = ()) -> dict[str, Any]:
+    """Prepare the data, log them to the tracking run, and return the manifest.
+
+    Args:
+        runs: output folders of the trainings on these data; none stands for the configured one.
+
+    Raises:
+        DataError: if other data would replace those of a training that resumes.
+    """
     data = config.data
+
+    def keep_for_runs(changed: str) -> None:
+        trained = [one for one in runs or (config.output_dir,) if Path(one, RUN_CONFIG).is_file()]
+        if trained and config.trainer.resume != "none":
+            raise DataError(
+                f"{data.prepared_dir}: {changed} changed since the run in {trained[0]}; to "
+                "continue that run, undo the change or set data.keep_prepared=true; to train anew, "
+                "set another work_dir, or trainer.resume=none, which replaces the data"
+            )
+
     require(bool(data.input), "data.input", data.input, "proteins or a raw store")
     assert data.input is not None
     require_fitting_window(config)
@@ -49,6 +67,7 @@ def prepare_data(config: PipelineSettings) -> dict[str, Any]:
             keep=data.keep_prepared,
             report=log.info,
             progress=progress.update_share,
+            replacing=keep_for_runs,
         )
     with tracked_run(config, "prepare") as tracked:
         log_data(tracked, Path(data.prepared_dir), {})

@@ -27,7 +27,7 @@ def run(config: CompareSettings) -> Comparison | dict[str, Any]:
     require(fits, "seeds", seeds, "a list of different seeds, at least one")
     runs = {(arm, seed): run_settings(config, arm, seed) for seed in seeds for arm in arms}
     if not config.dry_run:
-        prepare_data(config)
+        prepare_data(config, [one.output_dir for one in runs.values()])
 
     def reduce() -> Comparison:
         read = {key: _read(one) for key, one in runs.items()}

@@ -77,6 +77,8 @@ def _checks_from_here(config: DoctorSettings) -> dict[str, Check]:
         "work folder": partial(machine_checks.disk, work_dir, "work_dir"),
         "file locks": partial(machine_checks.file_locks, work_dir),
         "temporary folder": partial(machine_checks.disk, Path(temporary), "TMPDIR"),
-        "MLflow": partial(service_checks.mlflow, tracking.trackers, tracking.uri, timeout),
+        "MLflow": partial(
+            service_checks.mlflow, tracking.trackers, tracking.uri, tracking.experiment, timeout
+        ),
         "Kubeflow Pipelines": partial(service_checks.kubeflow_pipelines, kfp_host, timeout),
     }

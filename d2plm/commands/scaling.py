@@ -35,7 +35,7 @@ def run(config: ScalingSettings) -> dict[str, Any]:
         config = with_vocab_size(config, build_vocabulary(config.data))
     runs = plan(config)
     if not config.dry_run:
-        prepare_data(config)
+        prepare_data(config, [one.output_dir for one in runs.values()])
     return run_sweep(
         config,
         dict(reversed(runs.items())),  # the longest first, so that no core idles at the end

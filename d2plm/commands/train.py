@@ -2,7 +2,7 @@
 
 import logging
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +27,8 @@ from d2plm.config import save
 from d2plm.core.errors import DataError
 from d2plm.core.files import RUN_CONFIG
 from d2plm.core.locks import locked
+from d2plm.core.number_text import counted
+from d2plm.core.precision import resolve_device
 from d2plm.core.processes import train_locally
 from d2plm.core.terminal import aligned, done, result
 from d2plm.export.export_callback import Export
@@ -71,11 +73,7 @@ def _train(config: PipelineSettings) -> dict[str, Any] | None:
     output_dir, stores = Path(config.output_dir), training_stores(config)
     config, start = load_start(config, stores["train"].vocabulary)
     metrics_file = output_dir / METRICS_FILE
-    busy = f"another training run is writing to {output_dir}"
-    # Rank 0 holds the lock. The other ranks wait for rank 0, with a timeout.
-    is_main = int(os.environ.get("RANK", 0)) == 0
-    alone = locked(output_dir / ".lock", busy) if is_main else nullcontext()
-    with alone, ExitStack() as stack:
+    with _alone_in(output_dir, config), ExitStack() as stack:
         tracked = Runs()
         trainer = build_trainer(config, stores, tracked, start)
         # The run begins after all settings have been checked.
@@ -121,6 +119,20 @@ def _train(config: PipelineSettings) -> dict[str, Any] | None:
         # The newest value of each metric.
         "last": {name: value for row in read_metrics(metrics_file) for name, value in row.items()},
     }
+
+
+def _alone_in(output_dir: Path, config: PipelineSettings) -> AbstractContextManager[None]:
+    """The lock of the output folder, held by rank 0; the other ranks wait for it, for a time."""
+    if int(os.environ.get("RANK", 0)):
+        return nullcontext()
+    limit, ranks = config.trainer.max_wait_seconds, int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        patience = 0.9 * config.distributed.timeout_seconds
+        limit = patience if limit is None else min(limit, patience)
+    busy = f"another training run is writing to {output_dir}"
+    if resolve_device(config.trainer.device) == "cuda":
+        busy += f", while this one holds {counted(ranks, 'GPU')} (until trainer.max_wait_seconds)"
+    return locked(output_dir / ".lock", busy, max_wait_seconds=limit)
 
 
 class SaveConfig(Callback):

@@ -10,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from d2plm.core.errors import DataError
+from d2plm.core.waiting import waiting
 
 # Error numbers of file systems without locks.
 WITHOUT_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
@@ -19,7 +20,9 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
+def locked(
+    file: Path, busy: str, *, of: Path | None = None, max_wait_seconds: float | None = None
+) -> Iterator[None]:
     """Hold the lock `file`, which is created here and removed when the lock is released.
 
     Folders that were missing are created, and removed if nothing else has been written to them.
@@ -27,11 +30,12 @@ def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
     block runs unlocked after a warning.
 
     Args:
-        busy: what the process that holds the lock is doing, logged before waiting for it.
+        busy: what the process that holds the lock is doing, logged every minute of the wait.
         of: the path to name if the lock cannot be created; None names the lock itself.
+        max_wait_seconds: when to give up; None waits until the holder releases the lock or ends.
 
     Raises:
-        DataError: if the file cannot be created.
+        DataError: if the file cannot be created, or the lock is held for too long.
     """
     # A file whose existence is the lock would outlive its process.
     lock = FileLock(file, fallback_to_soft=False)
@@ -44,8 +48,7 @@ def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
                     lock.acquire(timeout=0)
                     break
                 file.touch()  # FileLock takes a file that cannot be made, as in /proc, for held
-                log.warning("%s: waiting for it", busy)
-                lock.acquire()
+                _wait(lock, busy, max_wait_seconds)
                 break
             except FileNotFoundError:  # a holder has failed and has removed the folder
                 if attempt == ATTEMPTS - 1:
@@ -66,6 +69,18 @@ def locked(file: Path, busy: str, *, of: Path | None = None) -> Iterator[None]:
             with suppress(OSError):  # it is in use
                 folder.rmdir()
         lock.release()
+
+
+def _wait(lock: FileLock, busy: str, max_wait_seconds: float | None) -> None:
+    log.warning("%s: waiting for it", busy)
+    try:
+        with waiting(f"the end of this: {busy}"):
+            lock.acquire(timeout=-1 if max_wait_seconds is None else max_wait_seconds)
+    except Timeout:
+        raise DataError(
+            f"{busy}: it has not ended within max_wait_seconds={max_wait_seconds:g}; wait longer "
+            "(null: until it ends), end it, or use another folder"
+        ) from None
 
 
 def _make_folder_of(file: Path) -> list[Path]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from d2plm.core.errors import LaunchError
 from d2plm.core.machine import usable_cores
+from d2plm.core.waiting import waiting
 
 PARENT = "D2PLM_PARENT"  # id of the process to end with
 POLL_SECONDS = 0.2
@@ -148,8 +149,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.terminate()
     else:
         process.stdin.close()  # kills the process group of `run_program`
+    what = f"process {process.pid} to save and end; it is killed after {GRACE_SECONDS} s"
     try:
-        with suppress(subprocess.TimeoutExpired):
+        with waiting(what), suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
     finally:
         process.kill()
@@ -175,7 +177,8 @@ def run_program(command: Sequence[str], folder: Path, log: Path) -> int:
     """
     words = ["sh", "-c", _UNTIL_THE_PIPE_CLOSES, "sh", *command]
     pipe, output = subprocess.PIPE, subprocess.STDOUT
-    with log.open("ab") as file:
+    what = f"{' '.join(command[:2])}, which writes to {log}"
+    with log.open("ab") as file, waiting(what):
         return run(words, cwd=folder, stdin=pipe, stdout=file, stderr=output)
 
 
@@ -260,12 +263,12 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
     Raises:
         LaunchError: if a command fails; its output is in the job's log.
     """
-    environment, waiting = _for_training(parallel), deque(jobs)
+    environment, queue = _for_training(parallel), deque(jobs)
     running: list[tuple[Job, Generator[None, None, None]]] = []
     with ExitStack() as stack:
-        while waiting or running:
-            while waiting and len(running) < parallel:
-                job = waiting.popleft()
+        while queue or running:
+            while queue and len(running) < parallel:
+                job = queue.popleft()
                 running.append((job, stack.enter_context(closing(_steps(job, environment)))))
             time.sleep(POLL_SECONDS)
             for job, steps in list(running):
@@ -279,7 +282,10 @@ def _steps(job: Job, environment: Mapping[str, str]) -> Generator[None, None, No
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("wb") as log:
         for command in job.commands:
-            with child(command, environment, stdout=log, stderr=subprocess.STDOUT) as process:
+            with (
+                child(command, environment, stdout=log, stderr=subprocess.STDOUT) as process,
+                waiting(f"{job.name}, which writes to {job.log}"),
+            ):
                 while process.poll() is None:
                     yield
             if process.returncode:

@@ -79,6 +79,7 @@ def prepare(
     keep: bool = False,
     report: Report = lambda line: None,
     progress: Progress = lambda done, note: None,
+    replacing: Report = lambda changed: None,
 ) -> dict[str, Any]:
     """Split sequences into stores between which a search finds no similar sequences.
 
@@ -103,6 +104,8 @@ def prepare(
             together.
         report: called with one line per stage.
         progress: called with the share of the reading done, 0 … 1, and a note.
+        replacing: called with what has changed before prepared data in `output_dir` are replaced;
+            an error that it raises keeps them, except if the input is standard input.
 
     Returns:
         The manifest: key, inputs, settings, counts, searches, digests of the stores, seconds.
@@ -121,13 +124,15 @@ def prepare(
         vocabulary, clustering, search, split.search_directions, resources, text
     )
     seconds: dict[str, float] = {}
-    busy = f"another preparation is writing to {output_dir}"
-    with writing(output_dir), locked(output_dir / ".lock", busy):
+    busy, wait = f"another preparation is writing to {output_dir}", resources.max_wait_seconds
+    with writing(output_dir), locked(output_dir / ".lock", busy, max_wait_seconds=wait):
         if keep and (output_dir / MANIFEST).is_file():
             report(f"keeping the prepared data in {output_dir}")
             return open_prepared(output_dir).manifest
         with _timed(seconds, "ingest"):
-            raw = _raw_store(inputs, output_dir, vocabulary, window, reading, report, progress)
+            raw = _raw_store(
+                inputs, output_dir, vocabulary, window, reading, report, progress, replacing
+            )
         raw_digests, records = dict(raw.manifest["digests"]), records_of(raw)
         if records is not None:
             # Numbers of records depend on the order of the input, unlike which pieces they have.
@@ -151,7 +156,7 @@ def prepare(
             f"{similarity.program}_version": similarity.version,
         }
         key = digest_of(origin)
-        prepared = _prepared(output_dir, key, report)
+        prepared = _prepared(output_dir, key, report, replacing)
         if prepared is not None:
             return prepared
         with similarity.open(output_dir, key, report) as finder:
@@ -215,6 +220,7 @@ def _raw_store(
     reading: Reading,
     report: Report,
     progress: Progress,
+    replacing: Report,
 ) -> SequenceStore:
     """The raw store given, or the inputs ingested into one, unless that has been done before."""
     if isinstance(inputs, str | Path) and os.path.isfile(Path(inputs) / MANIFEST):
@@ -239,11 +245,16 @@ def _raw_store(
         source |= {"alphabet": vocabulary.describe(), "window": window}
     path = output_dir / RAW
     if source is not None:
+        before: dict[str, Any] | None = None
         with suppress(DataError):  # there is none that is whole
             raw = SequenceStore(path)
-            if raw.manifest["provenance"].get("from") == source:
+            before = raw.manifest["provenance"].get("from")
+            if before == source:
                 report(f"reusing {path}: {describe(raw)}")
                 return raw
+        if before is not None and (output_dir / MANIFEST).is_file():
+            is_same = before["source"] == source["source"]
+            replacing("a setting of the data" if is_same else "the input")
     ingest(
         inputs,
         path,
@@ -359,19 +370,24 @@ def _input_name(raw: SequenceStore) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _prepared(output_dir: Path, key: str, report: Report) -> dict[str, Any] | None:
+def _prepared(
+    output_dir: Path, key: str, report: Report, replacing: Report
+) -> dict[str, Any] | None:
     """The manifest of what `output_dir` holds already, if it is whole and has this key."""
     if not (output_dir / MANIFEST).is_file():
         return None
     try:
         manifest = read_manifest(output_dir) or {}
-        if manifest.get("key") != key:
-            changed = "the sequences, the settings or the search program changed"
-            report(f"preparing {output_dir} again: {changed}")
-            return None
-        open_prepared(output_dir)
+        is_same = manifest.get("key") == key
+        if is_same:
+            open_prepared(output_dir)
     except DataError as error:
         report(f"preparing again: {error}")
+        return None
+    if not is_same:
+        changed = "the sequences, the settings or the search program"
+        replacing(changed)
+        report(f"preparing {output_dir} again: {changed} changed")
         return None
     report(f"reusing prepared data in {output_dir} (same sequences, settings and MMseqs2)")
     return manifest

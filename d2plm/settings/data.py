@@ -150,7 +150,7 @@ class TextSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Resources(Settings):
-    """What MMseqs2 may use."""
+    """What MMseqs2 may use, and how long another process is waited for."""
 
     threads: int | None = key(None, low=1)
     """CPU threads of MMseqs2; null: all"""
@@ -158,6 +158,8 @@ class Resources(Settings):
     """memory of MMseqs2, such as 48G; null: all memory of the machine"""
     temporary_dir: str | None = key(None, path="folder")
     """folder for temporary files, several times the input's size; null: beside the results"""
+    max_wait_seconds: float | None = key(None, low=0)
+    """seconds to wait for another process that writes to the same folder; null: until it ends"""
 
 
 @dataclass(frozen=True, kw_only=True)

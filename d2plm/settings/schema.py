@@ -178,12 +178,13 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
     if origin is list:
         return f"a list, [{_wanted(_alternatives(arguments[0])[0], limits)}, …]"
     if origin is dict or (isinstance(kind, type) and issubclass(kind, Settings)):
-        return "a mapping, {NAME: VALUE, …}"
+        return "a mapping, {NAME: VALUE, …}; {}: none"
     if kind in (int, float):
         text = range_of(limits)
         return f"{'an integer' if kind is int else 'a number'}{f' {text}' if text else ''}"
     text = "text in UTF-8" if limits.get("form") is None else limits["form"].words
-    return {NoneType: "null", bool: "true or false", str: text}.get(kind, str(kind))
+    words = {NoneType: "null", bool: "true or false", str: text, Any: "VALUE"}
+    return words.get(kind, str(kind))
 
 
 def range_of(limits: Mapping[str, Any]) -> str:

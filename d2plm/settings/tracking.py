@@ -6,9 +6,15 @@ from typing import Any, Literal
 from d2plm.settings.schema import Form, Settings, key
 
 # Others are refused by MLflow after the upload, or cannot be written as models:/NAME@ALIAS.
+_NOT_IN_MODEL_NAMES = r"/:@'\"%#?\\\x00-\x1f"
 MODEL_NAME = Form(
-    r"[^\s/:@'\"%#?\\]([^/:@'\"%#?\\\n]*[^\s/:@'\"%#?\\])?",
-    "a name without / : @ ' \" % # ? \\ and without spaces at its ends",
+    rf"(?!\.+$)[^\s{_NOT_IN_MODEL_NAMES}]"
+    rf"([^{_NOT_IN_MODEL_NAMES}]{{0,254}}[^\s{_NOT_IN_MODEL_NAMES}])?",
+    "a name of up to 256 characters without / : @ ' \" % # ? \\, not of dots alone, and without "
+    "spaces at its ends",
+)
+EXPERIMENT = Form(
+    r"\S([^\x00-\x1f]{0,498}\S)?", "a name of up to 500 characters without spaces at its ends"
 )
 
 
@@ -20,7 +26,7 @@ class TrackingSettings(Settings):
     """any of mlflow, tensorboard, wandb; []: none"""
     uri: str = key("sqlite:///${work_dir}/mlflow.db")
     """address of the MLflow store; the variable MLFLOW_TRACKING_URI takes precedence"""
-    experiment: str = key("d2plm-${paradigm.name}")
+    experiment: str = key("d2plm-${paradigm.name}", form=EXPERIMENT)
     """MLflow's experiment; W&B's project"""
     run_name: str | None = key(None)
     """name of the run; null: name, paradigm, size of the model and start time"""

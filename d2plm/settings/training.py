@@ -49,6 +49,9 @@ class TrainerSettings(Settings):
     """run this many steps, a validation, a save and an export in a temporary folder"""
     overfit_batches: int | None = key(None, low=1)
     """train on only this number of global batches, repeatedly"""
+    max_wait_seconds: float | None = key(None, low=0)
+    """seconds to wait for another training in output_dir; null: until it ends, or for several
+    processes 90 % of distributed.timeout_seconds"""
     resume: str = key("auto")
     """auto | none | location of a checkpoint"""
     checkpoints: str | None = key(None, path="any")

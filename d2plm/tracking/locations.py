@@ -10,6 +10,7 @@ from pathlib import Path
 from d2plm.core.errors import ModelError, first_line, require
 from d2plm.core.files import is_hub_name, nearest_path
 from d2plm.core.precision import resolve_device
+from d2plm.core.waiting import waiting
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.settings.schema import Settings, key
 
@@ -96,7 +97,8 @@ def _from_hub(name: str, hub: HubSettings) -> Path:
     inside = given.pop("subfolder", "")
     patterns = [Path(inside, one).as_posix() for one in HUB_FILES]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, **given), inside)
+        with waiting(f"the Hugging Face Hub, to send {name}"):
+            return Path(snapshot_download(name, allow_patterns=patterns, **given), inside)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{name}: no such model folder{nearest_path(name)}, and no such model on the Hugging "

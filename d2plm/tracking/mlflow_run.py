@@ -12,14 +12,18 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from d2plm.core.errors import TrackingError, from_extra, require, root_cause
-from d2plm.core.files import write_text
+from d2plm.core.files import is_writable, write_text
 from d2plm.core.locks import locked
 from d2plm.core.redaction import redacted, redacted_line
 from d2plm.tracking import tracker_run
@@ -28,6 +32,7 @@ from d2plm.tracking.tracker_run import Run, read_run_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run as RunEntity
 
 RUN_FILE = "tracking_run.json"
 PARENT_TAG = "mlflow.parentRunId"
@@ -38,7 +43,7 @@ GIT_TAG, SOURCE_TAG = "mlflow.source.git.commit", "mlflow.source.name"
 # Makes the MLflow UI show the experiment as training, not as prompts and agents.
 TRAINING_KIND = {"mlflow.experimentKind": "custom_model_development"}
 BATCH = 200
-MAX_PARAM, MAX_PARAM_KEY, MAX_TAG, MAX_DIGEST = 6000, 250, 8000, 36  # MLflow's limits, characters
+MAX_PARAM, MAX_KEY, MAX_TAG, MAX_DIGEST = 6000, 250, 8000, 36  # MLflow's limits, characters
 # MLflow's description of a column, for data sets of protein sequences.
 _SCHEMA = {"mlflow_colspec": [{"name": "sequence", "type": "string", "required": True}]}
 # The default timeouts of MLflow's client would block training for a quarter of an hour.
@@ -77,12 +82,8 @@ class MLflowRun(Run):
         from mlflow.entities import Param
 
         known = self.client.get_run(self.id).data.params
-        named = {_NOT_IN_KEYS.sub("_", key)[:MAX_PARAM_KEY]: params[key] for key in params}
-        fresh = [
-            Param(name, str(value)[:MAX_PARAM])
-            for name, value in named.items()
-            if name not in known
-        ]
+        named = {_key(key): _cut(str(value), MAX_PARAM) for key, value in params.items()}
+        fresh = [Param(*one) for one in named.items() if one[0] not in known]
         self.client.log_batch(self.id, params=fresh)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -93,7 +94,7 @@ class MLflowRun(Run):
             metrics = {name: value for name, value in metrics.items() if known.get(name) != value}
         now = int(time.time() * 1000)
         self._pending += [
-            Metric(name, float(value), now, step or 0) for name, value in metrics.items()
+            Metric(_key(name), float(value), now, step or 0) for name, value in metrics.items()
         ]
         if len(self._pending) >= BATCH and time.monotonic() >= self._paused_until:
             self.flush()
@@ -120,7 +121,8 @@ class MLflowRun(Run):
     def set_tags(self, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        self.client.log_batch(self.id, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
+        cut = [RunTag(_key(name), _cut(value, MAX_TAG)) for name, value in tags.items()]
+        self.client.log_batch(self.id, tags=cut)
 
     def describe(self, text: str) -> None:
         self.set_tags({DESCRIPTION_TAG: text})
@@ -142,6 +144,16 @@ class MLflowRun(Run):
             raise
         finally:
             self.client.set_terminated(self.id, status=status)
+
+
+def _key(name: str) -> str:
+    """A name as MLflow takes it."""
+    return _NOT_IN_KEYS.sub("_", name)[:MAX_KEY] or "_"
+
+
+def _cut(value: str, limit: int) -> str:
+    """A value of at most so many characters; `…` marks the end of one that was cut."""
+    return value if len(value) <= limit else f"{value[: limit - 1]}…"
 
 
 @contextmanager
@@ -198,7 +210,10 @@ def begin_mlflow_run(
     if parent_run_id is not None:
         with reaching(client, f"find parent_run_id={parent_run_id}"):
             client.get_run(parent_run_id)  # MLflow would hide the children of an unknown parent
-    run = MLflowRun(client, _find_or_begin(client, output_dir / RUN_FILE, experiment, name))
+    found = _find_or_begin(client, output_dir / RUN_FILE, experiment, name)
+    if (note := written_here(client, found.info.artifact_uri)) is not None:
+        log.warning("%s", note)
+    run = MLflowRun(client, str(found.info.run_id))
     if parent_run_id is not None:
         with reaching(client, f"set the parent of run {run.id}"):
             run.set_tags({PARENT_TAG: parent_run_id})
@@ -237,8 +252,8 @@ def end_left_running(
     client = open_client(uri)
     with reaching(client, f"mark run {run_id} {status}"):
         run, found = MLflowRun(client, run_id), client.get_run(run_id)
-        of_run = found.data.tags
-        if any(of_run.get(name, value) != value for name, value in owner.items()):
+        of_run, is_deleted = found.data.tags, found.info.lifecycle_stage == "deleted"
+        if is_deleted or any(of_run.get(name, value) != value for name, value in owner.items()):
             return None
         if found.info.status == "FINISHED" and VERSION_TAG in of_run:
             return None
@@ -354,8 +369,47 @@ def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
         yield
 
 
-def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: str | None) -> str:
-    """Return the id of the run to write to, and set the run RUNNING.
+def written_here(client: "MlflowClient", location: str) -> str | None:
+    """What to know of files that a server's clients write themselves, to a folder; else None.
+
+    Raises:
+        TrackingError: if the folder is one of the server's machine, which cannot be written here.
+    """
+    parts, address = urlsplit(location), redacted(client.tracking_uri)
+    if parts.scheme not in ("", "file") or not address.startswith(("http://", "https://")):
+        return None
+    folder = Path(url2pathname(parts.path))
+    fix = "start the server with --serve-artifacts and use a new experiment"
+    if not is_writable(folder):
+        raise TrackingError(
+            f"the MLflow server {address} has clients write files to {folder}, a folder of its own "
+            f"machine, which cannot be written here; {fix}"
+        )
+    return f"files of runs are written to {folder}; unless {address} has it, too, {fix}"
+
+
+def try_files(client: "MlflowClient", experiment: str) -> str | None:
+    """Store an empty file as runs of the experiment do, and remove it; returns `written_here`.
+
+    Raises:
+        TrackingError: if the experiment cannot be made, or files cannot be stored.
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    with reaching(client, f"store a file of experiment {experiment}"), TemporaryDirectory() as here:
+        location = client.get_experiment(_experiment(client, experiment)).artifact_location
+        note = written_here(client, location)
+        files = get_artifact_repository(f"{location}/d2plm-doctor")
+        (empty := Path(here, "empty")).touch()
+        files.log_artifact(str(empty))
+        files.delete_artifacts()
+    return note
+
+
+def _find_or_begin(
+    client: "MlflowClient", file: Path, experiment: str, name: str | None
+) -> "RunEntity":
+    """Return the run to write to, after setting it RUNNING.
 
     A new run begins in three steps: its key is written to `file`, the run is created with the key
     as a tag, and its id is written to `file`. After a kill, the next process finds it by the key.
@@ -364,12 +418,12 @@ def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: st
     if given:
         with reaching(client, f"reopen run {given}"):
             client.update_run(given, status="RUNNING")
-        return given
+            return client.get_run(given)
     busy = f"another process is beginning the run of {file.parent}"
     with locked(file.with_name(f".{file.name}.lock"), busy, of=file):
         kept = read_run_file(file) or {}
-        if "run_id" in kept and _reopened(client, kept["run_id"], file):
-            return kept["run_id"]
+        if "run_id" in kept and (found := _reopened(client, kept["run_id"], file)) is not None:
+            return found
         if "run_id" in kept or "key" not in kept:
             kept = {"key": secrets.token_hex(16)}
             write_text(file, json.dumps(kept))
@@ -378,26 +432,40 @@ def _find_or_begin(client: "MlflowClient", file: Path, experiment: str, name: st
                 os.environ.get("MLFLOW_EXPERIMENT_ID") or _experiment(client, experiment)
             )
             tags = {KEY_TAG: kept["key"]}
-            begun = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{kept['key']}'")
-            run = begun[0] if begun else client.create_run(experiment_id, run_name=name, tags=tags)
+            search = partial(
+                client.search_runs, [experiment_id], f"tags.`{KEY_TAG}` = '{kept['key']}'"
+            )
+            if not (begun := search()):
+                client.create_run(experiment_id, run_name=name, tags=tags)
+                begun = search()
+            run, *copies = begun
+            for copy in copies:  # the client repeats a request whose answer a proxy has lost
+                client.delete_run(copy.info.run_id)
         kept["run_id"] = str(run.info.run_id)
         write_text(file, json.dumps(kept))
-    return kept["run_id"]
+    return run
 
 
-def _reopened(client: "MlflowClient", run_id: str, file: Path) -> bool:
-    """Set a run RUNNING; False, and a warning, if the store does not have it."""
+def _reopened(client: "MlflowClient", run_id: str, file: Path) -> "RunEntity | None":
+    """Set a run RUNNING; None, and a warning, if the store does not have it."""
     from mlflow.exceptions import MlflowException
 
+    why = f"does not have run {run_id}"
     with reaching(client, f"reopen run {run_id}"):
         try:
-            client.update_run(run_id, status="RUNNING")
-            return True
+            found = client.get_run(run_id)
+            if found.info.lifecycle_stage != "deleted":
+                client.update_run(run_id, status="RUNNING")
+                return found
+            why = f"has run {run_id} deleted (mlflow runs restore --run-id {run_id} restores it)"
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-    log.warning("%s: the store has no run %s; beginning a new run", file, run_id)
-    return False
+    address = client.tracking_uri
+    store = sqlite_file(address)  # a relative one is another file in another working directory
+    where = redacted(address) if store is None else store.resolve()
+    log.warning("%s: the MLflow store %s %s; beginning a new run", file, where, why)
+    return None
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
@@ -405,12 +473,14 @@ def _experiment(client: "MlflowClient", name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     known = client.get_experiment_by_name(name)
+    if known is not None and known.lifecycle_stage == "deleted":
+        raise MlflowException(f"the experiment {known.experiment_id} must be in the 'active' state")
     if known is not None:
         return str(known.experiment_id)
     artifacts = None  # chosen by a server; a local store keeps them beside its file
     if (file := sqlite_file(client.tracking_uri)) is not None:
         folder = file.resolve().parent
-        artifacts = (folder / "mlflow-artifacts" / name).as_uri()
+        artifacts = (folder / "mlflow-artifacts" / re.sub(r"[^\w-]", "_", name)[:60]).as_uri()
     try:
         return str(client.create_experiment(name, artifacts, TRAINING_KIND))
     except MlflowException as error:

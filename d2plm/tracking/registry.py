@@ -88,11 +88,20 @@ def register(
     with reaching(client, f"register {name}"):
         run = client.get_run(run_id)
         model_id = _logged_model(client, run, export, digest, provenance)
-        found = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
         of_model = f"models:/{model_id}"
-        same = [str(version.version) for version in found if version.source == of_model]
-        with _quiet():
-            version = same[-1] if same else str(mlflow.register_model(of_model, name).version)
+
+        def versions() -> list[int]:
+            found = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+            return sorted(int(one.version) for one in found if one.source == of_model)
+
+        same = versions()
+        if not same:
+            with _quiet():
+                mlflow.register_model(of_model, name)
+        first, *copies = versions()
+        for copy in copies:  # the client repeats a request whose answer a proxy has lost
+            client.delete_model_version(name, str(copy))
+        version = str(first)
         _link_evaluation(client, run, model_id, evaluation)
         tags = _tags(evaluation, digest, provenance, run.data.tags.get(GIT_TAG))
         for key, value in tags.items():
@@ -163,19 +172,26 @@ def _logged_model(
 ) -> str:
     """Return the id of the run's MLflow model of this export, logging the model if necessary.
 
-    MLflow adds the run's parameters, and the metrics of its step, to a new model. An incomplete
-    model of an interrupted registration is deleted and logged again.
+    MLflow adds the run's parameters, and the metrics of its step, to a new model. Incomplete models
+    of an interrupted registration, and of requests that the client has repeated, are deleted.
     """
+
+    def models() -> list[Any]:
+        experiment, of_run = run.info.experiment_id, f"source_run_id = '{run.info.run_id}'"
+        found = client.search_logged_models([experiment], of_run)
+        return [model for model in found if model.tags.get(DIGEST_TAG) == digest]
+
+    whole = [str(model.model_id) for model in models() if model.status == "READY"]
+    kept = whole[0] if whole else _log_model(run, export, digest, provenance)
+    for model in models():
+        if model.model_id != kept:
+            client.delete_logged_model(model.model_id)
+    return kept
+
+
+def _log_model(run: "Run", export: Path, digest: str, provenance: dict[str, Any]) -> str:
     import mlflow
 
-    of_run = client.search_logged_models(
-        [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
-    )
-    for model in of_run:
-        if model.tags.get(DIGEST_TAG) == digest:
-            if model.status == "READY":
-                return str(model.model_id)
-            client.delete_logged_model(model.model_id)
     step = provenance.get("step", 0)
     with mlflow.start_run(run_id=run.info.run_id), _quiet():
         logged = mlflow.pyfunc.log_model(

@@ -5,6 +5,7 @@ resumed training run, continues the run that it finds there.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,36 @@ from typing import Any
 
 from d2plm.core.errors import D2PLMError, TrackingError
 from d2plm.core.redaction import redacted_line
+from d2plm.core.waiting import waiting
+
+# Causes in the texts of clients, servers and proxies, and what to do; the first found counts.
+REMEDIES = (
+    (
+        r"\b413 Client Error|error code 413|(Entity|Content|Payload) Too Large",
+        "a proxy limits the size of requests: raise its limit (nginx: client_max_body_size, in an "
+        "Ingress the annotation nginx.ingress.kubernetes.io/proxy-body-size)",
+    ),
+    (
+        r"\b504 Server Error|error code 504|too many 504|Gateway Time-?out",
+        "a proxy ends long requests: raise its time limit (nginx: proxy_read_timeout, in an "
+        "Ingress the annotation nginx.ingress.kubernetes.io/proxy-read-timeout)",
+    ),
+    (
+        r"(?P<kind>run|experiment) (?P<id>\S+) must be in the 'active' state",
+        "it was deleted: restore it with mlflow {kind}s restore --{kind}-id {id} (and the store's "
+        "address in MLFLOW_TRACKING_URI), or use another experiment and output_dir",
+    ),
+    (
+        r"[Cc]redentials|No module named '(boto3|botocore|google|azure)",
+        "clients of this server write to its object store themselves: give this process its client "
+        "and credentials, or start the server with --serve-artifacts and use a new experiment",
+    ),
+    (
+        r"INVALID_PARAMETER_VALUE|BAD_REQUEST|Invalid project name",
+        "it does not take this name or value: change it, as the same command would fail again",
+    ),
+    ("", "check the tracker and its address, then run the same command again"),
+)
 
 
 class Run:
@@ -86,11 +117,24 @@ def reaching(what: str) -> Iterator[None]:
     The block should contain only calls of the client.
     """
     try:
-        yield
+        with waiting(f"the tracker, to {what}"):
+            yield
     except D2PLMError:
         raise
     except Exception as error:  # clients raise the exceptions of their libraries
-        raise TrackingError(
-            f"cannot {what}: {redacted_line(error)}; check the tracker and its address, then run "
-            "the same command again"
-        ) from error
+        raise TrackingError(f"cannot {what}: {_said(error)}; {remedy(error)}") from error
+
+
+def remedy(error: Exception) -> str:
+    """What to do about an error of a tracker's client."""
+    return next(
+        fix.format(**found.groupdict())
+        for cause, fix in REMEDIES
+        if (found := re.search(cause, str(error)))
+    )
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error, without the page that a proxy has sent."""
+    line = redacted_line(error)
+    return re.split(r"[\s.]*(?:Response \w+: *)?['\"]?<(?:!DOCTYPE|html)", line)[0] or line

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from d2plm.core.errors import CheckpointError, first_line
+from d2plm.core.waiting import waiting
 from d2plm.data.cache import digest_of
 from d2plm.training.checkpoint_metadata import read_metadata
 from d2plm.training.distributed import Process
@@ -197,7 +198,8 @@ class Saver:
     def finish(self) -> None:
         """Wait for the save in progress, even if it fails."""
         if self._thread is not None:
-            self._thread.join()
+            with waiting(f"a checkpoint to be written to {self.root.location}"):
+                self._thread.join()
             self._thread = None
 
     def _staged(self, tensors: Tensors, path: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -25,6 +25,7 @@ from d2plm.core.collective_messages import TIMED_OUT
 from d2plm.core.errors import ConfigError, LaunchError
 from d2plm.core.precision import resolve_device
 from d2plm.core.processes import LOST
+from d2plm.core.waiting import waiting
 from d2plm.training.plan import Plan
 
 REPORT_SECONDS = 5.0  # for every waiting rank to report its timeout
@@ -175,7 +176,8 @@ def setup_process(device: str, plan: Plan) -> Process:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         device_id = here if kind == "cuda" else None
-        dist.init_process_group(backend, device_id=device_id, timeout=timeout)
+        with waiting(f"{world_size} processes to start, for {plan.timeout_seconds:g} s"):
+            dist.init_process_group(backend, device_id=device_id, timeout=timeout)
     shards = int(plan.shard) * plan.context  # ranks of a context have tokens of their own
     stages = {"pipeline": plan.pipeline}
     spread = stages | {"replicate": plan.replicate, "shard": shards, "tensor": plan.tensor}
@@ -252,16 +254,23 @@ class Agreement:
 
 
 @contextmanager
-def silent_ranks_named(process: Process) -> Iterator[None]:
+def silent_ranks_named(process: Process, progress: Callable[[], object]) -> Iterator[None]:
     """If a collective in the block times out, raise an error that names the missing ranks.
 
     Every rank whose collective fails reports this in the group's store; the others are missing.
 
+    Args:
+        progress: see `waiting`; without it, rank 0 logs a line every minute.
+
     Raises:
         LaunchError: in place of gloo's error. NCCL ends the process instead.
     """
+    limit = f"timeout_seconds={process.timeout_seconds:g}"
+    what = "the end of a step, a validation or a save"
+    what += "" if process.mesh is None else f", or for other ranks, for {limit}"
     try:
-        yield
+        with waiting(what, progress) if process.is_main else nullcontext():
+            yield
     except RuntimeError as error:
         if process.mesh is None:
             raise
@@ -269,9 +278,8 @@ def silent_ranks_named(process: Process) -> Iterator[None]:
         if not missing:
             raise
         raise LaunchError(
-            f"rank {', '.join(missing)} has kept the others waiting for "
-            f"timeout_seconds={process.timeout_seconds:g}: is its process or node frozen? The same "
-            "command resumes from the last checkpoint",
+            f"rank {', '.join(missing)} has kept the others waiting for {limit}: is its process or "
+            "node frozen? The same command resumes from the last checkpoint",
             LOST,
         ) from error
 
@@ -301,7 +309,8 @@ def end_together(process: Process) -> None:
     A rank that exits while another still sets up a group or waits in a collective would fail it.
     """
     if process.mesh is not None:
-        dist.all_reduce(torch.zeros(()))  # on the host, whatever the device
+        with waiting(f"the other ranks to end, for {process.timeout_seconds:g} s"):
+            dist.all_reduce(torch.zeros(()))  # on the host, whatever the device
         atexit.unregister(_leave)
         atexit.register(_leave)
 

@@ -337,11 +337,13 @@ class Trainer:
         process exits with 143. Otherwise all ranks return together.
         """
         with handled(self._request_stop, *STOP_SIGNALS, kept_on_exit=True):
-            with silent_ranks_named(self.process):
+            with silent_ranks_named(self.process, lambda: self.step):
                 self._resume()
             self.first_step = self.step
             try:
-                with silent_ranks_named(self.process):  # before the last save is waited for
+                with silent_ranks_named(
+                    self.process, lambda: self.step
+                ):  # before the last save is waited for
                     self.notify("on_train_begin")
                     self._train_to_the_limit()
                     self._settle_save()

@@ -59,6 +59,8 @@ def difference(before: Any, now: Any, key: str = "") -> str | None:
             if found is not None:
                 return found
         return None
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return difference(dict(enumerate(before)), dict(enumerate(now)), key)
     return None if before == now else f"{key}: {before} → {now}"
 
 

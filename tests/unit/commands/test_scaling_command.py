@@ -120,7 +120,7 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return invented_evaluation(math.exp(nelbo), {}, digests=digests), None
 
     for name, stand_in in (
-        ("prepare_data", lambda config: None),
+        ("prepare_data", lambda config, runs: None),
         ("training_stores", lambda config: {"train": Store()}),
         ("load_scores", load_scores),
         ("read_provenance", lambda folder: {"step": run_of(folder).trainer.max_steps}),

@@ -99,6 +99,24 @@ def test_a_training_waits_for_another_one_in_its_folder(
     assert not (output_dir / ".lock").exists()
 
 
+@pytest.mark.parametrize(
+    ("processes", "more"),
+    [("1", "trainer.max_wait_seconds=0.1"), ("2", "distributed.timeout_seconds=0.2")],
+)
+def test_a_training_that_waits_says_what_it_holds_and_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str, more: str
+) -> None:
+    monkeypatch.setattr("d2plm.commands.train.resolve_device", lambda _: "cuda")
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    config = tiny(tmp_path, more)
+    said = f"this one holds {processes} GPU.* it has not ended within max_wait_seconds=0.1"
+    with (
+        locked(Path(config.output_dir) / ".lock", "busy"),
+        pytest.raises(DataError, match=said),
+    ):
+        run(config)
+
+
 def damage(name: str, model: Path) -> None:
     file = model / name
     if name.endswith(".safetensors"):

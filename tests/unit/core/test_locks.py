@@ -1,15 +1,18 @@
 """A lock has one holder at a time, in this process or in another, and leaves no file."""
 
+import logging
 import signal
 import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from d2plm.core import waiting
 from d2plm.core.errors import DataError
 from d2plm.core.locks import locked
 
@@ -40,6 +43,7 @@ def test_a_second_holder_waits_and_finds_what_the_first_has_left(
         thread.start()
         while "the first is busy: waiting for it" not in caplog.text:
             time.sleep(0.01)
+        time.sleep(0.02)  # the waiting thread is now between two attempts
         assert not found
         if fails:
             raise ValueError
@@ -77,3 +81,31 @@ def test_a_folder_that_takes_no_files_is_an_error_instead_of_endless_waiting() -
         locked(Path("/proc/lock"), "busy"),
     ):
         pass
+
+
+def test_a_wait_is_reported_every_minute_and_ends_at_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
+    file = tmp_path / "lock"
+    busy = "another training writes"
+    given_up = f"^{busy}: it has not ended within max_wait_seconds=0.5"
+    with (
+        caplog.at_level(logging.INFO),
+        locked(file, "busy"),
+        pytest.raises(DataError, match=given_up),
+        locked(file, busy, max_wait_seconds=0.5),
+    ):
+        pass
+    assert caplog.text.count(f"waiting for the end of this: {busy}, 0 s so far") > 2
+    assert not file.exists()
+
+
+def test_progress_starts_a_wait_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.02)
+    done = count()
+    with caplog.at_level(logging.INFO), waiting.waiting("steps", lambda: next(done)):
+        time.sleep(0.2)
+    assert next(done) > 2 and not caplog.text

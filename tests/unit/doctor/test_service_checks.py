@@ -1,5 +1,6 @@
 """MLflow and Kubeflow Pipelines over real HTTP, against servers that answer as a test says."""
 
+import json
 import socket
 import threading
 import time
@@ -38,13 +39,15 @@ def serve() -> Iterator[Serve]:
             def _any(self) -> None:
                 given = self.headers.get("Authorization")
                 refused = token is not None and given != f"Bearer {token}"
+                if "Transfer-Encoding" in self.headers:
+                    self.rfile.read(len(b"0\r\n\r\n"))  # an empty file
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 self.send_response(401 if refused else status)
                 self.send_header("Content-Type", kind)
                 self.end_headers()
                 self.wfile.write(content.encode())
 
-            do_GET = do_POST = _any  # noqa: N815  # names that http.server calls
+            do_GET = do_POST = do_PUT = do_DELETE = _any  # noqa: N815  # names that http.server calls
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -62,7 +65,7 @@ def serve() -> Iterator[Serve]:
 
 def mlflow(trackers: list[str], uri: str, timeout_seconds: float) -> Verdict:
     """The verdict as the doctor prints it."""
-    check = partial(service_checks.mlflow, trackers, uri, timeout_seconds)
+    check = partial(service_checks.mlflow, trackers, uri, "proteins", timeout_seconds)
     return examine({"MLflow": check}, 20)["MLflow"]
 
 
@@ -103,12 +106,27 @@ def test_without_mlflow_among_the_trackers_its_store_is_not_asked(gone: str) -> 
     assert mlflow(["tensorboard"], gone, 1).status == "skipped"
 
 
-def test_the_environments_mlflow_server_wins_and_answers(
+def experiment_at(location: str) -> str:
+    """The answer of a server to every question about an experiment."""
+    return json.dumps({"experiment": {"experiment_id": "1", "artifact_location": location}})
+
+
+def test_the_environments_mlflow_server_wins_and_stores_an_empty_file(
     serve: Serve, gone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", serve(200, JSON, '{"experiments": []}'))
-    found = mlflow(["mlflow"], gone, 5)
-    assert found.status == "ok" and "answers" in found.found
+    address = serve(200, JSON, experiment_at("mlflow-artifacts:/1"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    assert mlflow(["mlflow"], gone, 5).found == f"{address} answers and stores files"
+
+
+def test_an_mlflow_server_whose_files_stay_on_this_machine_is_reported(
+    serve: Serve, tmp_path: Path
+) -> None:
+    for folder, status in (("/proc/mlflow/1", "failed"), (str(tmp_path), "warning")):
+        found = mlflow(["mlflow"], serve(200, JSON, experiment_at(folder)), 5)
+        assert found.status == status and folder in found.found
+        assert "--serve-artifacts" in found.found
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_mlflow_server_that_does_not_know_its_host_says_what_to_allow(serve: Serve) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
@@ -60,8 +61,9 @@ def test_a_value_of_another_type_or_range_is_rejected(word: str, message: str) -
             TrackingSettings,
             "registered_model",
             ["kinases", "my model-1.0"],
-            ["lab/kinases", "a:b", "", " x", "x ", "it's", "a@b"],
+            ["lab/kinases", "a:b", "", " x", "x ", "it's", "a@b", "a\tb", "..", "a" * 257],
         ),
+        (TrackingSettings, "experiment", ["lab/kinases", "x"], ["", " x", "a\nb", "a" * 501]),
     ],
 )
 def test_texts_have_a_form(
@@ -70,8 +72,26 @@ def test_texts_have_a_form(
     for value in right:
         assert getattr(kind(**{key: value}), key) == value
     for value in wrong:
-        with pytest.raises(ConfigError, match=f"{key}={value!r}"):
+        with pytest.raises(ConfigError, match=re.escape(f"{key}={value!r}"[:99])):
             kind(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("node_selector", {"kubernetes.io/hostname": "NODE"}),
+        ("environment", {"NCCL_DEBUG": "INFO"}),
+        ("claims", {"other": "/workspace"}),
+    ],
+)
+def test_a_mapping_is_set_as_documented_and_null_is_refused(
+    key: str, value: dict[str, str]
+) -> None:
+    ((name, text),) = value.items()
+    composed, _ = compose_arguments("train", [f"launcher.{key}={{{name}: {text}}}"])
+    assert getattr(composed.launcher, key) == value
+    with pytest.raises(ConfigError, match=f"launcher.{key}=None: must be a mapping, .* {{}}: none"):
+        compose_arguments("train", [f"launcher.{key}=null"])
 
 
 def all_settings(kind: type[Settings] = Settings) -> Iterator[type[Settings]]:

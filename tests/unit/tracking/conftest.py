@@ -42,6 +42,17 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     return make
 
 
+def repeat(monkeypatch: pytest.MonkeyPatch, store: type, method: str) -> None:
+    """Have a store do everything twice, as for a client whose first answer a proxy has lost."""
+    once = getattr(store, method)
+
+    def twice(*arguments: Any, **named: Any) -> Any:
+        once(*arguments, **named)
+        return once(*arguments, **named)
+
+    monkeypatch.setattr(store, method, twice)
+
+
 @pytest.fixture
 def output_dir(tmp_path: Path) -> Path:
     """Where the run writes; not there yet."""

@@ -10,12 +10,15 @@ import mlflow
 import numpy as np
 import pytest
 from mlflow import MlflowClient
+from mlflow.store.model_registry import sqlalchemy_store as registry_store
+from mlflow.store.tracking import sqlalchemy_store as tracking_store
 
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.evaluation.result import write_evaluation
 from d2plm.tracking.registry import beats, export_digest, register, version_of
 from d2plm.tracking.runs import tracking_run
 from tests.evaluations import invented_evaluation
+from tests.unit.tracking.conftest import repeat
 
 SEQUENCES, RESIDUES = 200, 100
 
@@ -267,3 +270,18 @@ def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_nex
         ("READY", version.source.removeprefix("models:/"))
     ]
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
+
+
+def test_repeated_requests_register_one_version_of_one_model(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    repeat(monkeypatch, tracking_store.SqlAlchemyStore, "create_logged_model")
+    repeat(monkeypatch, registry_store.SqlAlchemyStore, "create_model_version")
+    export = whole(tmp_path / "model", 2.0, 3)
+    with tracking_run(tmp_path / "run") as run:
+        made = register(client, str(run.id), export, "repeated", export_digest(export))
+        experiment = client.get_run(str(run.id)).info.experiment_id
+    (version,) = client.search_model_versions("name = 'repeated'")
+    assert made.version == str(version.version) == "1"
+    of_run = client.search_logged_models([experiment], f"source_run_id = '{run.id}'")
+    assert [model.status for model in of_run] == ["READY"]

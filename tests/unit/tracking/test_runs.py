@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,12 +14,22 @@ from unittest.mock import Mock
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from d2plm.core.errors import DataError, TrackingError
 from d2plm.core.redaction import redacted
 from d2plm.tracking import mlflow_run
-from d2plm.tracking.mlflow_run import RUN_FILE, MLflowRun, open_client
+from d2plm.tracking.mlflow_run import (
+    KEY_TAG,
+    RUN_FILE,
+    MLflowRun,
+    open_client,
+    written_here,
+)
 from d2plm.tracking.runs import Run, Runs, tracking_run
+from d2plm.tracking.sqlite_store import create_store
+from d2plm.tracking.tracker_run import reaching
+from tests.unit.tracking.conftest import repeat
 
 Refuse = Callable[..., None]
 
@@ -135,6 +146,21 @@ def test_a_run_that_the_store_does_not_know_is_replaced_and_said(
     assert fresh != "0" * 32
     assert json.loads((output_dir / RUN_FILE).read_text())["run_id"] == fresh
     assert "0" * 32 in caplog.text
+
+
+def test_a_store_without_the_run_is_named_in_full(
+    output_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    create_store(tmp_path / "first.db")
+    shutil.copy(tmp_path / "first.db", tmp_path / "second.db")
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "second"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{name}.db")
+        begun(output_dir)
+    assert f"the MLflow store {tmp_path / 'second.db'} does not have run" in caplog.text
 
 
 def test_a_passing_failure_of_the_store_begins_no_second_run(
@@ -299,3 +325,81 @@ def test_after_a_slow_failure_full_batches_wait_before_they_are_sent_again(
             run.log_metrics({"loss": 1.0}, step)
         now[0] += 100
     assert attempts == [0.0, 1000.0]
+
+
+def proxy_page(status: str) -> str:
+    """An error of MLflow's client with the page of a proxy."""
+    page = f"Response text: <html>\r\n<head><title>{status}</title></head></html>"
+    return f"{status.replace(' ', ' Client Error: ', 1)} for url: http://h/413/x. {page}"
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        (proxy_page("413 Request Entity Too Large"), "client_max_body_size"),
+        ("(Caused by ResponseError('too many 504 error responses'))", "proxy_read_timeout"),
+        ("The run 3f must be in the 'active' state.", "mlflow runs restore --run-id 3f "),
+        ("Unable to locate credentials", "--serve-artifacts"),
+        ("INVALID_PARAMETER_VALUE: 'name' exceeds the maximum length", "does not take this name"),
+        ("http://h/413/504: Read timed out", "then run the same command again"),
+    ],
+)
+def test_an_error_names_the_remedy_of_its_cause(said: str, remedy: str) -> None:
+    with pytest.raises(TrackingError) as caught, reaching("log a file"):
+        raise OSError(said)
+    assert remedy in str(caught.value)
+    assert "<" not in str(caught.value)
+    assert remedy.startswith("then") or "same command again" not in str(caught.value)
+
+
+def test_a_deleted_run_is_replaced_and_a_deleted_experiment_names_its_restoring(
+    client: MlflowClient, output_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = begun(output_dir)
+    client.delete_run(first)
+    second = begun(output_dir)
+    assert second != first
+    assert f"mlflow runs restore --run-id {first}" in caplog.text
+    experiment = client.create_experiment("deleted")
+    client.delete_experiment(experiment)
+    restoring = f"mlflow experiments restore --experiment-id {experiment}"
+    with (
+        pytest.raises(TrackingError, match=restoring),
+        tracking_run(output_dir / "x", experiment="deleted"),
+    ):
+        pass
+
+
+def test_a_server_whose_files_are_folders_of_its_own_machine_is_reported(tmp_path: Path) -> None:
+    server = Mock(tracking_uri="http://host")
+    with pytest.raises(TrackingError, match=r"/proc/mlflow/1, .* start the server with --serve"):
+        written_here(server, "/proc/mlflow/1")
+    assert written_here(server, "mlflow-artifacts:/1") is None
+    assert written_here(Mock(tracking_uri="sqlite:///a.db"), "/proc/mlflow/1") is None
+    note = written_here(server, (tmp_path / "1").as_uri())
+    assert note is not None and f"files of runs are written to {tmp_path / '1'}" in note
+
+
+def test_many_parameters_are_kept_and_values_that_are_cut_are_marked(
+    client: MlflowClient, output_dir: Path
+) -> None:
+    with tracking_run(output_dir) as run:
+        run.log_params({f"p{number}": number for number in range(300)} | {"long": "x" * 7000})
+        run.set_tags({"long": "y" * 9000, "a<b": "1", "exact": "z" * 8000})
+    logged = client.get_run(str(run.id)).data
+    assert len(logged.params) == 301
+    assert logged.params["long"] == "x" * 5999 + "…"
+    assert logged.tags["long"] == "y" * 7999 + "…"
+    assert logged.tags["exact"] == "z" * 8000 and logged.tags["a_b"] == "1"
+
+
+def test_a_repeated_request_begins_one_run(
+    client: MlflowClient, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeat(monkeypatch, SqlAlchemyStore, "create_run")
+    run_id = begun(output_dir)
+    run = client.get_run(run_id)
+    same = f"tags.`{KEY_TAG}` = '{run.data.tags[KEY_TAG]}'"
+    assert [one.info.run_id for one in client.search_runs([run.info.experiment_id], same)] == [
+        run_id
+    ]

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from d2plm.data.store import SequenceStore
 from d2plm.training.checkpoint import MANIFEST, PARTIAL, Root
+from d2plm.training.trainer_settings import difference
 from tests.ranks import Ranks, run
 from tests.runs import (
     At,
@@ -318,3 +319,8 @@ def test_a_run_whose_ranks_are_killed_at_random_resumes_under_another_plan(
     run(train, tiny_store.path, broken, {**settings, "plan": second}, world_size=2)
     run(train, tiny_store.path, unbroken, settings)
     assert_same_run(broken, unbroken, 1e-10)
+
+
+def test_of_lists_only_the_value_that_differs_is_named() -> None:
+    before, now = ({"data": [{"digest": digest, "weight": 1}]} for digest in "ab")
+    assert difference(before, now) == "data.0.digest: a → b"
