@@ -207,14 +207,13 @@ class SequenceModel:
         max_length: int | None = None,
         prompt: str | None = None,
         relatives: Sequence[str] | None = None,
-        max_relatives: int = 8,
         **sampling: Any,
     ) -> list[str]:
         """Generate new proteins; the result is a deterministic function of the arguments.
 
             model.generate(5, seed=1)
             model.generate(2, length=[80, 120], temperature=0.8, steps=64)  # two of each length
-            model.generate(20, relatives=family)  # new family members (model with relatives)
+            model.generate(20, relatives=family)  # new members of a family
 
         Args:
             number: number of proteins, or of proteins per length if `length` is given.
@@ -223,9 +222,8 @@ class SequenceModel:
             min_length, max_length: range of sampled lengths, in residues; None is the model's
                 limit.
             prompt: beginning of each protein, which counts towards its length.
-            relatives: members of a family, for a model that takes relatives; up to
-                `max_relatives` are sampled for each new protein. All are used, whereas the command
-                holds some back for comparison unless `generation.held_out_members=0`.
+            relatives: members of a family: the proteins are new members, drawn from the alignment
+                of these (`d2plm.families.designs`); the model has no part in them.
             **sampling: fields of `Sampling` (`d2plm.generation.sampler_settings`): seed, sampler,
                 steps, temperature, top_k, top_p and more.
 
@@ -238,9 +236,12 @@ class SequenceModel:
         """
         settings = _settings(Sampling, sampling)
         require_number("number", number, integer=True, low=1)
-        family = self._given(relatives, max_relatives)
+        family = self._family(relatives, 1)
         if length is not None and not isinstance(length, int):
             length = [_plain(one) for one in _listed(length, "length", "an integer or", "integers")]
+        if family is not None and length is None and prompt is None:
+            lengths = range(min_length, (max_length or 1 << 30) + 1)
+            return self._sample([None] * number, settings, family, lengths)
         templates = prompted(
             self.exported.lengths if family is None else lengths_of(family, self.max_residues),
             number,
@@ -261,7 +262,6 @@ class SequenceModel:
         number: int = 1,
         *,
         relatives: Sequence[str] | None = None,
-        max_relatives: int = 8,
         **sampling: Any,
     ) -> list[str]:
         """Fill in the gaps of templates; given residues are kept.
@@ -272,7 +272,7 @@ class SequenceModel:
             templates: residue letters, with `_` or `<mask>` for each residue to fill in; in text,
                 where `_` is a character, `<mask>`, or `<mask:12>` for twelve tokens.
             number: number of designs per template.
-            relatives, max_relatives: as in `generate`.
+            relatives: as in `generate`.
             **sampling: as in `generate`.
 
         Returns:
@@ -290,7 +290,7 @@ class SequenceModel:
             template = parse_template(text, str(index), self.exported.vocabulary)
             self.exported.require_short_enough(f"template {index}", template, "shorten it")
             parsed += [template] * number
-        return self._sample(parsed, settings, self._given(relatives, max_relatives))
+        return self._sample(parsed, settings, self._family(relatives, 1))
 
     @_of_numpy
     def score(
@@ -472,12 +472,6 @@ class SequenceModel:
         check.report()
         return families
 
-    def _given(self, relatives: Sequence[str] | None, most: int) -> Family | None:
-        """The family that the model is given."""
-        if relatives is not None:
-            self.exported.require_taking_relatives("relatives")
-        return self._family(relatives, most)
-
     def _family(self, relatives: Sequence[str] | None, most: int) -> Family | None:
         if relatives is None:
             return None
@@ -489,18 +483,23 @@ class SequenceModel:
         return Family.of(tokens, most, columns=columns)
 
     def _sample(
-        self, templates: list[Tokens], sampling: Sampling, family: Family | None = None
+        self,
+        templates: Sequence[Tokens | None],
+        sampling: Sampling,
+        family: Family | None = None,
+        lengths: range = range(1, 1 << 30),
     ) -> list[str]:
-        relatives = None
         if family is not None:
-            relatives = family.draw_for_designs(templates, sampling.seed)
+            from d2plm.families.designs import FamilyDesigns  # imports HMMER
+
+            made = FamilyDesigns(family).design(templates, sampling, lengths=lengths)
+            return [decode(one.tokens) for one in made]
         rows = sample(
             self._denoiser,
             self.exported.paradigm,
-            templates,
+            [one for one in templates if one is not None],
             sampling,
             max_length=self.exported.max_length,
-            relatives=relatives,
             **self._batching,
         )
         return [self.exported.vocabulary.decode(row) for row in rows]

@@ -265,7 +265,12 @@ def generate(config: str) -> str:
     trainer = settings.trainer
     exported = open_export(settings.model_dir, trainer.device)
     output = Path(settings.output_dir) / output_name(exported.vocabulary)
-    generate(exported, settings.generation, output, trainer.precision)
+    if settings.generation.relatives is None:
+        generate(exported, settings.generation, output, trainer.precision)
+    else:
+        from d2plm.assembly.new_members import generate_members
+
+        generate_members(settings.generation, output)
     try:
         report_on_proteins(settings, exported)
     except D2PLMError as error:

@@ -1,26 +1,23 @@
-"""Generating with the `generation` section: the file, and a description of new members."""
+"""Generating with a model and the `generation` section: the templates and the file."""
 
 import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from d2plm.core.errors import DataError, require, within
 from d2plm.core.files import is_writable, require_other_output, written_beside
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import done, result
+from d2plm.core.terminal import done
 from d2plm.core.vocabulary import Tokens, Vocabulary
 from d2plm.data.compressed import open_input
-from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.data.fasta_export import require_form
 from d2plm.data.records import require_distinct
-from d2plm.evaluation.new_members import header, headline, members_table, write_members
 from d2plm.export.designs import FASTA, TEXTS, write_sampling
 from d2plm.export.exported_model import ExportedModel
-from d2plm.generation.lengths import lengths_of, prompted
+from d2plm.generation.lengths import prompted
 from d2plm.generation.sampler_settings import Sampling, in_a_line
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
@@ -28,6 +25,7 @@ from d2plm.settings.evaluation import GenerationSettings
 
 Named = tuple[str, Tokens]  # (name of a design, template [L])
 LENGTHS = ("length", "min_length", "max_length")
+OF_A_FAMILY = ("identity", "keep", "avoid", "near", "filter")
 
 
 def output_name(vocabulary: Vocabulary) -> str:
@@ -40,13 +38,8 @@ def generate(
     settings: GenerationSettings,
     output: Path,
     precision: str,
-    family: tuple[Family, Family] | None = None,
 ) -> list[str]:
     """Generate with an exported model and the settings of the `generation` section.
-
-    Args:
-        family: (members given to the model, held-out members for comparison), instead of those in
-            the settings; a model that takes no relatives uses only their lengths.
 
     Raises:
         ConfigError: if a setting is invalid or would be ignored.
@@ -54,18 +47,15 @@ def generate(
         ModelError: if a template is too long or the model is damaged.
     """
     vocabulary = exported.vocabulary
-    require_other_output("output", output, [settings.relatives, settings.templates])
+    require_other_output("output", output, [settings.templates])
     require_form(output, vocabulary, (".jsonl", ".txt"))
     with within("generation"):
         sampling = Sampling.of(settings).resolved(exported.paradigm)
-        given, held_out = family or _family(exported, settings)
-        designs = _designs(exported, settings, given)
-    relatives = None
-    if given is not None and exported.model.config.relatives_dim is not None:
-        templates = [template for _, template in designs]
-        relatives = given.draw_for_designs(templates, sampling.seed)
-    if not is_writable(output.parent):  # checked before generation, not after it
-        raise DataError(f"{output}: cannot be written; check the folder and its permissions")
+        for key in OF_A_FAMILY:
+            value, default = getattr(settings, key), getattr(GenerationSettings(), key)
+            require(value == default, key, value, f"{default!r} without generation.relatives")
+        designs = _designs(exported, settings)
+    require_writable(output)
     began = time.perf_counter()
     with Progress("generating") as progress:
         rows = sample(
@@ -74,7 +64,6 @@ def generate(
             [template for _, template in designs],
             sampling,
             max_length=exported.max_length,
-            relatives=relatives,
             device=exported.model.device,
             progress=progress.update,
         )
@@ -82,8 +71,6 @@ def generate(
     sequences = [vocabulary.decode(row) for row in rows]
     dtype = resolve_precision(precision, exported.model.device)
     described = sampling.described(exported.paradigm, dtype)
-    if relatives is not None and given is not None:
-        described |= {"relatives": len(given.members), "max_relatives": given.most}
     note = in_a_line(described)
     names, lengths = [name for name, _ in designs], [len(row) for row in rows]
     headers = [
@@ -99,13 +86,6 @@ def generate(
         f"wrote {len(sequences)} {units} to {output} ({len(sequences) / seconds:.3g} {units}, "
         f"{wanted / seconds:.3g} {tokens} a second)"
     )
-    if given is not None and held_out is not None:
-        from d2plm.evaluation.membership import describe_members  # imports HMMER
-
-        members = describe_members(rows, names, given, held_out, seed=settings.seed)
-        headers = [f"{one} {more}" for one, more in zip(headers, header(members), strict=True)]
-        write_fasta(output, zip(headers, sequences, strict=True))
-        _write_members(members, output)
     write_sampling(output, described)
     return sequences
 
@@ -125,57 +105,19 @@ def _write_texts(output: Path, texts: Iterable[tuple[str, str, int]], note: str)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def _write_members(members: dict[str, Any], output: Path) -> None:
-    """Print how many of the generated proteins are members; write the JSON file and the plot."""
-    from d2plm.evaluation.plots import plot_new_members
-
-    result(f"{headline(members)}\n{members_table(members).text()}")
-    file = write_members(members, output)
-    picture = file.with_suffix(".png")
-    plot_new_members(members, picture)
-    done(f"wrote {file} and {picture}")
-
-
-def _family(
-    exported: ExportedModel, settings: GenerationSettings
-) -> tuple[Family | None, Family | None]:
-    """(given, held-out) members of `generation.relatives`; templates hold out none."""
-    if settings.relatives is None:
-        return None, None
-    exported.require_taking_relatives("generation.relatives")
-    family = read_family(Path(str(settings.relatives)), settings.max_relatives)
-    if settings.templates is not None:
-        return family, None
-    return family.hold_out(settings.held_out_members, settings.seed)
-
-
-def _designs(
-    exported: ExportedModel, settings: GenerationSettings, family: Family | None
-) -> list[Named]:
+def _designs(exported: ExportedModel, settings: GenerationSettings) -> list[Named]:
     """Templates of all designs: `number` for each given template or length, or of drawn lengths."""
     number, vocabulary, prompt = settings.number, exported.vocabulary, settings.prompt
     require(number > 0, "generation.number", number, "an integer ≥ 1")
     if settings.templates is not None:
-        for key in (*LENGTHS, "prompt"):
-            unset = 1 if key == "min_length" else None
-            wanted = f"{unset or 'null'} with generation.templates, which determine the lengths"
-            value = getattr(settings, key)
-            require(value == unset, f"generation.{key}", value, wanted)
-        path, designs = Path(settings.templates), []
-        templates = [*_read_templates(path, vocabulary)]
-        names = [one[0] or f"template{number}" for number, one in enumerate(templates, 1)]
-        require_distinct(names, path)  # designs are named after them
-        for name, (_, text, where) in zip(names, templates, strict=True):
-            try:
-                template = parse_template(text, name, vocabulary)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from None
-            what, remedy = f"{path}: template {name}", "shorten it around the gaps"
+        designs = []
+        for name, template in named_templates(settings, vocabulary):
+            what, remedy = f"{settings.templates}: template {name}", "shorten it around the gaps"
             exported.require_short_enough(what, template, remedy)
             designs += [(f"{name}_{design + 1}", template) for design in range(number)]
         return designs
     of_template = prompted(
-        exported.lengths if family is None else lengths_of(family, exported.max_residues),
+        exported.lengths,
         number,
         exported.max_residues,
         vocabulary,
@@ -184,6 +126,36 @@ def _designs(
         **{key: getattr(settings, key) for key in LENGTHS},
     )
     return [(f"d2plm_{index + 1}", template) for index, template in enumerate(of_template)]
+
+
+def named_templates(settings: GenerationSettings, vocabulary: Vocabulary) -> list[Named]:
+    """The templates of a file, by name.
+
+    Raises:
+        ConfigError: if another setting determines lengths.
+        DataError: if the file or a template is invalid.
+    """
+    for key in (*LENGTHS, "prompt"):
+        unset = 1 if key == "min_length" else None
+        wanted = f"{unset or 'null'} with generation.templates, which determine the lengths"
+        value = getattr(settings, key)
+        require(value == unset, f"generation.{key}", value, wanted)
+    path, found = Path(str(settings.templates)), []
+    templates = [*_read_templates(path, vocabulary)]
+    names = [one[0] or f"template{number}" for number, one in enumerate(templates, 1)]
+    require_distinct(names, path)  # designs are named after them
+    for name, (_, text, where) in zip(names, templates, strict=True):
+        try:
+            found.append((name, parse_template(text, name, vocabulary)))
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+    return found
+
+
+def require_writable(output: Path) -> None:
+    """Raise `DataError` if a file cannot be written: before generation, not after it."""
+    if not is_writable(output.parent):
+        raise DataError(f"{output}: cannot be written; check the folder and its permissions")
 
 
 def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from d2plm.assembly import adaptation
-from d2plm.assembly.generation import generate
+from d2plm.assembly.new_members import generate_members
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.assembly.training_run import with_start_pinned
 from d2plm.core.files import write_text
@@ -24,7 +24,6 @@ from d2plm.data.store import clusters_of
 from d2plm.evaluation import family_bound
 from d2plm.evaluation.new_members import headline, members_table, read_members
 from d2plm.evaluation.tables import bounds_table
-from d2plm.export.exported_model import ExportedModel
 from d2plm.settings.commands import AdaptSettings
 
 
@@ -56,7 +55,7 @@ def run(config: AdaptSettings) -> dict[str, Any]:
     amounts = f"Members: {amounts}. The figures are computed on the test members."
     family_bound.plot_family(figures, work_dir / "adaptation.png")
     result(f"\n{table}\n\n{said}\n{amounts}\n")
-    made = _generate(config, adapted, family, work_dir / "members.fasta")
+    made = _generate(config, family, work_dir / "members.fasta")
     new = [headline(made), "```", members_table(made).text(), "```"] if made else []
     page = [f"# {config.input}", said, amounts, table, "![perplexities](adaptation.png)"]
     page += ["![new members](members.members.png)"] if made else []
@@ -70,27 +69,23 @@ def run(config: AdaptSettings) -> dict[str, Any]:
         tracked.log_metrics({f"family/{keys[name]}": p for name, p in perplexities.items()})
         for file in ("adaptation.md", "adaptation.json", "adaptation.png"):
             tracked.log_file(work_dir / file, "adaptation")
-    takes = adapted.model.config.relatives_dim is not None
-    more = f" generation.relatives={config.input}" if takes else ""
     done(
         f"wrote {work_dir}/model and {work_dir}/adaptation.md\nnext: d2plm generate "
-        f"model_dir={work_dir}/model{more} generation.number=100"
+        f"relatives={config.input} number=100"
     )
     return {"model_dir": str(work_dir / "model"), **content, "generated": made}
 
 
 def _generate(
-    config: AdaptSettings, adapted: ExportedModel, family: adaptation.SplitFamily, output: Path
+    config: AdaptSettings, family: adaptation.SplitFamily, output: Path
 ) -> dict[str, Any] | None:
     """Generate new members and describe them beside the test members; None if `number` is 0."""
     settings = config.generation
     if not settings.number:
         return None
     given, held_out = (
-        Family.of(
-            list(store), settings.max_relatives, names=[store.name(i) for i in range(len(store))]
-        )
+        Family.of(list(store), 1, names=[store.name(i) for i in range(len(store))])
         for store in (family.prepared.splits["train"], family.prepared.splits["test"])
     )
-    generate(adapted, settings, output, config.trainer.precision, (given, held_out))
+    generate_members(settings, output, given, held_out)
     return read_members(output)

@@ -1,13 +1,25 @@
-"""d2plm generate: generate sequences, or fill in templates, with an exported model."""
+"""d2plm generate: generate sequences, or fill in templates, with a model or a family."""
 
 from pathlib import Path
 
 from d2plm.assembly.generation import generate, output_name
+from d2plm.core.errors import ConfigError
 from d2plm.settings.commands import GenerateSettings
-from d2plm.tracking.locations import open_model
 
 
 def run(config: GenerateSettings) -> list[str]:
+    if config.generation.relatives is not None:
+        from d2plm.assembly.new_members import generate_members  # imports HMMER
+
+        return generate_members(config.generation, Path(config.output or "generated.fasta"))
+    if config.model_dir is None:
+        raise ConfigError(
+            "is missing: give the folder of a model, or generation.relatives=FAMILY for new "
+            "members of a family",
+            {"model_dir": None},
+        )
+    from d2plm.tracking.locations import open_model
+
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
     output = Path(config.output or output_name(exported.vocabulary))
     return generate(exported, config.generation, output, config.precision)

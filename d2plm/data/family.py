@@ -30,7 +30,6 @@ from d2plm.data.sources import read_sequences, read_sources
 from d2plm.data.tables import open_table
 from d2plm.settings.data import Reading
 
-HOLD_OUT_FROM = 10  # members; a smaller family is given whole
 OF_ONE, SEQUENCE = "protein", "sequence"  # columns of a table
 TABLE_COLUMNS = (OF_ONE, "relative", "identity", "coverage", SEQUENCE)
 OF_RELATIVES = (OF_ONE, "relative", "query", "qseq")  # how a column begins in such tables only
@@ -83,19 +82,10 @@ class Family:
             raise DataError("there are no relatives: give at least one protein")
         return cls(sequences, most, names, columns)._only([*distinct.values()])
 
-    def hold_out(self, share: float, seed: int) -> tuple["Family", "Family"]:
-        """The family without a random `share` of its members, and those members.
-
-        Nothing is held out of a family of fewer than HOLD_OUT_FROM members.
-
-        Raises:
-            ConfigError: unless 0 ≤ share < 1.
-        """
-        require_number("held_out_members", share, low=0, high=1, high_open=True)
-        count = len(self.members)
-        number = min(round(share * count), count - 1) if count >= HOLD_OUT_FROM else 0
-        drawn = np.random.default_rng(seed).permutation(count)
-        return self._only(np.sort(drawn[number:])), self._only(np.sort(drawn[:number]))
+    def drawn(self, number: int) -> "Family":
+        """The family of `number` random members, always the same ones."""
+        drawn = np.random.default_rng(0).permutation(len(self.members))[:number]
+        return self._only(np.sort(drawn))
 
     def given_to(self, protein: Tokens) -> "Family":
         """The family without the protein itself, what contains it and what is a part of it."""
@@ -120,10 +110,6 @@ class Family:
             random = np.random.default_rng(key)
             drawn = [drawn[i] for i in np.sort(random.choice(count, self.most, replace=False))]
         return [aligned_part(one, protein) for one in drawn]
-
-    def draw_for_designs(self, templates: Sequence[Tokens], seed: int) -> list[list[Tokens]]:
-        """The result of `draw` for each of the templates of designs."""
-        return [self.draw(seed, index, protein=one) for index, one in enumerate(templates)]
 
     @cached_property
     def _texts(self) -> list[bytes]:

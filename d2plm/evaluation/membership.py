@@ -1,39 +1,47 @@
-"""Whether generated proteins are members of the family that the model was given.
+"""How new members of a family compare with natural ones, by what the given members can tell.
 
-HMMER decides membership with an HMM of the members given to the model. Natural members that were
-not given, and proteins of the family's composition without order, are classified in the same way.
-The identity to a given member comes from a pairwise alignment. A fast but incomplete alignment of
-all proteins to the family's HMM finds the candidates and the average identity within a set.
+Every protein is aligned to the HMM of the given members. Natural members are judged in the same
+way, each by an HMM without itself, and so are references that need no model: crossovers of two
+members, mosaics of eight, and columns sampled independently, sharpened.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM
 
-from d2plm.core.vocabulary import CANONICAL, Tokens, encode
+from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
 from d2plm.data.family import Family
-from d2plm.evaluation.quality import GENERATED, NATURAL
-from d2plm.evaluation.terms import REFERENCE
+from d2plm.evaluation.new_members import NATURAL
+from d2plm.evaluation.quality import GENERATED, LOW_COMPLEXITY, simple_windows
 from d2plm.families.alignment import (
     GAP,
     Letters,
     aligned_columns,
+    aligned_rows,
+    columns_hmm,
     family_hmm,
-    letters_of,
     one_hot,
+    sequence_weights,
     text_of,
 )
 from d2plm.families.profile_hmm import domain_hits
 
+CROSSOVERS = "crossovers of two"
+MOSAICS, SHARPENED = "mosaics of eight", "columns, sharpened"
+
 MAX_E_VALUE = 1e-3  # largest E-value of a member, in a search of this many proteins
 DATABASE = 1_000_000
 SIMULATED = 200  # sequences, to calibrate E-values: HMMER's own number
-CANDIDATES = 10  # given members to which a protein is aligned pairwise
-COMPARED = 500  # first proteins of a set whose mutual identity is averaged
-CONSERVED = 0.8  # least share of the given members with the same residue in a conserved column
+COMPARED = 500  # first proteins of a set whose mutual identity is computed
+CONSERVED = 0.95  # least share of the given members with the same residue in a conserved column
+ENDS = 0.1  # share of the given members that begin after, or end before, what counts as the end
+REFERENCES = 30  # proteins of a reference
+LEFT_OUT = 60  # natural members that are left out in turn
+MOST_MEMBERS = 1_000  # of whose alignment the HMM is built
+PARENTS, SWITCHES = 8, 1 / 20  # of a mosaic, and how often it goes on with another, per column
 SHOWN = 10  # proteins of a set in the alignment
 
 
@@ -41,66 +49,210 @@ def describe_members(
     generated: Sequence[Tokens],
     names: Sequence[str],
     given: Family,
-    held_out: Family,
+    held_out: Family | None = None,
     *,
+    parents: Sequence[str] = (),
     seed: int = 0,
+    note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Compare each generated protein, and two reference sets, with the family.
+    """Compare each new member, natural members and the references with the family.
 
     Args:
         generated: uint8 residue tokens.
-        given: the members that the model was given; the HMM is theirs.
-        held_out: natural members that it was not given; may be empty.
-        seed: of the composition samples, which have the generated proteins' lengths.
+        given: the members that they were drawn from; the HMM is theirs.
+        held_out: natural members that were not given; None: given ones, each left out in turn.
+        parents: names of the members that the new ones began from: their bits are those by an HMM
+            without it.
+        seed: of the references.
+        note: called with what is done, while it lasts.
 
     Returns:
-        JSON content: `given`, members; `columns`, of the HMM; the threshold; `sets`, of each
-        the `proteins` — name, length, bits under the HMM (0 where HMMER finds no domain), E-value,
-        whether it is a member, nearest given member, identity to it, share of the HMM's columns
-        it fills, share of the conserved columns in which it has their residue (None where no column
-        is conserved) — the number of `members`, the means of coverage, conserved columns and the
-        identity of two proteins; and `alignment`, the columns of the first members of each.
+        JSON content: `given`, members; `columns`, of the HMM, and how many are `conserved`; the
+        threshold; `sets`, of each the `proteins` — name, length, bits under the HMM (0 where HMMER
+        finds no domain), E-value, whether it is a member, whether it reaches both `ends`, share of
+        the columns filled (`coverage`), share of the conserved columns with their residue
+        (`conserved`; None where there are none), share of windows of low complexity, nearest given
+        member, identity to it, place in the `plane` of two principal components — and the `figures`
+        of the set; `alignment`, the columns of the first members of each.
     """
-    settings: dict[str, Any] = {"effective_number": "entropy", "simulated": SIMULATED}
-    hmm = family_hmm(given.members, given.columns, **settings)
-    samples = _composition_samples(generated[:COMPARED], given.members, seed)
-    sets: dict[str, tuple[Sequence[str], Sequence[Tokens]]] = {
-        GENERATED: (names, generated),
-        NATURAL: (held_out.names, held_out.members),
-        REFERENCE: ([f"composition_{number + 1}" for number in range(len(samples))], samples),
-    }
-    of_given = aligned_columns(hmm, given.members)
-    columns = {name: aligned_columns(hmm, proteins) for name, (_, proteins) in sets.items()}
-    natural = (held_out.names, columns[NATURAL]) if held_out.members else (given.names, of_given)
-    shown = {GENERATED: (names, columns[GENERATED]), NATURAL: natural}
+    judge = _Judge(given, note)
+    random = np.random.default_rng(seed)
+    if held_out is None or not held_out.members:
+        left_out = random.permutation(len(judge.family.members))[:LEFT_OUT].tolist()
+        natural = judge.described(
+            [judge.family.members[i] for i in left_out],
+            [judge.family.names[i] for i in left_out],
+            left_out,
+            of_itself=True,
+        )
+    else:
+        natural = judge.described(held_out.members, held_out.names)
+    place = {name: i for i, name in enumerate(judge.family.names)}
+    without = [place.get(name) for name in parents]
+    sets = {GENERATED: judge.described(generated, names, without), NATURAL: natural}
+    for name, proteins in judge.references(random).items():
+        sets[name] = judge.described(proteins, [f"{i + 1}" for i in range(len(proteins))])
     return {
         "seed": seed,
         "given": len(given.members),
-        "columns": hmm.M,
+        "held_out": bool(held_out and held_out.members),
+        "columns": judge.hmm.M,
+        "conserved": int((judge.conserved < GAP).sum()),
         "max_e_value": MAX_E_VALUE,
         "database": DATABASE,
-        "threshold_bits": _threshold_bits(hmm),
+        "threshold_bits": judge.threshold,
+        "alignment": [
+            {"set": name, "name": one["name"], "columns": one["columns"]}
+            for name in (GENERATED, NATURAL)
+            for one in sets[name]["proteins"][:SHOWN]
+        ],
         "sets": {
-            name: _described(hmm, *own, columns[name], given, of_given)
+            name: {**own, "proteins": [_without(one, "columns") for one in own["proteins"]]}
             for name, own in sets.items()
         },
-        "alignment": [
-            {"set": name, "name": own, "columns": text_of(row)}
-            for name, (own_names, rows) in shown.items()
-            for own, row in zip(own_names[:SHOWN], rows[:SHOWN], strict=True)
-        ],
     }
 
 
-def identities(rows: Letters, others: Letters) -> NDArray[np.float64]:
-    """float64 [N, M]: identical canonical residues ÷ columns that either protein fills.
+def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != name}
+
+
+class _Judge:
+    """The HMM, the alignment and the conserved columns of the given members."""
+
+    def __init__(self, given: Family, note: Callable[[str], None]) -> None:
+        many = len(given.members) > MOST_MEMBERS
+        self.family, self.note = given.drawn(MOST_MEMBERS) if many else given, note
+        note("building the family's HMM")
+        settings: dict[str, Any] = {"effective_number": "entropy", "simulated": SIMULATED}
+        self.hmm = family_hmm(self.family.members, self.family.columns, **settings)
+        self.threshold = _threshold_bits(self.hmm)
+        self.rows = aligned_rows(self.hmm, self.family.members)
+        self.aligned_NL = aligned_columns(self.hmm, self.family.members)
+        self.weights = sequence_weights(self.aligned_NL)
+        self.conserved = conserved_columns(self.aligned_NL)
+        self.hot, ends = one_hot(self.aligned_NL), np.array([_ends(x) for x in self.aligned_NL])
+        self.first = int(np.quantile(ends[:, 0], 1 - ENDS, method="lower"))
+        self.last = int(np.quantile(ends[:, 1], ENDS, method="higher"))
+        self.centre = self.hot.mean(0)
+        components = min(2, *self.hot.shape)
+        self.axes = np.linalg.svd(self.hot - self.centre, full_matrices=False)[2][:components]
+
+    def described(
+        self,
+        proteins: Sequence[Tokens],
+        names: Sequence[str],
+        left_out: Sequence[int | None] = (),
+        *,
+        of_itself: bool = False,
+    ) -> dict[str, Any]:
+        """The proteins of a set, with the given member that is left out of each one's HMM.
+
+        Args:
+            of_itself: whether that is the protein, which is not its nearest member either.
+        """
+        aligned = aligned_columns(self.hmm, proteins)
+        hot = one_hot(aligned)
+        same = hot @ self.hot.T
+        hits = domain_hits(self.hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
+        for number, member in enumerate(left_out):
+            if member is not None:
+                hits[number] = self._hit(proteins[number], member)
+        if of_itself:
+            same[np.arange(len(proteins)), np.array(left_out, dtype=np.int64)] = -1
+        plane = np.pad((hot - self.centre) @ self.axes.T, ((0, 0), (0, 2 - len(self.axes))))
+        has, filled = self.conserved < GAP, np.maximum((aligned < GAP).sum(1), 1)
+        described = []
+        for number, (protein, row) in enumerate(zip(proteins, aligned, strict=True)):
+            hit, (first, last) = hits.get(number), _ends(row)
+            nearest = int(same[number].argmax())
+            e_value = None if hit is None else hit.evalue  # of few simulated ones if left out
+            bits = 0.0 if hit is None else hit.score
+            described.append(
+                {
+                    "name": names[number],
+                    "length": len(protein),
+                    "bits": bits,
+                    "e_value": e_value,
+                    "member": bits >= self.threshold,
+                    "ends": first <= self.first and last >= self.last,
+                    "coverage": float((row < GAP).mean()),
+                    "conserved": float((row == self.conserved)[has].mean()) if has.any() else None,
+                    "low_complexity": float(simple_windows(protein, *_WINDOW).mean()),
+                    "nearest": self.family.names[nearest],
+                    "identity": float(max(same[number, nearest], 0) / filled[number]),
+                    "plane": plane[number].tolist(),
+                    "columns": text_of(row),
+                }
+            )
+        compared = hot[:COMPARED]
+        among = (compared @ compared.T) / filled[:COMPARED, None]
+        return {"proteins": described, "figures": figures(described, _off_diagonal(among))}
+
+    def references(self, random: np.random.Generator) -> dict[str, list[Tokens]]:
+        """Proteins made of the given members without any model."""
+        rows = np.frombuffer("".join(self.rows).encode(), dtype=np.uint8)
+        rows = rows.reshape(len(self.rows), -1)
+        crossed, mosaics = [], []
+        for _ in range(REFERENCES if len(rows) > 1 else 0):
+            two = rows[random.choice(len(rows), 2, replace=False)]
+            cut = random.integers(rows.shape[1] // 5, 4 * rows.shape[1] // 5 + 1)
+            crossed.append(np.concatenate([two[0, :cut], two[1, cut:]]))
+            parents = random.choice(len(rows), min(PARENTS, len(rows)), replace=False)
+            drawn = random.choice(parents, rows.shape[1])
+            switches = np.flatnonzero(np.append(True, random.random(rows.shape[1] - 1) < SWITCHES))
+            stretch = np.searchsorted(switches, np.arange(rows.shape[1]), side="right") - 1
+            mosaics.append(rows[drawn[switches[stretch]], np.arange(rows.shape[1])])
+        letters = np.stack([(self.aligned_NL == a).T @ self.weights for a in range(GAP + 1)], 1)
+        sharp = (letters**2).cumsum(1)
+        draws = random.random((REFERENCES, len(sharp), 1)) * sharp[:, -1:]
+        columns = (sharp <= draws).sum(2)
+        sharpened = [row[row < GAP].astype(np.uint8) + CANONICAL_START for row in columns]
+        texts = {CROSSOVERS: crossed, MOSAICS: mosaics}
+        made = {name: [_tokens(row) for row in own] for name, own in texts.items()}
+        made[SHARPENED] = sharpened
+        return {name: [one for one in own if len(one)] for name, own in made.items() if own}
+
+    def _hit(self, protein: Tokens, left_out: int) -> Any:
+        """The hit of a protein by the HMM of the columns of the other members; None without."""
+        if len(self.aligned_NL) == 1:
+            return None
+        others = np.arange(len(self.aligned_NL)) != left_out
+        weights = self.weights[others]
+        hmm = columns_hmm(self.aligned_NL[others], weights, "entropy")
+        return domain_hits(hmm, [protein], Z=DATABASE).get(0)
+
+
+_WINDOW = int(LOW_COMPLEXITY["low_complexity_window"]), LOW_COMPLEXITY["low_complexity_bits"]
+
+
+def figures(
+    proteins: Sequence[dict[str, Any]], among: NDArray[np.float64] | Sequence[float]
+) -> dict[str, float | None]:
+    """Of a set: medians, but for shares of its proteins and the mean share of low complexity.
 
     Args:
-        rows, others: as of `aligned_columns`, of N and of M proteins.
+        among: identities of two of them.
     """
-    same = one_hot(rows).astype(np.float64) @ one_hot(others).T
-    empty = (rows == GAP).astype(np.float64) @ (others == GAP).T
-    return np.asarray(same / np.maximum(rows.shape[1] - empty, 1))
+
+    def median(name: str) -> float | None:
+        values = [one[name] for one in proteins if one[name] is not None]
+        return float(np.median(values)) if values else None
+
+    def share(values: Sequence[bool]) -> float | None:
+        return float(np.mean(values)) if len(values) else None
+
+    known = [one for one in proteins if one["conserved"] is not None]
+    return {
+        "members": share([one["member"] for one in proteins]),
+        "bits": median("bits"),
+        "ends": share([one["ends"] for one in proteins]),
+        "keeps_all": share([one["conserved"] == 1 for one in known]),
+        "coverage": median("coverage"),
+        "low_complexity": share([one["low_complexity"] for one in proteins]),
+        "identity": median("identity"),
+        "among": float(np.median(among)) if len(among) else None,
+    }
 
 
 def conserved_columns(rows: Letters) -> Letters:
@@ -109,77 +261,25 @@ def conserved_columns(rows: Letters) -> Letters:
     return np.where(counts.max(1) >= CONSERVED * len(rows), counts.argmax(1), GAP).astype(np.int8)
 
 
-def identities_to(members: Sequence[Tokens], protein: Tokens) -> NDArray[np.float64]:
-    """float64 [N]: residues of the protein aligned to the same residue ÷ its residues.
-
-    Each member is aligned to the single-sequence HMM of the protein.
-    """
-    rows, own = aligned_columns(family_hmm([protein]), members), letters_of(protein)
-    return ((rows == own) & (own < GAP)).mean(axis=1)
+def _ends(row: Letters) -> tuple[int, int]:
+    """The first and the last column that a protein fills; none, as far inside as can be."""
+    filled = np.flatnonzero(row < GAP)
+    return (int(filled[0]), int(filled[-1])) if len(filled) else (len(row), -1)
 
 
-def _described(
-    hmm: HMM,
-    names: Sequence[str],
-    proteins: Sequence[Tokens],
-    rows: Letters,
-    given: Family,
-    of_given: Letters,
-) -> dict[str, Any]:
-    if not proteins:
-        means = dict.fromkeys(("mean_coverage", "mean_conserved", "mean_identity"))
-        return {"proteins": [], "members": 0, **means}
-    to_given, conserved = identities(rows, of_given), conserved_columns(of_given)
-    has_conserved = bool((conserved < GAP).any())
-    found = domain_hits(hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
-    described = []
-    for number, (protein, row) in enumerate(zip(proteins, rows, strict=True)):
-        hit = found.get(number)
-        bits, e_value = (0.0, None) if hit is None else (hit.score, hit.evalue)
-        candidates = np.argsort(-to_given[number], kind="stable")[:CANDIDATES]
-        to_candidates = identities_to([given.members[i] for i in candidates], protein)
-        nearest = int(to_candidates.argmax())
-        described.append(
-            {
-                "name": names[number],
-                "length": len(protein),
-                "bits": bits,
-                "e_value": e_value,
-                "member": e_value is not None and e_value <= MAX_E_VALUE,
-                "nearest": given.names[candidates[nearest]],
-                "identity": float(to_candidates[nearest]),
-                "coverage": float((row < GAP).mean()),
-                "conserved": _mean((row == conserved)[conserved < GAP]),
-            }
-        )
-    compared = rows[:COMPARED]
-    among = identities(compared, compared)[np.triu_indices(len(compared), 1)]
-    return {
-        "proteins": described,
-        "members": sum(one["member"] for one in described),
-        "mean_coverage": _mean([one["coverage"] for one in described]),
-        "mean_conserved": _mean([one["conserved"] for one in described if has_conserved]),
-        "mean_identity": _mean(among),
-    }
+def _off_diagonal(square: NDArray[np.floating]) -> NDArray[np.float64]:
+    return square[~np.eye(len(square), dtype=np.bool_)].astype(np.float64)
 
 
-def _mean(values: Sequence[float] | NDArray[np.float64]) -> float | None:
-    return float(np.mean(values)) if len(values) else None
+def _tokens(symbols: NDArray[np.uint8]) -> Tokens:
+    """A row of an alignment without its gaps."""
+    return encode(bytes(symbols).decode().translate(_UNGAPPED).upper())
+
+
+_UNGAPPED = str.maketrans("", "", "-.")
 
 
 def _threshold_bits(hmm: HMM) -> float:
     """The score at MAX_E_VALUE: P(score > s) = exp(−λ (s − τ)) (Eddy, 2008)."""
     fit = hmm.evalue_parameters
     return float(fit.f_tau - np.log(MAX_E_VALUE / DATABASE) / fit.f_lambda)
-
-
-def _composition_samples(
-    generated: Sequence[Tokens], members: Sequence[Tokens], seed: int
-) -> list[Tokens]:
-    """Residues drawn by the members' composition, of the generated proteins' lengths."""
-    counts = np.bincount(np.concatenate(members), minlength=256)[encode(CANONICAL)]
-    random = np.random.default_rng(seed)
-    share = counts / counts.sum()
-    return [
-        random.choice(encode(CANONICAL), len(one), p=share).astype(np.uint8) for one in generated
-    ]

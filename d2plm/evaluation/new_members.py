@@ -1,67 +1,127 @@
-"""Text output about new members of a family: sentence, table, FASTA headers, file.
+"""Text output about new members of a family: sentence, tables, FASTA headers, file.
 
 The content is that of `membership.describe_members`; nothing here needs HMMER.
 """
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
-from d2plm.core.files import files_digest, read_json, write_text
+from d2plm.core.files import files_digest, read_json, write_text, written_beside
 from d2plm.core.table import Table
-from d2plm.evaluation.quality import GENERATED, NATURAL
-from d2plm.evaluation.terms import REFERENCE
+from d2plm.evaluation.quality import GENERATED
 
+NATURAL = "natural members"
 FEW = 3  # members; an HMM of fewer is little more than one protein's
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+OF_A_DESIGN = (
+    *("name", "parent", "kept", "length", "bits", "member", "ends", "coverage", "conserved"),
+    *("low_complexity", "nearest", "identity"),
+)
+
+# How far the designs may be from natural members before the first line says so.
+LEAST_BITS, LEAST_CONSERVED = 0.95, 0.8  # of the natural members' figure
+COVERAGE, SIMPLE, AMONG = 0.05, 0.008, 0.1  # beside it
+CLOSE = 0.7  # identity to the nearest that is never too close
 
 
 def headline(described: dict[str, Any]) -> str:
-    """The result as a sentence."""
+    """The result as a sentence, which begins with what is far from natural members."""
     sets = described["sets"]
-    generated, natural = sets[GENERATED], sets[NATURAL]
-    total, members = len(generated["proteins"]), generated["members"]
-    samples = sets[REFERENCE]
-    beside = f"composition samples: {samples['members']} of {len(samples['proteins'])}"
-    if natural["proteins"]:
-        held_out = f"{natural['members']} of {len(natural['proteins'])}"
-        beside = f"natural members not given: {held_out}; {beside}"
-    are = "is a member" if members == 1 else "are members"
-    text = f"of {total} generated proteins {members} {are} by the family's profile HMM ({beside})"
-    if members:
-        text += f", at {_range_text(generated)} identity to the nearest known member"
-    if not natural["proteins"]:
-        text += f"; none of the {described['given']} known members is held out to compare with"
+    total, own, natural = len(sets[GENERATED]["proteins"]), *_figures(described)
+    far = worse_than_natural(own, natural)
+    beside = (
+        f"{own['bits']:.0f} bits by the family's profile HMM, natural members {natural['bits']:.0f}"
+    )
+    if far:
+        text = f"the {total} designs are NOT like natural members: {'; '.join(far)} ({beside})"
+    else:
+        text = (
+            f"the {total} designs are like natural members by what the given members tell: {beside}"
+        )
+    text += f"; {_percent(own['identity'])} identity to the nearest given member"
     if described["given"] < FEW:
         text += f"; an HMM of {described['given']} knows little of what the family varies"
     return text
 
 
+def worse_than_natural(own: dict[str, Any], natural: dict[str, Any]) -> list[str]:
+    """What sets designs apart from natural members, each as a phrase."""
+    far = []
+    if own["bits"] < LEAST_BITS * natural["bits"]:
+        far.append(f"{own['bits']:.0f} bits against {natural['bits']:.0f}")
+    kept, expected = own["keeps_all"], natural["keeps_all"]
+    if kept is not None and expected is not None and kept < LEAST_CONSERVED * expected:
+        far.append(f"{_percent(kept)} keep all conserved residues against {_percent(expected)}")
+    if abs(own["coverage"] - natural["coverage"]) > COVERAGE:
+        covered = f"{_percent(own['coverage'])} of the columns filled"
+        far.append(f"{covered} against {_percent(natural['coverage'])}")
+    if own["low_complexity"] > natural["low_complexity"] + SIMPLE:
+        far.append(
+            f"{100 * own['low_complexity']:.1f} % of low complexity against "
+            f"{100 * natural['low_complexity']:.1f} %"
+        )
+    if own["identity"] > max(CLOSE, natural["identity"]):
+        nearest = f"{_percent(own['identity'])} identical to the nearest given member"
+        far.append(f"{nearest} against {_percent(natural['identity'])}")
+    among = own["among"], natural["among"]
+    if None not in among and among[0] > among[1] + AMONG:
+        far.append(f"{_percent(among[0])} identical to each other against {_percent(among[1])}")
+    return far
+
+
+def unlike_natural(described: dict[str, Any]) -> list[bool]:
+    """Which designs fail: no member, an end or a conserved residue lost, or of low complexity.
+
+    As far as nine in ten natural members do better.
+    """
+    proteins = described["sets"][NATURAL]["proteins"]
+
+    def tenth(name: str, highest: bool = False) -> float:
+        values = sorted((one[name] for one in proteins if one[name] is not None), reverse=highest)
+        return float(values[len(values) // 10]) if values else 0.0
+
+    bits, kept, simple = tenth("bits"), tenth("conserved"), tenth("low_complexity", True)
+    ends = tenth("ends")
+    return [
+        not one["member"]
+        or one["bits"] < bits
+        or one["ends"] < ends
+        or (one["conserved"] is not None and one["conserved"] < kept)
+        or one["low_complexity"] > simple
+        for one in described["sets"][GENERATED]["proteins"]
+    ]
+
+
 def members_table(described: dict[str, Any]) -> Table:
     """The sets beside each other."""
-    rows = [
-        [
-            name,
-            f"{own['members']} of {len(own['proteins'])}",
-            _range_text(own),
-            *map(_percent, (own["mean_coverage"], own["mean_conserved"], own["mean_identity"])),
-        ]
-        for name, own in described["sets"].items()
-        if own["proteins"]
-    ]
+    rows = []
+    for name, own in described["sets"].items():
+        if own["proteins"]:
+            found = own["figures"]
+            first = [name, str(len(own["proteins"])), f"{found['bits']:.0f}"]
+            shares = (found[one] for one in ("ends", "keeps_all", "coverage"))
+            simple = f"{100 * found['low_complexity']:.1f} %"
+            last = (found[one] for one in ("identity", "among"))
+            rows.append([*first, *map(_percent, shares), simple, *map(_percent, last)])
+    left_out = "were not given" if described["held_out"] else "without themselves"
     notes = [
-        "nearest: identity to the nearest given member, of the members; columns of the HMM filled;",
-        "conserved columns with the family's residue; identity of two of them: on average",
+        f"bits: by the HMM of the given members, of natural members {left_out}, of designs without "
+        "their parent;",
+        f"conserved: have all {described['conserved']} residues that 95 % of the given share; "
+        "simple: windows of low complexity; nearest: identity to the nearest given member",
     ]
-    heads = ["", "members", "nearest", "columns", "conserved", "two of them"]
-    return Table(heads, rows, notes=notes)
+    heads = ["", "number", "bits", "both ends", "conserved", "columns", "simple", "nearest"]
+    return Table([*heads, "two of them"], rows, notes=notes)
 
 
 def header(described: dict[str, Any]) -> list[str]:
-    """Of each generated protein what the header of its FASTA record says of it."""
+    """Of each design what the header of its FASTA record says of it."""
     return [
-        f"nearest={one['nearest']} identity={one['identity']:.3f} hmm_bits={one['bits']:.1f} "
-        f"member={'yes' if one['member'] else 'no'}"
+        f"nearest={one['nearest']} identity={one['identity']:.3f} bits={one['bits']:.1f} "
+        f"member={'yes' if one['member'] else 'no'} ends={'yes' if one['ends'] else 'no'} "
+        f"conserved={_number(one['conserved'])} low_complexity={one['low_complexity']:.3f}"
         for one in described["sets"][GENERATED]["proteins"]
     ]
 
@@ -75,6 +135,13 @@ def write_members(described: dict[str, Any], fasta: Path) -> Path:
     file = _file(fasta)
     content = {"format_version": FORMAT_VERSION, **described, "fasta": files_digest(fasta)}
     write_text(file, json.dumps(content, indent=2))
+    with (
+        written_beside(file.with_suffix(".csv")) as partial,
+        partial.open("w", encoding="utf-8", newline="") as table,
+    ):
+        writer = csv.DictWriter(table, OF_A_DESIGN, extrasaction="ignore", restval="")
+        writer.writeheader()
+        writer.writerows(described["sets"][GENERATED]["proteins"])
     return file
 
 
@@ -90,14 +157,17 @@ def read_members(fasta: Path) -> dict[str, Any] | None:
     return kept if kept["fasta"] == files_digest(fasta) else None
 
 
-def _range_text(described: dict[str, Any]) -> str:
-    """The identities of the members of a set to their nearest given member, if there are any."""
-    found = [100 * one["identity"] for one in described["proteins"] if one["member"]]
-    return f"{min(found):.0f}–{max(found):.0f} %" if found else "–"
+def _figures(described: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    own, natural = (described["sets"][one]["figures"] for one in (GENERATED, NATURAL))
+    return own, natural
 
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.0f} %"
+
+
+def _number(share: float | None) -> str:
+    return "none" if share is None else f"{share:.3f}"
 
 
 def _file(fasta: Path) -> Path:

@@ -28,7 +28,8 @@ from d2plm.core.palette import (
     save_figure,
 )
 from d2plm.evaluation.findings import judge
-from d2plm.evaluation.quality import GENERATED, LENGTH_BIN, NATURAL
+from d2plm.evaluation.new_members import NATURAL as NATURAL_MEMBERS
+from d2plm.evaluation.quality import GENERATED, LENGTH_BIN
 from d2plm.evaluation.result import (
     ALIGNED,
     MODEL,
@@ -60,6 +61,14 @@ ALIGNED_COLUMNS = 100  # that a picture shows
 MOST_LINEAR = 50  # a larger perplexity needs a logarithmic axis
 LETTER_SIZE = 6  # points
 CAPITAL_HEIGHT = 0.73  # of a letter's size
+_OF_MEMBERS: dict[str, dict[str, Any]] = {
+    NATURAL_MEMBERS: {"color": GREEN, "marker": "^", "ls": "", "markersize": 5, "alpha": 0.7},
+    GENERATED: {"color": BLUE, "marker": "o", "ls": "", "markersize": 5, "alpha": 0.7},
+}
+_REFERENCES: list[dict[str, Any]] = [
+    {"color": colour, "marker": ".", "ls": "", "markersize": 4, "alpha": 0.5}
+    for colour in (ORANGE, INK, GREY)
+]
 _LONGEST_NAME = 40  # characters
 _LONGEST_COLUMN = 24  # characters of a legend in two columns
 _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
@@ -350,30 +359,38 @@ def identity_shares(figures: SequenceSet) -> list[float]:
 
 
 def plot_new_members(members: Mapping[str, Any], file: Path) -> None:
-    """Write one PNG of what `describe_members` returned: the scores and the alignment.
+    """Write one PNG of what `describe_members` returned: plane, scores and alignment.
 
     Raises:
         DataError: if the file cannot be written.
     """
-    figure = new_figure(12, 5 + 0.22 * len(members["alignment"]))
-    heights = (5, 0.22 * len(members["alignment"]) + 0.8)
-    scores, alignment = figure.subplots(2, 1, height_ratios=heights)
-    plot_membership(scores, members)
-    plot_alignment(alignment, members["alignment"])
+    rows = 0.22 * len(members["alignment"]) + 0.8
+    figure = new_figure(12, 5.2 + rows)
+    grid = figure.add_gridspec(2, 2, height_ratios=(5, rows))
+    plot_plane(figure.add_subplot(grid[0, 0]), members)
+    plot_membership(figure.add_subplot(grid[0, 1]), members)
+    plot_alignment(figure.add_subplot(grid[1, :]), members["alignment"])
     save_figure(figure, file)
+
+
+def plot_plane(axes: Any, members: Mapping[str, Any]) -> None:
+    """Draw designs and natural members by two principal components of the aligned columns."""
+    for name, style in _OF_MEMBERS.items():
+        if places := [one["plane"] for one in members["sets"][name]["proteins"]]:
+            axes.plot(*np.transpose(places), label=f"{name} ({len(places)})", **style)
+    axes.set(xlabel="first principal component", ylabel="second")
+    _legend(axes)
 
 
 def plot_membership(axes: Any, members: Mapping[str, Any]) -> None:
     """Draw each protein's score under the family's HMM against identity to the nearest member."""
-    styles = {GENERATED: (BLUE, "o"), NATURAL: (GREEN, "^"), REFERENCE: (ORANGE, "s")}
-    for name, (colour, marker) in styles.items():
-        proteins = members["sets"][name]["proteins"]
-        if proteins:
+    references = iter(_REFERENCES)
+    for name, own in members["sets"].items():
+        if proteins := own["proteins"]:
             across = [100 * one["identity"] for one in proteins]
-            label = f"{name} ({members['sets'][name]['members']} of {len(proteins)} are members)"
+            style = _OF_MEMBERS.get(name) or next(references)
             scores = [one["bits"] for one in proteins]
-            style = {"ls": "", "markersize": 5, "alpha": 0.7, "label": label}
-            axes.plot(across, scores, marker, color=colour, **style)
+            axes.plot(across, scores, label=name, **style)
     axes.axhline(members["threshold_bits"], color=GREY, ls=":", label="a member from here")
     axes.set(xlabel="identity to the nearest given member, %", ylabel="score by the HMM, bits")
     axes.set_xlim(0, 102)

@@ -405,8 +405,15 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
         bool [L].
     """
     low = np.zeros(len(tokens), dtype=np.bool_)
+    for start in np.flatnonzero(simple_windows(tokens, window, bits)).tolist():
+        low[start : start + window] = True
+    return low
+
+
+def simple_windows(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_]:
+    """bool [L - window + 1]: which windows are of low complexity, see `low_complexity`."""
     if len(tokens) < window:
-        return low
+        return np.zeros(1, dtype=np.bool_)
     letters = np.arange(CANONICAL_START, CANONICAL_STOP, dtype=np.uint8)
     seen = np.zeros((len(tokens) + 1, len(letters)), dtype=np.int32)
     np.cumsum(tokens[:, None] == letters, axis=0, out=seen[1:])
@@ -414,9 +421,7 @@ def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
     # The entropy of counts n is log2 w - Σ n·log2 n / w: a table of n·log2 n for n = 0 … w.
     terms = np.arange(window + 1) * np.log2(np.maximum(np.arange(window + 1), 1))
     entropy = np.log2(window) - terms[in_window].sum(axis=1) / window
-    for start in np.flatnonzero((entropy <= bits) & (in_window.sum(axis=1) == window)).tolist():
-        low[start : start + window] = True
-    return low
+    return np.asarray((entropy <= bits) & (in_window.sum(axis=1) == window))
 
 
 def _check(name: str, sequences: Sequence[Tokens]) -> None:

@@ -31,6 +31,7 @@ DESCRIPTIONS = {
     "residues": "amino-acid composition",
     "lengths": "distribution of the lengths",
     "novelty": "identity to the nearest training protein",
+    "plane": "designs and natural members by two principal components of the aligned columns",
     "members": "score under the family's HMM against identity to the nearest given member",
 }
 _NAMESPACE = re.compile(r"\{[^}]*\}")
@@ -47,6 +48,7 @@ def draw(
     if metrics:
         figures["pace"] = partial(plots.plot_pace, metrics=metrics)
     if members is not None:
+        figures["plane"] = partial(plots.plot_plane, members=members)
         figures["members"] = partial(plots.plot_membership, members=members)
     height = HEIGHT if evaluation is None else ROW * (2 + len(evaluation.bounds))
     heights = {"likelihood": height}

@@ -113,16 +113,20 @@ def columns_hmm(
 
 def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> Letters:
     """int8 [N, L]: the letter of each protein in each column of the HMM, without insertions."""
-    rows = _aligned(hmm, digital_block(proteins)).alignment if len(proteins) else []
-    text = "".join(rows).encode().translate(None, _INSERTED)
+    text = "".join(aligned_rows(hmm, proteins)).encode().translate(None, _INSERTED)
     return _CODES[np.frombuffer(text, dtype=np.uint8)].reshape(len(proteins), hmm.M)
 
 
-def _aligned(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
-    """The sequences aligned to each other through the HMM, with all its columns.
+def aligned_rows(hmm: HMM, proteins: Sequence[Tokens]) -> list[str]:
+    """Each protein aligned to the HMM.
 
-    Upper-case letters and `-` are in the HMM's columns, lower-case letters and `.` between them.
+    Upper-case letters and `-` are in its columns, lower-case letters and `.` between them.
     """
+    return list(_aligned(hmm, digital_block(proteins)).alignment) if len(proteins) else []
+
+
+def _aligned(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
+    """The sequences aligned to each other through the HMM, with all its columns."""
     aligner = TraceAligner()
     alignment = aligner.align_traces(
         hmm, block, aligner.compute_traces(hmm, block), digitize=False, all_consensus_cols=True
@@ -204,7 +208,11 @@ def column_profile(aligned: Letters, weights: NDArray[np.float64]) -> NDArray[np
         aligned: int8 [N, L].
         weights: float64 [N], see `sequence_weights`.
     """
-    hmm = columns_hmm(aligned, weights, float(weights.sum()))
+    return match_emissions(columns_hmm(aligned, weights, float(weights.sum())))
+
+
+def match_emissions(hmm: HMM) -> NDArray[np.float64]:
+    """float64 [L, 20]: the probability of each residue in each column of an HMM."""
     emissions = hmm.match_emissions  # type: ignore[attr-defined]  # its stubs lack it
     emissions_L20 = np.array(emissions, dtype=np.float64)[1:]  # the first state is the begin
     emissions_L20 = emissions_L20[:, [ALPHABET.symbols.index(letter) for letter in CANONICAL]]

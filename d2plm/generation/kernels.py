@@ -38,7 +38,7 @@ def step_between(paradigm: Paradigm, sampling: Sampling, start: float, stop: flo
 def tempered(log_p: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities [N, K] after temperature, top-k and top-p, float64."""
     log_p = log_p.double()
-    if sampling.temperature != 1:
+    if sampling.temperature not in (None, 1):
         # Relative to the likeliest residue, which does not overflow at the lowest temperature.
         log_p = (log_p - log_p.amax(-1, keepdim=True)) / sampling.temperature
         log_p = log_p.log_softmax(-1)

@@ -57,6 +57,7 @@ class Sampling(SamplerSettings):
             self,
             sampler=sampler,  # type: ignore[arg-type]  # one of the paradigm's
             steps=self._steps(sampler, paradigm),
+            temperature=1.0 if self.temperature is None else self.temperature,
             remdm_eta=eta if sampler == "remdm" else None,
         )
 

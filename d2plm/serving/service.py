@@ -24,13 +24,13 @@ from pydantic.dataclasses import dataclass
 
 from d2plm.core.errors import ConfigError, DataError, did_you_mean, require
 from d2plm.core.precision import resolve_precision
-from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens
+from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, decode
 from d2plm.data.family import Family, RelativesCheck
 from d2plm.data.relatives import LONGEST_RELATIVE
 from d2plm.evaluation.scoring import bound_draws, score_columns
 from d2plm.export.exported_model import ExportedModel
 from d2plm.generation.lengths import lengths_of, require_length, wanted_lengths
-from d2plm.generation.sampler_settings import Sampling
+from d2plm.generation.sampler_settings import Sampling, in_a_line
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
 from d2plm.serving.schedule import Progress, Rows, Speed, Work, measured
@@ -45,16 +45,16 @@ UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # types of pydanti
 
 @dataclass(config=STRICT, frozen=True)
 class Settings:
-    """Settings of every task; `max_relatives` are drawn from the relatives for each protein."""
+    """Settings of every task."""
 
     relatives: Annotated[list[str], FailFast(), Field(max_length=256)] = field(default_factory=list)
-    max_relatives: int = Field(default=8, ge=1, le=16)  # the memory of a forward pass grows with it
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
 @dataclass(config=STRICT, frozen=True)
 class Scoring(Settings):
     task: Literal["score"] = "score"
+    max_relatives: int = Field(default=8, ge=1, le=16)  # the memory of a forward pass grows with it
     masks_per_sequence: int = Field(default=16, ge=1, le=1024)
 
 
@@ -228,7 +228,14 @@ class Service:
         else:
             templates = self._templates([row.sequence for row in rows], params.number)
         self._require_within_limit(sum(map(len, templates)))
-        return self._designing(templates, params, family)
+        if family is not None:
+            if isinstance(params, Generating):  # a length is given, or that of a member's path
+                given = [row.length for row in rows for _ in range(params.number)]
+                pairs = zip(templates, given, strict=True)
+                free = [one if length else None for one, length in pairs]
+                return self._new_members(free, params, family)
+            return self._new_members(templates, params, family)
+        return self._designing(templates, params)
 
     def measure(self) -> dict[str, float]:
         """Measure how long forward passes take, by which `work` estimates seconds.
@@ -241,31 +248,31 @@ class Service:
         tokens, once = len(full) * (longest + 2), Scoring(masks_per_sequence=1)
         speed = Speed(measured(self._scoring([full[0][:1]], once, None)))
         speed.token = max(measured(self._scoring(full, once, None)) - speed.forward, 0.0) / tokens
-        self.speed, families = speed, list[Family | None]([None])
+        self.speed = speed
         if self.exported.model.config.relatives_dim is not None:
             relatives = [np.full(longest, FIRST + number, dtype) for number in range(1, 9)]
             family = Family.of(relatives, len(relatives))
             without = self._scoring(full, once, None).seconds
             more = measured(self._scoring(full, once, family)) - without
             speed.relative = max(more, 0.0) / (tokens * longest * len(relatives))
-            families += [family]
         masks = [np.full(longest, self.vocabulary.mask, dtype)] * len(full)
-        for relatives_of_all in families:
-            work = self._designing(masks, Generating(steps=2), relatives_of_all)
-            speed.kinds[work.kind] = measured(work) / work.seconds
+        work = self._designing(masks, Generating(steps=2))
+        speed.kinds[work.kind] = measured(work) / work.seconds
         defaults = {
             "scored with the default masks": self._scoring(full, Scoring(), None),
-            "generated with the default steps": self._designing(masks, Generating(), None),
+            "generated with the default steps": self._designing(masks, Generating()),
         }
         return {what: len(full) * longest / work.seconds for what, work in defaults.items()}
 
     def _family(self, params: Settings) -> Family | None:
-        texts, most = params.relatives, params.max_relatives
-        if not texts:
-            fits = most == DEFAULTS["max_relatives"]
+        texts, most = params.relatives, 1
+        if isinstance(params, Scoring):
+            most = params.max_relatives
+            fits = bool(texts) or most == DEFAULTS["max_relatives"]
             require(fits, "max_relatives", most, "omitted without relatives")
+        if not texts:
             return None
-        if self.exported.model.config.relatives_dim is None:
+        if isinstance(params, Scoring) and self.exported.model.config.relatives_dim is None:
             raise ConfigError("relatives: not supported by this model; omit them")
         self._require_within_limit(sum(map(len, texts)), "relatives: ")
         return Family.of(
@@ -328,12 +335,35 @@ class Service:
 
         return self._work("score", sequences, [draws] * len(sequences), family, run)
 
-    def _designing(self, templates: list[Tokens], params: Designing, family: Family | None) -> Work:
+    def _new_members(
+        self, templates: Sequence[Tokens | None], params: Designing, family: Family
+    ) -> Work:
+        from d2plm.families.designs import FamilyDesigns  # imports HMMER
+
+        low, high = getattr(params, "min_length", 1), getattr(params, "max_length", None)
+        longest = max(family.members, key=len)
+        shown = [longest if one is None else one for one in templates]
+
+        def run(progress: Progress) -> Rows:
+            law = FamilyDesigns(family)
+            sampling = law.sampling(Sampling.of(vars(params)))
+            settings = f"{in_a_line(sampling.applied())} relatives={len(family.members)}"
+            made = law.design(
+                templates,
+                sampling,
+                lengths=range(low, (high or 1 << 30) + 1),
+                progress=lambda done, total: progress(done / total),
+            )
+            return _rows_of_designs(
+                [(decode(one.tokens), len(one.tokens)) for one in made], params, settings
+            )
+
+        return self._work(DESIGN, shown, [max(map(len, shown))] * len(shown), None, run)
+
+    def _designing(self, templates: list[Tokens], params: Designing) -> Work:
         paradigm = self.exported.paradigm
         sampling = Sampling.of(vars(params)).resolved(paradigm)
         settings = sampling.note(paradigm, resolve_precision("auto", self.device))
-        if family is not None:
-            settings += f" relatives={len(family.members)} max_relatives={family.most}"
         masks = [int((one == self.vocabulary.mask).sum()) for one in templates]
         steps = sampling.steps or max(masks)
         # Where a residue is drawn once, no more passes than residues change anything.
@@ -341,28 +371,20 @@ class Service:
         passes = [min(steps, number) for number in masks] if once else [steps] * len(masks)
 
         def run(progress: Progress) -> Rows:
-            relatives = None
-            if family is not None:
-                relatives = family.draw_for_designs(templates, sampling.seed)
             designs = sample(
                 self.denoiser,
                 paradigm,
                 templates,
                 sampling,
                 max_length=self.exported.max_length,
-                relatives=relatives,
                 token_budget=self.token_budget,
                 device=self.device,
                 progress=lambda done, total: progress(done / total),
             )
             texts = [(self.vocabulary.decode(tokens), len(tokens)) for tokens in designs]
-            names = ("row", "sequence", "length", "settings")
-            return [
-                dict(zip(names, (i // params.number, *text, settings), strict=True))
-                for i, text in enumerate(texts)
-            ]
+            return _rows_of_designs(texts, params, settings)
 
-        return self._work(DESIGN, templates, passes, family, run)
+        return self._work(DESIGN, templates, passes, None, run)
 
     def _templates(self, texts: list[str], number: int) -> list[Tokens]:
         """`number` templates of each text."""
@@ -401,3 +423,11 @@ class Service:
         for row, sequence in enumerate(sequences):
             what = f"row {row}: the sequence"
             self.exported.require_short_enough(what, sequence, "shorten it", DataError)
+
+
+def _rows_of_designs(texts: list[tuple[str, int]], params: Designing, settings: str) -> Rows:
+    names = ("row", "sequence", "length", "settings")
+    return [
+        dict(zip(names, (i // params.number, *text, settings), strict=True))
+        for i, text in enumerate(texts)
+    ]

@@ -198,6 +198,8 @@ class InferenceSettings(Settings):
 class GenerateSettings(InferenceSettings):
     """d2plm generate."""
 
+    model_dir: str | None = key(None, path="model")  # type: ignore[assignment]
+    """an exported model, or models:/NAME@ALIAS in the registry; null with generation.relatives"""
     output: str | None = key(None, path="any")
     """FASTA file, or .jsonl or .txt for text; null: generated.fasta or generated.jsonl"""
     generation: GenerationSettings = section(GenerationSettings)

@@ -49,8 +49,9 @@ class SamplerSettings(Settings):
     steps: int | None = key(None, low=1)
     """steps of the sampler, each at most one model evaluation; null: the paradigm's default;
     first_hitting has none"""
-    temperature: float = key(1.0, above=0)
-    """divides the logits; below 1 is more conservative"""
+    temperature: float | None = key(None, above=0)
+    """divides the logits; below 1 is more conservative; null: 1, or for new members of a
+    family 0.7, less in small ones"""
     top_k: int | None = key(None, low=1)
     """keep only the k most likely tokens; null: all"""
     top_p: float = key(1.0, above=0, high=1)
@@ -81,12 +82,20 @@ class GenerationSettings(SamplerSettings):
     max_length: int | None = key(None, low=1)
     """maximum of drawn lengths, tokens; null: the model's limit"""
     relatives: str | None = key(None, path="any")
-    """a family, in any form that d2plm ingest recognises: new members with its lengths, by a model
-    that takes relatives"""
-    max_relatives: int = key(8, low=1)
-    """relatives drawn for each protein"""
-    held_out_members: float = key(0.2, low=0, below=1)
-    """fraction of a family of at least ten to compare with the new members; 0: none"""
+    """a family in any form that d2plm ingest recognises: generate new members of it, from its
+    alignment and without a model"""
+    identity: float | None = key(None, above=0, high=1)
+    """for new members: median identity to the nearest given member; null: a little less than
+    natural members have to each other, or than 0.7 if that is more"""
+    keep: list[str] = key([])
+    """for new members: residues of a member that stay, each NAME:H57,D102,S195-S200"""
+    avoid: str = key("")
+    """for new members: residues that are not drawn, such as C"""
+    near: str | None = key(None)
+    """for new members: NAME:10, the member that is mutated and the number of mutations"""
+    filter: bool = key(False)
+    """for new members: draw those again that no longer resemble natural members, and say how
+    many"""
     templates: str | None = key(None, path="file")
     """FASTA with '_' or '<mask>' for each residue or base to design, '___' for a codon; text:
     .jsonl or .txt with a template a line, '<mask:12>' for 12 tokens"""

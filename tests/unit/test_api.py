@@ -399,7 +399,7 @@ def test_numbers_of_numpy_are_numbers(related: SequenceModel, tmp_path: Path) ->
         return [
             model.generate(integer(2), min_length=integer(50), max_length=integer(60), **sampling),
             model.generate(length=integer(5), **sampling),
-            model.generate(length=array([5, 7]), **sampling, **others),
+            model.generate(length=array([5, 7]), **sampling, relatives=others["relatives"]),
             model.infill("MK_", integer(2), **sampling),
             model.score("MKTAY", masks_per_sequence=integer(2), seed=integer(1), **others),
             model.embed("MKTAY", layer=integer(1), pooled=array([True])[0])[0].tolist(),

@@ -230,47 +230,88 @@ def test_a_table_of_any_form_gives_each_protein_its_own_relatives(
     assert [[decode(m) for m in one.members] for one in found] == [["MKT", "WWW"], ["MKV"], []]
 
 
-def test_held_out_members_are_drawn_from_families_of_ten() -> None:
-    members = [encode("MKT" + letter) for letter in "ACDEFGHIKL"]
-    family = Family.of(members, 3, [f"m{number}" for number in range(10)])
-    given, held_out = family.hold_out(0.25, seed=1)
-    assert (len(given.members), len(held_out.members)) == (8, 2)
-    assert {*given.names, *held_out.names} == {*family.names}
-    names = {decode(one): name for one, name in zip(members, family.names, strict=True)}
-    for part in (given, held_out):
-        assert [names[decode(one)] for one in part.members] == part.names
-    assert held_out.names == family.hold_out(0.25, seed=1)[1].names
-    assert len({tuple(family.hold_out(0.25, seed)[1].names) for seed in range(9)}) > 2
-    assert not family.hold_out(0, seed=1)[1].members
-    left, _ = family.hold_out(0.99, seed=1)
-    assert len(left.members) == 1
-    assert not Family.of(members[1:], 3).hold_out(0.5, seed=1)[1].members
-    with pytest.raises(ConfigError, match=r"held_out_members=1.*< 1"):
-        family.hold_out(1, seed=1)
-
-
-def test_new_members_are_described_beside_members_that_were_not_given(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def generated(tmp_path: Path, *words: str) -> tuple[int, Path]:
+    """Exit status and file of d2plm generate without a model, of a family of ten."""
     fasta, out = tmp_path / "family.fasta", tmp_path / "made.fasta"
     fasta.write_text("".join(f">m{i}\nMK{c}AYIAKQRLLG{c}E\n" for i, c in enumerate("ACDEFGHIKL")))
-    command = ["generate", f"model_dir={folder}", f"output={out}", "generation.number=3"]
-    command += [f"generation.relatives={fasta}", "generation.steps=2", "device=cpu"]
-    assert main(command) == 0
-    assert "of 3 generated proteins" in capsys.readouterr().out
+    command = ["generate", f"relatives={fasta}", f"output={out}", "number=3"]
+    return main([*command, *words]), out
+
+
+def test_new_members_are_judged_beside_natural_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out = generated(tmp_path, "generation.filter=true")
+    assert status == 0
+    printed = capsys.readouterr().out
+    assert "the 3 designs are" in printed
+    assert "filter: " in printed
     described = read_members(out)
     assert described is not None
-    assert described["given"] == 8
-    assert len(described["sets"]["natural, held out"]["proteins"]) == 2
+    natural = described["sets"]["natural members"]["proteins"]
+    assert len(natural) == described["given"] == 10
+    assert all(one["nearest"] != one["name"] for one in natural)
     headers = [line for line in out.read_text().splitlines() if line.startswith(">")]
-    for header, one in zip(headers, described["sets"]["generated"]["proteins"], strict=True):
+    rows = pd.read_csv(tmp_path / "made.members.csv")
+    proteins = described["sets"]["generated"]["proteins"]
+    for header, one, row in zip(headers, proteins, rows.itertuples(), strict=True):
         assert f" nearest={one['nearest']} identity=" in header
         assert header.split()[0] == f">{one['name']}"
+        assert (row.name, row.parent, row.length) == (one["name"], one["parent"], one["length"])
     assert (tmp_path / "made.members.png").is_file()
-    assert main([*command, "generation.held_out_members=0"]) == 0
-    assert "none of the 10 known members is held out" in capsys.readouterr().out
-    assert main([*command, "generation.held_out_members=1"]) == 2
-    assert "generation.held_out_members=1" in capsys.readouterr().err
+    assert main(["report", f"output_dir={tmp_path}"]) != 0  # a folder of designs is no run
+
+
+def test_new_members_keep_avoid_and_stay_near_what_is_said(tmp_path: Path) -> None:
+    status, out = generated(
+        tmp_path, "generation.keep=['m1:C3,L11-L12']", "generation.avoid=DE", "number=5"
+    )
+    assert status == 0
+    made = [decode(record.tokens) for record in read_fasta(out)]
+    assert all((one[2], one[10:12]) == ("C", "LL") for one in made)
+    assert not {*"DE"} & {*"".join(made)}
+    status, out = generated(tmp_path, "generation.near=m4:2")
+    assert status == 0
+    parent = "MKFAYIAKQRLLGFE"
+    for record in read_fasta(out):
+        pairs = zip(decode(record.tokens), parent, strict=True)
+        assert sum(one != other for one, other in pairs) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generation.keep=['m1:K3']"], "generation.keep='m1:K3': K3: the member has C at 3"),
+        (["generation.keep=['m1:99']"], "99: the member has 15 residues"),
+        (["generation.keep=['mx:3']"], "no member of the family is called 'mx'"),
+        (["generation.keep=['m1']"], "generation.keep='m1': must be of the form NAME:H57,D102"),
+        (["generation.avoid=J"], "generation.avoid='J'"),
+        (["generation.near=m1:0x"], "generation.near='m1:0x'"),
+        (["generation.near=m1:16"], "cannot have that many mutations"),
+        (["generation.near=m1:2", "generation.length=9"], "generation.length=9"),
+        (["generation.min_length=100"], "no member has such a length"),
+        (["generation.sampler=euler"], "generation.sampler='euler'"),
+        (["generation.keep=['m1:C3']", "generation.avoid=C"], "generation.avoid excludes"),
+        (["generation.identity=1.5"], "generation.identity=1.5"),
+    ],
+)
+def test_what_no_new_member_can_be_is_one_error(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out = generated(tmp_path, *words)
+    assert status == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_without_a_family_a_model_is_needed_and_wishes_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", f"output={tmp_path / 'out.fasta'}"]) == 2
+    assert "model_dir" in capsys.readouterr().err
+    words = [f"model_dir={folder}", f"output={tmp_path / 'out.fasta'}", "generation.avoid=C"]
+    assert main(["generate", *words]) == 2
+    assert "generation.avoid='C': must be '' without" in capsys.readouterr().err
 
 
 def test_relatives_of_some_segments_are_renumbered() -> None:
@@ -282,31 +323,23 @@ def test_relatives_of_some_segments_are_renumbered() -> None:
     assert kept.segments.tolist() == again.segments.tolist()
 
 
-def test_new_members_have_members_lengths_and_do_not_depend_on_the_batch(
-    model: SequenceModel, folder: Path, fasta: Path, tmp_path: Path
+def test_new_members_have_members_lengths_and_do_not_depend_on_their_number(
+    model: SequenceModel, fasta: Path, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"relatives": MEMBERS, "max_relatives": 3, "seed": 4, "steps": 9}
+    settings: dict[str, Any] = {"relatives": MEMBERS, "seed": 4, "steps": 9}
     made = model.generate(12, **settings)
     assert {len(text) for text in made} <= {len(text) for text in MEMBERS}
     assert made != model.generate(12, **{**settings, "relatives": MEMBERS[:2]})
-    alone = load_model(folder, device="cpu", precision="fp32", token_budget=16)
-    assert alone.generate(12, **settings) == made
-    words = [f"generation.{key}={settings[key]}" for key in ("max_relatives", "seed", "steps")]
+    assert model.generate(3, **settings) == made[:3]
     out = tmp_path / "made.fasta"
-    command = ["generate", f"model_dir={folder}", f"output={out}", "generation.number=12"]
-    main([*command, f"generation.relatives={fasta}", *words, "precision=fp32", "device=cpu"])
+    command = ["generate", f"output={out}", "number=12", f"relatives={fasta}"]
+    assert main([*command, "seed=4", "steps=9"]) == 0
     assert [decode(record.tokens) for record in read_fasta(out)] == made
 
 
-def test_first_hitting_gives_each_protein_its_own_relatives(model: SequenceModel) -> None:
-    # Proteins leave the row as they are finished, and their relatives with them.
-    settings: dict[str, Any] = {
-        "relatives": MEMBERS,
-        "max_relatives": 2,
-        "sampler": "first_hitting",
-    }
+def test_templates_are_filled_in_along_the_family(model: SequenceModel) -> None:
     templates = ["M____", "MKTAYIAKQR_", "_____________"]
-    together = model.infill(templates, number=2, **settings)
+    together = model.infill(templates, number=2, relatives=MEMBERS)
     assert [len(text) for text in together] == [5, 5, 11, 11, 13, 13]
     assert together[2][:10] == "MKTAYIAKQR"
 
@@ -393,15 +426,12 @@ def test_what_cannot_be_given_is_rejected_in_words(
     with pytest.raises(DataError, match="relative 0"):
         model.generate(relatives=["M1"])
     with pytest.raises(ConfigError, match="max_relatives"):
-        model.generate(relatives=MEMBERS, max_relatives=0)
+        model.score(MEMBERS, relatives=MEMBERS, max_relatives=0)
     lengths = LengthHistogram.of(np.array([10]), 126)
     plain = save_export(tmp_path / "plain", tiny_dit(), AbsorbingDiffusion(), lengths, {})
     with pytest.raises(ModelError, match="trained without relatives"):
         load_model(plain).score("MKT", relatives=MEMBERS)
-    for words in (
-        ["generate", f"generation.relatives={fasta}"],
-        ["score", f"input={fasta}", f"relatives={fasta}"],
-    ):
-        assert main([*words, f"model_dir={plain}", f"output={tmp_path / 'out'}"]) == 1
-        assert "relatives: " in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+    words = ["score", f"input={fasta}", f"relatives={fasta}"]
+    assert main([*words, f"model_dir={plain}", f"output={tmp_path / 'out'}"]) == 1
+    assert "relatives: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -94,7 +94,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
     assert names < set(found["test"])
     assert [row["share"] for row in found["shares"]] == [*INTERPOLATIONS]
     page = (work / "adaptation.md").read_text()
-    assert found["verdict"] in page and "of 3 generated proteins" in page
+    assert found["verdict"] in page and "the 3 designs are" in page
     assert len([*read_fasta(work / "members.fasta")]) == 3
     adapted, before = load_export(work / "model"), load_export(base)
     assert adapted.paradigm.settings == before.paradigm.settings

@@ -10,22 +10,35 @@ from d2plm.core.vocabulary import decode
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.evaluation.membership import (
+    CROSSOVERS,
     MAX_E_VALUE,
+    MOSAICS,
+    SHARPENED,
+    conserved_columns,
     describe_members,
-    identities,
-    identities_to,
+    figures,
 )
 from d2plm.evaluation.new_members import (
+    NATURAL,
     header,
     headline,
     members_table,
     read_members,
+    unlike_natural,
+    worse_than_natural,
     write_members,
 )
 from d2plm.evaluation.plots import plot_new_members
-from d2plm.evaluation.quality import GENERATED, NATURAL
-from d2plm.evaluation.terms import REFERENCE
-from d2plm.families.alignment import aligned_columns, family_hmm, text_of
+from d2plm.evaluation.quality import GENERATED
+from d2plm.families.alignment import (
+    GAP,
+    aligned_columns,
+    columns_hmm,
+    family_hmm,
+    sequence_weights,
+    text_of,
+)
+from d2plm.families.profile_hmm import domain_hits
 from tests.conftest import Tokens
 from tests.unit.families.known_sites import aligned_rows
 
@@ -59,16 +72,36 @@ def test_members_are_distinguished_from_other_proteins(
 ) -> None:
     found = described["sets"]
     assert [one["member"] for one in found[GENERATED]["proteins"]] == [True, True, True, False]
-    assert found[NATURAL]["members"] == len(found[NATURAL]["proteins"]) == 6
-    assert found[REFERENCE]["members"] == 0
-    lengths = [one["length"] for one in found[REFERENCE]["proteins"]]
-    assert lengths == [one["length"] for one in found[GENERATED]["proteins"]]
+    assert found[NATURAL]["figures"]["members"] == 1
+    assert len(found[NATURAL]["proteins"]) == 6
+    assert {*found} == {GENERATED, NATURAL, CROSSOVERS, MOSAICS, SHARPENED}
     copy, third, half, other = found[GENERATED]["proteins"]
     assert copy["nearest"] == third["nearest"] == half["nearest"] == family.names[3]
-    assert copy["identity"] == 1
+    assert copy["identity"] == half["identity"] == 1
     assert 0.6 < third["identity"] < 0.75
     assert half["coverage"] < 0.6 * copy["coverage"]
-    assert other["identity"] < 0.2
+    assert copy["ends"]
+    assert not half["ends"]
+    assert other["identity"] < 0.5
+    assert copy["bits"] > third["bits"] > other["bits"]
+
+
+def test_natural_members_are_judged_without_themselves(family: Family) -> None:
+    """Against an HMM of the same columns that is built of the others here."""
+    given = Family(family.members[:12], 1, family.names[:12])
+    described = describe_members(family.members[:1], ["x"], given)
+    hmm = family_hmm(given.members, effective_number="entropy")
+    aligned = aligned_columns(hmm, given.members)
+    weights = sequence_weights(aligned)
+    natural = described["sets"][NATURAL]["proteins"]
+    assert {one["name"] for one in natural} == {*given.names}
+    for one in natural:
+        place = given.names.index(one["name"])
+        others = [i for i in range(12) if i != place]
+        judge = columns_hmm(aligned[others], weights[others], "entropy")
+        hit = domain_hits(judge, [given.members[place]])[0]
+        assert one["bits"] == pytest.approx(hit.score, abs=0.5)
+        assert one["nearest"] != one["name"]
 
 
 def test_the_threshold_in_bits_is_the_e_value_s(described: dict[str, Any]) -> None:
@@ -82,24 +115,19 @@ def test_the_threshold_in_bits_is_the_e_value_s(described: dict[str, Any]) -> No
     assert slope == pytest.approx([np.log(2)] * len(slope), rel=0.05)
 
 
-def test_identity_to_a_member_is_that_of_the_pair(family: Family) -> None:
-    """Replaced residues in known places, others lost and added: the count is known."""
-    random, member = np.random.default_rng(0), family.members[5]
-    protein = member.copy()
-    places = random.choice(np.arange(30, 270), 60, replace=False)
-    protein[places] = (protein[places] - 4 + random.integers(1, 20, 60)) % 20 + 4
-    protein = np.concatenate([protein[:150], protein[155:]])
-    kept = 1 - sum(place < 150 or place >= 155 for place in places) / len(protein)
-    found = identities_to([family.members[0], member], protein)
-    assert found[1] == pytest.approx(kept, abs=0.01)
-    assert found[0] < 0.6
-    assert identities_to([member], member[:90]).tolist() == [1]
+def test_conserved_columns_are_those_that_nearly_all_share() -> None:
+    rows = aligned_rows(*["ACD-"] * 19, "ACE-")
+    assert conserved_columns(rows).tolist()[:3] == aligned_rows("ACD-")[0].tolist()[:3]
+    assert conserved_columns(aligned_rows("ACD-", "ACE-")).tolist()[2:] == [GAP, GAP]
 
 
-def test_identity_is_over_the_columns_that_either_protein_fills() -> None:
-    found = identities(aligned_rows("ACD-X", "-----"), aligned_rows("ACE--", "A-DFX", "-----"))
-    # ACD-X and A-DFX: A and D of the columns that a residue fills, without X.
-    assert found == pytest.approx(np.array([[2 / 3, 2 / 4, 0], [0, 0, 0]]))
+def test_references_are_made_of_members(described: dict[str, Any], family: Family) -> None:
+    sets, longest = described["sets"], max(map(len, family.members))
+    assert all(len(sets[one]["proteins"]) == 30 for one in (CROSSOVERS, MOSAICS, SHARPENED))
+    assert all(one["length"] <= 1.5 * longest for one in sets[CROSSOVERS]["proteins"])
+    nearest = [sets[one]["figures"]["identity"] for one in (CROSSOVERS, MOSAICS, SHARPENED)]
+    assert nearest[0] > nearest[1] > 0.3
+    assert sets[SHARPENED]["figures"]["among"] > sets[MOSAICS]["figures"]["among"]
 
 
 def test_a_protein_fills_the_columns_of_its_own_hmm(family: Family) -> None:
@@ -111,27 +139,55 @@ def test_a_protein_fills_the_columns_of_its_own_hmm(family: Family) -> None:
         assert all(letter in letters for letter in text_of(row).replace("-", ""))  # in their order
 
 
-def test_the_sentence_says_what_was_found(described: dict[str, Any]) -> None:
+def test_the_first_line_says_what_is_far_from_natural(described: dict[str, Any]) -> None:
     text = headline(described)
-    assert text.startswith("of 4 generated proteins 3 are members by the family's profile HMM")
-    assert "(natural members not given: 6 of 6; composition samples: 0 of 4)" in text
-    assert text.endswith("–100 % identity to the nearest known member")
+    assert text.startswith("the 4 designs are NOT like natural members: ")
+    assert "identical to the nearest given member against" in text
     table = members_table(described)
-    assert [row[0] for row in table.rows] == [GENERATED, NATURAL, REFERENCE]
-    assert table.rows[1][1] == "6 of 6"
+    assert [row[0] for row in table.rows] == [GENERATED, NATURAL, CROSSOVERS, MOSAICS, SHARPENED]
     copy, *_, other = header(described)
-    assert "identity=1.000 hmm_bits=" in copy
-    assert other.endswith("member=no")
+    assert "identity=1.000 bits=" in copy
+    assert "member=no" in other
+    assert unlike_natural(described)[-1]
+
+
+NATURAL_FIGURES = {
+    "bits": 200.0,
+    "keeps_all": 0.8,
+    "coverage": 0.9,
+    "low_complexity": 0.01,
+    "identity": 0.75,
+    "among": 0.4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"bits": 191.0, "keeps_all": 0.65, "identity": 0.74, "among": 0.49}, None),
+        ({"bits": 189.0}, "189 bits against 200"),
+        ({"keeps_all": 0.6}, "60 % keep all conserved residues against 80 %"),
+        ({"keeps_all": None}, None),
+        ({"coverage": 0.84}, "84 % of the columns filled against 90 %"),
+        ({"low_complexity": 0.02}, "2.0 % of low complexity against 1.0 %"),
+        ({"identity": 0.76}, "76 % identical to the nearest given member against 75 %"),
+        ({"among": 0.51}, "51 % identical to each other against 40 %"),
+    ],
+)
+def test_each_figure_has_its_limit(changed: dict[str, Any], said: str | None) -> None:
+    found = worse_than_natural({**NATURAL_FIGURES, **changed}, NATURAL_FIGURES)
+    assert found == ([] if said is None else [said])
 
 
 def test_a_family_of_two_is_said_to_be_small(family: Family, generated: list[Tokens]) -> None:
-    given, held_out = Family(family.members[2:4], 8, family.names[2:4]).hold_out(0.5, 0)
-    described = describe_members(generated[:1], ["copy"], given, held_out)
-    text = headline(described)
-    assert text.startswith("of 1 generated proteins 1 is a member")
-    assert "none of the 2 known members is held out" in text
-    assert "an HMM of 2 knows little" in text
+    given = Family(family.members[2:4], 8, family.names[2:4])
+    described = describe_members(generated[:1], ["copy"], given)
+    assert "an HMM of 2 knows little" in headline(described)
     assert [row["set"] for row in described["alignment"]] == [GENERATED, NATURAL, NATURAL]
+    alone = describe_members(generated[:1], ["copy"], Family(family.members[3:4], 1, ["one"]))
+    assert "an HMM of 1 knows little" in headline(alone)
+    assert figures([], [])["bits"] is None
 
 
 def test_the_account_is_of_its_own_proteins_alone(

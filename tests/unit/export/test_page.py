@@ -419,7 +419,7 @@ def test_new_members_of_a_family_have_a_section_and_other_proteins_none(
     described = describe_members(whole[:1], ["copied"], given, held_out)
     write_members(described, folder / "generated.fasta")
     page = Page(write_report(sources(folder)).read_text())
-    assert "Of 1 generated proteins 1 is a member" in page.text
+    assert "The 1 designs are NOT like natural members" in page.text
     assert len(page.tables["alignment"]) == 2
     write_fasta(folder / "generated.fasta", [("other", "MKV")])
     assert "New members of a family" not in write_report(sources(folder)).read_text()

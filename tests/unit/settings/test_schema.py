@@ -178,7 +178,7 @@ def test_a_first_word_is_the_value_of_the_obvious_key() -> None:
 
 def test_a_missing_required_key_is_described() -> None:
     with pytest.raises(ConfigError, match=r"^model_dir: is required; set model_dir=…: an exported"):
-        compose_arguments("generate", [])
+        compose_arguments("embed", [])
 
 
 def test_paths_that_are_read_must_be_there(tmp_path: Path) -> None:

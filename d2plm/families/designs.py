@@ -1,0 +1,555 @@
+"""New members of a family, drawn from what its alignment says.
+
+A design is drawn in three steps, each given the one before:
+
+1. Its path, which columns it has and how many residues between them: that of a member, or, where
+   residues or the length are given, one from the posterior of the family's profile HMM.
+2. A member, by default the one that lends the path, and which of its residues are kept: each with
+   probability 1 − μ.
+3. The other residues, by a sampler of `d2plm.generation` that holds the path. Their denoiser is the
+   closed form p(x_i = a | visible) ∝ D_i(a) exp(t_i(a)) of column profile D and pairs t.
+
+Without pairs and at temperature 1 its law given a path is the mixture over the members m of
+Π_i [(1 − μ)·(x_i = m_i) + μ·D_i(x_i)], and what is given of a design conditions this law: residues,
+letters to avoid, the number of mutations. μ follows from how far from the nearest given member the
+designs are to be.
+
+Shape suffixes: N members, L columns, n residues, 20 letters.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from d2plm.core.batch import Relatives, segment_ids
+from d2plm.core.errors import ConfigError
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, PROTEIN, Tokens
+from d2plm.data.family import Family
+from d2plm.data.relatives import aligned_part
+from d2plm.families.alignment import (
+    COVERAGE,
+    GAP,
+    Letters,
+    column_profile,
+    family_hmm,
+    letters_of,
+    one_hot,
+    sequence_weights,
+)
+from d2plm.families.pairs import MEMBERS, PairTable, sampled
+from d2plm.families.paths import FamilyPath, PathSampler, in_columns, paths_of
+from d2plm.families.profile_hmm import amino_frequencies
+from d2plm.generation.sampler_settings import Sampling
+from d2plm.generation.samplers import sample
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+
+# Chosen by measurement, docs/science.md.
+TEMPERATURE, HALF_OF_TEMPERATURE = 0.7, 5.0  # and the effective number that halves it
+MOST_PAIRS, HALF_OF_PAIRS = 7.0, 15.0  # the sum of a residue's couplings: at most, and N of half
+LEAST_IDENTITY, FURTHER = 0.68, 0.03  # to the nearest given member: natural's or this, and less
+FEWEST_MEMBERS = 4  # from which pairs are counted
+LONGEST_INSERTIONS = 1.0  # share of the columns; a member with more lends no path, if others can
+
+MOST_MEMBERS = 5_000  # drawn, of more
+CALIBRATED, TRIAL_STEPS, TRIALS = 32, 24, 6  # rough designs that μ is found with, by bisection
+TABLE_ENTRIES = (
+    250_000_000  # of pairs of letters in columns, 1 GB; pairs further apart are left out
+)
+GOLDEN = (5**0.5 - 1) / 2  # whose multiples, modulo 1, are spread evenly
+IMPOSSIBLE = -1e4  # logit; infinite ones mean a damaged model
+
+log = logging.getLogger(__name__)
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What all designs of a call have in common.
+
+    Attributes:
+        keep: letter of each column that is given.
+        avoid: letters that are not drawn.
+        near: a member and the number of its residues that are mutated; None: any.
+        identity: of a design to the nearest given member, as a median; None: FURTHER less than
+            natural members have, or than LEAST_IDENTITY if that is more.
+    """
+
+    keep: dict[int, int] = field(default_factory=dict)
+    avoid: frozenset[int] = frozenset()
+    near: tuple[int, int] | None = None
+    identity: float | None = None
+
+
+@dataclass(frozen=True)
+class Design:
+    """A new member.
+
+    Attributes:
+        tokens: uint8 [n].
+        member: whose residues it has kept, an index.
+        kept: how many.
+    """
+
+    tokens: Tokens
+    member: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A design before its residues are drawn: see `FamilyDenoiser` for `sites`."""
+
+    template: Tokens
+    sites: NDArray[np.int32]
+    member: int
+    kept: int
+
+
+class FamilyDesigns:
+    """What is needed to draw new members of a family.
+
+    Args:
+        family: at least one member.
+        note: called with what is done, while it lasts.
+    """
+
+    def __init__(self, family: Family, note: Callable[[str], None] = lambda text: None) -> None:
+        if len(family.members) > MOST_MEMBERS:
+            log.info("%s of %s members are used", f"{MOST_MEMBERS:,}", f"{len(family.members):,}")
+            family = family.drawn(MOST_MEMBERS)
+        self.names, typical = (
+            family.names,
+            sorted(family.members, key=len)[len(family.members) // 2],
+        )
+        self.members = [aligned_part(one, typical) for one in family.members]
+        note(f"aligning {len(self.members):,} members")
+        self.hmm = family_hmm(self.members, family.columns)
+        self.paths, self.length = paths_of(self.hmm, self.members), self.hmm.M
+        self.letters = [letters_of(one) for one in self.members]
+        pairs = zip(self.paths, self.letters, strict=True)
+        self.aligned_NL = np.stack([in_columns(*one, self.length) for one in pairs])
+        note(f"comparing {len(self.members):,} members")
+        self.weights = sequence_weights(self.aligned_NL)
+        # The last row is of residues between columns.
+        profile = column_profile(self.aligned_NL, self.weights)
+        inserted = np.bincount(
+            np.concatenate([own[path == self.length] for path, own in self._members()]),
+            minlength=GAP + 1,
+        )[:GAP]
+        between = (inserted + GAP * amino_frequencies()) / (inserted.sum() + GAP)
+        self.log_profile = np.log(np.concatenate([profile, between[None]]))
+        self.denoiser = FamilyDenoiser(self.log_profile, self._pairs(profile, note))
+
+    @property
+    def effective_number(self) -> float:
+        return float(self.weights.sum())
+
+    def design(
+        self,
+        templates: Sequence[Tokens | None],
+        sampling: Sampling,
+        wishes: Wishes = Wishes(),
+        lengths: range = range(1, 1 << 30),
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Design]:
+        """A design for each of the templates; each depends on its place among them and the seed.
+
+        Args:
+            templates: tokens with `<mask>` where a residue is wanted; None: of any length.
+            sampling: see `sampling`.
+            lengths: of the designs without a template.
+            progress: see `sample`.
+
+        Raises:
+            ConfigError: if no member has such a length or such columns, or nothing satisfies the
+                wishes.
+        """
+        sampling = self.sampling(sampling)
+        law = _Law(self, wishes, sampling, lengths)
+        starts = [
+            law.start(template, place, np.random.default_rng((sampling.seed, place)))
+            for place, template in enumerate(templates)
+        ]
+        self.denoiser.avoid = wishes.avoid
+        rows = sample(
+            self.denoiser,  # type: ignore[arg-type]  # it is given sites as relatives
+            AbsorbingDiffusion(),
+            [one.template for one in starts],
+            sampling,
+            max_length=1 << 30,
+            relatives=[[one.sites] for one in starts],  # type: ignore[list-item]  # of int32
+            progress=progress,
+        )
+        pairs = zip(rows, starts, strict=True)
+        return [Design(row, start.member, start.kept) for row, start in pairs]
+
+    def sampling(self, given: Sampling) -> Sampling:
+        """The settings with the defaults of new members: `first_hitting`, a low temperature.
+
+        Few observations make a flat profile, so the temperature is lower in small families.
+
+        Raises:
+            ConfigError: on a sampler that cannot fill in masks, or a setting that it does not have.
+        """
+        number = self.effective_number
+        temperature = TEMPERATURE * number / (number + HALF_OF_TEMPERATURE)
+        defaults: dict[str, Any] = {
+            "temperature": round(temperature, 3),
+            "sampler": "first_hitting" if given.steps is None else "ancestral",
+        }
+        unset = {name: one for name, one in defaults.items() if getattr(given, name) is None}
+        return replace(given, **unset).resolved(AbsorbingDiffusion())
+
+    def columns_of(self, member: int, positions: Sequence[int]) -> list[int | None]:
+        """The column of each residue of a member, counted from 0; None between columns."""
+        found = self.paths[member][list(positions)]
+        return [None if column == self.length else int(column) for column in found]
+
+    @cached_property
+    def usual(self) -> NDArray[np.bool_]:
+        """bool [N]: the members that may lend their path: not short, without long insertions."""
+        inserted = np.array([(path == self.length).sum() for path in self.paths])
+        filled = (self.aligned_NL < GAP).sum(1)
+        usual = (filled >= COVERAGE * np.median(filled)) & (
+            inserted <= max(10, LONGEST_INSERTIONS * self.length)
+        )
+        return usual if usual.any() else np.ones(len(filled), dtype=np.bool_)
+
+    @cached_property
+    def natural_identity(self) -> float:
+        """Median over members of the share of their columns in which the nearest other is equal."""
+        chosen = np.random.default_rng(0).permutation(len(self.members))[:MEMBERS]
+        hot = one_hot(self.aligned_NL)
+        same = hot[chosen] @ hot.T
+        same[np.arange(len(chosen)), chosen] = 0
+        filled = (self.aligned_NL[chosen] < GAP).sum(1)
+        return float(np.median(same.max(1) / np.maximum(filled, 1)))
+
+    def mutated_share(self, temperature: float, identity: float | None) -> float:
+        """μ, with which the designs have this identity to the member that they begin from."""
+        if identity is None:
+            identity = max(LEAST_IDENTITY, self.natural_identity) - FURTHER
+        low, high = 0.0, 1.0
+        for _ in range(TRIALS):
+            share = (low + high) / 2
+            is_near = self._trial(temperature, share) > identity
+            low, high = (share, high) if is_near else (low, share)
+        return 1.0 if high == 1 else (low + high) / 2
+
+    def _trial(self, temperature: float, share: float) -> float:
+        """The median identity of designs to the nearest member, from rough ones, in few steps."""
+        random = np.random.default_rng(0)
+        chosen = random.permutation(np.flatnonzero(self.usual))[:CALIBRATED]
+        own = self.aligned_NL[chosen]
+        # In which step a residue is drawn; before the first if it is kept.
+        step = np.floor(TRIAL_STEPS * (1 - random.random(own.shape) / max(share, 1e-9)))
+        letters = np.where((step >= 0) & (own < GAP), GAP, own).astype(np.int8)
+        for number in range(TRIAL_STEPS):
+            row, column = np.nonzero((step == number) & (own < GAP))
+            log_p = self.denoiser.log_probabilities(letters)[row, column]
+            cumulative = _tempered(log_p, temperature).cumsum(1)
+            draws = random.random((len(row), 1)) * cumulative[:, -1:]
+            letters[row, column] = np.minimum((cumulative <= draws).sum(1), GAP - 1)
+        same = (one_hot(letters) @ one_hot(self.aligned_NL).T).max(1)
+        lengths = np.array([len(self.paths[i]) for i in chosen])
+        same += (1 - share) * (lengths - (own < GAP).sum(1))  # of the residues between columns
+        return float(np.median(same / lengths))
+
+    def _members(self) -> list[tuple[FamilyPath, Letters]]:
+        return list(zip(self.paths, self.letters, strict=True))
+
+    def _pairs(self, profile: Floats, note: Callable[[str], None]) -> "PairTerms | None":
+        if len(self.members) < FEWEST_MEMBERS:
+            return None
+        chosen, weights = sampled(self.weights, MEMBERS, np.random.default_rng(0))
+        aligned = self.aligned_NL[chosen]
+        independent = np.broadcast_to(profile, (*aligned.shape, GAP))
+        done = 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            note(f"pairs of columns, {done / (2 * self.length):.0%}")
+
+        table = PairTable(aligned, weights, profile, independent, advance)
+        total = MOST_PAIRS * self.effective_number / (self.effective_number + HALF_OF_PAIRS)
+        return PairTerms(table, one_hot(aligned).T @ weights, total)
+
+
+class PairTerms:
+    """The pair terms of all columns at once, from a table in memory.
+
+    t_i(a) = s_i Σ_j K_ij log_odds_i(a, j, x_j) over the visible letters x_j, with couplings K that
+    add up to `total` at most by s_i, then shrunk to its mean by one observation of each letter.
+
+    Args:
+        seen: float64 [L * 20], the weight of the members with each letter.
+    """
+
+    def __init__(self, table: PairTable, seen: Floats, total: float) -> None:
+        length = table.length
+        width = min(length, max(1, TABLE_ENTRIES // (GAP * GAP * length)))
+        rows = length if width == length else max(1, width // 4)
+        self.total, self.blocks = total, list[tuple[slice, slice, Tensor, Tensor]]()
+        for first in range(0, length, rows):
+            own = range(first, min(first + rows, length))
+            begin = min(max(0, first + rows // 2 - width // 2), length - width)
+            sources = slice(begin, begin + width)
+            terms = np.empty((len(own), GAP, width * GAP), dtype=np.float32)
+            for row, i in zip(terms, own, strict=True):
+                coupling = table.coupling[i, sources, None].astype(np.float32)
+                row[:] = (table.log_odds(i)[:, sources] * coupling).reshape(GAP, -1)
+                table.advance()
+            coupled = torch.from_numpy(table.coupling[own.start : own.stop, sources]).float()
+            by_source = np.zeros((width * GAP + 1, len(own) * GAP), dtype=np.float32)
+            by_source[:-1] = terms.reshape(len(own) * GAP, -1).T  # the last row: none is visible
+            block = slice(own.start, own.stop), sources, torch.from_numpy(by_source), coupled
+            self.blocks.append(block)
+        self.seen = torch.from_numpy(seen.reshape(length, GAP)).float()
+
+    def __call__(self, letters: Tensor) -> Tensor:
+        """float32 [S, L, 20] of int64 letters [S, L], GAP where none is visible."""
+        visible = (letters < GAP).float()
+        found = torch.empty(*letters.shape, GAP)
+        for own, sources, terms, coupled in self.blocks:
+            shown, none = letters[:, sources], len(terms) - 1
+            rows = torch.where(shown < GAP, shown + GAP * torch.arange(shown.shape[1]), none)
+            raw = F.embedding_bag(rows, terms, mode="sum")
+            scale = (self.total / (visible[:, sources] @ coupled.T).clamp(min=1e-9)).clamp(max=1)
+            found[:, own] = raw.view(len(letters), -1, GAP) * scale[..., None]
+        mean = (self.seen * found).sum(-1, keepdim=True) / self.seen.sum(-1)[:, None].clamp(
+            min=1e-9
+        )
+        return (self.seen * found + mean) / (self.seen + 1) - mean
+
+
+class FamilyDenoiser:
+    """The closed form as a denoiser: corrupted tokens and their paths → logits.
+
+    Each sequence is given its `sites` in the place of relatives: int32 [n], 21 times the column of
+    each residue (L: none) plus the letter that it may not become (GAP: none).
+
+    Attributes:
+        avoid: letters that none may become.
+    """
+
+    def __init__(self, log_profile: Floats, pairs: PairTerms | None) -> None:
+        self.log_profile = torch.from_numpy(log_profile).float()
+        self.pairs, self.avoid = pairs, frozenset[int]()
+
+    def log_probabilities(self, letters: Letters) -> Floats:
+        """float64 [S, L + 1, 20] of visible letters [S, L], the last row of a residue between."""
+        return self._logits(torch.from_numpy(letters).long()).log_softmax(-1).double().numpy()
+
+    def __call__(
+        self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor, given: Relatives
+    ) -> Tensor:
+        count, length = len(cu_seqlens) - 1, len(self.log_profile) - 1
+        inner = torch.ones(len(tokens), dtype=torch.bool)
+        inner[cu_seqlens[:-1].long()] = inner[cu_seqlens[1:].long() - 1] = False
+        places, codes = inner.nonzero()[:, 0], torch.from_numpy(given.tokens).long()
+        column, excluded = codes // (GAP + 1), codes % (GAP + 1)
+        segment = segment_ids(cu_seqlens, len(tokens))[places]
+        shown = tokens[places].long() - CANONICAL_START
+        shown = torch.where((shown >= 0) & (shown < GAP), shown, GAP)
+        letters = torch.full((count, length + 1), GAP)
+        letters[segment, column] = shown
+        found = self._logits(letters[:, :-1])[segment, column]
+        found[:, list(self.avoid)] = IMPOSSIBLE
+        found = F.pad(found, (0, 1))  # GAP
+        found = found.scatter(1, excluded[:, None], IMPOSSIBLE)[:, :GAP]
+        logits = torch.full((len(tokens), PROTEIN.size), IMPOSSIBLE)
+        logits[places, CANONICAL_START : CANONICAL_START + GAP] = found
+        return logits
+
+    def _logits(self, letters: Tensor) -> Tensor:
+        """float32 [S, L + 1, 20] of int64 letters [S, L]."""
+        logits = self.log_profile.repeat(len(letters), 1, 1)
+        if self.pairs is not None:
+            logits[:, :-1] += self.pairs(letters)
+        return logits
+
+
+class _Law:
+    """How designs begin: paths, members and what is kept of them, conditional on the wishes."""
+
+    def __init__(
+        self, designs: FamilyDesigns, wishes: Wishes, sampling: Sampling, lengths: range
+    ) -> None:
+        assert sampling.temperature is not None
+        temperature = self.temperature = sampling.temperature
+        self.designs, self.wishes = designs, wishes
+        self.mutated = designs.mutated_share(temperature, wishes.identity)
+        self.first = np.random.default_rng(sampling.seed).random()
+        self.p = _tempered(designs.log_profile, temperature)
+        self.allowed = np.ones((designs.length + 1, GAP), dtype=np.bool_)
+        self.allowed[:, list(wishes.avoid)] = False
+        for column, letter in wishes.keep.items():
+            if letter in wishes.avoid:
+                raise ConfigError(
+                    "keeps a residue that generation.avoid excludes", {"keep": letter}
+                )
+            self.allowed[column] = np.arange(GAP) == letter
+        if not self.allowed.any(1).all():
+            raise ConfigError("leaves no residue to draw", {"avoid": CANONICAL})
+        self.lengths = lengths
+        self.paths = PathSampler(
+            designs.hmm, [designs.paths[i] for i in np.flatnonzero(designs.usual)]
+        )
+
+    def start(self, template: Tokens | None, place: int, random: np.random.Generator) -> _Start:
+        """The design at this place; members take turns, each as often as its probability says."""
+        if self.wishes.near is not None:
+            return self._mutant(*self.wishes.near, random)
+        if template is None:
+            turn = (self.first + place * GOLDEN) % 1
+            member = int(np.searchsorted(self._shares.cumsum() / self._shares.sum(), turn, "right"))
+            member = min(member, int(np.flatnonzero(self._shares)[-1]))
+            path, own = self.designs.paths[member], self.designs.letters[member]
+            return self._begun(path, own, self.allowed[path], None, member, random)
+        given = letters_of(template)
+        open_ = template == PROTEIN.mask
+        for _ in range(1000):
+            path = self.paths.sample(np.where(open_, GAP, given).astype(np.int8), 1, random)[0]
+            allowed = self.allowed[path]
+            allowed[given < GAP] = np.arange(GAP) == given[given < GAP, None]
+            own_NL = np.concatenate(
+                [self.designs.aligned_NL, np.full((len(self.designs.members), 1), GAP, np.int8)], 1
+            )[:, path]
+            stay, change = self._weights(path, own_NL, allowed)
+            with np.errstate(divide="ignore"):
+                log_p = np.log(stay + change)[:, open_ | (given < GAP)].sum(1)
+            columns_kept = {*self.wishes.keep} <= {*path.tolist()}
+            if columns_kept and np.isfinite(log_p).any():
+                p = np.exp(log_p - log_p.max())
+                member = int(random.choice(len(p), p=p / p.sum()))
+                return self._begun(path, own_NL[member], allowed, template, member, random)
+        raise ConfigError(
+            "no path through the family has the residues of the template and of generation.keep",
+            {"keep": len(self.wishes.keep)},
+        )
+
+    @cached_property
+    def _shares(self) -> Floats:
+        """float64 [N]: p(member | the wishes), of those whose path is lent."""
+        found = np.full(len(self.designs.members), -np.inf)
+        for i in np.flatnonzero(self.designs.usual):
+            path, own = self.designs.paths[i], self.designs.letters[i]
+            if len(path) in self.lengths and {*self.wishes.keep} <= {*path.tolist()}:
+                stay, change = self._weights(path, own, self.allowed[path])
+                with np.errstate(divide="ignore"):
+                    found[i] = np.log(stay + change).sum()
+        if not np.isfinite(found).any():
+            raise ConfigError(
+                "no member has such a length and the residues of generation.keep",
+                {"min_length": self.lengths.start, "max_length": self.lengths.stop - 1},
+            )
+        p = np.exp(found - found.max())
+        return np.asarray(p / p.sum())
+
+    def _weights(
+        self, path: FamilyPath, own: Letters, allowed: NDArray[np.bool_]
+    ) -> tuple[Floats, Floats]:
+        """float64 [..., n]: the weight of keeping the member's letter, and of drawing one.
+
+        A column in which the member has no letter is drawn.
+        """
+        filled = own < GAP
+        fits = np.pad(allowed, ((0, 0), (0, 1)))[np.arange(len(path)), own]
+        drawn = (self.p[path] * allowed).sum(1)
+        change: Floats = np.where(filled, self.mutated, 1.0) * drawn
+        return np.asarray((1 - self.mutated) * fits, dtype=np.float64), change
+
+    def _begun(
+        self,
+        path: FamilyPath,
+        own: Letters,
+        allowed: NDArray[np.bool_],
+        template: Tokens | None,
+        member: int,
+        random: np.random.Generator,
+    ) -> _Start:
+        stay, change = self._weights(path, own, allowed)
+        kept = random.random(len(path)) * (stay + change) < stay
+        only = allowed.sum(1) == 1
+        tokens = np.where(kept, own + CANONICAL_START, PROTEIN.mask)
+        tokens = np.where(only, allowed.argmax(1) + CANONICAL_START, tokens).astype(np.uint8)
+        if template is not None:  # also the residues that are not canonical
+            tokens = np.where(template == PROTEIN.mask, tokens, template)
+        return _Start(tokens, _sites(path), member, int(kept.sum()))
+
+    def _mutant(self, member: int, changes: int, random: np.random.Generator) -> _Start:
+        """A member with so many mutations: their places by the weights of both, then the rest.
+
+        The places are drawn from the law as if residues that change did not depend on each other.
+        """
+        designs = self.designs
+        path, own = designs.paths[member], designs.letters[member]
+        if missing := {*self.wishes.keep} - {*path.tolist()}:
+            raise ConfigError(
+                f"{designs.names[member]} has no residue in the kept column {min(missing) + 1}",
+                {"near": f"{designs.names[member]}:{changes}"},
+            )
+        allowed, filled = self.allowed[path], own < GAP
+        log_p = designs.denoiser.log_probabilities(designs.aligned_NL[member][None])[0]
+        p = _tempered(log_p, self.temperature)[path] * allowed
+        p_own = np.where(filled, p[np.arange(len(own)), np.minimum(own, GAP - 1)], 1.0)
+        stay, _ = self._weights(path, own, allowed)
+        stay = np.where(filled, stay + self.mutated * p_own, 1.0)
+        change = np.where(filled, self.mutated * (p.sum(1) - p_own), 0.0)
+        chosen = _chosen(stay, change, changes, random)
+        if chosen is None:
+            raise ConfigError(
+                f"{designs.names[member]} cannot have that many mutations with generation.keep and "
+                "generation.avoid",
+                {"near": f"{designs.names[member]}:{changes}"},
+            )
+        tokens = np.where(chosen, PROTEIN.mask, designs.members[member])
+        only = chosen & (allowed.sum(1) == 1)
+        tokens = np.where(only, allowed.argmax(1) + CANONICAL_START, tokens).astype(np.uint8)
+        excluded = np.where(chosen, own, GAP)
+        return _Start(tokens, _sites(path, excluded), member, len(own) - changes)
+
+
+def _sites(path: FamilyPath, excluded: Letters | int = GAP) -> NDArray[np.int32]:
+    return ((GAP + 1) * path + excluded).astype(np.int32)
+
+
+def _tempered(log_p: Floats, temperature: float) -> Floats:
+    scaled = log_p / temperature
+    p = np.exp(scaled - scaled.max(-1, keepdims=True))
+    return np.asarray(p / p.sum(-1, keepdims=True))
+
+
+def _chosen(
+    stay: Floats, change: Floats, number: int, random: np.random.Generator
+) -> NDArray[np.bool_] | None:
+    """bool [n]: `number` of n places that change, with probability ∝ Π change · Π stay.
+
+    None if no choice is possible.
+    """
+    with np.errstate(divide="ignore"):
+        log_stay, log_change = np.log(stay), np.log(change)
+    sums = np.full((len(stay) + 1, number + 1), -np.inf)  # over the first i places, j of them
+    sums[0, 0] = 0
+    for i in range(len(stay)):
+        sums[i + 1] = sums[i] + log_stay[i]
+        sums[i + 1, 1:] = np.logaddexp(sums[i + 1, 1:], sums[i, :-1] + log_change[i])
+    if not np.isfinite(sums[-1, -1]):
+        return None
+    chosen, left = np.zeros(len(stay), dtype=np.bool_), number
+    for i in reversed(range(len(stay))):
+        if left:
+            p = np.exp(sums[i, left - 1] + log_change[i] - sums[i + 1, left])
+            chosen[i] = random.random() < p
+            left -= int(chosen[i])
+    return chosen

@@ -1,0 +1,324 @@
+"""New members of a family: their law by enumeration, their paths, and families of any kind."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+from d2plm.core.errors import ConfigError
+from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, PROTEIN, decode, encode
+from d2plm.data.family import Family
+from d2plm.families import designs as designs_module
+from d2plm.families.alignment import GAP, family_hmm, letters_of, one_hot
+from d2plm.families.designs import FamilyDenoiser, FamilyDesigns, PairTerms, Wishes
+from d2plm.families.pairs import PairTable
+from d2plm.families.paths import PathSampler, in_columns, paths_of
+from d2plm.generation.sampler_settings import Sampling
+
+THOROUGH = pytest.mark.thorough
+P_VALUE = 0.001
+LENGTH = 6
+MEMBERS = ["ACDWCA", "ACDACD", "DCAWAA"]  # too few for pairs
+LETTERS = [CANONICAL.index(one) for one in "ACD"]
+AVOIDED = frozenset(range(20)) - {*LETTERS}
+SEQUENCES = np.array(list(product(range(3), repeat=LENGTH)))
+DRAWS = 5_000
+
+Floats = NDArray[np.float64]
+
+
+def family(texts: list[str], **more: Any) -> Family:
+    return Family.of(
+        [encode(one) for one in texts], 1, [f"m{i}" for i in range(len(texts))], **more
+    )
+
+
+@pytest.fixture(scope="module")
+def toy() -> FamilyDesigns:
+    made = FamilyDesigns(family(MEMBERS))
+    assert made.length == LENGTH
+    assert all(path.tolist() == [*range(LENGTH)] for path in made.paths)
+    return made
+
+
+def mixture(toy: FamilyDesigns, mutated: float, allowed: Callable[[int, int], bool]) -> Floats:
+    """p(x) of SEQUENCES: Σ_m Π_i [(1 − μ)·(x_i = m_i) + μ·D_i(x_i)], where it is allowed."""
+    p = np.zeros(len(SEQUENCES))
+    profile = np.exp(toy.log_profile[:-1])
+    for number, sequence in enumerate(SEQUENCES):
+        letters = [LETTERS[one] for one in sequence]
+        if all(allowed(i, a) for i, a in enumerate(letters)):
+            for member in MEMBERS:
+                own = [CANONICAL.index(one) for one in member]
+                p[number] += np.prod(
+                    [
+                        (1 - mutated) * (a == own[i]) + mutated * profile[i, a]
+                        for i, a in enumerate(letters)
+                    ]
+                )
+    return p / p.sum()
+
+
+def require_drawn_from(p: Floats, drawn: list[Any]) -> None:
+    letters = np.array([letters_of(one.tokens) for one in drawn])
+    index = np.array([LETTERS.index(a) for a in letters.ravel()]).reshape(letters.shape)
+    counts = np.bincount(index @ 3 ** np.arange(LENGTH - 1, -1, -1), minlength=len(p))
+    assert not counts[p == 0].any()
+    order = np.argsort(p)
+    rare = order[np.cumsum(p[order]) * len(drawn) < 10]  # together, as one cell
+    rest = np.setdiff1d(np.flatnonzero(p), rare)
+    expected = np.append(p[rest], p[rare].sum()) * len(drawn)
+    seen = np.append(counts[rest], counts[rare].sum())
+    kept = expected > 0
+    assert stats.chisquare(seen[kept], expected[kept]).pvalue > P_VALUE
+
+
+@pytest.mark.parametrize(
+    ("settings", "keep"),
+    [
+        ({}, {}),
+        ({"steps": 2}, {}),
+        ({"sampler": "remdm", "remdm_eta": 0.3, "steps": 6}, {}),
+        ({}, {1: LETTERS[1]}),
+        ({"steps": 3}, {2: LETTERS[2], 5: LETTERS[0]}),
+    ],
+)
+def test_designs_are_drawn_from_the_mixture_over_the_members(
+    toy: FamilyDesigns,
+    settings: dict[str, Any],
+    keep: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Avoided letters and kept residues condition the law, and are not mended afterwards."""
+    monkeypatch.setattr(toy, "mutated_share", lambda temperature, identity: 0.4)
+    sampling = Sampling(temperature=1.0, seed=3, **settings)
+    drawn = toy.design([None] * DRAWS, sampling, Wishes(keep, AVOIDED))
+    require_drawn_from(mixture(toy, 0.4, lambda i, a: keep.get(i, a) == a), drawn)
+
+
+@pytest.mark.parametrize("keep", [{}, {0: LETTERS[2]}])
+def test_a_member_is_mutated_at_as_many_places_as_is_said(
+    toy: FamilyDesigns, keep: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toy, "mutated_share", lambda temperature, identity: 0.3)
+    profile, own = np.exp(toy.log_profile[:-1]), [CANONICAL.index(one) for one in MEMBERS[1]]
+    p = np.zeros(len(SEQUENCES))
+    for number, sequence in enumerate(SEQUENCES):
+        letters = [LETTERS[one] for one in sequence]
+        if sum(a != b for a, b in zip(letters, own, strict=True)) == 2:
+            weights = [0.7 * (a == own[i]) + 0.3 * profile[i, a] for i, a in enumerate(letters)]
+            p[number] = np.prod(weights) * all(letters[i] == a for i, a in keep.items())
+    drawn = toy.design(
+        [None] * DRAWS, Sampling(temperature=1.0, seed=1), Wishes(keep, AVOIDED, near=(1, 2))
+    )
+    require_drawn_from(p / p.sum(), drawn)
+    assert {one.kept for one in drawn} == {LENGTH - 2}
+    with pytest.raises(ConfigError, match=r"near.*m1:7"):
+        toy.design([None], Sampling(), Wishes(near=(1, 7)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"steps": 150}, marks=THOROUGH),
+        pytest.param({"sampler": "remdm", "remdm_eta": 0.02, "steps": 150}, marks=THOROUGH),
+    ],
+)
+def test_residues_that_depend_on_each_other_are_drawn_from_their_joint_law(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exact denoiser of a known law in the place of the pairs."""
+    toy = FamilyDesigns(family(MEMBERS))
+    equal = (SEQUENCES[:, 1:] == SEQUENCES[:, :-1]).sum(1)
+    joint = 3.0**equal * (1 + SEQUENCES[:, 0])
+    joint /= joint.sum()
+    log_profile = torch.from_numpy(toy.log_profile[:-1]).float()
+
+    def exact(letters: torch.Tensor) -> torch.Tensor:
+        found = torch.full((*letters.shape, GAP), -1e4)
+        rows, inverse = np.unique(letters.numpy(), axis=0, return_inverse=True)
+        for place, row in enumerate(rows):
+            fits = np.ones(len(SEQUENCES), dtype=np.bool_)
+            for i, a in enumerate(row.tolist()):
+                fits &= True if a == GAP else SEQUENCES[:, i] == LETTERS.index(a)
+            chosen = np.flatnonzero(inverse.ravel() == place)
+            for i, b in product(range(LENGTH), range(3)):
+                chance = joint[fits & (SEQUENCES[:, i] == b)].sum() / joint[fits].sum()
+                found[chosen, i, LETTERS[b]] = float(np.log(max(chance, 1e-30)))
+        return found - log_profile
+
+    toy.denoiser = FamilyDenoiser(toy.log_profile, exact)  # type: ignore[arg-type]  # as callable
+    monkeypatch.setattr(toy, "mutated_share", lambda temperature, identity: 1.0)
+    drawn = toy.design([None] * DRAWS, Sampling(temperature=1.0, seed=5, **settings))
+    require_drawn_from(joint, drawn)
+
+
+def test_a_template_and_a_length_are_drawn_along_a_path_of_the_profile() -> None:
+    random = np.random.default_rng(0)
+    texts = ["".join(random.permutation(list("ACDEFGHIKLMNPQRSTVWY"))) for _ in range(3)]
+    made = FamilyDesigns(family([texts[0], texts[0][:9] + "W" + texts[0][10:], texts[0][:15]]))
+    template = encode(texts[0]).copy()
+    template[5:12] = PROTEIN.mask
+    masks = np.full(18, PROTEIN.mask, dtype=np.uint8)
+    first, second = made.design([template, masks], Sampling(seed=2))
+    given = template != PROTEIN.mask
+    assert (first.tokens[given] == template[given]).all()
+    assert len(second.tokens) == 18
+    assert (first.tokens != PROTEIN.mask).all()
+
+
+def brute_force(hmm: Any, sampler: PathSampler, letters: NDArray[np.int8]) -> dict[Any, float]:
+    """p(path | letters) by following every way through the silent states, one state at a time."""
+    length = hmm.M
+    mm, mi, md, im, ii, dm, dd = np.array(hmm.transition_probabilities, dtype=np.float64).T
+    begin, end = sampler.transitions_SS[0], sampler.stop_S
+    stop = end + sampler.transitions_SS[:, -1]  # of leaving the columns
+    found: dict[Any, float] = {}
+
+    def follow(at: int, kind: str, left: tuple[int, ...], path: tuple[int, ...], p: float) -> None:
+        if not left:
+            if kind in ("match", "behind"):
+                own = end[at] if kind == "match" else end[-1]
+                found[path] = found.get(path, 0.0) + p * own
+            return
+        column = {"match": at - 1}.get(kind)
+        letter, rest = left[0], left[1:]
+
+        def emit(k: int) -> float:
+            return 1.0 if letter == GAP else float(sampler.odds_L20[k - 1, letter])
+
+        if kind == "before":
+            follow(0, "before", rest, (*path, length), p * begin[0])
+            for k in range(1, length + 1):
+                follow(k, "match", rest, (*path, k - 1), p * begin[k] * emit(k))
+        elif kind == "behind":
+            follow(at, "behind", rest, (*path, length), p * sampler.transitions_SS[-1, -1])
+        elif kind == "insertion":
+            follow(at, "insertion", rest, (*path, length), p * ii[at])
+            follow(at + 1, "match", rest, (*path, at), p * im[at] * emit(at + 1))
+        else:
+            assert column is not None
+            follow(at, "behind", rest, (*path, length), p * sampler.transitions_SS[at, -1])
+            goes_on = p * (1 - stop[at])
+            if at < length:
+                follow(at, "insertion", rest, (*path, length), goes_on * mi[at])
+                follow(at + 1, "match", rest, (*path, at), goes_on * mm[at] * emit(at + 1))
+                deleted = goes_on * md[at]
+                for k in range(at + 2, length + 1):
+                    follow(k, "match", rest, (*path, k - 1), deleted * dm[k - 1] * emit(k))
+                    deleted *= dd[k - 1]
+
+    follow(0, "before", tuple(letters.tolist()), (), 1.0)
+    total = sum(found.values())
+    return {path: p / total for path, p in found.items()}
+
+
+@pytest.mark.parametrize("shown", [[], [0], [1, 3]])
+def test_paths_are_drawn_from_their_posterior(shown: list[int]) -> None:
+    members = [encode(one) for one in ("ACDE", "ACE", "WACDE", "ACDEF")]
+    hmm = family_hmm(members)
+    sampler = PathSampler(hmm, paths_of(hmm, members))
+    letters = np.full(4, GAP, dtype=np.int8)
+    letters[shown] = letters_of(encode("ACDE"))[shown]
+    expected = brute_force(hmm, sampler, letters)
+    drawn = sampler.sample(letters, 20_000, np.random.default_rng(0))
+    counts: dict[tuple[int, ...], int] = {}
+    for path in map(tuple, drawn.tolist()):
+        counts[path] = counts.get(path, 0) + 1
+    assert {*counts} <= {*expected}
+    common = [path for path, p in expected.items() if p * len(drawn) >= 10]
+    chances = np.array([expected[path] for path in common])
+    seen = np.array([counts.get(path, 0) for path in common])
+    chances = np.append(chances, 1 - chances.sum()) * len(drawn)
+    seen = np.append(seen, len(drawn) - seen.sum())
+    kept = chances > 1
+    assert (
+        stats.chisquare(seen[kept], chances[kept] * seen[kept].sum() / chances[kept].sum()).pvalue
+        > P_VALUE
+    )
+
+
+def test_a_path_puts_residues_in_the_columns_of_the_alignment() -> None:
+    members = [encode(one) for one in ("ACDEFGHIK", "ACDWWEFGHIK", "CDEFGHI")]
+    hmm = family_hmm(members)
+    for path, member in zip(paths_of(hmm, members), members, strict=True):
+        columns = in_columns(path, letters_of(member), hmm.M)
+        assert len(path) == len(member)
+        assert decode(encode("".join(CANONICAL[a] for a in columns if a < GAP))) in decode(
+            member
+        ) or ((path == hmm.M).any())
+        assert (np.diff(path[path < hmm.M]) > 0).all()
+
+
+@pytest.mark.parametrize("entries", [10**9, 400 * 9 * 5])
+def test_pair_terms_are_those_of_the_table(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All columns at once, and in windows, against the sum over the visible letters."""
+    monkeypatch.setattr(designs_module, "TABLE_ENTRIES", entries)
+    random, length = np.random.default_rng(0), 9
+    aligned = random.integers(0, 21, (12, length)).astype(np.int8)
+    weights, profile = random.random(12) + 0.5, random.dirichlet(np.ones(20), length)
+    independent = np.broadcast_to(profile, (*aligned.shape, 20))
+    table = PairTable(aligned, weights, profile, independent)
+    seen = one_hot(aligned).T @ weights
+    terms = PairTerms(table, seen, 2.0)
+    row = aligned[0].copy()
+    row[[2, 5]] = GAP
+    found = terms(torch.from_numpy(row[None]).long())[0].numpy()
+    for own, sources, _, _ in terms.blocks:
+        for i in range(own.start, own.stop):
+            odds, inside = table.log_odds(i), range(length)[sources]
+            visible = [j for j in inside if row[j] < GAP]
+            scale = min(1, 2.0 / max(sum(table.coupling[i, j] for j in visible), 1e-9))
+            raw = scale * sum(table.coupling[i, j] * odds[:, j, row[j]] for j in visible)
+            counts = seen.reshape(length, 20)[i]
+            mean = counts @ raw / counts.sum()
+            assert found[i] == pytest.approx((counts * raw + mean) / (counts + 1) - mean, abs=1e-4)
+    assert (len(terms.blocks) > 1) == (entries < 10**9)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["MKTAYIAKQRQISFVKSHFSRQ"],
+        ["MKTAYIAKQRQISFVKSHFSRQ", "MKSAYLAKNRQLSFVRSHFARQ"],
+        [
+            "MKTAYIAKQRQISFVKSHFSRQ",
+            "MKTAYIAKQR" + "G" * 60 + "QISFVKSHFSRQ",
+            "MKXAYIBKQRQISFVKSHFSR",
+        ],
+        ["MKTAYIAKQRQISFVKSHFSRQ"] * 2 + ["MK" + c + "AYIAKQRQISFVKSHFSRQ" for c in "ACDEFGHIKL"],
+    ],
+)
+def test_families_of_any_kind_give_designs(texts: list[str]) -> None:
+    made = FamilyDesigns(family(texts))
+    drawn = made.design([None] * 4, Sampling(seed=1))
+    assert all(set(decode(one.tokens)) <= {*CANONICAL, "X", "B"} for one in drawn)
+    assert all(1 <= len(one.tokens) <= max(map(len, texts)) for one in drawn)
+    again = made.design([None] * 2, Sampling(seed=1))
+    assert [decode(one.tokens) for one in again] == [decode(one.tokens) for one in drawn[:2]]
+
+
+def test_designs_are_as_far_from_the_given_members_as_is_asked() -> None:
+    random = np.random.default_rng(0)
+    start = random.integers(0, 20, 80)
+    rows = [np.where(random.random(80) < 0.3, random.integers(0, 20, 80), start) for _ in range(40)]
+    made = FamilyDesigns(family(["".join(CANONICAL[a] for a in row) for row in rows]))
+    for wanted in (0.85, 0.93):
+        drawn = made.design([None] * 30, Sampling(seed=0), Wishes(identity=wanted))
+        same = [
+            max(
+                np.mean(one.tokens - CANONICAL_START == row)
+                for row in rows
+                if len(row) == len(one.tokens)
+            )
+            for one in drawn
+        ]
+        assert np.median(same) == pytest.approx(wanted, abs=0.06)
+    drawn = made.design([None] * 30, Sampling(seed=0), Wishes(avoid=frozenset({0, 5})))
+    assert not any({0, 5} & {*letters_of(one.tokens).tolist()} for one in drawn)
