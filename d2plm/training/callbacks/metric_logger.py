@@ -9,8 +9,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from d2plm.core.errors import DataError, TrackingError
@@ -44,8 +45,9 @@ class MetricLogger(Callback):
         self.every = settings.every
         self.throughput = Throughput(settings.peak_tflops)
         # The loss first: reading it waits for the device, so the rates refer to completed steps.
+        self.loss = MeanLoss()
         self.metrics: list[Metric] = [
-            *(MeanLoss(), StepState(), self.throughput, PeakMemory(), CrowdedCores()),
+            *(self.loss, StepState(), self.throughput, PeakMemory(), CrowdedCores()),
             ExpertLoads(),
             *([LayerNorms()] if settings.layer_norms else []),
             *(find("metric", name, "more").factory() for name in settings.more),
@@ -56,6 +58,13 @@ class MetricLogger(Callback):
     @classmethod
     def create(cls, settings: MetricsSettings, context: RunContext) -> Self:
         return cls(settings, context.run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses since the last row: a run may be stopped between two."""
+        return {"losses": self.loss.so_far()} if self.loss.losses else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss.losses = list(torch.tensor(state["losses"]).unbind())
 
     def on_train_begin(self, trainer: Trainer) -> None:
         self.file = trainer.output_dir / METRICS_FILE

@@ -48,24 +48,21 @@ class StopAfter(Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("every", [1, 3])
 def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(
-    build: Build, tmp_path: Path
+    every: int, build: Build, tmp_path: Path
 ) -> None:
+    """Also where it was stopped between two rows, of which the loss is a mean."""
+    settings, saved = MetricsSettings(every=every), CheckpointSettings(every=2)
     with pytest.raises(KeyboardInterrupt):
-        build(
-            MetricLogger(settings=MetricsSettings(every=1)),
-            SaveCheckpoint(CheckpointSettings(every=2)),
-            StopAfter(5),
-        ).train()
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+        build(MetricLogger(settings=settings), SaveCheckpoint(saved), StopAfter(5)).train()
+    assert [row["step"] for row in rows(tmp_path)] == [*range(every, 6, every)]
     with (tmp_path / "run" / METRICS_FILE).open("a") as stream:
         stream.write('{"step": 6, "lo')  # cut off by the kill
-    build(
-        MetricLogger(settings=MetricsSettings(every=1)), SaveCheckpoint(CheckpointSettings(every=2))
-    ).train()
+    build(MetricLogger(settings=settings), SaveCheckpoint(saved)).train()
     resumed = rows(tmp_path)
     (tmp_path / "run").rename(tmp_path / "resumed")
-    build(MetricLogger(settings=MetricsSettings(every=1))).train()
+    build(MetricLogger(settings=settings)).train()
     kept = ("step", "loss", "learning_rate", "grad_norm")
     assert [[row[k] for k in kept] for row in resumed] == [
         [row[k] for k in kept] for row in rows(tmp_path)
