@@ -63,20 +63,16 @@ class PathSampler:
         self.length = length
         self.transitions_SS, self.stop_S = _transitions(hmm, begin, stop, max(float(more), 0.01))
         self.odds_L20 = match_emissions(hmm) / amino_frequencies()
+        self._last = b"", np.empty((0, 0))
 
     def sample(
         self, letters: Letters, number: int, random: np.random.Generator
     ) -> NDArray[np.int32]:
         """int32 [number, n]: paths of a protein with these letters [n], GAP where any may be."""
         length, transitions = self.length, self.transitions_SS
-        known = letters < GAP
-        odds = np.ones((len(letters), len(transitions)))
-        odds[known, 1 : length + 1] = self.odds_L20[:, letters[known]].T
-        forward, state = np.empty_like(odds), np.eye(1, len(transitions))[0]
-        for i, own in enumerate(odds):
-            state = (state @ transitions) * own
-            state /= state.sum()
-            forward[i] = state
+        if self._last[0] != letters.tobytes():  # of one template, many are asked for in a row
+            self._last = letters.tobytes(), self._forward(letters)
+        forward = self._last[1]
         drawn, paths = np.empty(number, dtype=np.int64), np.empty((number, len(letters)), np.int32)
         following = np.broadcast_to(self.stop_S, (number, len(transitions)))
         for i in reversed(range(len(letters))):
@@ -86,6 +82,17 @@ class PathSampler:
             paths[:, i] = np.where((drawn > 0) & (drawn <= length), drawn - 1, length)
             following = transitions[:, drawn].T
         return paths
+
+    def _forward(self, letters: Letters) -> NDArray[np.float64]:
+        """float64 [n, S]: p(state of residue i | the letters up to it)."""
+        known = letters < GAP
+        found = np.ones((len(letters), len(self.transitions_SS)))
+        found[known, 1 : self.length + 1] = self.odds_L20[:, letters[known]].T
+        state = np.eye(1, found.shape[1])[0]
+        for own in found:
+            state = (state @ self.transitions_SS) * own
+            own[:] = state = state / state.sum()
+        return found
 
 
 def _transitions(
