@@ -120,8 +120,8 @@ COMMANDS = {
         usual_keys=("model_dir", "tracking.uri", "tracking.registered_model"),
     ),
     "generate": Command(
-        "generate proteins or other sequences, or fill in templates, with an exported model",
-        "d2plm generate model_dir=runs/demo/model number=10",
+        "draw new members of a family; or generate or fill in sequences with an exported model",
+        "d2plm generate relatives=family.fasta number=10   # or model_dir=runs/demo/model",
         first_key="model_dir",
         reads=("model_dir", "generation.relatives", "generation.templates"),
         usual_keys=("model_dir", "output", "device", "precision", "tracking_uri", "generation."),

@@ -401,7 +401,10 @@ SETTINGS: dict[str, type[Settings]] = {
 SHORT_KEYS: dict[str, dict[str, str]] = {
     "generate": {
         name: f"generation.{name}"
-        for name in ("number", "length", "steps", "temperature", "seed", "relatives", "templates")
+        for name in (
+            *("number", "length", "prompt", "templates", "steps", "temperature", "seed"),
+            *("relatives", "identity", "keep", "avoid", "near", "filter"),
+        )
     },
     "train": {"max_steps": "trainer.max_steps"},
 }

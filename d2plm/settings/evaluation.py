@@ -85,8 +85,8 @@ class GenerationSettings(SamplerSettings):
     """a family in any form that d2plm ingest recognises: generate new members of it, from its
     alignment and without a model"""
     identity: float | None = key(None, above=0, high=1)
-    """for new members: median identity to the nearest given member; null: a little less than
-    natural members have to each other, or than 0.7 if that is more"""
+    """for new members: median identity to the nearest given member; null: about that of natural
+    members, at least 0.65"""
     keep: list[str] = key([])
     """for new members: residues of a member that stay, each NAME:H57,D102,S195-S200"""
     avoid: str = key("")
