@@ -17,11 +17,11 @@ class GradientHealthSettings(CallbackSettings):
     """Skips steps whose gradients are not finite, or stops the run."""
 
     every: int | None = key(None, low=1)
-    """steps between checks; null: 1 on a CPU, and on CUDA the steps that log metrics"""
+    """steps between checks; null: 1 on a CPU, on CUDA the steps that log"""
     max_skipped: int = key(0, low=0)
-    """number of steps that may be skipped; 0 stops at the first"""
+    """steps that may be skipped; 0 stops at the first"""
     counted: Literal["in_a_row", "in_total"] = key("in_a_row")
-    """whether max_skipped counts steps in a row or in total"""
+    """what max_skipped counts"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,7 +44,7 @@ class ProfilerSettings(CallbackSettings):
     """Writes traces of some steps to output_dir/profile."""
 
     start: int | None = key(None, low=1)
-    """steps since the start of the process before the first traced one; null: no trace"""
+    """steps of the process before the first traced one; null: no trace"""
     steps: int = key(3, low=1)
     """number of steps to trace"""
 
@@ -58,7 +58,7 @@ class MetricsSettings(CallbackSettings):
     peak_tflops: float | None = key(None, above=0)
     """peak of one device for mfu; null: the datasheet's value, if known"""
     layer_norms: bool = key(False)
-    """log the gradient's norm in each layer and the norms of the optimizer's state"""
+    """log norms of each layer's gradient and of the optimizer's state"""
     more: list[str] = key([])
     """registered names of your own metrics"""
 
@@ -68,7 +68,7 @@ class EvaluationCallbackSettings(CallbackSettings):
     """Evaluates the bound on some validation sequences during training."""
 
     every: int = key(500, low=1)
-    """optimizer steps between evaluations; there is also one at the end"""
+    """optimizer steps between evaluations; also one at the end"""
     sequences: int = key(256, low=1)
     """validation sequences, a fixed random choice"""
     masks_per_sequence: int = key(2, low=1)
@@ -94,4 +94,4 @@ class CheckpointSettings(CallbackSettings):
     """Saves checkpoints, from which a run can resume."""
 
     every: int = key(500, low=1)
-    """optimizer steps between checkpoints; there is also one at the end"""
+    """optimizer steps between checkpoints; also one at the end"""

@@ -33,14 +33,14 @@ class PipelineSettings(Settings):
     """Everything from a FASTA file to a registered model; the steps of the pipeline share it."""
 
     init_from: str | None = key(None, path="model")
-    """model to start from, whose architecture replaces the model section: an export,
-    models:/NAME@ALIAS, or ESM-2 (folder or name on the Hub); null: random weights"""
+    """model to start from, which replaces the model section: an export, models:/NAME@ALIAS, or
+    ESM-2 (folder or name on the Hub); null: random weights"""
     name: str = key("default")
     """name of the run"""
     work_dir: str = key("runs/${name}", path="folder")
     """folder of all files of the run"""
     output_dir: str = key("${work_dir}/${paradigm.name}", path="folder")
-    """folder of the trained model: checkpoints, metrics, evaluation, generated sequences"""
+    """folder of checkpoints, metrics, evaluation, generated sequences"""
     model_dir: str = key("${output_dir}/model", path="model")
     """the exported model"""
     data: DataSettings = section(DataSettings)
@@ -66,7 +66,7 @@ class SweepSettings(PipelineSettings):
     parallel: int = key(1, low=1)
     """runs of a sweep at a time; each takes its share of the cores"""
     dry_run: bool = key(False)
-    """or --dry-run: check everything, print what would run, and exit"""
+    """or --dry-run: check everything and print what would run"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,14 @@ class AdaptSettings(PipelineSettings):
     """d2plm adapt."""
 
     input: str = key(path="any")
-    """sequences of the family: FASTA, plain or compressed, or any input of d2plm ingest"""
+    """the family: any input of d2plm ingest"""
     identity: float | Literal["auto"] = key("auto", above=0, high=1)
-    """members at least this identical stay on one side of the split; auto: the lowest that suits
-    the family"""
+    """members at least this identical stay together; auto: the lowest that suits the family"""
     general: str = key("examples/data/uniprot_500.fasta.gz", path="any")
-    """general proteins for the guard: FASTA, a store, or prepared data (its validation set)"""
+    """general proteins for max_general_loss: FASTA, a store, or prepared data (its validation
+    set)"""
     max_general_loss: float = key(0.01, above=0)
-    """limit on the increase of the bound on general proteins, nats per residue"""
+    """largest increase of the bound on general proteins, nats per residue"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,7 @@ class CompareSettings(SweepSettings):
     """d2plm compare."""
 
     arms: dict[str, dict[str, Any]] = key({})
-    """name: settings that differ, as {section: {key: value}}; the others are compared with the
-    first"""
+    """name: {section: {key: value}} that differ; the others are compared with the first"""
     seeds: list[int] = key([0, 1, 2], low=0, high=MAX_SEED)
     """seeds of the training"""
 
@@ -108,11 +107,11 @@ class ScalingSettings(SweepSettings):
     """d2plm scaling."""
 
     sizes: dict[str, dict[str, Any]] = key({})
-    """name: settings that differ, as {section: {key: value}}; three or more"""
+    """name: {section: {key: value}} that differ; three or more"""
     steps: list[int] | None = key(None, low=1)
     """budgets in optimizer steps, equal for all sizes; three or more"""
     flops: list[float] | None = key(None, low=1)
-    """or budgets in training FLOPs, from which the steps of each size are computed"""
+    """or budgets in training FLOPs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +119,8 @@ class DoctorSettings(PipelineSettings):
     """d2plm doctor."""
 
     cluster: bool | Literal["auto"] = key("auto")
-    """whether to check a cluster; auto: if kubectl or a pod's account has one and launcher.kind
-    is not local"""
+    """check a cluster; auto: if kubectl or a pod's account has one and launcher.kind is not
+    local"""
     kfp_host: str | None = key("${oc.env:KFP_HOST,null}")
     """address of a Kubeflow Pipelines server to check"""
     timeout_seconds: float = key(5, above=0)
@@ -222,9 +221,9 @@ class ScoreSettings(InferenceSettings):
     """d2plm score."""
 
     input: str = key(path="any")
-    """sequences, in any form that d2plm ingest recognises; with mutations: the wild types"""
+    """any input of d2plm ingest; with mutations: the wild types"""
     window: int | None = key(None, low=1)
-    """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
+    """tokens of the pieces into which longer sequences are cut; null: no cuts"""
     max_residues: int | None = key(None, low=1)
     """longer sequences are left out; null: none"""
     output: str | None = key(None, path="any")
@@ -232,8 +231,7 @@ class ScoreSettings(InferenceSettings):
     pseudo_log_likelihood: bool | None = key(None)
     """also compute the pseudo-log-likelihood; null: except for text"""
     relatives: str | None = key(None, path="any")
-    """relatives of all proteins (any form that d2plm ingest recognises), or a table of d2plm
-    relatives"""
+    """relatives of all proteins (any input of d2plm ingest), or a table of d2plm relatives"""
     max_relatives: int = key(8, low=1)
     """relatives of each protein, drawn anew with each mask"""
     mutations: str | None = key(None, path="file")
@@ -243,11 +241,11 @@ class ScoreSettings(InferenceSettings):
     variant: str | None = key(None)
     """column of the variants in mutations; null: recognised by name and content"""
     measured: str | None = key(None)
-    """column of measured effects in mutations, for the correlation; null: recognised by name"""
+    """column of measured effects in mutations; null: recognised by name"""
     name: str | None = key(None)
     """column in mutations that names the protein of each row; null: recognised"""
     strict: bool = key(False)
-    """a variant that cannot be scored is an error; false: it is left out and counted"""
+    """an unscorable variant is an error; false: left out and counted"""
     evaluation: BoundSettings = section(BoundSettings)
 
 
@@ -256,13 +254,13 @@ class EmbedSettings(InferenceSettings):
     """d2plm embed."""
 
     input: str = key(path="any")
-    """sequences, in any form that d2plm ingest recognises, including duplicates"""
+    """any input of d2plm ingest, including duplicates"""
     window: int | None = key(None, low=1)
-    """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
+    """tokens of the pieces into which longer sequences are cut; null: no cuts"""
     max_residues: int | None = key(None, low=1)
     """longer sequences are left out; null: none"""
     output: str = key("embeddings", path="folder")
-    """folder of files of about 256 MB; the same command continues an interrupted run"""
+    """folder of files of about 256 MB; repeating the command continues"""
     layer: int = key(-1)
     """0: input of the first block, n: output of the n-th; -1: normalised output of the last
     block"""
@@ -279,13 +277,13 @@ class RelativesSettings(RetrievalSettings, Resources):
     """d2plm relatives."""
 
     input: str = key(path="any")
-    """the proteins, in any form that d2plm ingest recognises"""
+    """the proteins: any input of d2plm ingest"""
     reference: str = key(path="any")
     """collection to search: FASTA, a store, or prepared data (its training set)"""
     output: str = key("relatives.tsv", path="any")
     """table for d2plm score relatives=: protein, relative, identity, coverage, sequence"""
     cache_dir: str = key("runs/retrieval", path="folder")
-    """cache of results, by digest, and of the reference as a store"""
+    """cache of results and of the reference"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +299,7 @@ class ServeSettings(Settings):
     timeout: float = key(60, above=0)
     """seconds for one request, including the wait for others"""
     max_residues: int = key(65536, low=1)
-    """residues contained in or requested by one request, and of its relatives"""
+    """residues in or requested by one request, and of its relatives"""
     device: Device = key("auto")
     """device; auto: CUDA if there is a GPU"""
     tracking_uri: str | None = key(None)
@@ -355,7 +353,7 @@ class ConvertSettings(Settings):
     """d2plm checkpoint convert."""
 
     checkpoint: str = key(path="any")
-    """checkpoint, or with to=checkpoint the output folder of an earlier conversion"""
+    """checkpoint, or with to=checkpoint the output of an earlier conversion"""
     output: str = key(path="any")
     """new folder; with to=checkpoint it must be named step-NNNNNNNN"""
     to: Literal["safetensors", "checkpoint"] = key("safetensors")

@@ -47,7 +47,7 @@ class Reading(Settings):
     on_illegal: Literal["error", "drop"] = key("error")
     """action for a record that is not of the alphabet"""
     end_of_document: int | None = key(None, low=0)
-    """id that ends every document of a Megatron corpus and is left out; null: the tokenizer's"""
+    """id that ends a Megatron corpus's documents and is left out; null: the tokenizer's"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class IngestedSequences(VocabularySettings, Reading):
     """What becomes of the records that are read."""
 
     window: int | None = key(None, low=1)
-    """tokens of the pieces into which longer sequences are cut; null: they are not cut"""
+    """tokens of the pieces into which longer sequences are cut; null: no cuts"""
     min_residues: int = key(1, low=1)
     """shorter sequences are left out"""
     max_residues: int | None = key(None, low=1)
@@ -74,11 +74,11 @@ class SplitSettings(Settings):
     test_fraction: float = key(0.0, low=0, below=1)
     """the same for a test set"""
     validation_ids: str | None = key(None, path="file")
-    """file of identifiers to hold out instead of a fraction, one per line"""
+    """file of identifiers to hold out instead, one per line"""
     test_ids: str | None = key(None, path="file")
     """the same for the test set"""
     exclude_homologs_of: list[str] = key([], path="any")
-    """stores or FASTA files whose homologs are also excluded from training"""
+    """stores or FASTA whose homologs are excluded from training"""
     split_seed: int = key(0, low=0, high=MAX_SEED)
     """seed that chooses the held-out clusters"""
     search_directions: Literal["both", "from_held_out", "from_training"] = key("both")
@@ -143,7 +143,7 @@ class TextSettings(Settings):
     """least Jaccard similarity of a cluster's texts (n-grams of 25 bytes or 5 tokens); null:
     deduplicated before"""
     overlap_ngram: int | None = key(None, low=1)
-    """tokens in a row that texts share by more than chance; null: 50 bytes, or 13 tokens"""
+    """tokens in a row that texts do not share by chance; null: 50 bytes, or 13 tokens"""
     overlap_share: float = key(0.5, above=0, high=1)
     """texts overlap if they share this fraction of the n-grams of either"""
 
@@ -157,9 +157,9 @@ class Resources(Settings):
     memory_limit: str | None = key(None)
     """memory of MMseqs2, such as 48G; null: all memory of the machine"""
     temporary_dir: str | None = key(None, path="folder")
-    """folder for temporary files, several times the input's size; null: beside the results"""
+    """folder of temporary files, several times the input; null: beside the results"""
     max_wait_seconds: float | None = key(None, low=0)
-    """seconds to wait for another process that writes to the same folder; null: until it ends"""
+    """seconds to wait for another process in the same folder; null: until it ends"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +169,10 @@ class LoaderSettings(Settings):
     token_budget: int = key(16384, low=3)
     """tokens of a bin, the unit of packing"""
     max_length: int | None = key(None, low=3)
-    """maximum tokens of a sequence, including <cls> and <eos>; longer ones are cropped; null:
-    the model's limit"""
+    """maximum tokens of a sequence, with <cls> and <eos>; longer ones are cropped; null: the
+    model's limit"""
     max_relatives: int | None = key(None, low=1)
-    """maximum number of relatives drawn for a protein, for a model with relatives_dim; null:
-    none"""
+    """relatives drawn for a protein, for a model with relatives_dim; null: none"""
     num_workers: int = key(0, low=0)
     """loader processes; 0 loads in the training process"""
     prefetch_factor: int = key(4, low=1)
@@ -189,19 +188,19 @@ class DataSettings(IngestedSequences, SplitSettings, TextSettings, Resources, Lo
     input: str | list[str] | None = key(None, path="any")
     """any input of d2plm ingest, or a raw store"""
     license: str | None = key(None)
-    """license of the sequences for the model card, such as CC-BY-4.0"""
+    """license for the model card, such as CC-BY-4.0"""
     prepared_dir: str = key("${work_dir}/data", path="folder")
-    """folder of the stores that d2plm prepare writes and training reads"""
+    """folder of the stores that prepare writes and training reads"""
     keep_prepared: bool = key(False)
     """prepare reuses existing prepared data, from any input"""
     cluster: ClusterSettings = section(ClusterSettings)
     search: SearchSettings = section(SearchSettings)
     relatives_sensitivity: float | None = key(None, low=1, high=7.5)
-    """sensitivity of the search for relatives of training proteins; null: no search"""
+    """sensitivity of the search for training proteins' relatives; null: no search"""
     sampling: Literal["sequence", "cluster"] = key("sequence")
     """what an epoch draws; cluster: one member of each cluster"""
     mixture: dict[str, Any] | None = key(None)
-    """{name: {prepared_dir: FOLDER, weight: 0.7}, …}; weights are fractions of the draws"""
+    """{name: {prepared_dir: FOLDER, weight: 0.7}, …}; fractions of the draws"""
     residues: Literal["real", "shuffled", "random"] = key("real")
     """shuffled: a control, composition without order; random: needs no prepared data"""
 

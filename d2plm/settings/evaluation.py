@@ -19,17 +19,17 @@ class EvaluationSettings(Settings):
     token_budget: int = key(16384, low=1)
     """tokens of a forward pass"""
     compare_with: list[str] = key([], path="any")
-    """exports or Hugging Face masked language models to compare on the same tokens and masks"""
+    """exports or Hugging Face masked language models to compare on the same masks"""
     nearest_identity: bool = key(True)
-    """compute the bound by identity to the nearest training protein (an MMseqs2 search, once)"""
+    """bound by identity to the nearest training protein (an MMseqs2 search, once)"""
     nearest_sensitivity: float = key(7.0, low=1, high=7.5)
     """sensitivity of that search, also for generated proteins"""
     relatives_below: list[float] = key([0.9, 0.7, 0.5], above=0, high=1)
-    """identities below which relatives are given, for a model that takes relatives; []: none"""
+    """identities below which relatives are given, to a model that takes them; []: none"""
     max_relatives: int = key(8, low=1)
     """maximum number of relatives per protein, the most significant first"""
     relatives_proteins: int | None = key(None, low=1)
-    """evenly spaced held-out proteins for the bounds given relatives; null: all"""
+    """evenly spaced proteins for the bounds given relatives; null: all"""
     relatives_masks: int = key(2, low=1)
     """draws of masks for the bounds given relatives"""
     relatives_sensitivity: float = key(7.0, low=1, high=7.5)
@@ -47,15 +47,15 @@ class SamplerSettings(Settings):
     )
     """sampler; null: the paradigm's default"""
     steps: int | None = key(None, low=1)
-    """steps of the sampler, each at most one model evaluation; null: the paradigm's default;
-    first_hitting has none"""
+    """steps, each at most one model evaluation; null: the paradigm's default; first_hitting has
+    none"""
     temperature: float | None = key(None, above=0)
-    """divides the logits; below 1 is more conservative; null: 1, or for new members of a
-    family 0.7, less in small ones"""
+    """divides the logits; below 1 is more conservative; null: 1, for new members 0.7, less in small
+    families"""
     top_k: int | None = key(None, low=1)
     """keep only the k most likely tokens; null: all"""
     top_p: float = key(1.0, above=0, high=1)
-    """keep the most likely tokens that together reach this probability"""
+    """keep the most likely tokens that reach this probability"""
     corrector: float = key(0.0, low=0)
     """peak strength of euler's corrector, which corrupts tokens again"""
     remask: bool = key(False)
@@ -73,31 +73,28 @@ class GenerationSettings(SamplerSettings):
     """How sequences are generated, by d2plm generate, the pipeline and evaluations."""
 
     number: int = key(10, low=0)
-    """number of sequences; with lengths or templates, the number for each; 0: none, for adapt"""
+    """number of sequences, per length or template if given; 0: none, for adapt"""
     length: int | list[int] | None = key(None, low=1)
-    """lengths in tokens (residues), a number or a list; null: drawn from the training sequences'
-    lengths"""
+    """lengths in tokens (residues), a number or a list; null: the training sequences'"""
     min_length: int = key(1, low=1)
     """minimum of drawn lengths, tokens"""
     max_length: int | None = key(None, low=1)
     """maximum of drawn lengths, tokens; null: the model's limit"""
     relatives: str | None = key(None, path="any")
-    """a family in any form that d2plm ingest recognises: generate new members of it, from its
-    alignment and without a model"""
+    """a family (any input of d2plm ingest): new members from its alignment, without a model"""
     identity: float | None = key(None, above=0, high=1)
     """for new members: median identity to the nearest given member; null: about that of natural
     members, at least 0.65"""
     keep: list[str] = key([])
-    """for new members: residues of a member that stay, each NAME:H57,D102,S195-S200"""
+    """for new members: residues that stay, each NAME:H57,D102,S195-S200"""
     avoid: str = key("")
-    """for new members: residues that are not drawn, such as C"""
+    """for new members: residues not drawn, such as C"""
     near: str | None = key(None)
-    """for new members: NAME:10, the member that is mutated and the number of mutations"""
+    """for new members: NAME:10, the member and the number of mutations"""
     filter: bool = key(False)
-    """for new members: draw those again that no longer resemble natural members, and say how
-    many"""
+    """for new members: draw those unlike natural members again, and say how many"""
     templates: str | None = key(None, path="file")
-    """FASTA with '_' or '<mask>' for each residue or base to design, '___' for a codon; text:
-    .jsonl or .txt with a template a line, '<mask:12>' for 12 tokens"""
+    """FASTA with '_' or '<mask>' for each residue or base, '___' for a codon; text: .jsonl or .txt,
+    a template a line, '<mask:12>' for 12 tokens"""
     prompt: Any = key(None)
-    """beginning of each sequence, which counts towards its length"""
+    """beginning of each sequence, counted in its length"""

@@ -27,14 +27,13 @@ class LauncherSettings(Settings):
     namespace: str | None = key(None, form=LABEL)
     """namespace of the job; null: the pod's own, or kubectl's current one"""
     image: str | None = key(None)
-    """image of the training pods; null: d2plm-trainer of this version; set by the pipeline"""
+    """image of the training pods; null: d2plm-trainer of this version; the pipeline sets it"""
     nodes: int = key(1, low=1)
     """number of pods that train together"""
     min_nodes: int | None = key(None, low=1)
-    """smallest number of nodes that continues after others are lost (pytorchjob); null: all are
-    needed"""
+    """fewest nodes that continue after others are lost (pytorchjob); null: all"""
     gpus: int = key(0, low=0)
-    """GPUs of each node; distributed.processes sets the number of processes on CPUs"""
+    """GPUs per node; for CPUs set distributed.processes"""
     gpu_resource: str = key("nvidia.com/gpu")
     """resource name of a GPU"""
     cpu: str = key("2", form=QUANTITY)
@@ -46,21 +45,21 @@ class LauncherSettings(Settings):
     claims: dict[str, str] = key({"d2plm-workspace": "/workspace"})
     """shared PersistentVolumeClaims and their mount paths"""
     claim_size: str | None = key(None, form=QUANTITY)
-    """for d2plm job: size of the claims to create, such as 10Gi; null: the claims exist"""
+    """for d2plm job: size of claims to create, such as 10Gi; null: they exist"""
     prepare: bool = key(True)
-    """for d2plm job: the pods prepare data.input if data.prepared_dir is empty"""
+    """for d2plm job: pods prepare data.input if data.prepared_dir is empty"""
     environment: dict[str, Any] = key({})
-    """environment variables of the container, {NAME: text}"""
+    """environment variables, {NAME: text}"""
     config_maps: list[str] = key(["d2plm-config"])
-    """ConfigMaps whose keys become environment variables; optional"""
+    """ConfigMaps read as environment variables; optional"""
     secrets: list[str] = key(["d2plm-secrets"])
-    """Secrets whose keys become environment variables; optional"""
+    """Secrets read as environment variables; optional"""
     service_account: str | None = key(None)
-    """service account of the training pods; null: the namespace's default, without a token"""
+    """service account of the pods; null: the namespace's default, without a token"""
     same_node: bool = key(False)
-    """all pods on one machine, as a ReadWriteOnce volume requires"""
+    """all pods on one machine, for a ReadWriteOnce volume"""
     node_selector: dict[str, Any] = key({})
-    """labels of the nodes on which the pods may run"""
+    """labels of the pods' nodes"""
     tolerations: list[Any] = key([])
     """tolerations of the pods"""
     priority_class: str | None = key(None)
@@ -68,16 +67,16 @@ class LauncherSettings(Settings):
     queue: str | None = key(None)
     """local queue of Kueue"""
     restarts: int = key(50, low=0)
-    """maximum number of restarts after pre-emptions and lost nodes"""
+    """restarts after pre-emptions and lost nodes"""
     deadline_seconds: int | None = key(None, low=1)
     """time limit of the whole job"""
     kept_seconds: int = key(604800, low=0)
-    """time after which a completed job is deleted"""
+    """seconds until a completed job is deleted"""
     start_deadline_seconds: float = key(1800, above=0)
-    """time limit for the first pod to run; after it the job fails with the reason"""
+    """time limit for the first pod to run"""
     queue_deadline_seconds: float = key(604800, above=0)
     """time limit for the job to leave its queue"""
     stall_deadline_seconds: float = key(3600, above=0)
-    """time limit for a job that lacks pods after its start, such as those of a lost node"""
+    """time limit for a started job that lacks pods, such as a lost node's"""
     on_cancel: Literal["delete", "suspend"] = key("delete")
     """action when the pipeline is cancelled"""

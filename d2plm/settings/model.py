@@ -27,11 +27,11 @@ class ModelSettings(Settings):
     num_hidden_layers: int = key(5, low=1)
     """number of blocks"""
     num_attention_heads: int = key(4, low=1)
-    """number of attention heads; hidden_size / num_attention_heads must be even"""
+    """attention heads; hidden_size / num_attention_heads must be even"""
     intermediate_size: int = key(384, low=1)
-    """width of the hidden layer of the feed-forward, or of each expert"""
+    """width of the feed-forward, or of each expert"""
     time_embedding_dim: int | None = key(256, low=2)
-    """width of the time embedding that feeds adaLN; null: no time and no adaLN"""
+    """width of adaLN's time embedding; null: no time and no adaLN"""
     max_position_embeddings: int = key(1024, low=3)
     """longest input in tokens, <cls> and <eos> included"""
     hidden_dropout_prob: float = key(0.0, low=0, below=1)
@@ -41,42 +41,42 @@ class ModelSettings(Settings):
     initializer_range: float | None = key(None, above=0)
     """standard deviation of the initial weights; null: 1/√fan_in, embeddings 1"""
     initial_gate: float = key(0.0)
-    """initial gate of adaLN; 0 is adaLN-Zero, 1 learns faster in short runs of small models"""
+    """adaLN's initial gate; 0: adaLN-Zero, 1 learns faster in short runs of small models"""
     rope_theta: float = key(10_000.0, above=0)
     """base of the rotary position frequencies"""
     rope_fraction: float = key(1.0, above=0, high=1)
-    """fraction of each head's channels that are rotated"""
+    """rotated fraction of each head's channels"""
     rope_frequencies: list[float] | None = key(None, above=0)
     """radians per position of each pair of channels; null: from rope_theta"""
     feed_forward: Literal["swiglu", "gelu"] = key("swiglu")
     """feed-forward: SwiGLU, or two matrices with GELU between them"""
     linear_bias: bool = key(False)
-    """whether the blocks' linear layers have biases"""
+    """biases in the blocks' linear layers"""
     norm: Literal["layer", "rms"] = key("layer")
     """normalisation; rms has no mean and bias (arXiv:1910.07467)"""
     affine_norm: bool = key(False)
-    """whether normalisations have their own weight (and bias) in addition to adaLN"""
+    """normalisations have a weight (and bias) beside adaLN"""
     parallel_residual: bool = key(False)
-    """whether attention and feed-forward both read the block's input and are added"""
+    """attention and feed-forward both read the block's input"""
     qk_norm: bool = key(True)
-    """whether queries and keys are normalised"""
+    """normalise queries and keys"""
     token_dropout: bool = key(False)
     """zero the embedding of <mask> and rescale the others, as in ESM-2"""
     head: Literal["linear", "esm"] = key("linear")
     """output head; esm has a dense layer, GELU and normalisation before it"""
     relatives_dim: int | None = key(None, low=4)
-    """width of the encoder of a protein's relatives; null: takes no relatives"""
+    """width of the encoder of relatives; null: none"""
     num_experts: int | None = key(None, low=2)
-    """experts in place of each block's feed-forward; null: a dense model"""
+    """experts in place of a feed-forward; null: a dense model"""
     experts_per_token: int | None = key(None, low=2)
     """experts that each token passes; null: 2 (one alone would not train the router)"""
     shared_expert_size: int | None = key(None, low=1)
-    """width of one more expert, which all tokens pass; null: no such expert"""
+    """width of an expert that all tokens pass; null: none"""
     balance_rate: float | None = key(None, low=0)
-    """step of the bias that keeps the experts' loads equal, 0 for no bias; null: 0.01 without
+    """step of the bias that balances the experts' loads, 0: none; null: 0.01 without
     auxiliary_loss"""
     auxiliary_loss: float | None = key(None, low=0)
-    """coefficient of a loss that keeps the experts' loads equal; null: no such loss"""
+    """coefficient of a loss that balances the experts' loads; null: none"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

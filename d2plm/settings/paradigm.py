@@ -17,7 +17,7 @@ class ParadigmSettings(Settings):
     type: str = key("")
     """registered name of the paradigm"""
     name: str = key("", composed="${.type}")
-    """name in output_dir, the tracking experiment and the registered model"""
+    """name in output_dir, tracking experiment and registered model"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class DiffusionSettings(ParadigmSettings):
     time_sampling: TimeSampling = key("uniform")
     """distribution of training times; low_variance: steadier loss, same expectation"""
     shift: bool = key(False)
-    """predict token i from position i - 1, for models adapted from left-to-right ones"""
+    """predict token i from position i - 1, as left-to-right models do"""
     prediction_type: Literal["residue"] = key("residue")
-    """prediction; there is no noise to predict for discrete states"""
+    """prediction; discrete states have no noise to predict"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,16 +25,16 @@ class TrackingSettings(Settings):
     trackers: list[Literal["mlflow", "tensorboard", "wandb"]] = key(["mlflow"])
     """any of mlflow, tensorboard, wandb; []: none"""
     uri: str = key("sqlite:///${work_dir}/mlflow.db")
-    """address of the MLflow store; the variable MLFLOW_TRACKING_URI takes precedence"""
+    """address of the MLflow store; MLFLOW_TRACKING_URI takes precedence"""
     experiment: str = key("d2plm-${paradigm.name}", form=EXPERIMENT)
     """MLflow's experiment; W&B's project"""
     run_name: str | None = key(None)
-    """name of the run; null: name, paradigm, size of the model and start time"""
+    """name of the run; null: name, paradigm, model size and start time"""
     tags: dict[str, Any] = key({})
-    """your own tags, such as tracking.tags.project=antibodies"""
+    """tags, such as tracking.tags.project=antibodies"""
     parent_run_id: str | None = key(None)
     """parent run in MLflow; group in W&B"""
     system_metrics: float | None = key(10, above=0)
-    """seconds between samples of processors, memory and GPUs, in MLflow; null: none"""
+    """seconds between samples of processors, memory and GPUs; null: none"""
     registered_model: str = key("d2plm", composed="d2plm-${paradigm.name}", form=MODEL_NAME)
     """name in MLflow's registry"""

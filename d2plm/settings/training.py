@@ -21,37 +21,37 @@ class TrainerSettings(Settings):
     precision: Precision = key("auto")
     """dtype of the matrix products; auto: what the device is fast at"""
     compile: bool | Literal["auto"] = key("auto")
-    """whether to compile blocks; auto: on CUDA, and on a CPU in runs of some minutes"""
+    """compile blocks; auto: on CUDA, and on a CPU in runs of some minutes"""
     threads: int | None = key(None, low=1)
     """CPU threads of a process; null: OMP_NUM_THREADS, else its share of the cores"""
     deterministic: bool = key(False)
-    """use kernels with bitwise reproducible results; slower on CUDA"""
+    """bitwise reproducible kernels; slower on CUDA"""
     max_steps: int | None = key(None, low=1)
-    """optimizer steps; of this and the next two, set one and the others to null"""
+    """optimizer steps; set this or one of the next two, the others to null"""
     max_epochs: int | None = key(None, low=1)
     """passes over the training sequences"""
     flops_budget: float | None = key(None, above=0)
     """model FLOPs, such as 1e18"""
     global_batch_tokens: int | None = key(None, low=1, composed="${data.token_budget}")
-    """tokens of a step, a multiple of data.token_budget; null: one bin per micro-batch of each
+    """tokens of a step, a multiple of data.token_budget; null: one bin per micro-batch and
     process"""
     gradient_accumulation_steps: int | Literal["auto"] = key("auto", low=1)
     """micro-batches per process; auto: one per bin of token_budget"""
     loss_aggregation: Literal["token_weighted", "rank_average"] = key("token_weighted")
-    """token_weighted: every token counts equally; rank_average: mean of the processes' means"""
+    """token_weighted: tokens count equally; rank_average: mean of the processes' means"""
     max_grad_norm: float | None = key(1.0, above=0)
     """maximum norm of the gradient; null: no clipping"""
     ema_decay: float = key(0.9999, low=0, below=1)
-    """decay of the moving average of the weights, which is exported"""
+    """decay of the weights' moving average, which is exported"""
     seed: int = key(0, low=0, high=MAX_SEED)
-    """seed of the initial weights, the order, the crops, the masks and dropout"""
+    """seed of initial weights, order, crops, masks and dropout"""
     fast_dev_run: int | None = key(None, low=1)
-    """run this many steps, a validation, a save and an export in a temporary folder"""
+    """this many steps, a validation, a save and an export in a temporary folder"""
     overfit_batches: int | None = key(None, low=1)
-    """train on only this number of global batches, repeatedly"""
+    """train on only this many global batches"""
     max_wait_seconds: float | None = key(None, low=0)
-    """seconds to wait for another training in output_dir; null: until it ends, or for several
-    processes 90 % of distributed.timeout_seconds"""
+    """seconds to wait for another training in output_dir; null: until it ends; several processes:
+    90 % of distributed.timeout_seconds"""
     resume: str = key("auto")
     """auto | none | location of a checkpoint"""
     checkpoints: str | None = key(None, path="any")
@@ -59,14 +59,14 @@ class TrainerSettings(Settings):
     save_total_limit: int = key(3, low=1)
     """number of newest checkpoints to keep"""
     save_top_k: int = key(0, low=0)
-    """number of checkpoints with the lowest validation bound to keep in addition"""
+    """number of checkpoints of lowest validation bound also kept"""
     on_save_error: Literal["stop", "continue"] = key("stop")
     """action if a checkpoint cannot be written"""
     freeze: list[str] = key([])
-    """name patterns of parameters not to train, such as [token_embedding.*, blocks.0.*]"""
+    """patterns of parameters not to train, such as [token_embedding.*, blocks.0.*]"""
     lora_rank: int | None = key(None, low=1)
-    """rank of LoRA updates of the blocks' matrices, trained instead of the weights of init_from;
-    null: the weights"""
+    """rank of LoRA updates of the blocks' matrices, trained instead of init_from's weights; null:
+    the weights"""
 
 
 # Each can be more than one process, or more than one part on a process.
@@ -84,20 +84,19 @@ class Parallelism(Settings):
     context: int = key(1, low=1)
     """processes that share the tokens of each row; context × tensor divides the heads"""
     tensor: int = key(1, low=1)
-    """processes that share the heads and the feed-forward width of every block; divides both"""
+    """processes that share each block's heads and feed-forward width; divides both"""
     pipeline: int = key(1, low=1)
     """processes that share the blocks; micro-batches pass through their stages (1F1B)"""
     pipeline_stages_per_rank: int = key(1, low=1)
     """stages on each of these; more (interleaved 1F1B) wait less and send more"""
     expert: int = key(1, low=1)
-    """of the processes that share a replica, those that share the experts of each layer; divides
-    both"""
+    """those of a replica's processes that share the experts of each layer; divides both"""
     reshard_after_forward: bool = key(True)
     """free gathered blocks after the forward: less memory, one more all-gather"""
     reshard_between_micro_batches: bool = key(False)
-    """the same after each micro-batch, not only after the last"""
+    """also free them after each micro-batch, not only the last"""
     cpu_offload: bool = key(False)
-    """keep shards, optimizer state and EMA in host memory (CUDA)"""
+    """shards, optimizer state and EMA in host memory (CUDA)"""
     activation_checkpointing: int = key(0, low=0)
     """recompute every n-th block's activations; 1 every block, 0 none"""
     timeout_seconds: float = key(600, above=0)
@@ -161,12 +160,11 @@ class MuonSettings(AdamWSettings):
     type: str = key("muon")
     """registered name of the optimizer"""
     learning_rate: float = key(2e-3, above=0)
-    """peak learning rate of both for a model of base_width, multiplied by the schedule"""
+    """peak learning rate of both at base_width, multiplied by the schedule"""
     momentum: float = key(0.95, low=0, below=1)
     """momentum of Muon"""
     base_width: int | None = key(64, low=1, high=1 << 20)
-    """widths of the model to which learning_rate applies; converted for other widths; null: one
-    rate for all"""
+    """width to which learning_rate applies, converted for others; null: one rate for all"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +174,9 @@ class ScheduleSettings(Settings):
     type: str = key("")
     """registered name of the schedule"""
     warmup_ratio: float = key(0.1, low=0, below=1)
-    """fraction of the steps in which the learning rate rises from 0"""
+    """fraction of the steps in which the rate rises from 0"""
     warmup_steps: int | None = key(None, low=0)
-    """the same as a number of steps; takes precedence over the ratio"""
+    """the same in steps; takes precedence"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +204,8 @@ class WsdSettings(CosineSettings):
     type: str = key("wsd")
     """registered name of the schedule"""
     decay_ratio: float = key(0.1, low=0, below=1)
-    """fraction of the steps at the end in which the learning rate falls"""
+    """fraction of the steps at the end in which the rate falls"""
     decay_steps: int | None = key(None, low=0)
-    """the same as a number of steps; takes precedence over the ratio"""
+    """the same in steps; takes precedence"""
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = key("linear")
     """shape of the decay (arXiv:2405.18392)"""
