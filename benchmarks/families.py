@@ -26,32 +26,24 @@ from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import write_fasta
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.family_bound import ADAPTED, BASE, FAMILY_PROFILE
-from d2plm.evaluation.quality import GENERATED, NATURAL
 
 COLUMNS = ("5-gram", "composition × 5-gram", FAMILY_PROFILE, f"{BASE}, alone", BASE, ADAPTED)
 
 
 def adapt(members: Path, model_dir: Path, work_dir: Path) -> dict[str, Any]:
-    """Results of `d2plm adapt` for the family in a FASTA file, and its generated members."""
+    """Results of `d2plm adapt` for the family in a FASTA file."""
     words = ["adapt", str(members), f"init_from={model_dir}", f"work_dir={work_dir}"]
     ended = subprocess.run([sys.executable, "-m", "d2plm", *words, "tracking=none"])
     if ended.returncode:  # some families cannot be split; the command has printed the reason
         return {}
-    made = json.loads((work_dir / "members.members.json").read_text())["sets"]
     found = json.loads((work_dir / "adaptation.json").read_text())
-    return {
-        **{key: found[key] for key in ("members", "test")},
-        **{
-            name: [made[name]["members"], len(made[name]["proteins"])]
-            for name in (GENERATED, NATURAL)
-        },
-    }
+    return {key: found[key] for key in ("members", "test")}
 
 
 def row(name: str, found: dict[str, Any]) -> list[str]:
     """Cells of the table: perplexities, and the paired difference from the profile."""
     if not found:
-        return [name, "not adapted", *[""] * (len(COLUMNS) + 3)]
+        return [name, "not adapted", *[""] * (len(COLUMNS) + 1)]
     test, counts = found["test"], found["members"]
     profile = test[FAMILY_PROFILE]
     difference = Estimate(**profile["difference"])
@@ -59,7 +51,6 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
         *(name, f"{counts['train']} / {counts['test']}"),
         *(f"{test[column]['perplexity']['value']:.2f}" for column in COLUMNS),
         f"{difference:+.3f}",
-        *("{} of {}".format(*found[kind]) for kind in (GENERATED, NATURAL)),
     ]
 
 
@@ -86,7 +77,6 @@ def main() -> None:
             write_text(kept, json.dumps(results, indent=2))
         say(" ".join(row(name, results[name])))
     head = ["family", "training / test", *COLUMNS, "adapted − profile, nats/residue"]
-    head += ["generated members", "natural members"]
     print(Table(head, [row(name, found) for name, found in results.items()]).markdown())
 
 

@@ -240,7 +240,7 @@ class SequenceModel:
         if length is not None and not isinstance(length, int):
             length = [_plain(one) for one in _listed(length, "length", "an integer or", "integers")]
         if family is not None and length is None and prompt is None:
-            lengths = range(min_length, (max_length or 1 << 30) + 1)
+            lengths = range(min_length, (max_length or (1 << 30) - 1) + 1)
             return self._sample([None] * number, settings, family, lengths)
         templates = prompted(
             self.exported.lengths if family is None else lengths_of(family, self.max_residues),
@@ -492,6 +492,7 @@ class SequenceModel:
         if family is not None:
             from d2plm.families.designs import FamilyDesigns  # imports HMMER
 
+            self.exported.require_proteins("relatives")
             made = FamilyDesigns(family).design(templates, sampling, lengths=lengths)
             return [decode(one.tokens) for one in made]
         rows = sample(

@@ -17,7 +17,7 @@ from d2plm.core.vocabulary import CANONICAL, PROTEIN, Tokens, decode
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import write_fasta
 from d2plm.data.fasta_export import require_form
-from d2plm.evaluation.membership import describe_members
+from d2plm.evaluation.membership import Judge
 from d2plm.evaluation.new_members import (
     header,
     headline,
@@ -28,7 +28,7 @@ from d2plm.evaluation.new_members import (
 from d2plm.evaluation.plots import plot_new_members
 from d2plm.evaluation.quality import GENERATED
 from d2plm.export.designs import write_sampling
-from d2plm.families.designs import Design, FamilyDesigns, Wishes
+from d2plm.families.designs import ANY_LENGTH, Design, FamilyDesigns, Wishes
 from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling, in_a_line
 from d2plm.settings.evaluation import GenerationSettings
@@ -61,26 +61,29 @@ def generate_members(
         designs = _templates(settings, given)
     require_writable(output)
     names = [name for name, _ in designs]
+    templates = [template for _, template in designs]
     with Progress("reading the family") as progress:
-        law = FamilyDesigns(given, lambda text: progress.update(0, note=text))
-    with Progress("generating") as progress:
-        with within("generation"):
-            sampling, wishes = law.sampling(Sampling.of(settings)), wishes_of(law, settings)
-            lengths = range(settings.min_length, (settings.max_length or 1 << 30) + 1)
-            templates = [template for _, template in designs]
+        named = {text.rpartition(":")[0] for text in (*settings.keep, settings.near or "")}
+        law = FamilyDesigns(given, lambda text: progress.update(0, note=text), named)
+    with within("generation"):
+        sampling, wishes = law.sampling(Sampling.of(settings)), wishes_of(law, settings)
+        lengths = range(settings.min_length, (settings.max_length or ANY_LENGTH.stop - 1) + 1)
+        with Progress("generating") as progress:
             made = law.design(templates, sampling, wishes, lengths, progress.update)
-        described = _described(made, names, law, given, held_out, settings.seed)
-        redrawn = 0
+    with Progress("judging", MOST_REDRAWN if settings.filter else 1) as progress:
+        judge, redrawn = Judge(given, held_out, seed=settings.seed), 0
+        described = _described(judge, made, names, law)
         for number in range(1, MOST_REDRAWN + 1 if settings.filter else 1):
             failed = [i for i, one in enumerate(unlike_natural(described)) if one]
             if not failed:
                 break
+            progress.update(number, note=f"{counted(len(failed), 'design')} drawn again")
             redrawn += len(failed)
             again = replace(sampling, seed=Key(sampling.seed, number).as_int())
             new = law.design([templates[i] for i in failed], again, wishes, lengths)
             for i, one in zip(failed, new, strict=True):
                 made[i] = one
-            described = _described(made, names, law, given, held_out, settings.seed)
+            described = _described(judge, made, names, law)
     asked = {"identity": wishes.identity, "keep": settings.keep, "avoid": settings.avoid}
     asked |= {"near": settings.near, "filter": settings.filter}
     of_family = {"relatives": len(given.members), **{k: v for k, v in asked.items() if v}}
@@ -110,19 +113,12 @@ def generate_members(
 
 
 def _described(
-    made: Sequence[Design],
-    names: Sequence[str],
-    law: FamilyDesigns,
-    given: Family,
-    held_out: Family | None,
-    seed: int,
+    judge: Judge, made: Sequence[Design], names: Sequence[str], law: FamilyDesigns
 ) -> dict[str, Any]:
-    tokens = [one.tokens for one in made]
-    parents = [law.names[one.member] for one in made]
-    described = describe_members(tokens, names, given, held_out, parents=parents, seed=seed)
-    rows = described["sets"][GENERATED]["proteins"]
-    for row, parent, one in zip(rows, parents, made, strict=True):
-        row |= {"parent": parent, "kept": one.kept}
+    parents = [int(law.places[one.member]) for one in made]
+    described = judge.describe([one.tokens for one in made], names, parents)
+    for row, one in zip(described["sets"][GENERATED]["proteins"], made, strict=True):
+        row |= {"parent": law.names[one.member], "kept": one.kept}
     return described
 
 
@@ -173,7 +169,7 @@ def wishes_of(law: FamilyDesigns, settings: GenerationSettings) -> Wishes:
     near = None
     if settings.near is not None:
         member, rest = _named(law, settings.near, "near", "NAME:10")
-        require(rest.isdigit(), "near", settings.near, "a member and a number, NAME:10")
+        require(rest.isdecimal(), "near", settings.near, "a member and a number, NAME:10")
         near = member, int(rest)
     avoid = frozenset(CANONICAL.index(letter) for letter in settings.avoid.upper())
     return Wishes(keep, avoid, near, settings.identity)

@@ -118,25 +118,24 @@ def require_fitting_relatives(config: PipelineSettings) -> None:
     It must not need torch, which the image that prepares the data lacks.
 
     Raises:
-        ConfigError: if relatives are requested from a model or paradigm that takes none.
+        ConfigError: if relatives are requested from a paradigm or an alphabet that takes none.
     """
+    if config.generation.relatives is not None and config.data.alphabet != "protein":
+        raise ConfigError(
+            f"is a family of proteins, and data.alphabet is {config.data.alphabet}; set "
+            "generation.relatives=null",
+            {"generation.relatives": config.generation.relatives},
+        )
     if config.init_from is not None:  # the weights decide
         return
     width, paradigm = config.model.relatives_dim, config.paradigm
     takes = getattr(paradigm, "source", "mask") != "uniform"
     takes = takes and not getattr(paradigm, "shift", False)
-    without = "data.max_relatives=null generation.relatives=null"
     if width is not None and not takes:
         raise ConfigError(
             f"{paradigm.name} does not support relatives with the uniform source or shift=true; "
-            f"set model.relatives_dim=null {without}",
+            f"set model.relatives_dim=null data.max_relatives=null",
             {"model.relatives_dim": width},
-        )
-    if width is None and config.generation.relatives is not None:
-        raise ConfigError(
-            f"not supported by a model without relatives_dim; set {without}, or "
-            "model.relatives_dim",
-            {"generation.relatives": config.generation.relatives},
         )
 
 

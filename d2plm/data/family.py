@@ -6,7 +6,7 @@ cell is quoted.
 
 import logging
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,18 +80,19 @@ class Family:
                 distinct.setdefault(one.tobytes(), number)
         if not distinct:
             raise DataError("there are no relatives: give at least one protein")
-        return cls(sequences, most, names, columns)._only([*distinct.values()])
+        return cls(sequences, most, names, columns).only([*distinct.values()])
 
-    def drawn(self, number: int) -> "Family":
-        """The family of `number` random members, always the same ones."""
+    def some(self, number: int, named: Collection[str] = ()) -> NDArray[np.int64]:
+        """int64: places of at most `number` random members, always the same, and of those named."""
         drawn = np.random.default_rng(0).permutation(len(self.members))[:number]
-        return self._only(np.sort(drawn))
+        wanted = [place for place, name in enumerate(self.names) if name in named]
+        return np.unique(np.concatenate([drawn, np.array(wanted, dtype=np.int64)]))
 
     def given_to(self, protein: Tokens) -> "Family":
         """The family without the protein itself, what contains it and what is a part of it."""
         own = protein.tobytes()
         kept = [own not in one and one not in own for one in self._texts]
-        return self if all(kept) else self._only(np.flatnonzero(kept))
+        return self if all(kept) else self.only(np.flatnonzero(kept))
 
     def giving_away(self, protein: Tokens) -> list[str]:
         """Names of the members, but for the protein itself, that are not `given_to` it."""
@@ -115,7 +116,8 @@ class Family:
     def _texts(self) -> list[bytes]:
         return [one.tobytes() for one in self.members]
 
-    def _only(self, which: Sequence[int] | NDArray[np.int64]) -> "Family":
+    def only(self, which: Sequence[int] | NDArray[np.int64]) -> "Family":
+        """The family of these members."""
         names = [self.names[i] for i in which] if self.names else []
         columns = None if self.columns is None else self.columns[which]
         return Family([self.members[i] for i in which], self.most, names, columns)

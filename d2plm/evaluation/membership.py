@@ -5,7 +5,7 @@ way, each by an HMM without itself, and so are references that need no model: cr
 members, mosaics of eight, and columns sampled independently, sharpened.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,79 +51,30 @@ def describe_members(
     given: Family,
     held_out: Family | None = None,
     *,
-    parents: Sequence[str] = (),
     seed: int = 0,
-    note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Compare each new member, natural members and the references with the family.
-
-    Args:
-        generated: uint8 residue tokens.
-        given: the members that they were drawn from; the HMM is theirs.
-        held_out: natural members that were not given; None: given ones, each left out in turn.
-        parents: names of the members that the new ones began from: their bits are those by an HMM
-            without it.
-        seed: of the references.
-        note: called with what is done, while it lasts.
-
-    Returns:
-        JSON content: `given`, members; `columns`, of the HMM, and how many are `conserved`; the
-        threshold; `sets`, of each the `proteins` — name, length, bits under the HMM (0 where HMMER
-        finds no domain), E-value, whether it is a member, whether it reaches both `ends`, share of
-        the columns filled (`coverage`), share of the conserved columns with their residue
-        (`conserved`; None where there are none), share of windows of low complexity, nearest given
-        member, identity to it, place in the `plane` of two principal components — and the `figures`
-        of the set; `alignment`, the columns of the first members of each.
-    """
-    judge = _Judge(given, note)
-    random = np.random.default_rng(seed)
-    if held_out is None or not held_out.members:
-        left_out = random.permutation(len(judge.family.members))[:LEFT_OUT].tolist()
-        natural = judge.described(
-            [judge.family.members[i] for i in left_out],
-            [judge.family.names[i] for i in left_out],
-            left_out,
-            of_itself=True,
-        )
-    else:
-        natural = judge.described(held_out.members, held_out.names)
-    place = {name: i for i, name in enumerate(judge.family.names)}
-    without = [place.get(name) for name in parents]
-    sets = {GENERATED: judge.described(generated, names, without), NATURAL: natural}
-    for name, proteins in judge.references(random).items():
-        sets[name] = judge.described(proteins, [f"{i + 1}" for i in range(len(proteins))])
-    return {
-        "seed": seed,
-        "given": len(given.members),
-        "held_out": bool(held_out and held_out.members),
-        "columns": judge.hmm.M,
-        "conserved": int((judge.conserved < GAP).sum()),
-        "max_e_value": MAX_E_VALUE,
-        "database": DATABASE,
-        "threshold_bits": judge.threshold,
-        "alignment": [
-            {"set": name, "name": one["name"], "columns": one["columns"]}
-            for name in (GENERATED, NATURAL)
-            for one in sets[name]["proteins"][:SHOWN]
-        ],
-        "sets": {
-            name: {**own, "proteins": [_without(one, "columns") for one in own["proteins"]]}
-            for name, own in sets.items()
-        },
-    }
+    """Compare each new member, natural members and the references with the family; see `Judge`."""
+    return Judge(given, held_out, seed=seed).describe(generated, names)
 
 
 def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != name}
 
 
-class _Judge:
-    """The HMM, the alignment and the conserved columns of the given members."""
+class Judge:
+    """The HMM, the alignment and the conserved columns of the given members.
 
-    def __init__(self, given: Family, note: Callable[[str], None]) -> None:
-        many = len(given.members) > MOST_MEMBERS
-        self.family, self.note = given.drawn(MOST_MEMBERS) if many else given, note
-        note("building the family's HMM")
+    Args:
+        given: the members that the new ones were drawn from.
+        held_out: natural members that were not given; None: given ones, each left out in turn.
+        seed: of the references and of the members that are left out.
+    """
+
+    def __init__(self, given: Family, held_out: Family | None = None, *, seed: int = 0) -> None:
+        self.seed, self.given = seed, len(given.members)
+        places = given.some(MOST_MEMBERS)
+        self.place_of = {int(place): i for i, place in enumerate(places)}
+        self.family = given if len(places) == self.given else given.only(places)
         settings: dict[str, Any] = {"effective_number": "entropy", "simulated": SIMULATED}
         self.hmm = family_hmm(self.family.members, self.family.columns, **settings)
         self.threshold = _threshold_bits(self.hmm)
@@ -137,6 +88,59 @@ class _Judge:
         self.centre = self.hot.mean(0)
         components = min(2, *self.hot.shape)
         self.axes = np.linalg.svd(self.hot - self.centre, full_matrices=False)[2][:components]
+        random = np.random.default_rng(seed)
+        self.held_out = held_out is not None and bool(held_out.members)
+        if held_out is not None and held_out.members:
+            natural = self.described(held_out.members, held_out.names)
+        else:
+            left_out = random.permutation(len(self.family.members))[:LEFT_OUT].tolist()
+            members = [self.family.members[i] for i in left_out]
+            names = [self.family.names[i] for i in left_out]
+            natural = self.described(members, names, left_out, of_itself=True)
+        self.others = {NATURAL: natural}
+        for name, proteins in self.references(random).items():
+            numbers = [str(i + 1) for i in range(len(proteins))]
+            self.others[name] = self.described(proteins, numbers)
+
+    def describe(
+        self, generated: Sequence[Tokens], names: Sequence[str], parents: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Compare new members with the family, natural members and the references.
+
+        Args:
+            generated: uint8 residue tokens.
+            parents: the given members that they began from, without which each one's bits are.
+
+        Returns:
+            JSON content: `given`, members; `columns`, of the HMM, and how many are `conserved`; the
+            threshold; `sets`, of each the `proteins` — name, length, bits under the HMM (0 where
+            HMMER finds no domain), E-value, whether it is a member, whether it reaches both `ends`,
+            share of the columns filled (`coverage`), share of the conserved columns with their
+            residue (`conserved`; None where there are none), share of windows of low complexity,
+            nearest given member, identity to it, place in the `plane` of two principal components
+            — and the `figures` of the set; `alignment`, the columns of the first members of each.
+        """
+        left_out = [self.place_of.get(parent) for parent in parents]
+        sets = {GENERATED: self.described(generated, names, left_out), **self.others}
+        return {
+            "seed": self.seed,
+            "given": self.given,
+            "held_out": self.held_out,
+            "columns": self.hmm.M,
+            "conserved": int((self.conserved < GAP).sum()),
+            "max_e_value": MAX_E_VALUE,
+            "database": DATABASE,
+            "threshold_bits": self.threshold,
+            "alignment": [
+                {"set": name, "name": one["name"], "columns": one["columns"]}
+                for name in (GENERATED, NATURAL)
+                for one in sets[name]["proteins"][:SHOWN]
+            ],
+            "sets": {
+                name: {**own, "proteins": [_without(one, "columns") for one in own["proteins"]]}
+                for name, own in sets.items()
+            },
+        }
 
     def described(
         self,

@@ -18,7 +18,7 @@ Shape suffixes: N members, L columns, n residues, 20 letters.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -64,6 +64,7 @@ TABLE_ENTRIES = (
     250_000_000  # of pairs of letters in columns, 1 GB; pairs further apart are left out
 )
 GOLDEN = (5**0.5 - 1) / 2  # whose multiples, modulo 1, are spread evenly
+ANY_LENGTH = range(1, 1 << 30)
 IMPOSSIBLE = -1e4  # logit; infinite ones mean a damaged model
 
 log = logging.getLogger(__name__)
@@ -120,12 +121,23 @@ class FamilyDesigns:
     Args:
         family: at least one member.
         note: called with what is done, while it lasts.
+        named: members that are used in any case, also of a family that is too large.
+
+    Attributes:
+        places: of the members that are used, in the family.
     """
 
-    def __init__(self, family: Family, note: Callable[[str], None] = lambda text: None) -> None:
-        if len(family.members) > MOST_MEMBERS:
-            log.info("%s of %s members are used", f"{MOST_MEMBERS:,}", f"{len(family.members):,}")
-            family = family.drawn(MOST_MEMBERS)
+    def __init__(
+        self,
+        family: Family,
+        note: Callable[[str], None] = lambda text: None,
+        named: Collection[str] = (),
+    ) -> None:
+        self.places = family.some(MOST_MEMBERS, named)
+        if len(self.places) < len(family.members):
+            used, total = f"{len(self.places):,}", f"{len(family.members):,}"
+            log.info("%s of %s members are used", used, total)
+            family = family.only(self.places)
         self.names, typical = (
             family.names,
             sorted(family.members, key=len)[len(family.members) // 2],
@@ -148,6 +160,7 @@ class FamilyDesigns:
         between = (inserted + GAP * amino_frequencies()) / (inserted.sum() + GAP)
         self.log_profile = np.log(np.concatenate([profile, between[None]]))
         self.denoiser = FamilyDenoiser(self.log_profile, self._pairs(profile, note))
+        self._mutated = dict[tuple[float, float], float]()
 
     @property
     def effective_number(self) -> float:
@@ -158,7 +171,7 @@ class FamilyDesigns:
         templates: Sequence[Tokens | None],
         sampling: Sampling,
         wishes: Wishes = Wishes(),
-        lengths: range = range(1, 1 << 30),
+        lengths: range = ANY_LENGTH,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Design]:
         """A design for each of the templates; each depends on its place among them and the seed.
@@ -238,12 +251,15 @@ class FamilyDesigns:
         """μ, with which the designs have this identity to the member that they begin from."""
         if identity is None:
             identity = max(LEAST_IDENTITY, self.natural_identity) - FURTHER
+        if (temperature, identity) in self._mutated:
+            return self._mutated[temperature, identity]
         low, high = 0.0, 1.0
         for _ in range(TRIALS):
             share = (low + high) / 2
             is_near = self._trial(temperature, share) > identity
             low, high = (share, high) if is_near else (low, share)
-        return 1.0 if high == 1 else (low + high) / 2
+        found = 1.0 if high == 1 else (low + high) / 2
+        return self._mutated.setdefault((temperature, identity), found)
 
     def _trial(self, temperature: float, share: float) -> float:
         """The median identity of designs to the nearest member, from rough ones, in few steps."""
@@ -304,14 +320,12 @@ class PairTerms:
             own = range(first, min(first + rows, length))
             begin = min(max(0, first + rows // 2 - width // 2), length - width)
             sources = slice(begin, begin + width)
-            terms = np.empty((len(own), GAP, width * GAP), dtype=np.float32)
-            for row, i in zip(terms, own, strict=True):
-                coupling = table.coupling[i, sources, None].astype(np.float32)
-                row[:] = (table.log_odds(i)[:, sources] * coupling).reshape(GAP, -1)
+            by_source = np.zeros((width * GAP + 1, len(own) * GAP), dtype=np.float32)
+            for k, i in enumerate(own):  # the last row stays empty: no letter is visible
+                odds = table.log_odds(i)[:, sources] * table.coupling[i, sources, None]
+                by_source[:-1, GAP * k : GAP * (k + 1)] = odds.reshape(GAP, -1).T
                 table.advance()
             coupled = torch.from_numpy(table.coupling[own.start : own.stop, sources]).float()
-            by_source = np.zeros((width * GAP + 1, len(own) * GAP), dtype=np.float32)
-            by_source[:-1] = terms.reshape(len(own) * GAP, -1).T  # the last row: none is visible
             block = slice(own.start, own.stop), sources, torch.from_numpy(by_source), coupled
             self.blocks.append(block)
         self.seen = torch.from_numpy(seen.reshape(length, GAP)).float()
@@ -395,12 +409,11 @@ class _Law:
         self.allowed[:, list(wishes.avoid)] = False
         for column, letter in wishes.keep.items():
             if letter in wishes.avoid:
-                raise ConfigError(
-                    "keeps a residue that generation.avoid excludes", {"keep": letter}
-                )
+                raise ConfigError("excludes a residue that is kept", {"avoid": CANONICAL[letter]})
             self.allowed[column] = np.arange(GAP) == letter
         if not self.allowed.any(1).all():
-            raise ConfigError("leaves no residue to draw", {"avoid": CANONICAL})
+            avoided = "".join(CANONICAL[a] for a in sorted(wishes.avoid))
+            raise ConfigError("leaves no residue to draw", {"avoid": avoided})
         self.lengths = lengths
         self.paths = PathSampler(
             designs.hmm, [designs.paths[i] for i in np.flatnonzero(designs.usual)]
@@ -416,27 +429,32 @@ class _Law:
             member = min(member, int(np.flatnonzero(self._shares)[-1]))
             path, own = self.designs.paths[member], self.designs.letters[member]
             return self._begun(path, own, self.allowed[path], None, member, random)
-        given = letters_of(template)
-        open_ = template == PROTEIN.mask
-        for _ in range(1000):
-            path = self.paths.sample(np.where(open_, GAP, given).astype(np.int8), 1, random)[0]
-            allowed = self.allowed[path]
-            allowed[given < GAP] = np.arange(GAP) == given[given < GAP, None]
-            own_NL = np.concatenate(
-                [self.designs.aligned_NL, np.full((len(self.designs.members), 1), GAP, np.int8)], 1
-            )[:, path]
+        given, keep = letters_of(template), self.wishes.keep
+        open_, known = template == PROTEIN.mask, letters_of(template) < GAP
+        none = np.full((len(self.designs.members), 1), GAP, dtype=np.int8)
+        letters_NL = np.concatenate([self.designs.aligned_NL, none], 1)
+        for path in self._paths(np.where(open_, GAP, given).astype(np.int8), random):
+            columns = zip(path.tolist(), given.tolist(), known.tolist(), strict=True)
+            if {*keep} - {*path.tolist()} or any(
+                fixed and keep.get(column, letter) != letter for column, letter, fixed in columns
+            ):
+                continue
+            allowed, own_NL = self.allowed[path], letters_NL[:, path]
+            allowed[known] = np.arange(GAP) == given[known, None]
             stay, change = self._weights(path, own_NL, allowed)
-            with np.errstate(divide="ignore"):
-                log_p = np.log(stay + change)[:, open_ | (given < GAP)].sum(1)
-            columns_kept = {*self.wishes.keep} <= {*path.tolist()}
-            if columns_kept and np.isfinite(log_p).any():
-                p = np.exp(log_p - log_p.max())
-                member = int(random.choice(len(p), p=p / p.sum()))
-                return self._begun(path, own_NL[member], allowed, template, member, random)
+            log_p = np.log(stay + change)[:, open_ | known].sum(1)
+            p = np.exp(log_p - log_p.max())
+            member = int(random.choice(len(p), p=p / p.sum()))
+            return self._begun(path, own_NL[member], allowed, template, member, random)
         raise ConfigError(
-            "no path through the family has the residues of the template and of generation.keep",
-            {"keep": len(self.wishes.keep)},
+            "no path through the family has these residues beside those of the template or length",
+            {"keep": ", ".join(f"{CANONICAL[a]} in column {c + 1}" for c, a in keep.items())},
         )
+
+    def _paths(self, letters: Letters, random: np.random.Generator) -> Iterator[FamilyPath]:
+        """Paths of a template; many only where the first does not do."""
+        for number in (1, 100, 1000):
+            yield from self.paths.sample(letters, number, random)
 
     @cached_property
     def _shares(self) -> Floats:
@@ -449,10 +467,10 @@ class _Law:
                 with np.errstate(divide="ignore"):
                     found[i] = np.log(stay + change).sum()
         if not np.isfinite(found).any():
-            raise ConfigError(
-                "no member has such a length and the residues of generation.keep",
-                {"min_length": self.lengths.start, "max_length": self.lengths.stop - 1},
-            )
+            limits = {"min_length": self.lengths.start}
+            if self.lengths.stop < ANY_LENGTH.stop:
+                limits["max_length"] = self.lengths.stop - 1
+            raise ConfigError("no member has such a length and the columns that are kept", limits)
         p = np.exp(found - found.max())
         return np.asarray(p / p.sum())
 
@@ -509,8 +527,8 @@ class _Law:
         chosen = _chosen(stay, change, changes, random)
         if chosen is None:
             raise ConfigError(
-                f"{designs.names[member]} cannot have that many mutations with generation.keep and "
-                "generation.avoid",
+                f"{designs.names[member]} cannot have that many mutations with what is kept and "
+                "avoided",
                 {"near": f"{designs.names[member]}:{changes}"},
             )
         tokens = np.where(chosen, PROTEIN.mask, designs.members[member])
@@ -537,6 +555,8 @@ def _chosen(
 
     None if no choice is possible.
     """
+    if number > len(stay):
+        return None
     with np.errstate(divide="ignore"):
         log_stay, log_change = np.log(stay), np.log(change)
     sums = np.full((len(stay) + 1, number + 1), -np.inf)  # over the first i places, j of them

@@ -272,7 +272,8 @@ class Service:
             require(fits, "max_relatives", most, "omitted without relatives")
         if not texts:
             return None
-        if isinstance(params, Scoring) and self.exported.model.config.relatives_dim is None:
+        takes = self.exported.model.config.relatives_dim is not None
+        if not (takes if isinstance(params, Scoring) else self.vocabulary == PROTEIN):
             raise ConfigError("relatives: not supported by this model; omit them")
         self._require_within_limit(sum(map(len, texts)), "relatives: ")
         return Family.of(
@@ -343,9 +344,14 @@ class Service:
         low, high = getattr(params, "min_length", 1), getattr(params, "max_length", None)
         longest = max(family.members, key=len)
         shown = [longest if one is None else one for one in templates]
+        self._require_within_limit(sum(map(len, shown)))
+        # Measured on two cores: the table of pairs, the alignment, and the steps of all designs.
+        columns = float(np.median([min(len(one), LONGEST_RELATIVE) for one in family.members]))
+        steps = len(shown) * max(map(len, shown))
+        seconds = columns**2 * (3.2e-5 + 1.6e-8 * steps) + 2e-3 * len(family.members)
 
         def run(progress: Progress) -> Rows:
-            law = FamilyDesigns(family)
+            law = FamilyDesigns(family, lambda text: progress(0.0))
             sampling = law.sampling(Sampling.of(vars(params)))
             settings = f"{in_a_line(sampling.applied())} relatives={len(family.members)}"
             made = law.design(
@@ -358,7 +364,7 @@ class Service:
                 [(decode(one.tokens), len(one.tokens)) for one in made], params, settings
             )
 
-        return self._work(DESIGN, shown, [max(map(len, shown))] * len(shown), None, run)
+        return Work(f"{DESIGN} given relatives", seconds, run)
 
     def _designing(self, templates: list[Tokens], params: Designing) -> Work:
         paradigm = self.exported.paradigm

@@ -287,11 +287,16 @@ def test_new_members_keep_avoid_and_stay_near_what_is_said(tmp_path: Path) -> No
         (["generation.keep=['m1']"], "generation.keep='m1': must be of the form NAME:H57,D102"),
         (["generation.avoid=J"], "generation.avoid='J'"),
         (["generation.near=m1:0x"], "generation.near='m1:0x'"),
+        (["generation.near=m1:²"], "generation.near='m1:²'"),
+        (["generation.near=m1:10000000000"], "cannot have that many mutations"),
         (["generation.near=m1:16"], "cannot have that many mutations"),
         (["generation.near=m1:2", "generation.length=9"], "generation.length=9"),
         (["generation.min_length=100"], "no member has such a length"),
         (["generation.sampler=euler"], "generation.sampler='euler'"),
-        (["generation.keep=['m1:C3']", "generation.avoid=C"], "generation.avoid excludes"),
+        (
+            ["generation.keep=['m1:C3']", "generation.avoid=C"],
+            "generation.avoid='C': excludes a residue that is kept",
+        ),
         (["generation.identity=1.5"], "generation.identity=1.5"),
     ],
 )

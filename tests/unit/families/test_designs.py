@@ -322,3 +322,26 @@ def test_designs_are_as_far_from_the_given_members_as_is_asked() -> None:
         assert np.median(same) == pytest.approx(wanted, abs=0.06)
     drawn = made.design([None] * 30, Sampling(seed=0), Wishes(avoid=frozenset({0, 5})))
     assert not any({0, 5} & {*letters_of(one.tokens).tolist()} for one in drawn)
+
+
+def test_a_template_that_contradicts_what_is_kept_is_refused() -> None:
+    text = "MKTAYIAKQRQISFVKSHFSRQ"
+    made = FamilyDesigns(family([text, text[:4] + "F" + text[5:], text[:-1] + "K"]))
+    template = encode(text).copy()
+    template[6:] = PROTEIN.mask
+    (kept,) = made.design([template], Sampling(), Wishes(keep={9: CANONICAL.index("R")}))
+    assert decode(kept.tokens)[9] == "R"
+    with pytest.raises(ConfigError, match="keep='W in column 1'"):
+        made.design([template], Sampling(), Wishes(keep={0: CANONICAL.index("W")}))
+
+
+def test_a_large_family_is_drawn_from_and_keeps_the_members_that_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(designs_module, "MOST_MEMBERS", 5)
+    texts = ["MK" + c + "AYIAKQRQISFVKSHFSRQ" for c in "ACDEFGHIKLMN"]
+    for named in ("m0", "m11"):
+        made = FamilyDesigns(family(texts), named={named})
+        assert 5 <= len(made.members) <= 6
+        assert named in made.names
+        assert [decode(one) for one in made.members] == [texts[i] for i in made.places]

@@ -86,18 +86,18 @@ def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder
     assert config.generation.relatives == str(tmp_path / "image" / family)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    ["paradigm=flow_matching_uniform", "paradigm.shift=true", "model.relatives_dim=null"],
-)
+@pytest.mark.parametrize("overrides", ["paradigm=flow_matching_uniform", "paradigm.shift=true"])
 def test_relatives_for_what_takes_none_are_rejected_before_the_first_step(
     configure: Configure, overrides: str
 ) -> None:
     with pytest.raises(SystemExit) as refused:
         configure(experiment="demo", overrides=overrides)
-    assert "generation.relatives=null" in str(refused.value.__cause__)
-    alone = "model.relatives_dim=null data.max_relatives=null generation.relatives=null"
+    assert "data.max_relatives=null" in str(refused.value.__cause__)
+    alone = "model.relatives_dim=null data.max_relatives=null"
     configure(experiment="demo", overrides=f"{overrides} {alone}")
+    with pytest.raises(SystemExit) as refused:
+        configure(experiment="demo", overrides=f"{alone} data.alphabet=dna")
+    assert "generation.relatives" in str(refused.value.__cause__)
 
 
 @pytest.mark.parametrize("key", ["data.input", "init_from", "data.tokenizer"])
