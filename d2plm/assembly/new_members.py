@@ -96,6 +96,8 @@ def generate_members(
         )
     ]
     sequences = [decode(one.tokens) for one in made]
+    described["asked"] = ["identity"] * (wishes.identity is not None or wishes.near is not None)
+    described["asked"] += ["among"] * (wishes.near is not None)
     write_fasta(output, zip(headers, sequences, strict=True))
     write_sampling(output, {"paradigm": "the family's alignment", **note})
     result(f"{headline(described)}\n{members_table(described).text()}")
@@ -181,12 +183,10 @@ def _named(law: FamilyDesigns, text: str, key: str, form: str) -> tuple[int, str
     require(bool(colon and rest), key, text, f"of the form {form}")
     places = [i for i, one in enumerate(law.names) if one == name]
     if len(places) != 1:
-        what = "no member" if not places else f"{len(places)} members"
-        raise ConfigError(
-            f"{what} of the family {'is' if not places else 'are'} called {name!r}"
-            f"{did_you_mean(name, law.names)}",
-            {key: text},
-        )
+        said = f"{len(places)} members of the family are called {name!r}"
+        if not places:
+            said = f"no member of the family is called {name!r}{did_you_mean(name, law.names)}"
+        raise ConfigError(said, {key: text})
     return places[0], rest
 
 

@@ -65,21 +65,23 @@ class Judge:
     """The HMM, the alignment and the conserved columns of the given members.
 
     Args:
-        given: the members that the new ones were drawn from.
+        given: the members that the new ones were drawn from. The HMM is that of MOST_MEMBERS.
         held_out: natural members that were not given; None: given ones, each left out in turn.
         seed: of the references and of the members that are left out.
     """
 
     def __init__(self, given: Family, held_out: Family | None = None, *, seed: int = 0) -> None:
         self.seed, self.given = seed, len(given.members)
+        self.family = given
         places = given.some(MOST_MEMBERS)
         self.place_of = {int(place): i for i, place in enumerate(places)}
-        self.family = given if len(places) == self.given else given.only(places)
+        core = given.only(places)
         settings: dict[str, Any] = {"effective_number": "entropy", "simulated": SIMULATED}
-        self.hmm = family_hmm(self.family.members, self.family.columns, **settings)
+        self.hmm = family_hmm(core.members, core.columns, **settings)
         self.threshold = _threshold_bits(self.hmm)
-        self.rows = aligned_rows(self.hmm, self.family.members)
-        self.aligned_NL = aligned_columns(self.hmm, self.family.members)
+        self.rows = aligned_rows(self.hmm, core.members)
+        every = aligned_columns(self.hmm, given.members)
+        self.every, self.aligned_NL = one_hot(every), every[places]
         self.weights = sequence_weights(self.aligned_NL)
         self.conserved = conserved_columns(self.aligned_NL)
         self.hot, ends = one_hot(self.aligned_NL), np.array([_ends(x) for x in self.aligned_NL])
@@ -93,9 +95,9 @@ class Judge:
         if held_out is not None and held_out.members:
             natural = self.described(held_out.members, held_out.names)
         else:
-            left_out = random.permutation(len(self.family.members))[:LEFT_OUT].tolist()
-            members = [self.family.members[i] for i in left_out]
-            names = [self.family.names[i] for i in left_out]
+            left_out = random.permutation(places)[:LEFT_OUT].tolist()
+            members = [given.members[i] for i in left_out]
+            names = [given.names[i] for i in left_out]
             natural = self.described(members, names, left_out, of_itself=True)
         self.others = {NATURAL: natural}
         for name, proteins in self.references(random).items():
@@ -120,8 +122,7 @@ class Judge:
             nearest given member, identity to it, place in the `plane` of two principal components
             — and the `figures` of the set; `alignment`, the columns of the first members of each.
         """
-        left_out = [self.place_of.get(parent) for parent in parents]
-        sets = {GENERATED: self.described(generated, names, left_out), **self.others}
+        sets = {GENERATED: self.described(generated, names, parents), **self.others}
         return {
             "seed": self.seed,
             "given": self.given,
@@ -146,7 +147,7 @@ class Judge:
         self,
         proteins: Sequence[Tokens],
         names: Sequence[str],
-        left_out: Sequence[int | None] = (),
+        left_out: Sequence[int] = (),
         *,
         of_itself: bool = False,
     ) -> dict[str, Any]:
@@ -157,11 +158,11 @@ class Judge:
         """
         aligned = aligned_columns(self.hmm, proteins)
         hot = one_hot(aligned)
-        same = hot @ self.hot.T
+        same = hot @ self.every.T
         hits = domain_hits(self.hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
         for number, member in enumerate(left_out):
-            if member is not None:
-                hits[number] = self._hit(proteins[number], member)
+            if (place := self.place_of.get(member)) is not None:
+                hits[number] = self._hit(proteins[number], place)
         if of_itself:
             same[np.arange(len(proteins)), np.array(left_out, dtype=np.int64)] = -1
         plane = np.pad((hot - self.centre) @ self.axes.T, ((0, 0), (0, 2 - len(self.axes))))

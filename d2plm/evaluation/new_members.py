@@ -5,6 +5,7 @@ The content is that of `membership.describe_members`; nothing here needs HMMER.
 
 import csv
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,17 @@ OF_A_DESIGN = (
 # How far the designs may be from natural members before the first line says so.
 LEAST_BITS, LEAST_CONSERVED = 0.95, 0.8  # of the natural members' figure
 COVERAGE, SIMPLE, AMONG = 0.05, 0.008, 0.1  # beside it
-CLOSE = 0.7  # identity to the nearest that is never too close
+CLOSE, NEARLY = 0.7, 0.01  # identity to the nearest that is never too close; what is no more
 
 
 def headline(described: dict[str, Any]) -> str:
     """The result as a sentence, which begins with what is far from natural members."""
-    sets = described["sets"]
-    total, own, natural = len(sets[GENERATED]["proteins"]), *_figures(described)
-    far = worse_than_natural(own, natural)
+    total = len(described["sets"][GENERATED]["proteins"])
+    own, natural = _figures(described)
+    if described["given"] == 1 and not described["held_out"]:
+        given = f"{_percent(own['identity'])} identical to it: there is nothing to compare with"
+        return f"{total} designs from one given member, {given}"
+    far = worse_than_natural(own, natural, described.get("asked", ()))
     beside = (
         f"{own['bits']:.0f} bits by the family's profile HMM, natural members {natural['bits']:.0f}"
     )
@@ -46,8 +50,10 @@ def headline(described: dict[str, Any]) -> str:
     return text
 
 
-def worse_than_natural(own: dict[str, Any], natural: dict[str, Any]) -> list[str]:
-    """What sets designs apart from natural members, each as a phrase."""
+def worse_than_natural(
+    own: dict[str, Any], natural: dict[str, Any], asked: Collection[str] = ()
+) -> list[str]:
+    """What sets designs apart from natural members, each as a phrase; not what was `asked` for."""
     far = []
     if own["bits"] < LEAST_BITS * natural["bits"]:
         far.append(f"{own['bits']:.0f} bits against {natural['bits']:.0f}")
@@ -62,11 +68,11 @@ def worse_than_natural(own: dict[str, Any], natural: dict[str, Any]) -> list[str
             f"{100 * own['low_complexity']:.1f} % of low complexity against "
             f"{100 * natural['low_complexity']:.1f} %"
         )
-    if own["identity"] > max(CLOSE, natural["identity"]):
+    if "identity" not in asked and own["identity"] > max(CLOSE, natural["identity"]) + NEARLY:
         nearest = f"{_percent(own['identity'])} identical to the nearest given member"
         far.append(f"{nearest} against {_percent(natural['identity'])}")
     among = own["among"], natural["among"]
-    if None not in among and among[0] > among[1] + AMONG:
+    if "among" not in asked and None not in among and among[0] > among[1] + AMONG:
         far.append(f"{_percent(among[0])} identical to each other against {_percent(among[1])}")
     return far
 
@@ -110,7 +116,8 @@ def members_table(described: dict[str, Any]) -> Table:
         f"bits: by the HMM of the given members, of natural members {left_out}, of designs without "
         "their parent;",
         f"conserved: have all {described['conserved']} residues that 95 % of the given share; "
-        "simple: windows of low complexity; nearest: identity to the nearest given member",
+        "simple: windows of low complexity;",
+        "nearest: identity to the nearest given member, in the columns",
     ]
     heads = ["", "number", "bits", "both ends", "conserved", "columns", "simple", "nearest"]
     return Table([*heads, "two of them"], rows, notes=notes)

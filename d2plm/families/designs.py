@@ -54,6 +54,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 # Chosen by measurement, docs/science.md.
 TEMPERATURE, HALF_OF_TEMPERATURE = 0.7, 5.0  # and the effective number that halves it
 MOST_PAIRS, HALF_OF_PAIRS = 7.0, 15.0  # the sum of a residue's couplings: at most, and N of half
+MOST_MUTATED = 0.8  # of a member's residues, unless another identity is asked for
 LEAST_IDENTITY, FURTHER = 0.68, 0.03  # to the nearest given member: natural's or this, and less
 FEWEST_MEMBERS = 4  # from which pairs are counted
 LONGEST_INSERTIONS = 1.0  # share of the columns; a member with more lends no path, if others can
@@ -192,7 +193,7 @@ class FamilyDesigns:
             law.start(template, place, np.random.default_rng((sampling.seed, place)))
             for place, template in enumerate(templates)
         ]
-        self.denoiser.avoid = wishes.avoid
+        self.denoiser.avoid, self.denoiser.temperature = wishes.avoid, sampling.temperature or 1.0
         rows = sample(
             self.denoiser,  # type: ignore[arg-type]  # it is given sites as relatives
             AbsorbingDiffusion(),
@@ -249,6 +250,7 @@ class FamilyDesigns:
 
     def mutated_share(self, temperature: float, identity: float | None) -> float:
         """μ, with which the designs have this identity to the member that they begin from."""
+        asked = identity is not None
         if identity is None:
             identity = max(LEAST_IDENTITY, self.natural_identity) - FURTHER
         if (temperature, identity) in self._mutated:
@@ -258,7 +260,15 @@ class FamilyDesigns:
             share = (low + high) / 2
             is_near = self._trial(temperature, share) > identity
             low, high = (share, high) if is_near else (low, share)
-        found = 1.0 if high == 1 else (low + high) / 2
+        found = (low + high) / 2
+        if high == 1:
+            found = 1.0 if asked else MOST_MUTATED
+            if asked and (least := self._trial(temperature, 1.0)) > identity + 0.02:
+                log.warning(
+                    "identity=%g cannot be reached: at temperature %g the designs have %.2g at "
+                    "least; raise generation.temperature",
+                    *(identity, temperature, least),
+                )
         return self._mutated.setdefault((temperature, identity), found)
 
     def _trial(self, temperature: float, share: float) -> float:
@@ -354,11 +364,12 @@ class FamilyDenoiser:
 
     Attributes:
         avoid: letters that none may become.
+        temperature: by which a sampler divides the logits.
     """
 
     def __init__(self, log_profile: Floats, pairs: PairTerms | None) -> None:
         self.log_profile = torch.from_numpy(log_profile).float()
-        self.pairs, self.avoid = pairs, frozenset[int]()
+        self.pairs, self.avoid, self.temperature = pairs, frozenset[int](), 1.0
 
     def log_probabilities(self, letters: Letters) -> Floats:
         """float64 [S, L + 1, 20] of visible letters [S, L], the last row of a residue between."""
@@ -378,10 +389,11 @@ class FamilyDenoiser:
         letters = torch.full((count, length + 1), GAP)
         letters[segment, column] = shown
         found = self._logits(letters[:, :-1])[segment, column]
-        found[:, list(self.avoid)] = IMPOSSIBLE
+        impossible = IMPOSSIBLE * max(1.0, self.temperature)
+        found[:, list(self.avoid)] = impossible
         found = F.pad(found, (0, 1))  # GAP
-        found = found.scatter(1, excluded[:, None], IMPOSSIBLE)[:, :GAP]
-        logits = torch.full((len(tokens), PROTEIN.size), IMPOSSIBLE)
+        found = found.scatter(1, excluded[:, None], impossible)[:, :GAP]
+        logits = torch.full((len(tokens), PROTEIN.size), impossible)
         logits[places, CANONICAL_START : CANONICAL_START + GAP] = found
         return logits
 
@@ -523,7 +535,8 @@ class _Law:
         p_own = np.where(filled, p[np.arange(len(own)), np.minimum(own, GAP - 1)], 1.0)
         stay, _ = self._weights(path, own, allowed)
         stay = np.where(filled, stay + self.mutated * p_own, 1.0)
-        change = np.where(filled, self.mutated * (p.sum(1) - p_own), 0.0)
+        others = np.where(np.arange(GAP) == own[:, None], 0.0, p).sum(1)
+        change = np.where(filled, self.mutated * others, 0.0)
         chosen = _chosen(stay, change, changes, random)
         if chosen is None:
             raise ConfigError(
@@ -545,7 +558,8 @@ def _sites(path: FamilyPath, excluded: Letters | int = GAP) -> NDArray[np.int32]
 def _tempered(log_p: Floats, temperature: float) -> Floats:
     scaled = log_p / temperature
     p = np.exp(scaled - scaled.max(-1, keepdims=True))
-    return np.asarray(p / p.sum(-1, keepdims=True))
+    # Above 0 at any temperature, as others may be excluded.
+    return np.maximum(p / p.sum(-1, keepdims=True), np.finfo(np.float64).tiny)
 
 
 def _chosen(

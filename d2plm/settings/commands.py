@@ -400,7 +400,7 @@ SHORT_KEYS: dict[str, dict[str, str]] = {
     "generate": {
         name: f"generation.{name}"
         for name in (
-            *("number", "length", "prompt", "templates", "steps", "temperature", "seed"),
+            *("number", "length", "prompt", "templates", "sampler", "steps", "temperature", "seed"),
             *("relatives", "identity", "keep", "avoid", "near", "filter"),
         )
     },

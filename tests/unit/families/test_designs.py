@@ -345,3 +345,20 @@ def test_a_large_family_is_drawn_from_and_keeps_the_members_that_are_named(
         assert 5 <= len(made.members) <= 6
         assert named in made.names
         assert [decode(one) for one in made.members] == [texts[i] for i in made.places]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e5])
+def test_what_is_excluded_is_so_at_any_temperature(temperature: float) -> None:
+    made = FamilyDesigns(family(["MK" + c + "AYIAKQRQISFVKSHFSRQ" for c in "ACDEFGHIKLMN"]))
+    sampling = Sampling(seed=1, temperature=temperature)
+    avoided = frozenset({CANONICAL.index("A"), CANONICAL.index("K")})
+    for one in made.design([None] * 10, sampling, Wishes(avoid=avoided)):
+        assert not {*"AK"} & {*decode(one.tokens)}
+    for one in made.design([None] * 10, sampling, Wishes(near=(2, 4))):
+        assert np.count_nonzero(one.tokens != made.members[2]) == 4
+
+
+def test_an_identity_that_cannot_be_reached_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    made = FamilyDesigns(family(["MK" + c + "AYIAKQRQISFVKSHFSRQ" for c in "ACDEFGHIKLMN"]))
+    made.design([None], Sampling(), Wishes(identity=0.01))
+    assert "identity=0.01 cannot be reached" in caplog.text
