@@ -55,7 +55,8 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 TEMPERATURE, HALF_OF_TEMPERATURE = 0.7, 5.0  # and the effective number that halves it
 MOST_PAIRS, HALF_OF_PAIRS = 7.0, 15.0  # the sum of a residue's couplings: at most, and N of half
 MOST_MUTATED = 0.8  # of a member's residues, unless another identity is asked for
-LEAST_IDENTITY, FURTHER = 0.68, 0.03  # to the nearest given member: natural's or this, and less
+# Identity to the nearest given member: natural members', within these, and a little less.
+LEAST_IDENTITY, MOST_IDENTITY, FURTHER = 0.68, 0.88, 0.03
 FEWEST_MEMBERS = 4  # from which pairs are counted
 LONGEST_INSERTIONS = 1.0  # share of the columns; a member with more lends no path, if others can
 
@@ -82,7 +83,7 @@ class Wishes:
         avoid: letters that are not drawn.
         near: a member and the number of its residues that are mutated; None: any.
         identity: of a design to the nearest given member, as a median; None: FURTHER less than
-            natural members have, or than LEAST_IDENTITY if that is more.
+            natural members have, within LEAST_IDENTITY and MOST_IDENTITY.
     """
 
     keep: dict[int, int] = field(default_factory=dict)
@@ -252,7 +253,8 @@ class FamilyDesigns:
         """μ, with which the designs have this identity to the member that they begin from."""
         asked = identity is not None
         if identity is None:
-            identity = max(LEAST_IDENTITY, self.natural_identity) - FURTHER
+            natural = min(max(LEAST_IDENTITY, self.natural_identity), MOST_IDENTITY)
+            identity = natural - FURTHER
         if (temperature, identity) in self._mutated:
             return self._mutated[temperature, identity]
         low, high = 0.0, 1.0

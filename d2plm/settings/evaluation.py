@@ -84,7 +84,7 @@ class GenerationSettings(SamplerSettings):
     """a family (any input of d2plm ingest): new members from its alignment, without a model"""
     identity: float | None = key(None, above=0, high=1)
     """for new members: median identity to the nearest given member; null: about that of natural
-    members, at least 0.65"""
+    members, 0.65 to 0.85"""
     keep: list[str] = key([])
     """for new members: residues that stay, each NAME:H57,D102,S195-S200"""
     avoid: str = key("")
