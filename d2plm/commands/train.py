@@ -131,7 +131,8 @@ def _alone_in(output_dir: Path, config: PipelineSettings) -> AbstractContextMana
         limit = patience if limit is None else min(limit, patience)
     busy = f"another training run is writing to {output_dir}"
     if resolve_device(config.trainer.device) == "cuda":
-        busy += f", while this one holds {counted(ranks, 'GPU')} (until trainer.max_wait_seconds)"
+        held = counted(ranks, "GPU")
+        busy += f" (this one holds {held} meanwhile; trainer.max_wait_seconds limits the wait)"
     return locked(output_dir / ".lock", busy, max_wait_seconds=limit)
 
 

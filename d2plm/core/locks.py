@@ -27,10 +27,11 @@ def locked(
 
     Folders that were missing are created, and removed if nothing else has been written to them.
     The system releases the lock of a process that is killed. On a file system without locks, the
-    block runs unlocked after a warning.
+    block runs unlocked after a warning. Any wait, with a limit or without, is logged when it begins
+    and then every minute.
 
     Args:
-        busy: what the process that holds the lock is doing, logged every minute of the wait.
+        busy: what the process that holds the lock is doing, for the lines about the wait.
         of: the path to name if the lock cannot be created; None names the lock itself.
         max_wait_seconds: when to give up; None waits until the holder releases the lock or ends.
 

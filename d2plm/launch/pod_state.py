@@ -82,7 +82,7 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
         node=pod.get("spec", {}).get("nodeName", ""),
         has_started=any(s["name"] in ours and "waiting" not in s["state"] for s in statuses),
         # The node controller changes only the first of these, when the heartbeats stay away.
-        is_cut_off=[conditions.get(kind, {}).get("status") for kind in ("Ready", "ContainersReady")]
+        is_cut_off=[conditions.get(one, {}).get("status") for one in ("Ready", "ContainersReady")]
         == ["False", "True"],
         grace_seconds=metadata.get("deletionGracePeriodSeconds", 0)
         if "deletionTimestamp" in metadata

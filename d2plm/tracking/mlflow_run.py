@@ -436,8 +436,8 @@ def _find_or_begin(
                 client.search_runs, [experiment_id], f"tags.`{KEY_TAG}` = '{kept['key']}'"
             )
             if not (begun := search()):
-                client.create_run(experiment_id, run_name=name, tags=tags)
-                begun = search()
+                created = client.create_run(experiment_id, run_name=name, tags=tags)
+                begun = search() or [created]  # a search may lag behind
             run, *copies = begun
             for copy in copies:  # the client repeats a request whose answer a proxy has lost
                 client.delete_run(copy.info.run_id)

@@ -29,6 +29,7 @@ from d2plm.tracking.mlflow_run import GIT_TAG, MAX_DIGEST, SOURCE_TAG, reaching
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
+    from mlflow.entities.model_registry import ModelVersion
     from mlflow.models import ModelSignature
 
 CHAMPION, CANDIDATE = "champion", "candidate"
@@ -42,6 +43,8 @@ DESCRIPTION = (
     "`d2plm serve model_dir=models:/{name}@champion` serves it."
 )
 DIGEST_TAG = "export_digest"
+# The tags with which a version is made; the copy that a repeated request makes has no others.
+MADE_HERE = {"d2plm.made_by": "d2plm register"}
 MAX_DESCRIPTION = 5000  # characters of a version's description in MLflow's databases
 EVALUATED = ("evaluation/", "given_relatives/", "versus/")  # metrics that belong to the model
 MODEL_CODE = Path(__file__).with_name("pyfunc_model.py")
@@ -71,7 +74,8 @@ def register(
     """Log the export to the run as an MLflow model and register it under `name`.
 
     Every step is idempotent, so that the next call completes an interrupted registration: the
-    logged model is identified by its `digest`, the version by its logged model.
+    logged model is identified by its `digest`, the version by its logged model. Versions that a
+    user has made of the same logged model, or has given an alias, are kept.
 
     Raises:
         ModelError: if the export was not evaluated, or its provenance is damaged.
@@ -87,21 +91,19 @@ def register(
         )
     with reaching(client, f"register {name}"):
         run = client.get_run(run_id)
-        model_id = _logged_model(client, run, export, digest, provenance)
+        model_id = _logged_model(client, run, export, name, digest, provenance)
         of_model = f"models:/{model_id}"
 
-        def versions() -> list[int]:
+        def versions() -> list["ModelVersion"]:
             found = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
-            return sorted(int(one.version) for one in found if one.source == of_model)
+            return [one for one in found if one.source == of_model]
 
-        same = versions()
+        same = found = versions()
         if not same:
             with _quiet():
-                mlflow.register_model(of_model, name)
-        first, *copies = versions()
-        for copy in copies:  # the client repeats a request whose answer a proxy has lost
-            client.delete_model_version(name, str(copy))
-        version = str(first)
+                made = mlflow.register_model(of_model, name, tags=MADE_HERE)
+            found = versions() or [made]  # a search may lag behind
+        version = _without_copies(client, found)
         _link_evaluation(client, run, model_id, evaluation)
         tags = _tags(evaluation, digest, provenance, run.data.tags.get(GIT_TAG))
         for key, value in tags.items():
@@ -109,8 +111,8 @@ def register(
         client.update_model_version(name, version, _version_description(evaluation, export))
         if not client.get_registered_model(name).description:
             client.update_registered_model(name, DESCRIPTION.format(name=name))
-        newest = max(client.search_model_versions(f"name = '{name}'"), key=lambda v: int(v.version))
-        if str(newest.version) == version:
+        known = client.search_model_versions(f"name = '{name}'")
+        if all(int(one.version) <= int(version) for one in known):
             client.set_registered_model_alias(name, CANDIDATE, version)
     is_champion, reason = _promote(client, name, version, export)
     reason = f"already registered; {reason}" if same else reason
@@ -167,13 +169,39 @@ def download(
     )
 
 
+def _without_copies(client: "MlflowClient", versions: "Sequence[ModelVersion]") -> str:
+    """Return the version of a logged model, after deleting the copies of it.
+
+    The client repeats a request whose answer a proxy has lost, and each makes a version. What has
+    an alias, a description or a tag besides `MADE_HERE`, or lacks that, is not such a copy.
+    """
+    current = [client.get_model_version(one.name, str(one.version)) for one in versions]
+
+    def is_bare(one: "ModelVersion") -> bool:
+        return one.tags == MADE_HERE and not one.aliases and not one.description
+
+    def rank(one: "ModelVersion") -> tuple[bool, bool, int]:
+        return not MADE_HERE.items() <= one.tags.items(), is_bare(one), int(one.version)
+
+    kept, *others = sorted(current, key=rank)
+    for copy in filter(is_bare, others):
+        client.delete_model_version(copy.name, str(copy.version))
+    return str(kept.version)
+
+
 def _logged_model(
-    client: "MlflowClient", run: "Run", export: Path, digest: str, provenance: dict[str, Any]
+    client: "MlflowClient",
+    run: "Run",
+    export: Path,
+    name: str,
+    digest: str,
+    provenance: dict[str, Any],
 ) -> str:
     """Return the id of the run's MLflow model of this export, logging the model if necessary.
 
     MLflow adds the run's parameters, and the metrics of its step, to a new model. Incomplete models
-    of an interrupted registration, and of requests that the client has repeated, are deleted.
+    of an interrupted registration, and of requests that the client has repeated, are deleted. Of
+    complete ones, which are kept, the one with a version of `name` is chosen.
     """
 
     def models() -> list[Any]:
@@ -181,10 +209,15 @@ def _logged_model(
         found = client.search_logged_models([experiment], of_run)
         return [model for model in found if model.tags.get(DIGEST_TAG) == digest]
 
+    versions = client.search_model_versions(f"run_id = '{run.info.run_id}'")
+    sources = {one.source for one in versions}
+    of_name = {one.source for one in versions if one.name == name}
     whole = [str(model.model_id) for model in models() if model.status == "READY"]
+    whole.sort(key=lambda model_id: f"models:/{model_id}" not in of_name)
     kept = whole[0] if whole else _log_model(run, export, digest, provenance)
     for model in models():
-        if model.model_id != kept:
+        is_used = model.status == "READY" or f"models:/{model.model_id}" in sources
+        if model.model_id != kept and not is_used:
             client.delete_logged_model(model.model_id)
     return kept
 

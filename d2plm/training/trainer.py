@@ -341,9 +341,8 @@ class Trainer:
                 self._resume()
             self.first_step = self.step
             try:
-                with silent_ranks_named(
-                    self.process, lambda: self.step
-                ):  # before the last save is waited for
+                # Silent ranks are named before `finish` waits for the last save.
+                with silent_ranks_named(self.process, lambda: self.step):
                     self.notify("on_train_begin")
                     self._train_to_the_limit()
                     self._settle_save()

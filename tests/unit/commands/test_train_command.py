@@ -104,17 +104,29 @@ def test_a_training_waits_for_another_one_in_its_folder(
     [("1", "trainer.max_wait_seconds=0.1"), ("2", "distributed.timeout_seconds=0.2")],
 )
 def test_a_training_that_waits_says_what_it_holds_and_gives_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str, more: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    processes: str,
+    more: str,
 ) -> None:
     monkeypatch.setattr("d2plm.commands.train.resolve_device", lambda _: "cuda")
+    monkeypatch.setattr("d2plm.core.waiting.REPORT_SECONDS", 0.02)
     monkeypatch.setenv("WORLD_SIZE", processes)
     config = tiny(tmp_path, more)
     said = f"this one holds {processes} GPU.* it has not ended within max_wait_seconds=0.1"
     with (
+        caplog.at_level(logging.INFO),
         locked(Path(config.output_dir) / ".lock", "busy"),
         pytest.raises(DataError, match=said),
     ):
         run(config)
+    held = "GPU" if processes == "1" else "GPUs"
+    assert (
+        "waiting for the end of this: another training run is writing to "
+        f"{config.output_dir} (this one holds {processes} {held} meanwhile; "
+        "trainer.max_wait_seconds limits the wait), 0 s so far"
+    ) in caplog.text
 
 
 def damage(name: str, model: Path) -> None:

@@ -15,7 +15,14 @@ from mlflow.store.tracking import sqlalchemy_store as tracking_store
 
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.evaluation.result import write_evaluation
-from d2plm.tracking.registry import beats, export_digest, register, version_of
+from d2plm.tracking.registry import (
+    MADE_HERE,
+    _log_model,
+    beats,
+    export_digest,
+    register,
+    version_of,
+)
 from d2plm.tracking.runs import tracking_run
 from tests.evaluations import invented_evaluation
 from tests.unit.tracking.conftest import repeat
@@ -285,3 +292,71 @@ def test_repeated_requests_register_one_version_of_one_model(
     assert made.version == str(version.version) == "1"
     of_run = client.search_logged_models([experiment], f"source_run_id = '{run.id}'")
     assert [model.status for model in of_run] == ["READY"]
+
+
+def test_versions_that_a_user_has_made_of_the_same_model_are_kept(
+    client: MlflowClient, tmp_path: Path
+) -> None:
+    export = whole(tmp_path / "model", 2.0, 3)
+    digest = export_digest(export)
+    with tracking_run(tmp_path / "run") as run:
+        made = register(client, str(run.id), export, "by_hand", digest)
+        source = client.get_model_version("by_hand", made.version).source
+        for tags in (None, MADE_HERE, MADE_HERE, {**MADE_HERE, "stage": "live"}, MADE_HERE):
+            mlflow.register_model(source, "by_hand", tags=tags)
+        client.set_registered_model_alias("by_hand", "champion", "3")
+        client.update_model_version("by_hand", "4", "mine")
+        again = register(client, str(run.id), export, "by_hand", digest)
+    assert again.version == made.version == "1"
+    left = client.search_model_versions("name = 'by_hand'")
+    assert sorted(int(one.version) for one in left) == [1, 2, 3, 4, 5], "6 is a bare copy"
+    assert str(client.get_model_version_by_alias("by_hand", "champion").version) == "3"
+
+
+def test_copies_made_before_a_kill_are_deleted_by_the_next_registration(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    export = whole(tmp_path / "model", 2.0, 3)
+    digest = export_digest(export)
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with tracking_run(tmp_path / "run") as run:
+        with monkeypatch.context() as patched:
+            repeat(patched, registry_store.SqlAlchemyStore, "create_model_version")
+            patched.setattr("d2plm.tracking.registry._without_copies", killed)
+            with pytest.raises(Killed):
+                register(client, str(run.id), export, "cut_off", digest)
+        assert len(client.search_model_versions("name = 'cut_off'")) == 2
+        client.set_registered_model_alias("cut_off", "mine", "2")
+        made = register(client, str(run.id), export, "cut_off", digest)
+    (version,) = client.search_model_versions("name = 'cut_off'")
+    assert made.version == str(version.version) == "2", "an alias is never lost"
+
+
+def test_whole_models_are_kept_and_the_registered_one_is_chosen(
+    client: MlflowClient, tmp_path: Path
+) -> None:
+    export = whole(tmp_path / "model", 2.0, 3)
+    digest = export_digest(export)
+    with tracking_run(tmp_path / "run") as run:
+        entity = client.get_run(str(run.id))
+        first, second = (_log_model(entity, export, digest, {}) for _ in range(2))
+        for name, model_id in (("one", first), ("other", second)):
+            mlflow.register_model(f"models:/{model_id}", name)
+            assert register(client, str(run.id), export, name, digest).version == "1"
+        for name, model_id in (("one", first), ("other", second)):
+            (version,) = client.search_model_versions(f"name = '{name}'")
+            assert version.source == f"models:/{model_id}"
+            assert client.get_logged_model(model_id).status == "READY"
+
+
+def test_a_version_that_the_search_does_not_show_yet_is_registered(
+    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    export = whole(tmp_path / "model", 2.0, 3)
+    monkeypatch.setattr(MlflowClient, "search_model_versions", lambda *_: [])
+    with tracking_run(tmp_path / "run") as run:
+        made = register(client, str(run.id), export, "lagging", export_digest(export))
+    assert made.version == "1" and made.is_champion

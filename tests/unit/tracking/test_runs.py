@@ -403,3 +403,13 @@ def test_a_repeated_request_begins_one_run(
     assert [one.info.run_id for one in client.search_runs([run.info.experiment_id], same)] == [
         run_id
     ]
+
+
+def test_a_run_that_the_search_does_not_show_yet_is_the_one_created(
+    client: MlflowClient, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "search_runs", lambda *_: [])
+        run_id = begun(output_dir)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert begun(output_dir) == run_id
