@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from d2plm.assembly.tracked_run import log_settings, tracking_arguments
-from d2plm.commands.evaluate import _metrics
+from d2plm.commands.evaluate import metrics_of
 from d2plm.config import compose
 from d2plm.core.number_text import short_number
 from d2plm.core.redaction import redacted_settings
@@ -128,9 +128,9 @@ def test_the_models_own_figures_come_first_in_a_list_by_name_and_all_are_the_mod
 ) -> None:
     evaluation = replace(evaluation, given_relatives=invented_given_relatives())
     others = ["grad_norm/blocks.3", "system/cpu", "time/mfu", "train/loss", "validation/nelbo"]
-    sent = [name.partition("/")[0] for name in _metrics(evaluation)]
+    sent = [name.partition("/")[0] for name in metrics_of(evaluation)]
     assert list(dict.fromkeys(sent)) == ["evaluation", "given_relatives", "versus"]
-    names = sorted([*_metrics(evaluation), *others])
+    names = sorted([*metrics_of(evaluation), *others])
     assert names[0] == "evaluation/nelbo"
     assert names[-2:] == ["versus/composition", "versus/uniform"]
     assert [name for name in names if not name.startswith(EVALUATED)] == others
