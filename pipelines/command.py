@@ -231,7 +231,8 @@ def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
     url = server.run_url(run_id, recurring=cron is not None)
     result(url)
     if wait == "true":
-        follow(server, run_id, config.launcher.start_deadline_seconds)
+        launcher = config.launcher
+        follow(server, run_id, launcher.start_deadline_seconds, launcher.queue_deadline_seconds)
     return {"run" if cron is None else "recurring_run": run_id, "url": url}
 
 

@@ -1,16 +1,18 @@
 """Following a run on a Kubeflow Pipelines server, and reporting each step's changes.
 
-Requests are retried for ten minutes if the server does not answer. The run continues when nobody
-follows it. The server has no causes, neither of a failure nor of a wait: the first is in a step's
-log, the second in its pod, which the server takes for running.
+Requests are retried for ten minutes if the server does not answer, and a line a minute says what is
+waited for. The run continues when nobody follows it. The server has no causes, neither of a failure
+nor of a wait: the first is in a step's log, the second in its pod, which the server takes for
+running.
 """
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from d2plm.core.errors import ClusterError, LaunchError
+from d2plm.core.number_text import duration
 from d2plm.core.terminal import done
 from d2plm.launch import client
 from d2plm.launch.kfp_server import Server, reaching
@@ -21,20 +23,27 @@ TASKS = ("configure", *STEPS, "finish")
 POLL_SECONDS = 5.0
 PODS_SECONDS = 5.0  # for the cluster to list the pods
 PATIENCE_SECONDS = 600.0  # with a server that does not answer
+REPORT_SECONDS = 60.0  # between two lines about the same wait
 SUCCEEDED = ("SUCCEEDED", "SKIPPED")
 FAILED = ("FAILED", "CANCELED", "SYSTEM_ERROR")
+ENDED = (*SUCCEEDED, *FAILED)
 CANCELLED = ("CANCELING", "CANCELED")  # a cancelled run may end as FAILED
 LOG_LINES = 10  # of a step that was killed before it could say why
 _KFP_LINE = re.compile(r"[IWEF]\d{4} |time=|Error: exit status")  # KFP's launcher and Argo
 _RUN_LABEL = "pipeline/runid"
 _GATED = "SchedulingGated"  # by a queue
+_START, _QUEUE = "start_deadline_seconds", "queue_deadline_seconds"
+_DENIED = (401, 403)
 
 
-def follow(server: Server, run_id: str, start_deadline_seconds: float) -> None:
+def follow(
+    server: Server, run_id: str, start_deadline_seconds: float, queue_deadline_seconds: float
+) -> None:
     """Report each step's changes, and why a step waits, until the run has ended.
 
     Args:
-        start_deadline_seconds: how long a pod may wait, except in a queue.
+        start_deadline_seconds: how long the first step, or a pod outside a queue, may wait.
+        queue_deadline_seconds: how long a pod may wait in a queue.
 
     Raises:
         LaunchError: if the run fails or is cancelled, with the step and its error, or if a step
@@ -42,7 +51,8 @@ def follow(server: Server, run_id: str, start_deadline_seconds: float) -> None:
         ClusterError: if the server rejects a request, or does not answer for ten minutes.
     """
     shown: dict[str, str] = {}
-    pods, is_cancelled, waiting_since = _Pods(server, run_id), False, time.monotonic()
+    pods, is_cancelled = _Pods(server, run_id), False
+    wait = _Wait({_START: start_deadline_seconds, _QUEUE: queue_deadline_seconds})
     try:
         while True:
             run = _ask(server, run_id)
@@ -51,19 +61,10 @@ def follow(server: Server, run_id: str, start_deadline_seconds: float) -> None:
                 if task.state and shown.get(task.display_name) != task.state:
                     shown[task.display_name] = task.state
                     done(f"{task.display_name}: {task.state.lower()}")
-            if run.state in (*SUCCEEDED, *FAILED):
+            if run.state in ENDED:
                 break
-            reason, is_queued = pods.waiting()
-            if reason is None or is_queued:
-                waiting_since = time.monotonic()
-            if reason is not None and shown.get("waiting") != reason:
-                done(f"waiting: {reason}")
-            shown["waiting"] = reason or ""
-            if time.monotonic() - waiting_since > start_deadline_seconds:
-                raise LaunchError(
-                    f"no pod has started within start_deadline_seconds={start_deadline_seconds:g}: "
-                    f"{reason}; the run itself continues: {server.run_url(run_id)}"
-                )
+            if failure := wait.report(run, *pods.waiting()):
+                raise LaunchError(f"{failure}; the run itself continues: {server.run_url(run_id)}")
             time.sleep(POLL_SECONDS)
     except (KeyboardInterrupt, SystemExit):
         done(
@@ -81,7 +82,7 @@ def follow(server: Server, run_id: str, start_deadline_seconds: float) -> None:
 
 def _ask(server: Server, run_id: str) -> Any:
     """The run's state; asked for again while the server does not answer."""
-    began, asks_again = time.monotonic(), False
+    began, said_at = time.monotonic(), float("-inf")
     while True:
         try:
             with reaching(server.host):
@@ -92,10 +93,57 @@ def _ask(server: Server, run_id: str) -> Any:
                 raise ClusterError(
                     f"{error}; the run itself continues: {server.run_url(run_id)}"
                 ) from error
-            if not asks_again:
-                done(f"{error}; retrying")
-            asks_again = True
+            if time.monotonic() - said_at >= REPORT_SECONDS:
+                said_at = time.monotonic()
+                left = duration(began + PATIENCE_SECONDS - said_at)
+                done(f"{error}; retrying for up to {left}")
         time.sleep(POLL_SECONDS)
+
+
+class _Wait:
+    """What the run waits for, at once if a pod says it, then every minute; and when it is too long.
+
+    Args:
+        limits: kind of wait, named by the setting with its limit → seconds.
+    """
+
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        self._limits = limits
+        self._key, self._why = "", ""
+        self._since = self._said_at = time.monotonic()
+
+    def report(self, run: Any, is_known: bool, key: str, why: str) -> str | None:
+        """Report a wait; returns why it is to be given up, if it is.
+
+        Args:
+            is_known: whether the pods can be read; otherwise the wait for one goes on.
+            key: kind of the wait; empty: no pod waits.
+            why: what the pod waits for.
+        """
+        is_of_pod, now = bool(key), time.monotonic()
+        if not key:
+            states = {task.display_name: task.state for task in _steps(run) if task.state}
+            has_begun = any(state != "PENDING" for state in states.values())
+            ongoing = [f"{name} is {s.lower()}" for name, s in states.items() if s not in ENDED]
+            why = ", ".join(ongoing) or f"the run is {(run.state or 'pending').lower()}"
+            key = "" if has_begun else _START
+        is_other, is_new = key != self._key, why != self._why
+        self._key, self._why = key, why
+        if is_other or (is_new and not key):
+            self._since = now
+        if is_new and is_of_pod:
+            self._said_at = now
+            done(f"waiting: {why}")
+        waited, limit = now - self._since, self._limits.get(key)
+        if limit is not None and waited > limit and (is_known or not is_of_pod):
+            what = "left its queue" if key == _QUEUE else "started"
+            return f"no pod has {what} within {key}={limit:g}: {why}"
+        if now - self._said_at >= REPORT_SECONDS:
+            self._said_at = now
+            of = "" if limit is None else f" of {duration(limit)} (launcher.{key})"
+            unread = "" if is_known else "; its pods cannot be read"
+            done(f"waiting: {why}, for {duration(waited)}{of}{unread}")
+        return None
 
 
 class _Pods:
@@ -104,24 +152,32 @@ class _Pods:
     def __init__(self, server: Server, run_id: str) -> None:
         self._query = {"labelSelector": f"{_RUN_LABEL}={run_id}"}
         self._cluster: client.Cluster | None = None
+        self._last = ("", "")
         if client.is_configured():
             try:
                 self._cluster = client.connect(server.step_namespace, timeout_seconds=PODS_SECONDS)
             except ClusterError:
                 return
 
-    def waiting(self) -> tuple[str | None, bool]:
-        """Why a pod has not started, None if none waits; and whether a queue holds it back."""
+    def waiting(self) -> tuple[bool, str, str]:
+        """Whether the pods can be read now; the kind of a pod's wait, empty if none; its reason.
+
+        While the cluster does not answer, its last answer stands.
+        """
         if self._cluster is None:
-            return None, False
+            return False, "", ""
         try:
             path, what = self._cluster.path(client.POD), "list the run's pods"
             pods = self._cluster.call("GET", path, what, query=self._query)["items"]
-        except ClusterError:  # not permitted, or of another cluster
-            self._cluster = None
-            return None, False
-        held = [(state_of(pod, client.PYTORCHJOB).waits_for, unscheduled(pod)[0]) for pod in pods]
-        return next(((why, reason == _GATED) for why, reason in held if why), (None, False))
+        except ClusterError as error:
+            if getattr(error.__cause__, "status", None) in _DENIED:  # or of another cluster
+                self._cluster, self._last = None, ("", "")
+            return False, *self._last
+        held = [(unscheduled(pod)[0], state_of(pod, client.PYTORCHJOB).waits_for) for pod in pods]
+        kinds = [(_QUEUE if reason == _GATED else _START, why) for reason, why in held if why]
+        # One outside a queue, whose limit is the shorter one, is reported first.
+        self._last = max(kinds, key=lambda kind: kind[0] == _START, default=("", ""))
+        return True, *self._last
 
 
 def _steps(run: Any) -> list[Any]:

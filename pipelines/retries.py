@@ -12,16 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from d2plm.core.errors import first_line
+from d2plm.core.errors import ClusterError, first_line
 from d2plm.launch.client import TRANSIENT
 from d2plm.launch.kfp_server import POD_VARIABLE
 
-PAUSES = (
-    5,
-    20,
-    60,
-    180,
-)  # seconds before each further attempt
+PAUSES = (5, 20, 60, 180)  # seconds before each further attempt
 AWAY = (errno.EIO, errno.ESTALE, errno.ENETUNREACH, errno.EHOSTUNREACH)  # of volumes and networks
 Result = TypeVar("Result")
 
@@ -42,19 +37,23 @@ def patiently(act: Callable[[], Result]) -> Result:
 
 
 def is_temporary(error: BaseException | None) -> bool:
-    """Whether a failure may pass by itself: of a connection, a server's 503, a volume."""
-    while error is not None:
+    """Whether a failure may pass by itself: of a connection, a server's 503, a volume.
+
+    Not a cluster's: its client has repeated the request for minutes.
+    """
+    while error is not None and not isinstance(error, ClusterError):
         if _is_away(error):
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ if error.__suppress_context__ else error.__context__
     return False
 
 
 def _is_away(error: Any) -> bool:
     from requests.exceptions import RetryError  # such as after five times 503
 
-    response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    status = getattr(error, "status", None)  # 0: of a failure of TLS
+    if status is None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, socket.gaierror):
         return error.errno == socket.EAI_AGAIN
     is_network = isinstance(error, ConnectionError | TimeoutError | RetryError)

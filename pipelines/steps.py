@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2plm.config import check_paths, compose, quoted, read, save
-from d2plm.core.errors import D2PLMError
+from d2plm.core.errors import D2PLMError, first_line
 from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
 from d2plm.launch.kfp_server import POD_VARIABLE
@@ -116,7 +116,10 @@ def step(function: Callable[[str], Result]) -> Callable[..., Result]:
     def run(config: str, **outputs: Any) -> Result:
         def act() -> Result:
             result = function(config)
-            artifacts.fill(Path(config), outputs, result)
+            try:
+                artifacts.fill(Path(config), outputs, result)
+            except Exception as error:  # the step itself is complete
+                log.warning("the step's artifacts in the UI are incomplete: %s", first_line(error))
             return result
 
         return run_step(function.__name__, Path(config), act)
@@ -297,7 +300,8 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "", summary: A
     is_cancelled = state in CANCELLED and not has_succeeded
     if is_cancelled:
         message = "the run was cancelled"
-        record.note(file, failure.step if failure else "run", "cancelled", message)
+        if record.entries(file):  # else nothing has started, and the folder may not exist
+            record.note(file, failure.step if failure else "run", "cancelled", message)
     if summary is not None:
         Path(summary.path).write_text(record.as_markdown(file), encoding="utf-8")
     if has_succeeded or not file.is_file():  # no file: nothing has started

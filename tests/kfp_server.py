@@ -35,6 +35,7 @@ class KfpServer:
         logs: node's id → log of its container.
         refusals: what is answered in place of anything else to a request whose path begins so; a
             refusal that has been given so often as its number says is over.
+        silent: a path whose requests get no answer while the double is there.
         requests: method, path, query and body of all requests.
         tokens: the `Authorization` of all requests.
     """
@@ -44,6 +45,8 @@ class KfpServer:
     script: list[dict[str, Any]] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, tuple[int, Answer]] = field(default_factory=dict)
+    silent: str | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
     requests: list[tuple[str, str, dict[str, list[str]], Any]] = field(default_factory=list)
     tokens: list[str | None] = field(default_factory=list)
     experiments: list[dict[str, Any]] = field(default_factory=list)
@@ -174,6 +177,9 @@ def kfp_server(context: ssl.SSLContext | None = None) -> Iterator[KfpServer]:
             split = urlsplit(self.path)
             kind = self.headers.get("Content-Type", "")
             body = content(kind, text) if text else None
+            if double.silent is not None and split.path == API + double.silent:
+                double.ended.wait()
+                return
             status, said = double.answer(self.command, split.path, parse_qs(split.query), body)
             data = (said if isinstance(said, str) else json.dumps(said)).encode()
             self.send_response(status)
@@ -199,6 +205,7 @@ def kfp_server(context: ssl.SSLContext | None = None) -> Iterator[KfpServer]:
     try:
         yield double
     finally:
+        double.ended.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -20,6 +20,7 @@ from d2plm.settings.registry import module_words
 from d2plm.training.plan import partition
 
 # Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
+# MLFLOW_RUN_ID is a user's, of a pipeline on this machine: steps in a cluster have dropped KFP's.
 FORWARDED_VARIABLES = (
     *("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
 )

@@ -413,7 +413,7 @@ def _mapped(file: Path) -> mmap.mmap:
             f"{file}: no such file{near}; give the prefix of both files, .idx and .bin"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: it is empty
-        raise _damaged(file, f"cannot be read ({error})") from None
+        raise _damaged(file, f"cannot be read ({error})") from error
 
 
 def _damaged(file: Path, what: str) -> DataError:

@@ -153,7 +153,7 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
     try:
         wanted = set(file.read_bytes().split())
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); check the path") from None
+        raise DataError(f"{file}: cannot be read ({error.strerror}); check the path") from error
     if not wanted:
         raise DataError(f"{file}: is empty; give one identifier a line")
     found: set[bytes] = set()

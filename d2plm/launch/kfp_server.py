@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from d2plm.core.errors import MAX_SHOWN, ClusterError, first_line
 from d2plm.core.redaction import redacted
+from d2plm.core.waiting import waiting
 
 if TYPE_CHECKING:
     from requests import Response
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 HEALTH = "apis/v2beta1/healthz"
 LOG = "apis/v1alpha1/runs/{run}/nodes/{node}/log"
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 30  # for connecting, and between two parts of a response
 NAMESPACE = "kubeflow"  # of a server without profiles, and the client's own default
 REMEDIES = {
     401: "set KFP_TOKEN to a valid token, such as that of kubectl create token default "
@@ -107,13 +109,20 @@ def connect() -> Server:
     with reaching(host):
         from kfp import Client
 
-        client = Client(
+        class KnowingClient(Client):
+            """Does not ask what `reach` has asked: its own request would have no time limit."""
+
+            def get_kfp_healthz(self, *_: Any) -> Any:
+                return SimpleNamespace(multi_user=is_multi_user)
+
+        client = KnowingClient(
             host=host,
             existing_token=os.environ.get("KFP_TOKEN"),
             ssl_ca_cert=os.environ.get("SSL_CERT_FILE"),
             namespace=namespace or NAMESPACE,
             proxy=_proxy(host),
         )
+        _limit_requests(client)
     if is_multi_user and not client.get_user_namespace():
         raise ClusterError(
             f"Kubeflow Pipelines at {host}: each user has a namespace; set KFP_NAMESPACE to yours"
@@ -143,13 +152,17 @@ def reach(host: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[str, boo
 
 @contextmanager
 def reaching(host: str) -> Iterator[None]:
-    """Convert the client's errors to one line, and suppress its output.
+    """Convert the client's errors to one line, suppress its output, and log a line a minute.
 
     Raises:
         ClusterError: if the server cannot be reached or denies access.
     """
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        with (
+            waiting(f"Kubeflow Pipelines at {host}"),
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     except ClusterError:
@@ -176,6 +189,17 @@ def reaching(host: str) -> Iterator[None]:
         if proxy := _proxy(host):
             text += f"; the request went through the proxy {redacted(proxy)}: see NO_PROXY"
         raise ClusterError(f"Kubeflow Pipelines at {host}: {text}") from error
+
+
+def _limit_requests(client: Any) -> None:
+    """Limit the time of every request of a `kfp.Client`, which itself sets no limit."""
+    pool = client._run_api.api_client.rest_client.pool_manager  # of all its APIs
+    request = pool.request
+
+    def limited(*arguments: Any, **options: Any) -> Any:
+        return request(*arguments, **{**options, "timeout": TIMEOUT_SECONDS})
+
+    pool.request = limited
 
 
 def _get(host: str, path: str, timeout_seconds: float = TIMEOUT_SECONDS) -> "Response":

@@ -199,7 +199,8 @@ def begin_mlflow_run(
     """Begin or resume the MLflow run of `output_dir`, and set it RUNNING.
 
     `MLFLOW_TRACKING_URI` takes precedence over `uri`, `MLFLOW_RUN_ID` over the saved run id and
-    `MLFLOW_EXPERIMENT_ID` over `experiment`; Kubeflow Pipelines sets these variables.
+    `MLFLOW_EXPERIMENT_ID` over `experiment`. Kubeflow Pipelines sets these variables; a pipeline's
+    steps, which share one run, drop its `MLFLOW_RUN_ID`.
 
     Raises:
         TrackingError: if the store cannot be reached, rejects a request, or lacks the requested

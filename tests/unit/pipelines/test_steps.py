@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from kfp import dsl
+from kubernetes.client import ApiException
 from mlflow import MlflowClient
 
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import compose, read
-from d2plm.core.errors import ConfigError, DataError, TrackingError
+from d2plm.core.errors import ClusterError, ConfigError, DataError, TrackingError
 from d2plm.core.vocabulary import PROTEIN
 from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run, end_left_running
 from pipelines import components, record, retries, steps
@@ -36,6 +37,17 @@ def configure(tmp_path: Path) -> Configure:
         return steps.configure(overrides=overrides, **(defaults | parameters))
 
     return composed
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def hidden(error: Exception, context: Exception) -> Exception:
+    """`error` as `raise error from None` leaves it, in the handling of `context`."""
+    error.__context__, error.__cause__ = context, None
+    return error
 
 
 def test_parameters_that_are_empty_or_0_leave_the_settings_to_the_configuration(
@@ -138,6 +150,9 @@ def test_a_step_that_fails_says_why_in_its_last_line_and_keeps_its_traceback_in_
         (ConfigError("trainer.max_step=7: unknown key"), False),
         (FileNotFoundError("/workspace/nope.fasta"), False),
         (socket.gaierror(socket.EAI_NONAME, "no such server"), False),
+        (ApiException(status=0, reason="SSLError"), True),  # of TLS
+        (hidden(ConfigError("no"), ConnectionRefusedError("handled")), False),
+        (caused(ClusterError("no answer"), ConnectionRefusedError("repeated")), False),
     ],
 )
 def test_only_temporary_failures_are_tried_again_and_only_in_a_pod(
@@ -164,6 +179,34 @@ def test_only_temporary_failures_are_tried_again_and_only_in_a_pod(
         with pytest.raises(SystemExit):
             steps.run_step("prepare", tmp_path / "run.yaml", fail_once)
         assert len(attempts) == 1
+
+
+def test_a_copy_for_the_ui_that_fails_does_not_fail_or_repeat_the_step(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KFP_POD_NAME", "prepare")
+    done = []
+
+    def away(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    @steps.step
+    def prepare(config: str) -> str:
+        done.append(config)
+        return "digest"
+
+    monkeypatch.setattr("pipelines.artifacts.fill", away)
+    config = configure()
+    assert prepare(config, dataset=None) == "digest"
+    assert len(done) == 1
+    assert record.entries(Path(config))["prepare"].state == "succeeded"
+    assert "artifacts in the UI are incomplete" in caplog.text
+
+
+def test_a_run_that_was_cancelled_before_it_wrote_makes_no_folder(tmp_path: Path) -> None:
+    work_dir = tmp_path / "work"
+    steps.finish("run-1", str(work_dir), "RUNNING")
+    assert not work_dir.exists()
 
 
 def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(

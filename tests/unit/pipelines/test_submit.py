@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kubernetes.client import ApiException
 
 from d2plm.cli import main as d2plm
+from d2plm.core.errors import ClusterError
+from d2plm.launch import kfp_server as kfp_server_module
 from d2plm.launch.kfp_server import SERVER_FAILS
 from pipelines import follow
 from tests.cluster import Cluster
@@ -323,6 +326,108 @@ def test_a_step_that_waits_says_why_and_is_not_followed_for_longer_than_it_may_w
     assert ("within start_deadline_seconds=0.2: Unschedulable: 0/1 nodes" in error) == may_read
 
 
+def following_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], report_seconds: float
+) -> list[str]:
+    """The lines of a run that is followed with such an interval between two about a wait."""
+    monkeypatch.setattr(follow, "REPORT_SECONDS", report_seconds)
+    d2plm([*SUBMIT, "wait=true"])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_wait_without_readable_pods_says_in_every_interval_what_is_waited_for(
+    server: KfpServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.setattr("d2plm.launch.client._ACCOUNT", tmp_path)
+    server.script = [*[run("RUNNING", step("train", "RUNNING"))] * 30, run("SUCCEEDED")]
+    lines = following_lines(monkeypatch, capsys, 0.1)
+    said = [line for line in lines if line.startswith("waiting: train is running, for ")]
+    assert len(said) >= 2
+    assert said[0].endswith("; its pods cannot be read")
+
+
+def test_a_run_whose_first_step_does_not_start_is_not_followed_for_ever(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = [{"state": "PENDING"}]
+    assert d2plm([*SUBMIT, "wait=true", "launcher.start_deadline_seconds=0.1"]) == 1
+    assert "within start_deadline_seconds=0.1: the run is pending" in capsys.readouterr().err
+
+
+class Pods:
+    """A cluster whose list of the run's pods is a script; its last entry stays."""
+
+    def __init__(self, *answers: dict[str, object] | int) -> None:
+        self.answers = list(answers)
+
+    def path(self, kind: object) -> str:
+        return "pods"
+
+    def call(self, *_: object, **__: object) -> dict[str, object]:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, int):
+            raise ClusterError("cannot list the run's pods") from ApiException(status=answer)
+        return {"items": [answer]}
+
+
+def held(reason: str) -> dict[str, object]:
+    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "later"}
+    return {
+        "metadata": {"name": "pod", "uid": "1"},
+        "status": {"phase": "Pending", "conditions": [condition]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([held("SchedulingGated")], "left its queue within queue_deadline_seconds=0.4"),
+        # A failure of the cluster does not end the watch over the deadline; a refusal does.
+        ([held("Unschedulable"), 503, 0, held("Unschedulable")], "started within start_deadline"),
+        ([403, held("Unschedulable")], None),
+    ],
+)
+def test_every_wait_for_a_pod_has_an_end_and_lines_about_it(
+    server: KfpServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answers: list[dict[str, object] | int],
+    said: str | None,
+) -> None:
+    monkeypatch.setattr(follow, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr("d2plm.launch.client.is_configured", lambda: True)
+    monkeypatch.setattr("d2plm.launch.client.connect", lambda *_, **__: Pods(*answers))
+    server.script = [*[run("RUNNING", step("prepare", "RUNNING"))] * 60, run("SUCCEEDED")]
+    limits = ("launcher.start_deadline_seconds=0.3", "launcher.queue_deadline_seconds=0.4")
+    assert d2plm([*SUBMIT, "wait=true", *limits]) == (said is not None)
+    output, error = capsys.readouterr()
+    assert output.count("waiting: ") >= 2
+    assert said is None or f"no pod has {said}" in error
+
+
+@pytest.mark.parametrize("words", [["wait=true"], []])
+def test_a_server_that_accepts_a_request_and_stays_silent_is_given_up(
+    server: KfpServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    monkeypatch.setattr(kfp_server_module, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(follow, "PATIENCE_SECONDS", 0.0)
+    server.script = [run("RUNNING")]
+    server.silent = "/runs/r1" if words else "/runs"
+    began = time.monotonic()
+    assert d2plm([*SUBMIT, *words]) == 1
+    assert time.monotonic() - began < 10
+    error = capsys.readouterr().err
+    assert "Read timed out" in error
+    assert error.count("\n") == 1 or words
+
+
 def test_a_run_that_kfp_itself_rejects_is_reported_with_its_message(
     server: KfpServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,7 +443,7 @@ def test_a_server_that_is_away_for_a_while_is_asked_again(
     server.refusals["/runs/r1"] = (3, (502, "<html>bad gateway</html>"))
     assert d2plm([*SUBMIT, "wait=true"]) == 0
     output = capsys.readouterr().out
-    assert output.count("; retrying") == 1
+    assert output.count("; retrying for up to ") == 1
     assert "the run has succeeded" in output
 
 
@@ -355,6 +460,15 @@ def test_following_ends_where_the_token_has_expired_or_patience_has(
     server.refusals["/runs/r1"] = (1000, (status, {"message": "gone"}))
     assert d2plm([*SUBMIT, "wait=true"]) == 1
     assert f"the run itself continues: {server.url}/#/runs/details/r1" in capsys.readouterr().err
+
+
+def test_a_server_that_stays_away_is_reported_in_every_interval(
+    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = [run("SUCCEEDED")]
+    server.refusals["/runs/r1"] = (3, (502, "<html>bad gateway</html>"))
+    lines = following_lines(monkeypatch, capsys, 0.0)
+    assert sum("; retrying for up to " in line for line in lines) == 3
 
 
 def test_an_interrupt_ends_the_following_and_not_the_run(
