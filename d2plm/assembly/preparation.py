@@ -37,7 +37,7 @@ def prepare_data(config: PipelineSettings, runs: Iterable[str] = ()) -> dict[str
     Raises:
         DataError: if other data would replace those of a training, unless it starts anew.
     """
-    data = config.data
+    data, replaced = config.data, list[Path]()
 
     def keep_for_runs(changed: str) -> None:
         own = [Path(one) for one in runs or (config.output_dir,)]
@@ -51,8 +51,9 @@ def prepare_data(config: PipelineSettings, runs: Iterable[str] = ()) -> dict[str
                 "data.keep_prepared=true; to train anew, set another work_dir, or "
                 "trainer.resume=none, which replaces the data of all these runs"
             )
-        if trained:
+        if trained and not replaced:
             log.warning("replacing the data of %s: %s", named, ", ".join(map(str, trained)))
+            replaced.extend(trained)
 
     require(bool(data.input), "data.input", data.input, "proteins or a raw store")
     assert data.input is not None

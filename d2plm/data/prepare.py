@@ -271,7 +271,8 @@ def _raw_store(
     if prepared:
         try:
             content = _content(raw := SequenceStore(fresh), records_of(raw), vocabulary)
-            if any(prepared.get(name) != value for name, value in content.items()):
+            of_prepared = {name: prepared.get(name) for name in content}
+            if digest_of(content) != digest_of(of_prepared):
                 is_same = source and before and before["source"] == source["source"]
                 replacing("a setting of the data" if is_same else "the input")
             shutil.rmtree(path, ignore_errors=True)

@@ -69,9 +69,9 @@ from d2plm.training.training_length import flops_per_step, number_of_steps
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # What a rank reports to the others after a step, the most urgent last.
+_NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
 # As `difference` says it; with None on a side, a setting has changed.
 _OTHER_DATA = re.compile(r"data\.collections\.\d+\.(clusters|digest): (?!None)\S+ → (?!None)")
-_NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
 
 log = logging.getLogger(__name__)
 
