@@ -1,7 +1,9 @@
 """Preparing the configured data, and checks before a pipeline's first step."""
 
 import logging
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,25 @@ def prepare_data(config: PipelineSettings, runs: Iterable[str] = ()) -> dict[str
         runs: output folders of the trainings on these data; none stands for the configured one.
 
     Raises:
-        DataError: if other data would replace those of a training that resumes.
+        DataError: if other data would replace those of a training, unless it starts anew.
     """
-    data = config.data
+    data, replaced = config.data, list[Path]()
 
     def keep_for_runs(changed: str) -> None:
-        trained = [one for one in runs or (config.output_dir,) if Path(one, RUN_CONFIG).is_file()]
+        own = [Path(one) for one in runs or (config.output_dir,)]
+        trained = [one for one in own if (one / RUN_CONFIG).is_file()]
+        trained += [one for one in _trained_on(config) if one not in trained]
+        named = counted(len(trained), "run")
         if trained and config.trainer.resume != "none":
             raise DataError(
-                f"{data.prepared_dir}: {changed} changed since the run in {trained[0]}; to "
-                "continue that run, undo the change or set data.keep_prepared=true; to train anew, "
-                "set another work_dir, or trainer.resume=none, which replaces the data"
+                f"{data.prepared_dir}: {changed} changed since the run in {trained[0]} "
+                f"({named} used these data); to keep the data, undo the change or set "
+                "data.keep_prepared=true; to train anew, set another work_dir, or "
+                "trainer.resume=none, which replaces the data of all these runs"
             )
+        if trained and not replaced:
+            log.warning("replacing the data of %s: %s", named, ", ".join(map(str, trained)))
+            replaced.extend(trained)
 
     require(bool(data.input), "data.input", data.input, "proteins or a raw store")
     assert data.input is not None
@@ -81,6 +90,28 @@ def prepare_data(config: PipelineSettings, runs: Iterable[str] = ()) -> dict[str
     )
     done(f"prepared {data.prepared_dir}: {', '.join(amounts)}")
     return manifest
+
+
+def _trained_on(config: PipelineSettings) -> list[Path]:
+    """The folders of runs beside the prepared data, or in the work folder, that used these data."""
+    import yaml
+
+    folder = Path(config.data.prepared_dir)
+    target, found = os.path.realpath(folder), set()
+    unreadable = (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError)
+    for parent in {Path(config.work_dir), folder.parent}:
+        for file in (*parent.glob(f"*/{RUN_CONFIG}"), *parent.glob(f"*/*/{RUN_CONFIG}")):
+            with suppress(*unreadable):
+                data = yaml.safe_load(file.read_text())["data"]
+                used = [data["prepared_dir"]]
+                used += [one["prepared_dir"] for one in (data.get("mixture") or {}).values()]
+                # A relative path may be from another working directory.
+                if any(
+                    os.path.realpath(one) == target or target.endswith(f"/{Path(one)}")
+                    for one in used
+                ):
+                    found.add(file.parent)
+    return sorted(found)
 
 
 def build_vocabulary(settings: VocabularySettings) -> Vocabulary:

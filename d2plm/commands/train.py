@@ -108,8 +108,9 @@ def _train(config: PipelineSettings) -> dict[str, Any] | None:
             describe(tracked, config)
     if not trainer.process.is_main:
         return None
-    if any(isinstance(callback, Export) for callback in trainer.callbacks):
-        done(f"exported {config.model_dir}")
+    for callback in trainer.callbacks:
+        if isinstance(callback, Export):
+            done(f"{'reusing' if callback.is_reused else 'exported'} {config.model_dir}")
     return {
         "output_dir": config.output_dir,
         "model_dir": config.model_dir,
@@ -126,14 +127,16 @@ def _alone_in(output_dir: Path, config: PipelineSettings) -> AbstractContextMana
     if int(os.environ.get("RANK", 0)):
         return nullcontext()
     limit, ranks = config.trainer.max_wait_seconds, int(os.environ.get("WORLD_SIZE", 1))
+    limit_key = "trainer.max_wait_seconds"
     if ranks > 1:
         patience = 0.9 * config.distributed.timeout_seconds
-        limit = patience if limit is None else min(limit, patience)
+        if limit is None or patience < limit:
+            limit, limit_key = patience, "0.9 × distributed.timeout_seconds"
     busy = f"another training run is writing to {output_dir}"
     if resolve_device(config.trainer.device) == "cuda":
         held = counted(ranks, "GPU")
-        busy += f" (this one holds {held} meanwhile; trainer.max_wait_seconds limits the wait)"
-    return locked(output_dir / ".lock", busy, max_wait_seconds=limit)
+        busy += f" (this one holds {held} meanwhile; {limit_key} limits the wait)"
+    return locked(output_dir / ".lock", busy, max_wait_seconds=limit, limit_key=limit_key)
 
 
 class SaveConfig(Callback):

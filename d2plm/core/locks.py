@@ -21,7 +21,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked(
-    file: Path, busy: str, *, of: Path | None = None, max_wait_seconds: float | None = None
+    file: Path,
+    busy: str,
+    *,
+    of: Path | None = None,
+    max_wait_seconds: float | None = None,
+    limit_key: str = "max_wait_seconds",
 ) -> Iterator[None]:
     """Hold the lock `file`, which is created here and removed when the lock is released.
 
@@ -34,6 +39,7 @@ def locked(
         busy: what the process that holds the lock is doing, for the lines about the wait.
         of: the path to name if the lock cannot be created; None names the lock itself.
         max_wait_seconds: when to give up; None waits until the holder releases the lock or ends.
+        limit_key: the setting that limits the wait, as the error names it.
 
     Raises:
         DataError: if the file cannot be created, or the lock is held for too long.
@@ -49,7 +55,7 @@ def locked(
                     lock.acquire(timeout=0)
                     break
                 file.touch()  # FileLock takes a file that cannot be made, as in /proc, for held
-                _wait(lock, busy, max_wait_seconds)
+                _wait(lock, busy, max_wait_seconds, limit_key)
                 break
             except FileNotFoundError:  # a holder has failed and has removed the folder
                 if attempt == ATTEMPTS - 1:
@@ -72,15 +78,15 @@ def locked(
         lock.release()
 
 
-def _wait(lock: FileLock, busy: str, max_wait_seconds: float | None) -> None:
+def _wait(lock: FileLock, busy: str, max_wait_seconds: float | None, limit_key: str) -> None:
     log.warning("%s: waiting for it", busy)
     try:
         with waiting(f"the end of this: {busy}"):
             lock.acquire(timeout=-1 if max_wait_seconds is None else max_wait_seconds)
     except Timeout:
         raise DataError(
-            f"{busy}: it has not ended within max_wait_seconds={max_wait_seconds:g}; wait longer "
-            "(null: until it ends), end it, or use another folder"
+            f"{busy}: it has not ended within {limit_key}={max_wait_seconds:g}; wait longer, end "
+            "it, or use another folder"
         ) from None
 
 

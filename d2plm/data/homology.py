@@ -291,7 +291,8 @@ def mmseqs_in(
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
         scratch = Path(resources.temporary_dir) / f"d2plm-{digest[:16]}"
     lock, busy = scratch.with_name(f"{scratch.name}.lock"), f"another process searches in {folder}"
-    with locked(lock, busy, max_wait_seconds=resources.max_wait_seconds):
+    limit = resources.max_wait_seconds
+    with locked(lock, busy, max_wait_seconds=limit, limit_key="data.max_wait_seconds"):
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             with writing(folder):

@@ -105,7 +105,7 @@ def prepare(
         report: called with one line per stage.
         progress: called with the share of the reading done, 0 … 1, and a note.
         replacing: called with what has changed before prepared data in `output_dir` are replaced;
-            an error that it raises keeps them, except if the input is standard input.
+            an error that it raises keeps them.
 
     Returns:
         The manifest: key, inputs, settings, counts, searches, digests of the stores, seconds.
@@ -125,7 +125,11 @@ def prepare(
     )
     seconds: dict[str, float] = {}
     busy, wait = f"another preparation is writing to {output_dir}", resources.max_wait_seconds
-    with writing(output_dir), locked(output_dir / ".lock", busy, max_wait_seconds=wait):
+    lock, limit_key = output_dir / ".lock", "data.max_wait_seconds"
+    with (
+        writing(output_dir),
+        locked(lock, busy, max_wait_seconds=wait, limit_key=limit_key),
+    ):
         if keep and (output_dir / MANIFEST).is_file():
             report(f"keeping the prepared data in {output_dir}")
             return open_prepared(output_dir).manifest
@@ -133,10 +137,7 @@ def prepare(
             raw = _raw_store(
                 inputs, output_dir, vocabulary, window, reading, report, progress, replacing
             )
-        raw_digests, records = dict(raw.manifest["digests"]), records_of(raw)
-        if records is not None:
-            # Numbers of records depend on the order of the input, unlike which pieces they have.
-            raw_digests["pieces"] = array_digest(records)
+        records = records_of(raw)
         settings = {
             "min_residues": min_residues,
             "max_residues": max_residues,
@@ -149,10 +150,8 @@ def prepare(
             settings["relatives"] = of_relatives
         origin = {
             "format_version": FORMAT_VERSION,
-            "raw_digests": raw_digests,
+            **_content(raw, records, vocabulary),
             "settings": settings,
-            "alphabet": vocabulary.describe(),
-            "window": window_of(raw),
             f"{similarity.program}_version": similarity.version,
         }
         key = digest_of(origin)
@@ -244,20 +243,21 @@ def _raw_store(
         source = {"source": digest, "reading": asdict(reading)}
         source |= {"alphabet": vocabulary.describe(), "window": window}
     path = output_dir / RAW
-    if source is not None:
-        before: dict[str, Any] | None = None
-        with suppress(DataError):  # there is none that is whole
-            raw = SequenceStore(path)
-            before = raw.manifest["provenance"].get("from")
-            if before == source:
-                report(f"reusing {path}: {describe(raw)}")
-                return raw
-        if before is not None and (output_dir / MANIFEST).is_file():
-            is_same = before["source"] == source["source"]
-            replacing("a setting of the data" if is_same else "the input")
+    before: dict[str, Any] | None = None
+    with suppress(DataError):  # there is none that is whole
+        raw = SequenceStore(path)
+        before = raw.manifest["provenance"].get("from")
+        if source is not None and before == source:
+            report(f"reusing {path}: {describe(raw)}")
+            return raw
+    prepared: dict[str, Any] = {}
+    with suppress(DataError):
+        prepared = read_manifest(output_dir) or {}
+    # The same sequences may come from another file, or by another setting.
+    fresh = output_dir / f"new_{RAW}" if prepared else path
     ingest(
         inputs,
-        path,
+        fresh,
         vocabulary=vocabulary,
         reading=reading,
         window=window,
@@ -268,7 +268,30 @@ def _raw_store(
     # Return memory that glibc has kept after the ingest, so that MMseqs2 can use it.
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+    if prepared:
+        try:
+            content = _content(raw := SequenceStore(fresh), records_of(raw), vocabulary)
+            of_prepared = {name: prepared.get(name) for name in content}
+            if digest_of(content) != digest_of(of_prepared):
+                is_same = source and before and before["source"] == source["source"]
+                replacing("a setting of the data" if is_same else "the input")
+            shutil.rmtree(path, ignore_errors=True)
+            fresh.rename(path)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
     return SequenceStore(path)
+
+
+def _content(
+    raw: SequenceStore, records: NDArray[np.int32] | None, vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """What the prepared data depend on besides the settings, as in their manifest."""
+    digests = dict(raw.manifest["digests"])
+    if records is not None:
+        # Numbers of records depend on the order of the input, unlike which pieces they have.
+        digests["pieces"] = array_digest(records)
+    alphabet = vocabulary.describe()
+    return {"raw_digests": digests, "alphabet": alphabet, "window": window_of(raw)}
 
 
 def _within_bounds(raw: SequenceStore, min_residues: int, max_residues: int | None) -> Mask:

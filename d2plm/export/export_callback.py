@@ -28,9 +28,13 @@ class Export(Callback):
 
     The export records `provenance` with the step and, unless given, the digest of the training
     proteins.
+
+    Attributes:
+        is_reused: whether an existing export was kept, as nothing was trained since.
     """
 
     called_last = True
+    is_reused = False
 
     def __init__(self, folder: str | Path, provenance: dict[str, Any] | None = None) -> None:
         self.folder, self.provenance = Path(folder), provenance or {}
@@ -58,6 +62,7 @@ class Export(Callback):
             return all(is_export_of(folder, provenance) for folder in folders)
 
         if trainer.first_step == trainer.step and process.on_main(is_written):
+            self.is_reused = True
             return
         with trainer.ema.swapped_in():
             weights = full_weights(trainer.model, process)

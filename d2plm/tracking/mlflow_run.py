@@ -237,7 +237,7 @@ def end_left_running(
     Args:
         status: FAILED or KILLED.
         uri: URI of the MLflow store; `MLFLOW_TRACKING_URI` takes precedence.
-        owner: tags of the process; a run that has others belongs to another and is left alone.
+        owner: tags of the process; a run without them belongs to another and is left alone.
         tags: the reason; also set on a run that has already failed.
 
     Returns:
@@ -254,7 +254,7 @@ def end_left_running(
     with reaching(client, f"mark run {run_id} {status}"):
         run, found = MLflowRun(client, run_id), client.get_run(run_id)
         of_run, is_deleted = found.data.tags, found.info.lifecycle_stage == "deleted"
-        if is_deleted or any(of_run.get(name, value) != value for name, value in owner.items()):
+        if is_deleted or any(of_run.get(name) != value for name, value in owner.items()):
             return None
         if found.info.status == "FINISHED" and VERSION_TAG in of_run:
             return None

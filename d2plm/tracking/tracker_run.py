@@ -38,6 +38,18 @@ REMEDIES = (
         "and credentials, or start the server with --serve-artifacts and use a new experiment",
     ),
     (
+        r"\b50[23] Server Error|error code 50[23]|too many 50[23]|Bad Gateway|Service Unavailable",
+        "the server, or its proxy, is overloaded or starting: run the same command again later",
+    ),
+    (
+        r"[Nn]o Experiment with id|Could not find experiment with ID",
+        "there is none with this id: correct or unset MLFLOW_EXPERIMENT_ID",
+    ),
+    (
+        r"\bRun (with id=)?\S+ not found",
+        "there is none with this id: correct or unset MLFLOW_RUN_ID (or tracking.parent_run_id)",
+    ),
+    (
         r"INVALID_PARAMETER_VALUE|BAD_REQUEST|Invalid project name",
         "it does not take this name or value: change it, as the same command would fail again",
     ),

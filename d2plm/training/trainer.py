@@ -8,6 +8,7 @@ a run is the same on any number of processes.
 
 import logging
 import os
+import re
 import signal
 import time
 from collections import deque
@@ -69,6 +70,8 @@ from d2plm.training.training_length import flops_per_step, number_of_steps
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # What a rank reports to the others after a step, the most urgent last.
 _NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
+# As `difference` says it; with None on a side, a setting has changed.
+_OTHER_DATA = re.compile(r"data\.collections\.\d+\.(clusters|digest): (?!None)\S+ → (?!None)")
 
 log = logging.getLogger(__name__)
 
@@ -541,6 +544,13 @@ class Trainer:
             )
         )
         changed = difference(saved["identity"], self.identity)
+        if changed is not None and _OTHER_DATA.match(changed):
+            raise CheckpointError(
+                f"checkpoint {location} was trained on other data: they have changed since this "
+                f"run ({changed}); to continue it, prepare the earlier input again, or set "
+                "data.prepared_dir to its data; to train on the present data, start anew with "
+                "resume=none, or choose another output_dir"
+            )
         if changed is not None:
             raise CheckpointError(
                 f"checkpoint {location} belongs to a run with other settings ({changed}); restore "

@@ -100,8 +100,11 @@ def test_a_training_waits_for_another_one_in_its_folder(
 
 
 @pytest.mark.parametrize(
-    ("processes", "more"),
-    [("1", "trainer.max_wait_seconds=0.1"), ("2", "distributed.timeout_seconds=0.2")],
+    ("processes", "more", "limit"),
+    [
+        ("1", "trainer.max_wait_seconds=0.1", "trainer.max_wait_seconds=0.1"),
+        ("2", "distributed.timeout_seconds=0.2", "0.9 × distributed.timeout_seconds=0.18"),
+    ],
 )
 def test_a_training_that_waits_says_what_it_holds_and_gives_up(
     tmp_path: Path,
@@ -109,12 +112,13 @@ def test_a_training_that_waits_says_what_it_holds_and_gives_up(
     caplog: pytest.LogCaptureFixture,
     processes: str,
     more: str,
+    limit: str,
 ) -> None:
     monkeypatch.setattr("d2plm.commands.train.resolve_device", lambda _: "cuda")
     monkeypatch.setattr("d2plm.core.waiting.REPORT_SECONDS", 0.02)
     monkeypatch.setenv("WORLD_SIZE", processes)
     config = tiny(tmp_path, more)
-    said = f"this one holds {processes} GPU.* it has not ended within max_wait_seconds=0.1"
+    said = f"this one holds {processes} GPU.* it has not ended within {limit};"
     with (
         caplog.at_level(logging.INFO),
         locked(Path(config.output_dir) / ".lock", "busy"),
@@ -137,17 +141,22 @@ def damage(name: str, model: Path) -> None:
         file.unlink()
 
 
-def test_a_damaged_export_of_a_complete_run_is_written_again(tmp_path: Path) -> None:
+def test_a_damaged_export_of_a_complete_run_is_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny(tmp_path, "callbacks.export={}")
     run(config)
     model = Path(config.model_dir)
     whole = weights_digest(model)
     (model / "mine").touch()
+    assert f"exported {model}" in capsys.readouterr().out
     run(config)
+    assert f"reusing {model}" in capsys.readouterr().out
     assert (model / "mine").exists(), "a whole export is kept"
     for name in ("model.safetensors", "config.json", "paradigm_config.json"):
         damage(name, model)
         run(config)
+        assert f"exported {model}" in capsys.readouterr().out
         load_export(model)
         assert weights_digest(model) == whole
 
@@ -167,6 +176,17 @@ def test_other_steps_for_a_complete_run_name_what_trains_its_model_further(tmp_p
     run(tiny(tmp_path))
     with pytest.raises(CheckpointError, match=r"max_steps: 1 → 2.*init_from="):
         run(tiny(tmp_path, "trainer.max_steps=2"))
+
+
+def test_data_that_have_changed_since_the_run_are_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tiny(tmp_path))
+    changed = f"data.collections.0.digest: {'a' * 64} → {'b' * 64}"
+    monkeypatch.setattr("d2plm.training.trainer.difference", lambda *_: changed)
+    said = "they have changed since this run .*prepare the earlier input.*resume=none"
+    with pytest.raises(CheckpointError, match=said):
+        run(tiny(tmp_path))
 
 
 def test_export_takes_the_run_s_own_configuration(

@@ -89,12 +89,12 @@ def test_a_wait_is_reported_every_minute_and_ends_at_its_limit(
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     file = tmp_path / "lock"
     busy = "another training writes"
-    given_up = f"^{busy}: it has not ended within max_wait_seconds=0.5"
+    given_up = f"^{busy}: it has not ended within data.max_wait_seconds=0.5"
     with (
         caplog.at_level(logging.INFO),
         locked(file, "busy"),
         pytest.raises(DataError, match=given_up),
-        locked(file, busy, max_wait_seconds=0.5),
+        locked(file, busy, max_wait_seconds=0.5, limit_key="data.max_wait_seconds"),
     ):
         pass
     assert caplog.text.count(f"waiting for the end of this: {busy}, 0 s so far") > 2

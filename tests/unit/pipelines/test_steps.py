@@ -250,6 +250,7 @@ def work(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, configure:
 def left_running(work: Path) -> tuple[MlflowClient, str]:
     """A run as a step that is killed leaves it: still running."""
     run = begin_mlflow_run(work / "diffusion")
+    run.set_tags({"pipeline.run": "run-1"})
     return run.client, run.id
 
 
@@ -334,6 +335,18 @@ def test_a_run_of_another_pipeline_in_the_same_folder_is_left_alone(work: Path) 
     client.set_tag(run_id, "pipeline.run", "run-1")
     steps.finish("run-1", str(work), "FAILED")
     assert client.get_run(run_id).info.status == "FAILED"
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "RUNNING"])
+def test_a_training_of_no_pipeline_in_the_same_folder_is_left_alone(
+    work: Path, status: str
+) -> None:
+    client, run_id = left_running(work)
+    client.delete_tag(run_id, "pipeline.run")
+    client.set_terminated(run_id, status=status)
+    steps.finish("run-1", str(work), "FAILED")
+    found = client.get_run(run_id)
+    assert found.info.status == status and "pipeline.state" not in found.data.tags
 
 
 def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
