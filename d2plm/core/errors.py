@@ -41,7 +41,8 @@ class ConfigError(D2PLMError):
         self.reason, self.settings = reason, dict(settings or {})
 
     def __str__(self) -> str:
-        named = ", ".join(f"{key}={in_one_line(value)}" for key, value in self.settings.items())
+        shown = {k: "null" if v is None else in_one_line(v) for k, v in self.settings.items()}
+        named = ", ".join(f"{key}={value}" for key, value in shown.items())
         return f"{named}: {self.reason}" if named else self.reason
 
     def within(self, section: str, keys: Mapping[str, str] | None = None) -> "ConfigError":

@@ -55,6 +55,7 @@ SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job wa
 CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 # Operators restart a worker that ran out of memory, although it will run out of memory again.
 MOST_DEATHS_BY_MEMORY = 3
+BRIEF_SECONDS = 10  # for what may be missing, such as events, so that deadlines are seen
 LOG_LINES = 20  # of a failed pod, in messages
 LOG_SECONDS = 20  # until the logs of failed pods have been read, or cannot be
 MOST_WITHOUT_LOG = 2  # failed preparations without a log that are tolerated
@@ -122,6 +123,8 @@ class RunningJob:
         self, cluster: Cluster, kind: JobKind, name: str, say: Callable[[str], None]
     ) -> None:
         self.cluster, self.kind, self.name, self.say = cluster, kind, name, say
+        # Requests that the job's end and its deadlines do not wait for; they are made again later.
+        self._brief = replace(cluster, timeout_seconds=BRIEF_SECONDS, patience_seconds=0)
         self._said: dict[str, str] = {}  # last message about each condition, pod and event
         self._events_due = 0.0
         self._warnings: dict[str, str] = {}  # last warning by name of the object
@@ -228,7 +231,7 @@ class RunningJob:
     def report_stuck_pods(self) -> None:
         """Report the pods of a job that has been deleted or suspended which cannot end."""
         with suppress(ClusterError):  # of an account that may delete jobs only
-            pods = replace(self.cluster, patience_seconds=0).pods(self.kind, self.name)
+            pods = self._brief.pods(self.kind, self.name)
             for pod in self._stuck([state_of(pod, self.kind) for pod in pods], at_once=True):
                 self.say(self._how_to_end(pod))
 
@@ -351,9 +354,10 @@ class RunningJob:
     def _report_events(self, job: Manifest) -> None:
         """Report each new warning about the job and the objects created for it."""
         try:
-            events = self.cluster.warnings(self.kind, job)
+            events = self._brief.warnings(self.kind, job)
         except ClusterError as error:
-            self._say_once("events", f"warnings cannot be reported: {error}")
+            if "events" not in self._said:  # once, whatever the next failure says
+                self._say_once("events", f"warnings cannot be reported: {error}")
             return
         for event in events:
             about, reason = event["involvedObject"], event.get("reason", "")
@@ -425,7 +429,7 @@ class RunningJob:
             return "it is suspended, by no queue"
         why = f"Kueue holds it in queue {queue}"
         try:
-            workload = self.cluster.workload(self.kind, job) or {}
+            workload = self._brief.workload(self.kind, job) or {}
         except ClusterError as error:
             return f"{why} ({error})"
         for one in workload.get("status", {}).get("conditions") or ():

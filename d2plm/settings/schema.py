@@ -50,6 +50,7 @@ def key(
     default: Any = MISSING,
     *,
     form: Form | None = None,
+    names: Form | None = None,
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
@@ -63,6 +64,7 @@ def key(
     Args:
         default: lists and dictionaries are copied.
         form: of a text, or of each text of a list or mapping.
+        names: form of the names of a mapping.
         low, high: bounds of a number, or of each number of a list.
         above, below: the same without the bound itself.
         path: what a value that is a path leads to.
@@ -72,6 +74,7 @@ def key(
     """
     metadata = {
         "form": form,
+        "names": names,
         "low": low,
         "high": high,
         "above": above,
@@ -135,7 +138,7 @@ def _fits(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
         return is_list and all(_fits_any(arguments[0], one, limits) for one in value)
     if origin is dict:
         return isinstance(value, Mapping) and all(
-            isinstance(name, str) and _fits_any(arguments[1], one, limits)
+            _fits(str, name, {"form": limits.get("names")}) and _fits_any(arguments[1], one, limits)
             for name, one in value.items()
         )
     if kind in (int, float):
@@ -178,7 +181,11 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
     if origin is list:
         return f"a list, [{_wanted(_alternatives(arguments[0])[0], limits)}, …]"
     if origin is dict or (isinstance(kind, type) and issubclass(kind, Settings)):
-        return "a mapping, {NAME: VALUE, …}; {}: none"
+        text = "a mapping, {NAME: VALUE, …}"
+        if limits.get("names") is not None:
+            values = dict.fromkeys(_wanted(one, limits) for one in _alternatives(arguments[1]))
+            text += f"; NAME: {limits['names'].words}; VALUE: {' or '.join(values)}"
+        return f"{text}; {{}}: none"
     if kind in (int, float):
         text = range_of(limits)
         return f"{'an integer' if kind is int else 'a number'}{f' {text}' if text else ''}"
@@ -472,7 +479,8 @@ def _value_schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
     if origin in (list, dict):
         inner = _any_of([_value_schema(one, limits) for one in _alternatives(arguments[-1])])
         name, items = ("array", "items") if origin is list else ("object", "additionalProperties")
-        return {"type": name, items: inner}
+        names = {} if limits["names"] is None else {"propertyNames": _pattern(limits["names"])}
+        return {"type": name, items: inner, **names}
     if kind in (int, float):
         words = ("minimum", "low"), ("maximum", "high"), ("exclusiveMinimum", "above")
         bounds = {
@@ -483,5 +491,9 @@ def _value_schema(kind: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "integer" if kind is int else "number", **bounds}
     simple = {NoneType: "null", bool: "boolean", str: "string"}
     if kind is str and limits["form"] is not None:
-        return {"type": "string", "pattern": f"^({limits['form'].pattern})$"}
+        return {"type": "string", **_pattern(limits["form"])}
     return {"type": simple[kind]} if kind in simple else {}
+
+
+def _pattern(form: Form) -> dict[str, str]:
+    return {"pattern": f"^({form.pattern})$"}

@@ -312,6 +312,43 @@ def test_why_a_queue_holds_a_job_is_said_once(cluster: Cluster, kind: JobKind) -
     assert "step 1" in launch.finish(30)
 
 
+@pytest.mark.parametrize("status", [500, 503])
+def test_events_that_cannot_be_listed_delay_neither_the_end_nor_the_deadlines(
+    cluster: Cluster, status: int
+) -> None:
+    cluster.fail_next(10_000, status, "list", "events")
+    cluster.script(Script(lines=("step 1",), seconds=1))
+    said = launched().finish(20)
+    assert "step 1" in said
+    (failure,) = [line for line in said if "warnings cannot be reported" in line]
+    assert f"({status})" in failure
+    connect().delete(PYTORCHJOB, "mine")
+    cluster.script(Script(seconds=600))
+    text = str(launched(job=replace(JOB, deadline_seconds=3)).failure(20))
+    assert "deadline" in text.lower()
+    cluster.full()
+    text = str(launched(job=LATE).failure(20))
+    assert "start_deadline_seconds=1.5" in text
+    assert "Insufficient nvidia.com/gpu" in text
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_workloads_that_cannot_be_listed_delay_neither_the_deadline_nor_the_start(
+    cluster: Cluster, status: int
+) -> None:
+    cluster.fail_next(10_000, status, "list", "workloads")
+    cluster.kueue(research="50m more needed")
+    text = str(launched(job=replace(JOB, queue="research", queue_deadline_seconds=2)).failure(20))
+    assert "has not left its queue within queue_deadline_seconds=2: Kueue holds it" in text
+    assert f"({status})" in text
+    launch = launched(job=replace(JOB, queue="research"))
+    cluster.wait_for(lambda: cluster.job("mine"))
+    time.sleep(2)
+    cluster.script(Script(lines=("step 1",)))
+    cluster.kueue(research="")
+    assert "step 1" in launch.finish(20)
+
+
 def test_a_full_queue_is_given_up_at_its_deadline_with_a_report_before(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,7 +129,7 @@ def test_a_training_that_waits_says_what_it_holds_and_gives_up(
     assert (
         "waiting for the end of this: another training run is writing to "
         f"{config.output_dir} (this one holds {processes} {held} meanwhile; "
-        "trainer.max_wait_seconds limits the wait), 0 s so far"
+        f"{limit.partition('=')[0]} limits the wait), 0 s so far"
     ) in caplog.text
 
 

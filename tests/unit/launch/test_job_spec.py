@@ -232,7 +232,7 @@ def test_settings_that_would_not_reach_the_pods_are_rejected(
     assert main([*words, "--config-name", "train"]) == 2
     assert "not passed to" in capsys.readouterr().err
     assert main([*words, "launcher.claims=null"]) == 2
-    assert "launcher.claims=None: must be a mapping" in capsys.readouterr().err
+    assert "launcher.claims=null: must be a mapping" in capsys.readouterr().err
 
 
 def test_numbers_are_text_where_the_api_wants_text() -> None:

@@ -56,6 +56,7 @@ def test_a_value_of_another_type_or_range_is_rejected(word: str, message: str) -
     [
         (LauncherSettings, "memory", ["8Gi", "1.5G", "1e9"], ["12Gx", "", "-1", "8 Gi"]),
         (LauncherSettings, "cpu", ["2", "500m", ".5"], ["zero", "two"]),
+        (LauncherSettings, "queue", ["research", "team-a.gpu", None], ["Nope_X", "", "a" * 64]),
         (LauncherSettings, "name", ["a-1", None], ["BAD_NAME", "-a", "a" * 64]),
         (
             TrackingSettings,
@@ -90,8 +91,45 @@ def test_a_mapping_is_set_as_documented_and_null_is_refused(
     ((name, text),) = value.items()
     composed, _ = compose_arguments("train", [f"launcher.{key}={{{name}: {text}}}"])
     assert getattr(composed.launcher, key) == value
-    with pytest.raises(ConfigError, match=f"launcher.{key}=None: must be a mapping, .* {{}}: none"):
+    with pytest.raises(ConfigError, match=f"launcher.{key}=null: must be a mapping, .* {{}}: none"):
         compose_arguments("train", [f"launcher.{key}=null"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("claims={a: /workspace, b: /workspace/}", "must have a path of its own for each claim"),
+        ("claims={a: /dev/shm}", "must have a path of its own for each claim"),
+        ("claims={tmp: /w}", "must have a path of its own for each claim"),
+        ("claims={a: relative}", "VALUE: an absolute path"),
+        ("claims={a: 1}", "VALUE: an absolute path"),
+        ("claims={A_b: /w}", "NAME: a name of up to 63 lower-case letters"),
+        ("environment={1 A: x}", "NAME: letters, digits"),
+        ("environment={A: null}", "VALUE: text in UTF-8 or an integer or a number"),
+        ("node_selector={bad key: x}", "NAME: a label, such as kubernetes.io/hostname"),
+        ("node_selector={gpu: bad value}", "VALUE: up to 63 letters"),
+        ("node_selector={gpu: true}", "numbers, true and false in quotes"),
+    ],
+)
+def test_a_mapping_that_the_cluster_would_reject_is_refused_by_its_key(
+    word: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_arguments("train", [f"launcher.{word}"])
+    assert str(caught.value).startswith(f"launcher.{word.partition('=')[0]}={{")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "claims={a: /workspace, b: /workspace/data}",
+        "environment={NCCL_DEBUG: INFO, a.b-c: 1, B: true, C: 0.5, D: ''}",
+        "node_selector={kubernetes.io/hostname: NODE_1, gpu: 'true', a.io/x: ''}",
+    ],
+)
+def test_a_mapping_that_the_cluster_takes_passes(word: str) -> None:
+    compose_arguments("train", [f"launcher.{word}"])
 
 
 def all_settings(kind: type[Settings] = Settings) -> Iterator[type[Settings]]:

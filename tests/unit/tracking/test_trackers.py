@@ -299,7 +299,7 @@ def test_the_group_s_choices(choice: str, trackers: list[str]) -> None:
         (["mlflow", "wanb"], r"trackers='wanb': .*mlflow, tensorboard, wandb.*'wandb'"),
         (["none"], r"trackers='none': must be one of mlflow, tensorboard, wandb"),
         ("mlflow", r"trackers='mlflow': must be a list of any of mlflow, "),
-        (None, r"trackers=None: must be a list"),
+        (None, r"trackers=null: must be a list"),
         (["wandb", "wandb"], "each once"),
     ],
 )

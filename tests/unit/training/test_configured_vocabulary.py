@@ -99,7 +99,7 @@ def test_prepared_data_contain_their_tokenizer(
             ["data.window=127", "data.max_length=null"],
             "data.window=127: must be at most model.max_position_embeddings - 2 = 126",
         ),
-        (["data.alphabet=tokenizer"], "data.tokenizer=None: must be the tokenizer.json"),
+        (["data.alphabet=tokenizer"], "data.tokenizer=null: must be the tokenizer.json"),
         (["data.alphabet=dna", "model.relatives_dim=8"], "model.relatives_dim=8: must be null"),
     ],
 )
