@@ -337,8 +337,8 @@ class RunningJob:
             self._say_once(state.uid, f"pod {state.name}: {state.ended}")
             if is_new:  # at once, as operators delete the pod; in a thread, as its node may be lost
                 reader = threading.Thread(target=self._read_log_end, args=[state], daemon=True)
-                self._log_readers.append(reader)
                 reader.start()
+                self._log_readers.append(reader)  # once it can be joined
         elif state.waits_for is not None:
             self._say_once(state.uid, f"pod {state.name} waits: {state.waits_for}")
 

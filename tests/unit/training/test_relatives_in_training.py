@@ -30,7 +30,7 @@ Build = Callable[..., Trainer]
     ("changes", "words"),
     [
         ({"max_relatives": 2}, "max_relatives=2.*without relatives_dim"),
-        ({"relatives_dim": 8}, "max_relatives=None.*relatives_dim=8"),
+        ({"relatives_dim": 8}, "max_relatives=null.*relatives_dim=8"),
         ({"relatives_dim": 8, "max_relatives": 0}, "max_relatives=0"),
         (
             {"relatives_dim": 8, "max_relatives": 2, "paradigm": UniformFlowMatching()},
