@@ -9,7 +9,8 @@ import pytest
 from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.evaluation.family_bound import ADAPTED, FAMILY_PROFILE
-from d2plm.evaluation.quality import GENERATED, NATURAL
+from d2plm.evaluation.new_members import NATURAL
+from d2plm.evaluation.quality import GENERATED
 from tests.commands import d2plm
 from tests.conftest import FASTA
 
@@ -40,5 +41,5 @@ def test_a_family_that_the_base_has_not_seen_is_predicted_and_grown(tmp_path: Pa
         assert test[baseline]["perplexity"]["value"] > test[ADAPTED]["perplexity"]["value"]
         assert max(test[baseline]["difference"]["interval"]) < 0, baseline
     sets = json.loads((tmp_path / "abc" / "members.members.json").read_text())["sets"]
-    rates = [sets[name]["members"] / len(sets[name]["proteins"]) for name in (GENERATED, NATURAL)]
+    rates = [sets[name]["figures"]["members"] for name in (GENERATED, NATURAL)]
     assert rates[0] >= 0.8 * rates[1] > 0
