@@ -340,7 +340,8 @@ def test_a_setting_of_a_wrong_type_is_rejected(ask: Ask, name: str, value: Any) 
         task = "score"
     status, document = ask({"inputs": rows, "params": {"task": task, name: value}})
     assert status in (200, 400), document
-    optional = {"sampler": str, "steps": int, "top_k": int, "max_length": int, "remdm_eta": float}
+    optional = {"sampler": str, "steps": int, "top_k": int, "max_length": int}
+    optional |= {"remdm_eta": float, "temperature": float}
     kind = optional.get(name, type(default))
     right = type(value) is kind or (kind is float and type(value) is int)
     if not right and not (value is None and name in optional):
