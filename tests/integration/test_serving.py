@@ -344,7 +344,9 @@ def require_right_types(body: bytes, predictions: list[Any]) -> None:
     texts = [cell for cell in cells if isinstance(cell, str)]
     assert all(text.isascii() and "\0" not in text for text in texts), body
     for name, value in params.items():
-        right = {"temperature": (int, float), "task": (str,)}.get(name, (int, type(None)))
+        right = {"temperature": (int, float, type(None)), "task": (str,)}.get(
+            name, (int, type(None))
+        )
         assert type(value) in right, body
     assert len(predictions) == len(cells) * (1 if task == "score" else params.get("number", 1))
 
