@@ -240,8 +240,7 @@ class SequenceModel:
         if length is not None and not isinstance(length, int):
             length = [_plain(one) for one in _listed(length, "length", "an integer or", "integers")]
         if family is not None and length is None and prompt is None:
-            lengths = range(min_length, (max_length or (1 << 30) - 1) + 1)
-            return self._sample([None] * number, settings, family, lengths)
+            return self._sample([None] * number, settings, family, min_length, max_length)
         templates = prompted(
             self.exported.lengths if family is None else lengths_of(family, self.max_residues),
             number,
@@ -487,13 +486,16 @@ class SequenceModel:
         templates: Sequence[Tokens | None],
         sampling: Sampling,
         family: Family | None = None,
-        lengths: range = range(1, 1 << 30),
+        min_length: int = 1,
+        max_length: int | None = None,
     ) -> list[str]:
         if family is not None:
             from d2plm.families.designs import FamilyDesigns  # imports HMMER
 
             self.exported.require_proteins("relatives")
-            made = FamilyDesigns(family).design(templates, sampling, lengths=lengths)
+            made = FamilyDesigns(family).design(
+                templates, sampling, min_length=min_length, max_length=max_length
+            )
             return [decode(one.tokens) for one in made]
         rows = sample(
             self._denoiser,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from d2plm.evaluation.new_members import (
 from d2plm.evaluation.plots import plot_new_members
 from d2plm.evaluation.quality import GENERATED
 from d2plm.export.designs import write_sampling
-from d2plm.families.designs import ANY_LENGTH, Design, FamilyDesigns, Wishes
+from d2plm.families.designs import Design, FamilyDesigns, Wishes
 from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling, in_a_line
 from d2plm.settings.evaluation import GenerationSettings
@@ -67,9 +68,14 @@ def generate_members(
         law = FamilyDesigns(given, lambda text: progress.update(0, note=text), named)
     with within("generation"):
         sampling, wishes = law.sampling(Sampling.of(settings)), wishes_of(law, settings)
-        lengths = range(settings.min_length, (settings.max_length or ANY_LENGTH.stop - 1) + 1)
+        draw = partial(
+            law.design,
+            wishes=wishes,
+            min_length=settings.min_length,
+            max_length=settings.max_length,
+        )
         with Progress("generating") as progress:
-            made = law.design(templates, sampling, wishes, lengths, progress.update)
+            made = draw(templates, sampling, progress=progress.update)
     with Progress("judging", MOST_REDRAWN if settings.filter else 1) as progress:
         judge, redrawn = Judge(given, held_out, seed=settings.seed), 0
         described = _described(judge, made, names, law)
@@ -80,7 +86,7 @@ def generate_members(
             progress.update(number, note=f"{counted(len(failed), 'design')} drawn again")
             redrawn += len(failed)
             again = replace(sampling, seed=Key(sampling.seed, number).as_int())
-            new = law.design([templates[i] for i in failed], again, wishes, lengths)
+            new = draw([templates[i] for i in failed], again)
             for i, one in zip(failed, new, strict=True):
                 made[i] = one
             described = _described(judge, made, names, law)

@@ -45,18 +45,6 @@ PARENTS, SWITCHES = 8, 1 / 20  # of a mosaic, and how often it goes on with anot
 SHOWN = 10  # proteins of a set in the alignment
 
 
-def describe_members(
-    generated: Sequence[Tokens],
-    names: Sequence[str],
-    given: Family,
-    held_out: Family | None = None,
-    *,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Compare each new member, natural members and the references with the family; see `Judge`."""
-    return Judge(given, held_out, seed=seed).describe(generated, names)
-
-
 def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != name}
 

@@ -1,6 +1,6 @@
 """Text output about new members of a family: sentence, tables, FASTA headers, file.
 
-The content is that of `membership.describe_members`; nothing here needs HMMER.
+The content is that of `membership.Judge`; nothing here needs HMMER.
 """
 
 import csv
@@ -134,7 +134,7 @@ def header(described: dict[str, Any]) -> list[str]:
 
 
 def write_members(described: dict[str, Any], fasta: Path) -> Path:
-    """Write the result of `describe_members` next to the FASTA file of the generated proteins.
+    """Write the result of `Judge.describe` next to the FASTA file of the generated proteins.
 
     Raises:
         DataError: if a file cannot be read or written.

@@ -359,7 +359,7 @@ def identity_shares(figures: SequenceSet) -> list[float]:
 
 
 def plot_new_members(members: Mapping[str, Any], file: Path) -> None:
-    """Write one PNG of what `describe_members` returned: plane, scores and alignment.
+    """Write one PNG of what `Judge.describe` returned: plane, scores and alignment.
 
     Raises:
         DataError: if the file cannot be written.

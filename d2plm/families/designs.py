@@ -62,11 +62,8 @@ LONGEST_INSERTIONS = 1.0  # share of the columns; a member with more lends no pa
 
 MOST_MEMBERS = 5_000  # drawn, of more
 CALIBRATED, TRIAL_STEPS, TRIALS = 32, 24, 6  # rough designs that μ is found with, by bisection
-TABLE_ENTRIES = (
-    250_000_000  # of pairs of letters in columns, 1 GB; pairs further apart are left out
-)
+TABLE_ENTRIES = 250_000_000  # pairs of letters in columns, 1 GB; pairs further apart are left out
 GOLDEN = (5**0.5 - 1) / 2  # whose multiples, modulo 1, are spread evenly
-ANY_LENGTH = range(1, 1 << 30)
 IMPOSSIBLE = -1e4  # logit; infinite ones mean a damaged model
 
 log = logging.getLogger(__name__)
@@ -140,23 +137,21 @@ class FamilyDesigns:
             used, total = f"{len(self.places):,}", f"{len(family.members):,}"
             log.info("%s of %s members are used", used, total)
             family = family.only(self.places)
-        self.names, typical = (
-            family.names,
-            sorted(family.members, key=len)[len(family.members) // 2],
-        )
+        self.names = family.names
+        typical = sorted(family.members, key=len)[len(family.members) // 2]
         self.members = [aligned_part(one, typical) for one in family.members]
         note(f"aligning {len(self.members):,} members")
         self.hmm = family_hmm(self.members, family.columns)
         self.paths, self.length = paths_of(self.hmm, self.members), self.hmm.M
         self.letters = [letters_of(one) for one in self.members]
-        pairs = zip(self.paths, self.letters, strict=True)
-        self.aligned_NL = np.stack([in_columns(*one, self.length) for one in pairs])
+        along = list(zip(self.paths, self.letters, strict=True))
+        self.aligned_NL = np.stack([in_columns(*one, self.length) for one in along])
         note(f"comparing {len(self.members):,} members")
         self.weights = sequence_weights(self.aligned_NL)
         # The last row is of residues between columns.
         profile = column_profile(self.aligned_NL, self.weights)
         inserted = np.bincount(
-            np.concatenate([own[path == self.length] for path, own in self._members()]),
+            np.concatenate([own[path == self.length] for path, own in along]),
             minlength=GAP + 1,
         )[:GAP]
         between = (inserted + GAP * amino_frequencies()) / (inserted.sum() + GAP)
@@ -173,7 +168,9 @@ class FamilyDesigns:
         templates: Sequence[Tokens | None],
         sampling: Sampling,
         wishes: Wishes = Wishes(),
-        lengths: range = ANY_LENGTH,
+        *,
+        min_length: int = 1,
+        max_length: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Design]:
         """A design for each of the templates; each depends on its place among them and the seed.
@@ -181,7 +178,7 @@ class FamilyDesigns:
         Args:
             templates: tokens with `<mask>` where a residue is wanted; None: of any length.
             sampling: see `sampling`.
-            lengths: of the designs without a template.
+            min_length, max_length: of the designs without a template.
             progress: see `sample`.
 
         Raises:
@@ -189,14 +186,16 @@ class FamilyDesigns:
                 wishes.
         """
         sampling = self.sampling(sampling)
-        law = _Law(self, wishes, sampling, lengths)
+        law = _Law(self, wishes, sampling, (min_length, max_length))
         starts = [
             law.start(template, place, np.random.default_rng((sampling.seed, place)))
             for place, template in enumerate(templates)
         ]
-        self.denoiser.avoid, self.denoiser.temperature = wishes.avoid, sampling.temperature or 1.0
+        denoiser = FamilyDenoiser(
+            self.log_profile, self.denoiser.pairs, wishes.avoid, sampling.temperature or 1.0
+        )
         rows = sample(
-            self.denoiser,  # type: ignore[arg-type]  # it is given sites as relatives
+            denoiser,  # type: ignore[arg-type]  # it is given sites as relatives
             AbsorbingDiffusion(),
             [one.template for one in starts],
             sampling,
@@ -292,9 +291,6 @@ class FamilyDesigns:
         same += (1 - share) * (lengths - (own < GAP).sum(1))  # of the residues between columns
         return float(np.median(same / lengths))
 
-    def _members(self) -> list[tuple[FamilyPath, Letters]]:
-        return list(zip(self.paths, self.letters, strict=True))
-
     def _pairs(self, profile: Floats, note: Callable[[str], None]) -> "PairTerms | None":
         if len(self.members) < FEWEST_MEMBERS:
             return None
@@ -364,14 +360,21 @@ class FamilyDenoiser:
     Each sequence is given its `sites` in the place of relatives: int32 [n], 21 times the column of
     each residue (L: none) plus the letter that it may not become (GAP: none).
 
-    Attributes:
+    Args:
         avoid: letters that none may become.
         temperature: by which a sampler divides the logits.
     """
 
-    def __init__(self, log_profile: Floats, pairs: PairTerms | None) -> None:
+    def __init__(
+        self,
+        log_profile: Floats,
+        pairs: PairTerms | None,
+        avoid: frozenset[int] = frozenset(),
+        temperature: float = 1.0,
+    ) -> None:
         self.log_profile = torch.from_numpy(log_profile).float()
-        self.pairs, self.avoid, self.temperature = pairs, frozenset[int](), 1.0
+        self.pairs, self.avoid = pairs, list(avoid)
+        self.impossible = IMPOSSIBLE * max(1.0, temperature)
 
     def log_probabilities(self, letters: Letters) -> Floats:
         """float64 [S, L + 1, 20] of visible letters [S, L], the last row of a residue between."""
@@ -391,11 +394,10 @@ class FamilyDenoiser:
         letters = torch.full((count, length + 1), GAP)
         letters[segment, column] = shown
         found = self._logits(letters[:, :-1])[segment, column]
-        impossible = IMPOSSIBLE * max(1.0, self.temperature)
-        found[:, list(self.avoid)] = impossible
+        found[:, self.avoid] = self.impossible
         found = F.pad(found, (0, 1))  # GAP
-        found = found.scatter(1, excluded[:, None], impossible)[:, :GAP]
-        logits = torch.full((len(tokens), PROTEIN.size), impossible)
+        found = found.scatter(1, excluded[:, None], self.impossible)[:, :GAP]
+        logits = torch.full((len(tokens), PROTEIN.size), self.impossible)
         logits[places, CANONICAL_START : CANONICAL_START + GAP] = found
         return logits
 
@@ -411,7 +413,11 @@ class _Law:
     """How designs begin: paths, members and what is kept of them, conditional on the wishes."""
 
     def __init__(
-        self, designs: FamilyDesigns, wishes: Wishes, sampling: Sampling, lengths: range
+        self,
+        designs: FamilyDesigns,
+        wishes: Wishes,
+        sampling: Sampling,
+        lengths: tuple[int, int | None],
     ) -> None:
         assert sampling.temperature is not None
         temperature = self.temperature = sampling.temperature
@@ -476,14 +482,15 @@ class _Law:
         found = np.full(len(self.designs.members), -np.inf)
         for i in np.flatnonzero(self.designs.usual):
             path, own = self.designs.paths[i], self.designs.letters[i]
-            if len(path) in self.lengths and {*self.wishes.keep} <= {*path.tolist()}:
+            low, high = self.lengths
+            fits = low <= len(path) and (high is None or len(path) <= high)
+            if fits and {*self.wishes.keep} <= {*path.tolist()}:
                 stay, change = self._weights(path, own, self.allowed[path])
                 with np.errstate(divide="ignore"):
                     found[i] = np.log(stay + change).sum()
         if not np.isfinite(found).any():
-            limits = {"min_length": self.lengths.start}
-            if self.lengths.stop < ANY_LENGTH.stop:
-                limits["max_length"] = self.lengths.stop - 1
+            names = zip(("min_length", "max_length"), self.lengths, strict=True)
+            limits = {name: limit for name, limit in names if limit is not None}
             raise ConfigError("no member has such a length and the columns that are kept", limits)
         p = np.exp(found - found.max())
         return np.asarray(p / p.sum())

@@ -461,7 +461,7 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
             f"no cluster is configured: {first_line(error)}; run this in a pod with a service "
             "account, or set KUBECONFIG, or train on this machine"
         ) from error
-    configuration.retries = False  # `Cluster.request` repeats requests, for a limited time
+    configuration.retries = False  # `Cluster.call` repeats requests, for a limited time
     patience = PATIENCE_SECONDS if timeout_seconds is None else 0
     timeout = TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     return Cluster(client.ApiClient(configuration), namespace or current, timeout, patience)

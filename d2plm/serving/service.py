@@ -341,7 +341,9 @@ class Service:
     ) -> Work:
         from d2plm.families.designs import FamilyDesigns  # imports HMMER
 
-        low, high = getattr(params, "min_length", 1), getattr(params, "max_length", None)
+        lengths = dict[str, Any]()
+        if isinstance(params, Generating):
+            lengths = {"min_length": params.min_length, "max_length": params.max_length}
         longest = max(family.members, key=len)
         shown = [longest if one is None else one for one in templates]
         self._require_within_limit(sum(map(len, shown)))
@@ -357,7 +359,7 @@ class Service:
             made = law.design(
                 templates,
                 sampling,
-                lengths=range(low, (high or 1 << 30) + 1),
+                **lengths,
                 progress=lambda done, total: progress(done / total),
             )
             return _rows_of_designs(

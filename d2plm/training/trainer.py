@@ -8,11 +8,10 @@ a run is the same on any number of processes.
 
 import logging
 import os
-import re
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -70,8 +69,6 @@ from d2plm.training.training_length import flops_per_step, number_of_steps
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # What a rank reports to the others after a step, the most urgent last.
 _NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
-# As `difference` says it; with None on a side, a setting has changed.
-_OTHER_DATA = re.compile(r"data\.collections\.\d+\.(clusters|digest): (?!None)\S+ → (?!None)")
 
 log = logging.getLogger(__name__)
 
@@ -544,7 +541,7 @@ class Trainer:
             )
         )
         changed = difference(saved["identity"], self.identity)
-        if changed is not None and _OTHER_DATA.match(changed):
+        if _has_other_data(saved["identity"], self.identity):
             raise CheckpointError(
                 f"checkpoint {location} was trained on other data: they have changed since this "
                 f"run ({changed}); to continue it, prepare the earlier input again, or set "
@@ -663,3 +660,14 @@ class Trainer:
 
     def _request_stop(self, _signal: int, _frame: object) -> None:
         self.stop_requested = True
+
+
+def _has_other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the data of a run are other ones; a digest on one side alone is of a setting."""
+    old_data, new_data = (one.get("data", {}).get("collections", ()) for one in (before, now))
+    pairs = zip(old_data, new_data, strict=False)
+    return any(
+        old[name] != new[name] and None not in (old[name], new[name])
+        for old, new in pairs
+        for name in ("digest", "clusters")
+    )

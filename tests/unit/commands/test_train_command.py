@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from d2plm.assembly import training_run
 from d2plm.assembly.dry_run import forecast
 from d2plm.cli import main
 from d2plm.commands.train import run
@@ -182,8 +183,14 @@ def test_data_that_have_changed_since_the_run_are_said_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tiny(tmp_path))
-    changed = f"data.collections.0.digest: {'a' * 64} → {'b' * 64}"
-    monkeypatch.setattr("d2plm.training.trainer.difference", lambda *_: changed)
+    identity = training_run._identity
+
+    def changed(*given: Any) -> dict[str, Any]:
+        found = identity(*given)
+        found["data"]["collections"][0]["digest"] = "b" * 64
+        return found
+
+    monkeypatch.setattr(training_run, "_identity", changed)
     said = "they have changed since this run .*prepare the earlier input.*resume=none"
     with pytest.raises(CheckpointError, match=said):
         run(tiny(tmp_path))

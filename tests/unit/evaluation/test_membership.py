@@ -14,8 +14,8 @@ from d2plm.evaluation.membership import (
     MAX_E_VALUE,
     MOSAICS,
     SHARPENED,
+    Judge,
     conserved_columns,
-    describe_members,
     figures,
 )
 from d2plm.evaluation.new_members import (
@@ -64,7 +64,7 @@ def generated(family: Family) -> list[Tokens]:
 def described(family: Family, generated: list[Tokens]) -> dict[str, Any]:
     held_out = Family(family.members[24:], 8, family.names[24:])
     given = Family(family.members[:24], 8, family.names[:24])
-    return describe_members(generated, ["copy", "third", "half", "other"], given, held_out, seed=3)
+    return Judge(given, held_out, seed=3).describe(generated, ["copy", "third", "half", "other"])
 
 
 def test_members_are_distinguished_from_other_proteins(
@@ -89,7 +89,7 @@ def test_members_are_distinguished_from_other_proteins(
 def test_natural_members_are_judged_without_themselves(family: Family) -> None:
     """Against an HMM of the same columns that is built of the others here."""
     given = Family(family.members[:12], 1, family.names[:12])
-    described = describe_members(family.members[:1], ["x"], given)
+    described = Judge(given).describe(family.members[:1], ["x"])
     hmm = family_hmm(given.members, effective_number="entropy")
     aligned = aligned_columns(hmm, given.members)
     weights = sequence_weights(aligned)
@@ -185,10 +185,10 @@ def test_each_figure_has_its_limit(changed: dict[str, Any], said: str | None) ->
 
 def test_a_family_of_two_is_said_to_be_small(family: Family, generated: list[Tokens]) -> None:
     given = Family(family.members[2:4], 8, family.names[2:4])
-    described = describe_members(generated[:1], ["copy"], given)
+    described = Judge(given).describe(generated[:1], ["copy"])
     assert "an HMM of 2 knows little" in headline(described)
     assert [row["set"] for row in described["alignment"]] == [GENERATED, NATURAL, NATURAL]
-    alone = describe_members(generated[:1], ["copy"], Family(family.members[3:4], 1, ["one"]))
+    alone = Judge(Family(family.members[3:4], 1, ["one"])).describe(generated[:1], ["copy"])
     assert "from one given member, 100 % identical to it" in headline(alone)
     assert figures([], [])["bits"] is None
 

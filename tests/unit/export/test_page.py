@@ -22,7 +22,7 @@ from d2plm.core.vocabulary import decode, encode
 from d2plm.data.family import Family
 from d2plm.data.fasta import write_fasta
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.evaluation.membership import describe_members
+from d2plm.evaluation.membership import Judge
 from d2plm.evaluation.new_members import write_members
 from d2plm.evaluation.result import Evaluation, read_evaluation, write_evaluation
 from d2plm.evaluation.summary import HeldOut, summarise
@@ -416,7 +416,7 @@ def test_new_members_of_a_family_have_a_section_and_other_proteins_none(
     assert "New members of a family" not in (folder / "report.html").read_text()
     whole = [tokens[:80] for tokens in proteins if len(tokens) > 80][:4]
     given, held_out = Family(whole[:3], 8, [EVIL, "b", "c"]), Family(whole[3:], 8, ["d"])
-    described = describe_members(whole[:1], ["copied"], given, held_out)
+    described = Judge(given, held_out).describe(whole[:1], ["copied"])
     write_members(described, folder / "generated.fasta")
     page = Page(write_report(sources(folder)).read_text())
     assert "The 1 designs are NOT like natural members" in page.text
