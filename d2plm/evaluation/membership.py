@@ -104,11 +104,12 @@ class Judge:
         Returns:
             JSON content: `given`, members; `columns`, of the HMM, and how many are `conserved`; the
             threshold; `sets`, of each the `proteins` — name, length, bits under the HMM (0 where
-            HMMER finds no domain), E-value, whether it is a member, whether it reaches both `ends`,
-            share of the columns filled (`coverage`), share of the conserved columns with their
-            residue (`conserved`; None where there are none), share of windows of low complexity,
-            nearest given member, identity to it, place in the `plane` of two principal components
-            — and the `figures` of the set; `alignment`, the columns of the first members of each.
+            HMMER finds no domain), E-value (None if a member is left out), whether it is a member,
+            whether it reaches both `ends`, share of the columns filled (`coverage`), share of the
+            conserved columns with their residue (`conserved`; None where there are none), share of
+            windows of low complexity, nearest given member, identity to it, place in the `plane` of
+            two principal components — and the `figures` of the set; `alignment`, the columns of the
+            first members of each.
         """
         sets = {GENERATED: self.described(generated, names, parents), **self.others}
         return {
@@ -159,14 +160,13 @@ class Judge:
         for number, (protein, row) in enumerate(zip(proteins, aligned, strict=True)):
             hit, (first, last) = hits.get(number), _ends(row)
             nearest = int(same[number].argmax())
-            e_value = None if hit is None else hit.evalue  # of few simulated ones if left out
             bits = 0.0 if hit is None else hit.score
             described.append(
                 {
                     "name": names[number],
                     "length": len(protein),
                     "bits": bits,
-                    "e_value": e_value,
+                    "e_value": None if hit is None or left_out else hit.evalue,
                     "member": bits >= self.threshold,
                     "ends": first <= self.first and last >= self.last,
                     "coverage": float((row < GAP).mean()),
