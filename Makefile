@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
+SEED ?= 0
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
 
 # Images. REGISTRY is a prefix of their names, such as registry.example/you; it may be empty. d2plm
@@ -37,9 +38,11 @@ KIND_CONTEXT = $(KUBECTL) --context kind-$(CLUSTER)
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/.tools
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough test-matrix bench speedrun families lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup tools demo pretrained test test-thorough test-matrix bench speedrun families lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
 	dist check-wheel images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -47,28 +50,38 @@ STAMP := $(VENV)/.installed
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
 
-setup: $(STAMP) ## Create .venv from requirements.lock
+setup: $(STAMP) ## Create .venv with what the demo needs, in the versions of requirements.lock
 
+tools: $(TOOLS) ## Add everything else of requirements.lock: for tests, pipelines on a cluster, trackers
+
+# pip compiles no byte code: Python compiles what is used.
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("D2PLM needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable '.[demo]'
 	touch $@
 
-demo: $(STAMP) ## Prepare, train, evaluate, register and generate with 20,000 proteins (PARADIGM=diffusion|flow_matching)
+$(TOOLS): $(STAMP)
+	$(PIP) -r requirements.lock
+	touch $@
+
+demo: $(STAMP) ## Prepare, train, evaluate, register and generate with 8,000 proteins (PARADIGM=diffusion|flow_matching)
 	$(BIN)/d2plm pipeline run experiment=demo paradigm=$(PARADIGM)
 
-test: $(STAMP) ## Run all tests except the long matrices
+pretrained: $(STAMP) ## Train and evaluate examples/pretrained, the shipped model, again (an hour; SEED=0; then make results)
+	$(BIN)/d2plm pipeline run experiment=pretrained trainer.seed=$(SEED) work_dir=runs/pretrained/seed$(SEED) data.prepared_dir=runs/pretrained/data
+
+test: $(TOOLS) ## Run all tests except the long matrices
 	$(PYTEST) -m 'not thorough and not matrix'
 
-test-thorough: $(STAMP) ## Run the long matrices, and the property tests on many examples
+test-thorough: $(TOOLS) ## Run the long matrices, and the property tests on many examples
 	$(PYTEST) -m 'thorough and not matrix' --hypothesis-profile=thorough
 
-test-matrix: $(STAMP) ## Train with every three settings of parallelism, memory, model and optimizer
+test-matrix: $(TOOLS) ## Train with every three settings of parallelism, memory, model and optimizer
 	$(PYTEST) -m matrix
 
-bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an hour; BENCH=output folder)
+bench: $(TOOLS) ## Measure the tables of docs/performance.md on this machine (an hour; BENCH=output folder)
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
 	$(BIN)/python -m benchmarks.text_corpus --output $(BENCH)/text_corpus.json
 	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
@@ -82,21 +95,22 @@ bench: $(STAMP) ## Measure the tables of docs/performance.md on this machine (an
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
 
 speedrun: $(STAMP) ## Run the entries missing from benchmarks/speedrun/results.jsonl and print the table of docs/performance.md (hours)
-	$(BIN)/d2plm prepare experiment=demo
+	$(BIN)/d2plm prepare experiment=uniprot_20k
 	$(BIN)/python -m benchmarks.speedrun.fortieth --folder runs/fortieth
 	$(BIN)/python -m benchmarks.speedrun.run --all --table
 
-families: $(STAMP) ## Adapt the demo's model to its ten largest families and print the table of docs/family.md (40 minutes, after make demo)
-	$(BIN)/python -m benchmarks.families --model runs/demo/model
+families: $(STAMP) ## Adapt the model of uniprot_20k to its ten largest families and print the table of docs/family.md (40 minutes)
+	$(BIN)/d2plm pipeline run experiment=uniprot_20k
+	$(BIN)/python -m benchmarks.families --model runs/uniprot_20k/model
 
-lint: $(STAMP) ## Check format, style, types and Dockerfiles
+lint: $(TOOLS) ## Check format, style, types and Dockerfiles
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/hadolint --ignore DL3008 docker/*.Dockerfile
 	$(BIN)/shellcheck --severity=warning k8s/kind/smoke.sh docker/*.sh docker/smoke/*.sh tests/*.sh .github/*.sh .ci/run .ci/budgets
 
-format: $(STAMP) ## Format the code
+format: $(TOOLS) ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -109,21 +123,21 @@ mlflow-ui: $(STAMP) ## Open the demo's MLflow UI on http://127.0.0.1:5000
 serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=; docs/tracking.md)
 	MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db $(BIN)/d2plm serve models:/d2plm-$(PARADIGM)@champion
 
-results: $(STAMP) ## Run both demos and update the figures and pictures of README.md (needs Chromium)
+results: $(TOOLS) ## Update the shipped model, and the figures and pictures of README.md, from make pretrained (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/results.py
 
-screenshots: $(STAMP) ## Take the screenshots of the demo in the MLflow UI (needs Chromium)
+screenshots: $(TOOLS) ## Take the screenshots of the demo in the MLflow UI (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/screenshots.py sqlite:///runs/demo/mlflow.db
 
-compile-pipeline: $(STAMP) ## Write pipeline.yaml for Kubeflow Pipelines (REGISTRY= TAG=)
+compile-pipeline: $(TOOLS) ## Write pipeline.yaml for Kubeflow Pipelines (REGISTRY= TAG=)
 	$(BIN)/d2plm pipeline compile $(PIPELINE) output=pipeline.yaml
 
-submit-pipeline: $(STAMP) ## Submit the pipeline to the server at KFP_HOST (REGISTRY= TAG= NAMESPACE= WAIT=1)
+submit-pipeline: $(TOOLS) ## Submit the pipeline to the server at KFP_HOST (REGISTRY= TAG= NAMESPACE= WAIT=1)
 	$(if $(NAMESPACE),KFP_NAMESPACE='$(NAMESPACE)') $(BIN)/d2plm pipeline submit $(PIPELINE) $(if $(filter 1 true yes,$(WAIT)),wait=true)
 
-manifests: $(STAMP) ## Write the jobs' manifests from k8s/job_settings.json, and set the images' names (REGISTRY= TAG=)
+manifests: $(TOOLS) ## Write the jobs' manifests from k8s/job_settings.json, and set the images' names (REGISTRY= TAG=)
 	$(BIN)/python -c 'import json, pathlib, subprocess; \
 	  [pathlib.Path("k8s", file).write_bytes(subprocess.check_output(["$(BIN)/d2plm", "job", "show", *words])) \
 	   for file, words in json.load(open("k8s/job_settings.json"))["written"].items()]'

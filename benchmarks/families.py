@@ -3,7 +3,7 @@
 A family is a homology cluster of the training proteins. The base model was trained on all members,
 including those that `d2plm adapt` tests on; its row without relatives shows how much it remembers.
 
-    d2plm pipeline run experiment=demo
+    d2plm pipeline run experiment=uniprot_20k
     python -m benchmarks.families
 
 Families that already have results are not run again.
@@ -57,8 +57,8 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Run the families and print the table."""
     made = parser("families", __doc__)
-    made.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
-    made.add_argument("--model", type=Path, default=Path("runs/demo/model"))
+    made.add_argument("--prepared", type=Path, default=Path("runs/uniprot_20k/data"))
+    made.add_argument("--model", type=Path, default=Path("runs/uniprot_20k/model"))
     made.add_argument("--number", type=int, default=10, help="number of families, largest first")
     made.add_argument("--work", type=Path, default=Path("runs/families"))
     options = made.parse_args()

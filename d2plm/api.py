@@ -1,7 +1,7 @@
 """Python interface to a trained model: generate, infill, score and embed proteins or other text.
 
     from d2plm import load_model
-    model = load_model("runs/demo/model")
+    model = load_model()
     model.generate(5, length=120, seed=1)
 
 Proteins are strings of residue letters; so are the sequences of a model of another alphabet, whose
@@ -50,6 +50,7 @@ from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
+from d2plm.settings.commands import PRETRAINED
 from d2plm.settings.schema import MAX_SEED
 from d2plm.tracking.locations import HubSettings, model_folder, open_export
 
@@ -80,7 +81,7 @@ def _of_numpy(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 
 @_of_numpy
 def load_model(
-    location: str | Path,
+    location: str | Path = PRETRAINED,
     *,
     device: str = "auto",
     precision: str = "auto",
@@ -90,11 +91,11 @@ def load_model(
 ) -> "SequenceModel":
     """Load a trained model for generation and scoring.
 
-        model = load_model("runs/demo/model")
+        model = load_model()
         model = load_model("models:/d2plm-diffusion@champion", tracking_uri="sqlite:///mlflow.db")
 
     Args:
-        location: folder of an exported model or of ESM-2; `models:/NAME@ALIAS` or `models:/NAME/3`
+        location: the shipped model, if none is given; folder of an exported model or of ESM-2; `models:/NAME@ALIAS` or `models:/NAME/3`
             in the MLflow registry; or the name of an ESM-2 model on the Hugging Face Hub.
         device: `cpu`, `cuda`, or `auto`, which uses CUDA if available.
         precision: precision of matrix products: `bf16`, `fp32`, `fp64`, or `auto`, the fastest

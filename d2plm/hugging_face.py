@@ -2,7 +2,7 @@
 
     import d2plm.hugging_face
     from transformers import pipeline
-    pipeline("fill-mask", model="runs/demo/model")
+    pipeline("fill-mask", model="examples/pretrained")
 
 They accept the usual padded `input_ids` and `attention_mask`, or packed input. Importing this
 module registers them with transformers; nothing else does.

@@ -1,6 +1,6 @@
 """Build a new scaffold around a motif: keep some residues of a protein, fill in all the others.
 
-    python examples/infill_scaffold.py protein.fasta runs/scaffold --model runs/demo/model \
+    python examples/infill_scaffold.py protein.fasta runs/scaffold --model examples/pretrained \
         --keep 60-80 --number 20
 
 Positions count from 1 and the ends belong to them. The designs are written with the likeliest
@@ -23,7 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fill in a scaffold around a motif.")
     parser.add_argument("protein", type=Path, nargs="?", default=PROTEIN, help="FASTA, its first")
     parser.add_argument("output", type=Path, nargs="?", default=Path("runs/scaffold"))
-    parser.add_argument("--model", default="runs/demo/model", help="folder, or models:/NAME@ALIAS")
+    shipped = "examples/pretrained"
+    parser.add_argument("--model", default=shipped, help="folder, or models:/NAME@ALIAS")
     parser.add_argument("--keep", default="60-80", help="positions, such as 5-20,31,60-80")
     parser.add_argument("--number", type=int, default=8, help="of designs")
     parser.add_argument("--steps", type=int, default=None, help="of the sampler")

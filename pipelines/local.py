@@ -23,9 +23,9 @@ from d2plm.core.machine import user_name
 from d2plm.core.processes import GRACE_SECONDS, child, described, exit_code
 from d2plm.core.terminal import JSON, output_in, output_modes, result
 from d2plm.core.waiting import waiting
-from d2plm.evaluation.findings import next_steps
+from d2plm.evaluation.findings import next_steps, plain_sentence
+from d2plm.evaluation.new_members import headline, read_members
 from d2plm.evaluation.result import Evaluation, read_evaluation
-from d2plm.evaluation.tables import bounds_text
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.registry import loaded_modules
 from pipelines import steps
@@ -33,7 +33,6 @@ from pipelines import steps
 LOG = "pipeline.log"
 GENERATED = ("generated.fasta", "generated.jsonl")  # of sequences or of texts
 LATEST = ("config.yaml", "manifest.json", "evaluation.json", "model", "report.html", *GENERATED)
-SHOWN = 2  # number of proteins or texts in the summary
 
 
 def run_locally(config: PipelineSettings) -> dict[str, Any]:
@@ -154,38 +153,21 @@ def link_latest(config: PipelineSettings) -> None:
 
 
 def summary(config: PipelineSettings, evaluation: Evaluation, seconds: float) -> str:
-    """Summary of the run's results, and where to find more."""
-    from d2plm.export.designs import DESIGNS
-
+    """The last screen: what was made, how good it is, and what to do next."""
     output_dir, work_dir = Path(config.output_dir), Path(config.work_dir)
     generated = next(file for name in GENERATED if (file := output_dir / name).is_file())
-    described = " ".join(
-        name for name in (generated.name, DESIGNS) if (output_dir / name).is_file()
+    members = read_members(generated)
+    made = f"{generated}" if members is None else f"{generated}: {headline(members)}"
+    ui = f"{Path(sys.executable).parent / 'mlflow'} ui --backend-store-uri"
+    following = "\n           ".join(
+        f"{what}: {how}" for what, how in next_steps(evaluation, f"{work_dir}/model").items()
     )
-    paradigm = config.paradigm.name
-    ui = f"{Path(sys.executable).parent / 'mlflow'} ui"
-    steps = next_steps(evaluation, f"{work_dir}/model").items()
-    following = "\n           ".join(f"{what}: {how}" for what, how in steps)
     return f"""
-── result: {paradigm.replace("_", " ")} ──
-{bounds_text(evaluation)}
-
-{first_records(generated)}
-
-finished in {seconds / 60:.1f} minutes
-report     {output_dir / "report.html"}: open it in a browser
-files      {output_dir}: config.yaml evaluation.json evaluation.png metrics.jsonl
-           {described} model/ (the export) checkpoints/; linked from {work_dir}
-MLflow UI  {ui} --backend-store-uri '{config.tracking.uri}'
-registry   models:/{config.tracking.registered_model}@champion
+── done in {seconds / 60:.1f} minutes ──
+model      {work_dir}/model (models:/{config.tracking.registered_model}@champion is the best so far):
+           {plain_sentence(evaluation)}
+generated  {made}
+report     {output_dir / "report.html"}: open it in a browser; all output: {work_dir / LOG}
+runs       {ui} '{config.tracking.uri}'
 next       {following}
-cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={paradigm}"""
-
-
-def first_records(file: Path) -> str:
-    """The first records of a FASTA file or of JSON lines, and the number of the others."""
-    between = "\n>" if file.suffix == ".fasta" else "\n"
-    first, *others = file.read_text(encoding="utf-8").rstrip().split(between)
-    text = between.join([first, *others[: SHOWN - 1]])
-    more = len(others) + 1 - SHOWN
-    return f"{text}\n… and {more:,} more in {file}" if more > 0 else text
+cluster    KFP_HOST=https://your-kubeflow make submit-pipeline PARADIGM={config.paradigm.name}"""

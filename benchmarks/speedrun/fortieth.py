@@ -1,7 +1,7 @@
 """Prepare a fortieth of the training proteins with the same held-out proteins.
 
-d2plm prepare experiment=demo
-python -m benchmarks.speedrun.fortieth --prepared runs/demo/data --folder runs/fortieth
+d2plm prepare experiment=uniprot_20k
+python -m benchmarks.speedrun.fortieth --prepared runs/uniprot_20k/data --folder runs/fortieth
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ EVERY = 40
 def main() -> None:
     """Write the proteins as FASTA, and prepare them with the same split."""
     made = parser("speedrun.fortieth", __doc__)
-    made.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
+    made.add_argument("--prepared", type=Path, default=Path("runs/uniprot_20k/data"))
     made.add_argument("--folder", type=Path, default=Path("runs/fortieth"))
     options = made.parse_args()
     if (options.folder / "data" / "manifest.json").exists():
@@ -37,7 +37,7 @@ def main() -> None:
     names = [held_out.name(number) for number in range(len(held_out))]
     (options.folder / "held_out.txt").write_text("\n".join(names) + "\n")
     words = [
-        *("experiment=demo", "data.relatives_sensitivity=null", "tracking=none"),
+        *("experiment=uniprot_20k", "data.relatives_sensitivity=null", "tracking=none"),
         f"data.input={options.folder}/proteins.fasta",
         f"data.validation_ids={options.folder}/held_out.txt",
         f"data.prepared_dir={options.folder}/data",

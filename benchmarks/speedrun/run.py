@@ -5,7 +5,7 @@ seeds, on one thread each, and scored by the bound on every held-out protein, wi
 Only the CPU seconds of the training process count: neither the wall clock nor the evaluation. A
 result is a line of `results.jsonl`; existing results are not computed again.
 
-    d2plm prepare experiment=demo
+    d2plm prepare experiment=uniprot_20k
     python -m benchmarks.speedrun.run demo-2M --seeds 0 1 2
     python -m benchmarks.speedrun.run --table
 """
@@ -57,7 +57,7 @@ BASELINE = "composition × 5-gram"
 Values = np.ndarray[Any, Any]
 # Without the parts of the demo that would add CPU seconds: evaluations, checkpoints, tracking.
 ALONE = (
-    *("experiment=demo", "tracking=none", "callbacks.evaluation=null", "callbacks.progress=null"),
+    *("experiment=uniprot_20k", "tracking=none", "callbacks.evaluation=null", "callbacks.progress=null"),
     *("callbacks.checkpoint.every=1000000", "callbacks.metrics.every=100"),
     # Without relatives the model learns no less than the demo's model does alone.
     *("model.relatives_dim=null", "data.max_relatives=null", "data.relatives_sensitivity=null"),
@@ -285,7 +285,7 @@ def main() -> None:
     made = parser("speedrun.run", __doc__)
     made.add_argument("entries", nargs="*", help="names in entries.yaml")
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    made.add_argument("--prepared", type=Path, default=Path("runs/demo/data"))
+    made.add_argument("--prepared", type=Path, default=Path("runs/uniprot_20k/data"))
     made.add_argument("--all", action="store_true", help="run every entry")
     made.add_argument("--difference", nargs=2, metavar="ENTRY", help="print the first − the second")
     made.add_argument("--curve", nargs="+", metavar="ENTRY", help="fit bound to CPU seconds")

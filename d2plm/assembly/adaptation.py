@@ -36,7 +36,7 @@ from d2plm.paradigms.paradigm import Denoiser
 from d2plm.settings.commands import AdaptSettings
 from d2plm.settings.data import RetrievalSettings
 from d2plm.settings.registry import module_words
-from d2plm.tracking.locations import model_folder, open_export
+from d2plm.tracking.locations import model_folder, open_export, say_if_shipped
 
 IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
 # An identity suits a family if the split leaves at least
@@ -77,6 +77,7 @@ def open_base(config: AdaptSettings) -> ExportedModel:
         ModelError: if the folder is neither, or is incomplete.
     """
     device, uri = config.trainer.device, config.tracking.uri
+    say_if_shipped(config.init_from, "init_from")
     folder = model_folder(config.init_from, uri, key="init_from")
     refuse_adapter(folder, config.init_from)
     if not folder.is_dir() or read_provenance(folder) is not None:

@@ -74,7 +74,7 @@ def run(config: EmbedSettings) -> dict[str, Any]:
         write_text(output / MANIFEST, json.dumps(content, indent=2))
     units = f"{exported.vocabulary.nouns.sequence}s"
     done(f"wrote {output} ({written:,} {units}, layer {made_of['layer']})")
-    return {"output": str(output), **content}
+    return {"model_dir": config.model_dir, "output": str(output), **content}
 
 
 def _embed(

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from d2plm.assembly.generation import generate, output_name
-from d2plm.core.errors import ConfigError
 from d2plm.settings.commands import GenerateSettings
 
 
@@ -12,12 +11,6 @@ def run(config: GenerateSettings) -> list[str]:
         from d2plm.assembly.new_members import generate_members  # imports HMMER
 
         return generate_members(config.generation, Path(config.output or "generated.fasta"))
-    if config.model_dir is None:
-        raise ConfigError(
-            "is missing: give the folder of a model, or generation.relatives=FAMILY for new "
-            "members of a family",
-            {"model_dir": None},
-        )
     from d2plm.tracking.locations import open_model
 
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")

@@ -124,7 +124,12 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
             written += len(chunk)
     if config.output is not None:
         done(f"wrote {config.output} ({written} {vocabulary.nouns.sequence}s)")
-    return {"output": config.output, "number": written, "proteins": rows}
+    return {
+        "model_dir": config.model_dir,
+        "output": config.output,
+        "number": written,
+        "proteins": rows,
+    }
 
 
 def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, Any]:
@@ -211,8 +216,9 @@ def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     if config.output is not None:
         number = sum(len(own.rows) for own in placed.values())
         done(f"wrote {config.output} ({counted(number, 'variant')})")
-    document = {"output": config.output, "scores": scores.pop(SCORE_COLUMN), **scores}
-    return {**document, "correlations": correlations}
+    named = {"model_dir": config.model_dir, "output": config.output}
+    ordered = {"scores": scores.pop(SCORE_COLUMN), **scores}
+    return {**named, **ordered, "correlations": correlations}
 
 
 def _by_predictor(

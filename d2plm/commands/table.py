@@ -121,14 +121,14 @@ COMMANDS = {
     ),
     "generate": Command(
         "draw new members of a family; or generate or fill in sequences with an exported model",
-        "d2plm generate relatives=family.fasta number=10   # or model_dir=runs/demo/model",
+        "d2plm generate relatives=family.fasta number=10",
         first_key="model_dir",
         reads=("model_dir", "generation.relatives", "generation.templates"),
         usual_keys=("model_dir", "output", "device", "precision", "tracking_uri", "generation."),
     ),
     "adapt": Command(
         "fine-tune a model on a protein family and compare it with every baseline",
-        "d2plm adapt family.fasta init_from=runs/demo/model",
+        "d2plm adapt family.fasta",
         first_key="input",
         reads=("init_from", "input", "general"),
         usual_keys=(
@@ -140,13 +140,13 @@ COMMANDS = {
     ),
     "score": Command(
         "score the likelihood of sequences, or the effects of mutations (--mutations FILE)",
-        "d2plm score model_dir=runs/demo/model input=proteins.fasta output=scores.csv",
+        "d2plm score proteins.fasta output=scores.csv",
         first_key="input",
         reads=("model_dir", "input", "relatives", "mutations"),
     ),
     "embed": Command(
         "compute embeddings of sequences or tokens from any layer, as Parquet or safetensors",
-        "d2plm embed model_dir=runs/demo/model input=proteins.fasta output=embeddings",
+        "d2plm embed proteins.fasta output=embeddings",
         first_key="input",
         reads=("model_dir", "input"),
     ),

@@ -161,7 +161,7 @@ def is_hub_name(location: str) -> bool:
 
 
 def shipped(path: str | Path) -> Path:
-    """The path, or the installed copy of an example (`examples/data/…`) that is not here."""
+    """The path, or the installed copy of an example (`examples/…`) that is not here."""
     here, installed = Path(path), config_dir().parent / path
     wanted = here.parts[:1] == ("examples",) and not os.path.lexists(here)
     return installed if wanted and installed.exists() else here

@@ -87,17 +87,48 @@ def judge(evaluation: Evaluation) -> Finding:
     return Finding(best, difference, f"{headline}: {paired}", tuple(details), tone)
 
 
+def plain_sentence(evaluation: Evaluation) -> str:
+    """How good the model is, in words that need no statistics.
+
+    A perplexity is the number of equally likely tokens that leave one as uncertain.
+    """
+    terms, best = evaluation.terms, judge(evaluation).baseline
+    own, its = (
+        f"{bound.perplexity.value:.1f}" for bound in (evaluation.model, evaluation.baselines[best])
+    )
+    alone = f"{own} (the best baseline: {its})"
+    if evaluation.given_relatives is None or not evaluation.given_relatives.below:
+        return (
+            f"in a {terms.sequence} that it has not seen, the model hesitates among {alone} "
+            f"{terms.letter}s at each {terms.token}"
+        )
+    below = evaluation.given_relatives.below
+    row = below[len(below) // 2]
+    return (
+        f"given relatives less than {row.identity:.0%} identical to a {terms.sequence} that it has "
+        f"not seen, the model hesitates among {row.model.perplexity.value:.1f} {terms.letter}s at "
+        f"each {terms.token} (a profile HMM of them: {row.best.perplexity.value:.1f}); without "
+        f"relatives among {alone}"
+    )
+
+
 def next_steps(evaluation: Evaluation, model_dir: object) -> dict[str, str]:
     """Suggested next steps → the command or settings, the most important first."""
     terms = evaluation.terms
     things = f"{terms.sequence}s"
-    family = {"a family of your own": f"d2plm adapt family.fasta init_from={model_dir}"}
-    file = "proteins.fasta" if terms.unit is None else "FILE"
-    steps = {
-        f"more {things}": f"d2plm generate {model_dir} number=100",
-        **(family if terms.unit is None else {}),
-        f"likelihoods of {things}": f"d2plm score {file} model_dir={model_dir}",
-    }
+    if terms.unit is None:
+        steps = {
+            "new members of your family": "d2plm generate relatives=family.fasta number=30",
+            "effects of mutations": "d2plm score wildtype.fasta mutations=variants.csv "
+            "relatives=family.fasta",
+            "a model of your family": f"d2plm adapt family.fasta init_from={model_dir}",
+            f"likelihoods of {things}": f"d2plm score {things}.fasta model_dir={model_dir}",
+        }
+    else:
+        steps = {
+            f"more {things}": f"d2plm generate {model_dir} number=100",
+            f"likelihoods of {things}": f"d2plm score FILE model_dir={model_dir}",
+        }
     if judge(evaluation).difference.verdict is Verdict.BETTER:
         return steps
     more = f"a larger trainer.max_steps, or more {things} in data.input"

@@ -232,6 +232,11 @@ def figures(
         values = [one[name] for one in proteins if one[name] is not None]
         return float(np.median(values)) if values else None
 
+    def error(name: str) -> float:
+        """The standard error of the median: of normal values, √(π/2) times that of the mean."""
+        values = [one[name] for one in proteins]
+        return float(np.std(values) * np.sqrt(np.pi / 2 / len(values))) if values else 0.0
+
     def share(values: Sequence[bool]) -> float | None:
         return float(np.mean(values)) if len(values) else None
 
@@ -242,6 +247,7 @@ def figures(
         "ends": share([one["ends"] for one in proteins]),
         "keeps_all": share([one["conserved"] == 1 for one in known]),
         "coverage": median("coverage"),
+        "coverage_error": error("coverage"),
         "low_complexity": share([one["low_complexity"] for one in proteins]),
         "identity": median("identity"),
         "among": float(np.median(among)) if len(among) else None,

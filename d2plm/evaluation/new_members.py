@@ -5,6 +5,7 @@ The content is that of `membership.Judge`; nothing here needs HMMER.
 
 import csv
 import json
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from d2plm.evaluation.quality import GENERATED
 
 NATURAL = "natural members"
 FEW = 3  # members; an HMM of fewer is little more than one protein's
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 OF_A_DESIGN = (
     *("name", "parent", "kept", "length", "bits", "member", "ends", "coverage", "conserved"),
     *("low_complexity", "nearest", "identity"),
@@ -60,7 +61,9 @@ def worse_than_natural(
     kept, expected = own["keeps_all"], natural["keeps_all"]
     if kept is not None and expected is not None and kept < LEAST_CONSERVED * expected:
         far.append(f"{_percent(kept)} keep all conserved residues against {_percent(expected)}")
-    if abs(own["coverage"] - natural["coverage"]) > COVERAGE:
+    # Members of one family may fill very different columns, so few designs differ by chance, too.
+    of_chance = 2 * math.hypot(own["coverage_error"], natural["coverage_error"])
+    if abs(own["coverage"] - natural["coverage"]) > max(COVERAGE, of_chance):
         covered = f"{_percent(own['coverage'])} of the columns filled"
         far.append(f"{covered} against {_percent(natural['coverage'])}")
     if own["low_complexity"] > natural["low_complexity"] + SIMPLE:

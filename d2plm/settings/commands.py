@@ -25,6 +25,7 @@ CALLBACKS = (  # in the order in which they are called, except that those that s
     *("gradient_health", "garbage_collection", "profiler", "metrics", "progress", "evaluation"),
     *("early_stopping", "checkpoint", "export"),
 )
+PRETRAINED = "examples/pretrained"  # the model that is part of the package
 InferencePrecision = Literal["auto", "bf16", "fp32", "fp64"]
 
 
@@ -81,6 +82,8 @@ class TrainSettings(SweepSettings):
 class AdaptSettings(PipelineSettings):
     """d2plm adapt."""
 
+    init_from: str | None = key(PRETRAINED, path="model")
+    """model to adapt: an export, models:/NAME@ALIAS, or ESM-2 (folder or name on the Hub)"""
     input: str = key(path="any")
     """the family: any input of d2plm ingest"""
     identity: float | Literal["auto"] = key("auto", above=0, high=1)
@@ -183,7 +186,7 @@ class ExportDataSettings(StoreSettings):
 class InferenceSettings(Settings):
     """An exported model and what it computes on."""
 
-    model_dir: str = key(path="model")
+    model_dir: str = key(PRETRAINED, path="model")
     """an exported model, or models:/NAME@ALIAS in the registry"""
     device: Device = key("auto")
     """device; auto: CUDA if there is a GPU"""
@@ -197,8 +200,6 @@ class InferenceSettings(Settings):
 class GenerateSettings(InferenceSettings):
     """d2plm generate."""
 
-    model_dir: str | None = key(None, path="model")  # type: ignore[assignment]
-    """an exported model, or models:/NAME@ALIAS in the registry; null with generation.relatives"""
     output: str | None = key(None, path="any")
     """FASTA file, or .jsonl or .txt for text; null: generated.fasta or generated.jsonl"""
     generation: GenerationSettings = section(GenerationSettings)

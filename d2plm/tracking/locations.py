@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from d2plm.core.errors import ModelError, first_line, require
-from d2plm.core.files import is_hub_name, nearest_path
+from d2plm.core.files import is_hub_name, nearest_path, shipped
 from d2plm.core.precision import resolve_device
 from d2plm.core.waiting import waiting
 from d2plm.export.exported_model import ExportedModel, load_export
+from d2plm.settings.commands import PRETRAINED
 from d2plm.settings.schema import Settings, key
 
 REGISTRY = "models:/"
@@ -59,7 +60,7 @@ def model_folder(
         ModelError: if the Hub does not have the model or cannot be reached.
         TrackingError: if the registry does not have the model or cannot be reached.
     """
-    text = pinned(location, tracking_uri, key=key)
+    text = str(shipped(pinned(location, tracking_uri, key=key)))
     if is_hub_name(text):
         return _from_hub(text, hub)
     wanted = f"None for {text}, which is not on the Hugging Face Hub"
@@ -134,4 +135,11 @@ def open_model(
         ModelError: if a file of the model is missing or damaged.
         TrackingError: if the registry does not have the model or cannot be reached.
     """
+    say_if_shipped(location, key)
     return open_export(model_folder(location, tracking_uri, key=key), device, tracking_uri)
+
+
+def say_if_shipped(location: object, key: str) -> None:
+    """Name the model of the package, which the user need not have chosen."""
+    if location == PRETRAINED:
+        log.info("model: %s, which is part of D2PLM (%s=… chooses another)", location, key)
