@@ -95,8 +95,9 @@ def load_model(
         model = load_model("models:/d2plm-diffusion@champion", tracking_uri="sqlite:///mlflow.db")
 
     Args:
-        location: the shipped model, if none is given; folder of an exported model or of ESM-2; `models:/NAME@ALIAS` or `models:/NAME/3`
-            in the MLflow registry; or the name of an ESM-2 model on the Hugging Face Hub.
+        location: folder of an exported model or of ESM-2, by default the shipped one;
+            `models:/NAME@ALIAS` or `models:/NAME/3` in the MLflow registry; or the name of an
+            ESM-2 model on the Hugging Face Hub.
         device: `cpu`, `cuda`, or `auto`, which uses CUDA if available.
         precision: precision of matrix products: `bf16`, `fp32`, `fp64`, or `auto`, the fastest
             that the hardware supports. Scores agree between batches and machines up to rounding.

@@ -164,7 +164,7 @@ def summary(config: PipelineSettings, evaluation: Evaluation, seconds: float) ->
     )
     return f"""
 ── done in {seconds / 60:.1f} minutes ──
-model      {work_dir}/model (models:/{config.tracking.registered_model}@champion is the best so far):
+model      {work_dir}/model; the best so far: models:/{config.tracking.registered_model}@champion
            {plain_sentence(evaluation)}
 generated  {made}
 report     {output_dir / "report.html"}: open it in a browser; all output: {work_dir / LOG}
