@@ -233,8 +233,8 @@ def test_the_nearest_key_is_one_of_the_groups_that_are_chosen(
 
 
 def test_a_setting_that_only_the_user_can_give_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^model_dir: is required; set model_dir="):
-        compose("score", ["input=x.fasta"])
+    with pytest.raises(ConfigError, match=r"^input: is required; set input="):
+        compose("score", [])
 
 
 def test_help_of_a_command_is_its_help(capsys: pytest.CaptureFixture[str]) -> None:

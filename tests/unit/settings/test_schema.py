@@ -215,7 +215,7 @@ def test_a_first_word_is_the_value_of_the_obvious_key() -> None:
 
 
 def test_a_missing_required_key_is_described() -> None:
-    with pytest.raises(ConfigError, match=r"^model_dir: is required; set model_dir=…: an exported"):
+    with pytest.raises(ConfigError, match=r"^input: is required; set input=…: any input of"):
         compose_arguments("embed", [])
 
 
