@@ -23,7 +23,7 @@ def test_a_family_that_the_base_has_not_seen_is_predicted_and_grown(tmp_path: Pa
     members = {record.tokens.tobytes() for record in read_fasta(FAMILY)}
     others = (r for r in islice(read_fasta(FASTA), TRAINED_ON) if r.tokens.tobytes() not in members)
     write_fasta(tmp_path / "others.fasta", ((one.name, decode(one.tokens)) for one in others))
-    of_base = ["experiment=demo", f"work_dir={tmp_path / 'base'}", "tracking=none"]
+    of_base = ["experiment=uniprot_20k", f"work_dir={tmp_path / 'base'}", "tracking=none"]
     few = ["trainer.max_steps=200", "callbacks.evaluation=null"]
     for words in (
         ["prepare", str(tmp_path / "others.fasta"), *of_base],
