@@ -2,8 +2,8 @@
 # Measures training on one NVIDIA GPU in under ten minutes: the machine; matrix products and copies
 # at the model's shapes; the step's MFU at 450 M and 150 M parameters over several budgets, with its
 # variants, forced synchronisations, recompilations, kernels, and memory against the forecast;
-# attention; trainers that pad; agreement with the CPU. Stages run one after another, the most
-# informative first, each with a time limit; a failed stage does not affect the others.
+# attention; trainers that pad. Stages run one after another, the most informative first, each with
+# a time limit; a failed stage does not affect the others.
 #
 #   benchmarks/gpu.sh                             # writes gpu/*.json and gpu/*.log
 #   OUTPUT=h200 ONLY='step attention' benchmarks/gpu.sh
@@ -103,7 +103,6 @@ if [ -n "${QUICK:-}" ]; then
     stage step 120 step $tiny --token-budget 1024 --steady-steps 3 --turns 2 --steps 1
     stage attention 120 attention --token-budget 1024 --max-length 256 --turns 2 --steps 1
     stage peers 240 peers $tiny --token-budget 1024 --turns 1
-    stage agreement 60 agreement --model nano --token-budget 1024 --max-length 256
   }
 else
   step='--max-length 1024 --micro-batches 0'
@@ -119,7 +118,6 @@ else
     stage step-150m-65536 90 step $alone --model 150m --token-budget 65536
     stage step-450m-131072 120 step $alone --model 450m --token-budget 131072
     stage step-450m-32768 80 step $alone --model 450m --token-budget 32768
-    stage agreement 50 agreement --model 450m --layers 2 --token-budget 2048
     stage step-150m-32768 80 step $alone --model 150m --token-budget 32768
     stage step-150m-131072 90 step $alone --model 150m --token-budget 131072
   }
