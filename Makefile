@@ -86,7 +86,6 @@ bench: $(TOOLS) ## Measure the tables of docs/performance.md on this machine (an
 	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
 	$(BIN)/python -m benchmarks.step --model 2m --threads 1 --turns 30 --output $(BENCH)/step.json
 	$(BIN)/python -m benchmarks.latency --output $(BENCH)/latency.json
-	$(BIN)/python -m benchmarks.generate --output $(BENCH)/generate.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --states idle busy --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json

@@ -4,7 +4,6 @@ Sequences are random residues with the lengths of real proteins, so that there c
 them. The time of MMseqs2's own work is in the manifest of every preparation.
 
     python -m benchmarks.data
-    python -m benchmarks.data --tokens uint16
 """
 
 import argparse
@@ -12,8 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -21,19 +19,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from benchmarks.measure import BenchError, Measured, Row, in_new_process, parser, publish, say
-from d2plm.core.vocabulary import (
-    CANONICAL,
-    ESM2_TOKENS,
-    FIRST,
-    PROTEIN,
-    TOKENIZER_FILE,
-    Subwords,
-    decode,
-)
+from d2plm.core.vocabulary import CANONICAL, ESM2_TOKENS, decode
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.data.packing import PackingSampler
@@ -42,7 +30,6 @@ from d2plm.data.store_writer import SequenceStoreWriter
 
 READS = 200_000
 REPEATS = 3
-WORDS = 32_000  # of the tokenizer whose tokens need two bytes
 MAX_LENGTH = 1024  # tokens
 HEADER = b">sp|A%08d|A%08d_HUMAN Uncharacterised protein OS=Homo sapiens OX=9606 PE=1 SV=1\n"
 
@@ -65,43 +52,6 @@ def bench_data(given: argparse.Namespace) -> list[Row]:
         say("preparing without MMseqs2's own work")
         rows += _prepare_rows(folder, few, many)
     return rows
-
-
-def bench_uint16(given: argparse.Namespace) -> list[Row]:
-    """Loader and random reads of tokens of two bytes, by turns with those of one byte."""
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="d2plm-bench-", dir=given.temporary_dir) as name:
-        folder, random = Path(name), np.random.default_rng(0)
-        tokenizer = folder / TOKENIZER_FILE
-        Tokenizer(WordLevel({f"w{number}": number for number in range(WORDS)})).save(str(tokenizer))
-        stores = {"uint8": folder / "narrow", "uint16": folder / "wide"}
-        for path, own in zip(stores.values(), (PROTEIN, Subwords(tokenizer)), strict=True):
-            with SequenceStoreWriter(path, kind="raw", vocabulary=own) as writer:
-                for record in read_fasta(given.proteins):
-                    if len(record.tokens) <= MAX_LENGTH - 2:
-                        tokens = random.integers(FIRST, own.stop, len(record.tokens), own.dtype)
-                        writer.extend([record.name.encode()], [tokens.tobytes()])
-        measured: list[tuple[str, Callable[[Path], float], str]] = [
-            (f"loader, {budget:,} tokens a batch", partial(_loader_speed, budget), "M tokens/CPU-s")
-            for budget in (65_536, 8_192)
-        ]
-        for what, speed, unit in [*measured, ("store: random reads", _read_speed, "reads/CPU-s")]:
-            pairs = [{name: speed(path) for name, path in stores.items()} for _ in range(REPEATS)]
-            rows += [
-                Row(f"{what}, {name}", median(pair[name] for pair in pairs), unit)
-                for name in stores
-            ]
-            ratio = median(pair["uint16"] / pair["uint8"] for pair in pairs)
-            rows.append(Row(f"{what}, uint16 ÷ uint8", ratio, "×"))
-    return rows
-
-
-def _loader_speed(budget: int, path: Path) -> float:
-    return _our_loader(path, budget)["tokens_per_second"] / 1e6
-
-
-def _read_speed(path: Path) -> float:
-    return READS / in_new_process(_work_read, folder=path).result
 
 
 def _ingest_rows(folder: Path, lengths: NDArray[np.int32], few: int, many: int) -> list[Row]:
@@ -131,7 +81,7 @@ def _ingest(folder: Path, name: str) -> Measured:
 def _store_rows(path: Path, small: Path) -> list[Row]:
     store = SequenceStore(path)
     disk = sum(file.stat().st_size for file in path.iterdir())
-    reads = [_read_speed(small) for _ in range(REPEATS)]
+    reads = [READS / in_new_process(_work_read, folder=small).result for _ in range(REPEATS)]
     return [
         Row("store: random reads", median(reads), "reads/CPU-s", 500_000),
         Row("store: bytes on disk per residue", disk / store.residues, "", 1.1, at_most=True),
@@ -298,9 +248,8 @@ def main() -> None:
     made.add_argument("--many-sequences", type=int, default=1_000_000, help="for their memory")
     made.add_argument("--planned", type=int, default=60_000_000, help="lengths to plan an epoch of")
     made.add_argument("--temporary-dir", type=Path, help="for some 2 GB")
-    made.add_argument("--tokens", choices=("uint8", "uint16"), default="uint8")
     given = made.parse_args()
-    publish(given, bench_uint16(given) if given.tokens == "uint16" else bench_data(given))
+    publish(given, bench_data(given))
 
 
 if __name__ == "__main__":
