@@ -23,6 +23,7 @@ from d2plm.assembly.sweep import for_all, one_run, run_sweep
 from d2plm.config import Arguments, as_yaml, hydra_over, parse_overrides, plain
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir
+from d2plm.core.table import Number, Table
 from d2plm.core.terminal import result
 from d2plm.settings.callbacks import CallbackSettings
 from d2plm.settings.commands import TrainSettings
@@ -162,13 +163,13 @@ def _scored_on(config: TrainSettings) -> str:
 
 def sweep_table(results: dict[str, Any]) -> str:
     """Markdown table of the results of `collect`, followed by the best run."""
-    heads = [*results["keys"], "validation NELBO, nats/residue", "perplexity", "step"]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for row in results["runs"]:
-        forms = {FIGURE: ".4f", "validation_perplexity": ".3f", "step": "d"}
-        figures = ("–" if row[key] is None else f"{row[key]:{form}}" for key, form in forms.items())
-        lines.append(f"| {' | '.join([*row['settings'].values(), *figures])} |")
-    lines += ["", f"Best: {results['best'] or 'none, because no run was validated'}."]
+    forms = {FIGURE: ".4f", "validation_perplexity": ".3f", "step": "d"}
+    rows = [
+        [*row["settings"].values(), *(Number(row[key], form) for key, form in forms.items())]
+        for row in results["runs"]
+    ]
+    notes = [f"Best: {results['best'] or 'none, because no run was validated'}."]
     if not results["same_residues"]:
-        lines.append("The runs were validated on different residues; the figures do not compare.")
-    return "\n".join(lines)
+        notes.append("The runs were validated on different residues; the figures do not compare.")
+    heads = [*results["keys"], "validation NELBO, nats/residue", "perplexity", "step"]
+    return Table(heads, rows, notes=notes).markdown()

@@ -21,6 +21,7 @@ from scipy.stats import gmean, linregress
 from d2plm.core.errors import ConfigError
 from d2plm.core.estimate import interval_text
 from d2plm.core.palette import GREY, SERIES, new_figure, save_figure
+from d2plm.core.table import Table
 from d2plm.evaluation.terms import terms_of
 
 HUBER = 1e-3  # of residuals of log L: quadratic below, linear above, as in the paper
@@ -312,51 +313,46 @@ def scaling_table(results: dict[str, Any]) -> str:
     """The result of `analyse` as Markdown."""
     law, intervals, frontier = results["law"], results["intervals"], results["frontier"]
     terms = terms_of(results)
-    lines = [
-        f"| size | N | D | FLOPs | NELBO, nats/{terms.token} [over {terms.sequence}s] | law |",
-        "|---|---|---|---|---|---|",
-    ]
     fitted = Law(**law)
     points = [Point(**point) for point in results["points"]]
-    for point in points:
-        interval = "" if point.interval is None else f" {interval_text(point.interval, '.4f')}"
-        lines.append(
-            f"| {point.size} | {point.parameters:,} | {point.tokens:,} | {point.flops:.3g} "
-            f"| {point.loss:.4f}{interval} | {fitted.loss(point.parameters, point.tokens):.4f} |"
-        )
+    runs: list[list[str]] = [
+        [
+            *(point.size, f"{point.parameters:,}", f"{point.tokens:,}", f"{point.flops:.3g}"),
+            f"{point.loss:.4f} {interval_text(point.interval, '.4f')}",
+            f"{fitted.loss(point.parameters, point.tokens):.4f}",
+        ]
+        for point in points
+    ]
+    bound = f"NELBO, nats/{terms.token} [over {terms.sequence}s]"
     shown = {key: f"{law[key]:.3g} {interval_text(intervals[key], '.3g')}" for key in law}
-    lines += [
-        "",
+    law_text = [
         f"L(N, D) = E + A/N^α + B/D^β: E = {shown['irreducible']}, "
         f"A = {shown['size_coefficient']}, α = {shown['alpha']}, "
         f"B = {shown['data_coefficient']}, β = {shown['beta']}; "
         f"a loss is off by {100 * results['relative_residual']:.2g} %.",
         *results["undetermined"],
-        "",
-        "| FLOPs | best N | D | tokens per parameter | law |",
-        "|---|---|---|---|---|",
     ]
-    sizes = [point.parameters for point in points]
+    sizes, best = [point.parameters for point in points], list[list[str]]()
     for row in frontier["rows"]:
         n, d = row["parameters"], row["tokens"]
-        cells = f"{n:.3g} | {d:.3g} | {d / n:.3g} | {row['loss']:.4f}"
+        cells = [f"{n:.3g}", f"{d:.3g}", f"{d / n:.3g}", f"{row['loss']:.4f}"]
         if row["extrapolated"]:
             beyond = f"below {min(sizes):,}" if n < min(sizes) else f"above {max(sizes):,}"
-            cells = f"{beyond}, the sizes that were trained | | |"
-        lines.append(f"| {row['flops']:.3g} | {cells} |")
-    lines += [
-        "",
+            cells = [f"{beyond}, the sizes that were trained", "", "", ""]
+        best.append([f"{row['flops']:.3g}", *cells])
+    powers = "; ".join(
+        f"{size} γ = {-fit['exponent']:.4f} ± {fit['standard_error']:.4f}"
+        for size, fit in results["power_laws"].items()
+    )
+    grows = [
         f"The best N grows as C^{frontier['exponent']:.2f} "
         f"{interval_text(frontier['exponent_interval'], '.2f')}. "
         "Intervals of the law are of 95 %, by resampled residuals.",
-        "L(C) ∝ C^(−γ) for each size: "
-        + "; ".join(
-            f"{size} γ = {-fit['exponent']:.4f} ± {fit['standard_error']:.4f}"
-            for size, fit in results["power_laws"].items()
-        )
-        + ".",
+        f"L(C) ∝ C^(−γ) for each size: {powers}.",
     ]
-    return "\n".join(lines)
+    heads = ["FLOPs", "best N", "D", "tokens per parameter", "law"]
+    trained = Table(["size", "N", "D", "FLOPs", bound, "law"], runs, notes=law_text)
+    return f"{trained.markdown()}\n\n{Table(heads, best, notes=grows).markdown()}"
 
 
 def plot_scaling(results: dict[str, Any], file: Path) -> None:

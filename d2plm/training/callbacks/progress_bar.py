@@ -8,14 +8,13 @@ from d2plm.core.progress import Progress
 from d2plm.settings.callbacks import CallbackSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.expected_time import ExpectedTime
 from d2plm.training.trainer import Trainer
 
 HEADING = f"{'step':>9}  {'loss':>8}  {'perplexity':>10}  {'best':>8}  {'tokens':>7}  {'time':>13}"
 
 
 class ProgressBar(Callback):
-    """Show the step, the loss, the rate and, after the first steps, the expected time.
+    """Show the step, the loss, the rate and the time left.
 
     Each evaluation is a row of a table: the training loss, the perplexity on the held-out proteins
     with the averaged weights, the best one so far, the tokens seen and the time since the start.
@@ -32,7 +31,6 @@ class ProgressBar(Callback):
         if trainer.process.is_main:
             self.began = time.monotonic()
             self.progress = Progress("training", trainer.max_steps, trainer.step, "steps")
-            self.expected = ExpectedTime()
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self.loss = metrics.get("loss", self.loss)
@@ -58,12 +56,8 @@ class ProgressBar(Callback):
         )
 
     def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if self.progress is None:
-            return
-        self.progress.update(trainer.step, note=self.note)
-        line = self.expected.after_step(trainer)
-        if line is not None:
-            self.progress.say(line)
+        if self.progress is not None:
+            self.progress.update(trainer.step, note=self.note)
 
     def on_stop(self, trainer: Trainer) -> None:
         if self.progress is not None:

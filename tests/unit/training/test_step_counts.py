@@ -233,15 +233,6 @@ def test_no_corruption_and_no_loss_waits_once_its_tables_are_there(paradigm: Par
     assert waits.found == []
 
 
-@pytest.mark.thorough
-def test_of_the_first_steps_two_wait_to_measure_the_expected_time(
-    waits_of: Callable[..., dict[int, list[str]]],
-) -> None:
-    steps = waits_of(max_steps=12, every=12)
-    waits = {step: found for step, found in steps.items() if found and step != 12}
-    assert list(waits) == [1, 10]
-
-
 def test_a_wait_planted_in_the_step_is_found_where_it_is(
     waits_of: Callable[..., dict[int, list[str]]],
 ) -> None:
