@@ -23,7 +23,7 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.retrieval import held_out_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.given_relatives import RelativesChoice
+from d2plm.evaluation.given_relatives import evenly_spaced
 from d2plm.evaluation.nearest import nearest_identities, nearest_search
 from d2plm.evaluation.plots import plot
 from d2plm.evaluation.result import EVALUATION, Evaluation, Quality, write_evaluation
@@ -40,7 +40,6 @@ from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.settings.commands import PipelineSettings
-from d2plm.settings.evaluation import EvaluationSettings
 from d2plm.tracking.locations import open_model
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
@@ -148,20 +147,9 @@ def _check(
     exported.require_same_vocabulary("model_dir", stores["train"].vocabulary)
     splits = [name for name in stores if name != "train"]
     require_choice("evaluation.split", settings.split, splits)
-    _relatives(settings)
     if settings.generated:
         with within("generation"):
             Sampling.of(config.generation).resolved(exported.paradigm)
-
-
-def _relatives(settings: EvaluationSettings) -> RelativesChoice:
-    with within("evaluation", {"identities": "evaluation.relatives_below"}):
-        return RelativesChoice(
-            tuple(settings.relatives_below),
-            settings.max_relatives,
-            settings.relatives_masks,
-            settings.relatives_proteins,
-        )
 
 
 def _evaluate(
@@ -183,13 +171,14 @@ def _evaluate(
     }
     baselines = fit_baselines(train, max_residues=exported.max_residues, report=log.info)
     mmseqs: dict[str, Any] = {"resources": resources(config), "report": log.info}
-    choice, folder, identities = _relatives(settings), prepared / "relatives", None
+    folder, identities = prepared / "relatives", None
     suite = SUITES[held_out.vocabulary.name]
     if settings.nearest_identity and suite.homology:
         identities = nearest_identities(held_out, train, prepared / "nearest", nearest, **mmseqs)
 
     def relatives() -> RelativesIndex:
-        chosen, sensitivity = choice.of(len(held_out)), settings.relatives_sensitivity
+        chosen = evenly_spaced(len(held_out), settings.relatives_proteins)
+        sensitivity = settings.relatives_sensitivity
         return held_out_relatives(held_out, folder, sensitivity, chosen=chosen, **mmseqs)
 
     def quality() -> Quality:
@@ -217,7 +206,7 @@ def _evaluate(
         others=others,
         identities=identities,
         relatives=relatives if settings.relatives_below and suite.homology else None,
-        choice=choice,
+        choice=settings,
         cache=ArrayCache(folder, log.info),
         quality=quality if settings.generated else None,
         **recorded,

@@ -7,12 +7,10 @@ lengths must not help, and the order of the relatives must not matter.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import require, require_number
 from d2plm.core.progress import Progress
 from d2plm.core.vocabulary import Tokens
 from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
@@ -23,6 +21,7 @@ from d2plm.evaluation.likelihood import (
     corpus_estimate,
 )
 from d2plm.evaluation.result import ALIGNED, PROFILE, Compared, GivenRelatives, RelativesBelow
+from d2plm.settings.evaluation import EvaluationSettings
 
 BASELINES = (PROFILE, ALIGNED)
 PROFILES_VERSION = 1  # of the baselines' figures that are kept
@@ -34,35 +33,10 @@ Compute = Callable[[], NDArray[np.float64]]
 Score = Callable[[str, Sequence[Tokens], Sequence[Sequence[Tokens]]], SequenceScores]
 
 
-@dataclass(frozen=True, slots=True)
-class RelativesChoice:
-    """Settings that select the relatives of each protein.
-
-    Attributes:
-        identities: upper bounds of the alignment's identity, evaluated separately, 0 … 1.
-        most: maximum number per protein, the most significant first.
-        masks_per_sequence: draws of the bound.
-        proteins: number of evenly spaced proteins to evaluate; None for all.
-    """
-
-    identities: tuple[float, ...] = (0.9, 0.7, 0.5)
-    most: int = 8
-    masks_per_sequence: int = 2
-    proteins: int | None = None
-
-    def __post_init__(self) -> None:
-        for identity in self.identities:
-            require_number("identities", identity, low=0, high=1, low_open=True)
-        ordered = sorted({*self.identities}, reverse=True)
-        require([*self.identities] == ordered, "identities", self.identities, "falling numbers")
-        require_number("most", self.most, integer=True, low=1)
-        require_number("masks_per_sequence", self.masks_per_sequence, integer=True, low=1)
-        require_number("proteins", self.proteins, optional=True, integer=True, low=1)
-
-    def of(self, count: int) -> list[int]:
-        """Which of `count` proteins are evaluated."""
-        number = min(self.proteins or count, count)
-        return [index * count // number for index in range(number)]
+def evenly_spaced(count: int, number: int | None) -> list[int]:
+    """At most `number` of `count` indices; None is all."""
+    number = min(number or count, count)
+    return [index * count // number for index in range(number)]
 
 
 def evaluate_given_relatives(
@@ -70,7 +44,7 @@ def evaluate_given_relatives(
     collection: Sequence[Tokens],
     clusters: NDArray[np.integer],
     index: RelativesIndex,
-    choice: RelativesChoice = RelativesChoice(),
+    settings: EvaluationSettings,
     longest: int | None = None,
     keep: Callable[[Compute], NDArray[np.float64]] = lambda compute: compute(),
 ) -> GivenRelatives:
@@ -80,19 +54,20 @@ def evaluate_given_relatives(
         collection: N proteins, uint8 residue tokens.
         clusters: integer [N]; intervals resample these.
         index: the relatives of each protein among the others.
-        choice: which proteins are scored, and what each is given.
+        settings: which proteins are scored, and what each is given.
         longest: residues of a protein that are scored, its first ones; None for all.
         keep: returns the cached or new result of the baselines, which do not depend on the model.
     """
-    scored = choice.of(len(collection))
+    scored = evenly_spaced(len(collection), settings.relatives_proteins)
     targets = [collection[number][:longest] for number in scored]
 
     def of(which: Indices) -> list[list[Tokens]]:
         return [[collection[i] for i in own] for own in which]
 
+    most = settings.max_relatives
     chosen = {
-        identity: [index.below(number, identity)[: choice.most].tolist() for number in scored]
-        for identity in choice.identities
+        identity: [index.below(number, identity)[:most].tolist() for number in scored]
+        for identity in settings.relatives_below
     }
     profiles = keep(lambda: _profile_nats(targets, collection, [*chosen.values()]))
     alone = score("alone", targets, of([[] for _ in targets]))
@@ -111,13 +86,13 @@ def evaluate_given_relatives(
                 },
             )
         )
-    widest = chosen[choice.identities[0]]
+    widest = chosen[settings.relatives_below[0]]
     unrelated = unrelated_of_same_length(scored, widest, index, collection, clusters)
     with_unrelated = score("given unrelated proteins", targets, of(unrelated))
     change = corpus_estimate(with_unrelated.nats - alone.nats, *within)
     several = [n for n, own in enumerate(widest) if len(own) > 1][:ORDER_SAMPLE]
     return GivenRelatives(
-        choice.most,
+        most,
         proteins=len(targets),
         alone=bound_of(alone.nats, *within),
         below=rows,

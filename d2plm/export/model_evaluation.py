@@ -5,7 +5,6 @@ evaluation is reused if nothing has changed, and compared only with evaluations 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines, sample_reference
 from d2plm.evaluation.given_relatives import (
     PROFILES_VERSION,
-    RelativesChoice,
     evaluate_given_relatives,
 )
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
@@ -57,6 +55,7 @@ from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 from d2plm.settings.data import Resources, SearchSettings
+from d2plm.settings.evaluation import EvaluationSettings
 
 
 def evaluate(
@@ -72,7 +71,7 @@ def evaluate(
     others: Mapping[str, tuple[Denoiser, Paradigm]] | None = None,
     identities: NDArray[np.float64] | None = None,
     relatives: Callable[[], RelativesIndex] | None = None,
-    choice: RelativesChoice = RelativesChoice(),
+    choice: EvaluationSettings = EvaluationSettings(),
     cache: ArrayCache | None = None,
     quality: Callable[[], Quality] | None = None,
     folder: Path | None = None,
@@ -159,12 +158,10 @@ def evaluate(
     given = None
     if relatives is not None and exported.model.config.relatives_dim is not None:
         index = relatives()
-        given_to_each = asdict(replace(choice, masks_per_sequence=1))
+        given_to_each = [choice.relatives_below, choice.max_relatives, choice.relatives_proteins]
         made_of = [PROFILES_VERSION, held_out.digest, index.digest, given_to_each, max_residues]
         given = evaluate_given_relatives(
-            lambda name, which, related: score(
-                name, *own, which, related, choice.masks_per_sequence
-            ),
+            lambda name, which, related: score(name, *own, which, related, choice.relatives_masks),
             *(list(held_out), proteins.clusters, index, choice, max_residues),
             keep=lambda compute: (
                 compute() if cache is None else cache.array("profiles", made_of, compute)

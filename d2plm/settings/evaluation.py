@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from d2plm.core.errors import require
 from d2plm.settings.schema import MAX_SEED, Settings, key
 
 
@@ -36,6 +37,11 @@ class EvaluationSettings(Settings):
     """sensitivity of the search for relatives among the held-out proteins"""
     generated: int = key(200, low=0)
     """sequences to generate and evaluate, without relatives; 0: none"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        falling = self.relatives_below == sorted({*self.relatives_below}, reverse=True)
+        require(falling, "relatives_below", self.relatives_below, "falling numbers")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,15 @@ from d2plm.core.errors import ConfigError
 from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.relatives import RelativesIndex
 from d2plm.evaluation.given_relatives import (
-    RelativesChoice,
     evaluate_given_relatives,
+    evenly_spaced,
     unrelated_of_same_length,
 )
 from d2plm.evaluation.likelihood import CrossEntropy, SequenceScores
 from d2plm.evaluation.result import ALIGNED, PROFILE
 from d2plm.evaluation.tables import relatives_table
 from d2plm.families.profile_hmm import log_ratios, mixture_nats
+from d2plm.settings.evaluation import EvaluationSettings
 from tests.conftest import Tokens
 
 
@@ -99,7 +100,7 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     base = [tokens[:120] for tokens in proteins[:40] if len(tokens) > 120][:6]
     sequences = [*base[:4], changed(base[0], 0.2, 1), changed(base[0], 0.5, 2)]
     index = index_of({0: [(4, 0.8), (5, 0.5)], 4: [(0, 0.8)], 5: [(0, 0.5), (4, 0.6)]}, 6)
-    score, choice = Scores(), RelativesChoice((0.9, 0.55), most=1)
+    score, choice = Scores(), EvaluationSettings(relatives_below=[0.9, 0.55], max_relatives=1)
     clusters = np.array([0, 1, 2, 3, 0, 0])
     found = evaluate_given_relatives(score, sequences, clusters, index, choice)
     assert [row.with_relatives for row in found.below] == [3, 2]
@@ -126,27 +127,17 @@ def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> 
     base = [tokens[:120] for tokens in proteins[:40] if len(tokens) > 120][:3]
     sequences = [changed(one, 0.3, 1) for one in base] + base
     index = index_of({n: [((n + 3) % 6, 0.6)] for n in range(6)}, 6)
-    score, choice = Scores(), RelativesChoice((0.9,), proteins=2)
+    score, choice = Scores(), EvaluationSettings(relatives_below=[0.9], relatives_proteins=2)
     found = evaluate_given_relatives(score, sequences, np.arange(6), index, choice, longest=100)
-    assert choice.of(6) == [0, 3]
-    assert choice.of(1) == [0]
+    assert evenly_spaced(6, 2) == [0, 3]
+    assert evenly_spaced(1, 2) == [0]
     assert found.proteins == found.below[0].with_relatives == 2
     assert found.below[0].model.nelbo.value == pytest.approx(3 - 20 / 200)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"identities": (0.5, 0.9)},
-        {"identities": (0,)},
-        {"most": 0},
-        {"masks_per_sequence": 0},
-        {"proteins": 0},
-    ],
-)
-def test_impossible_choices_are_rejected(setting: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        RelativesChoice(**setting)  # type: ignore[arg-type]
+def test_identities_that_do_not_fall_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="relatives_below"):
+        EvaluationSettings(relatives_below=[0.5, 0.9])
 
 
 def test_canonical_letters_are_those_of_hmmer() -> None:
