@@ -1,16 +1,23 @@
-"""Memory of a GPU among many, calculated: by size of the model, sharding and budget.
+"""Many GPUs, calculated: memory by size, sharding and budget; traffic against compute.
 
-Nothing is measured here. `python -m benchmarks.scale_out` prints the tables of docs/performance.md.
+Nothing is measured here; a step's MFU and the network's rates are arguments.
+`python -m benchmarks.scale_out` prints the tables of docs/performance.md, and
+`python -m benchmarks.scale_out dimensions` that of docs/training.md.
 """
 
+import math
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.workload import model_settings
 from d2plm.core.table import Table
 from d2plm.data.packing import bin_capacity
+from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.model.flops import token_parameters
 from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
 from d2plm.training.plan import Plan
@@ -20,6 +27,315 @@ SIZES = ("150m", "450m", "3b")
 # (name, copies, shards of each)
 PLANS = (("1", 1, 1), ("8", 1, 8), ("64", 1, 64), ("8 × 8", 8, 8))
 BUDGETS = (16_384, 32_768, 65_536)
+GPUS = (8, 64, 256, 1024)
+PEAK = 989e12  # FLOP/s of an H100's or H200's dense bf16, by its datasheet
+ATTENDED = 450.0  # tokens that a token attends to, Σl²/Σl of UniRef50 cropped to 1,024
+GATHERED, REDUCED = 2, 4  # bytes of a parameter that is gathered (bf16), and of a gradient (fp32)
+
+# For `dimensions_table`: settings of the model, and tokens that a row and an attention need.
+CASES = {
+    "3 B": (model_settings("3b"), 1024, ATTENDED),
+    "15 B": (  # the depth and width of ESM-2 15B
+        {**model_settings("3b"), "hidden_size": 5120, "num_hidden_layers": 48}
+        | {"intermediate_size": 13_824},
+        *(1024, ATTENDED),
+    ),
+    "3 B, 32 k": ({**model_settings("3b"), "max_position_embeddings": 32_768}, 32_768, 32_768.0),
+}
+TOKENS_OF_A_GPU, TOKENS_OF_A_STEP = 16_384, 1 << 22
+MEMORY = 0.92 * 141e9 / GIB  # of an H200, less the framework's own
+
+
+@dataclass(frozen=True)
+class Network:
+    """Rates of one GPU in bytes per second, in each direction.
+
+    Attributes:
+        gpus: number of GPUs per machine.
+        inside: rate between the GPUs of a machine (NVLink 4: 450 GB/s).
+        between: rate of a GPU's own adapter to other machines (400 Gb/s).
+        hop: latency in seconds from a GPU to its neighbour in a ring.
+    """
+
+    gpus: int = 8
+    inside: float = 450e9
+    between: float = 50e9
+    hop: float = 3e-6
+
+    def collective_seconds(self, volume: float, ranks: int) -> float:
+        """Seconds to gather `volume` bytes on each of `ranks` GPUs, or to reduce-scatter them.
+
+        Each GPU receives the part that it lacks, (n-1)/n of the volume, over NVLink. A machine
+        receives the part that all its GPUs lack, (1 - gpus/n) of it, through all its adapters. The
+        slower of the two counts, because rings use both at once; the data take n-1 hops.
+        """
+        own = volume * (ranks - 1) / ranks / self.inside
+        outside = max(1 - self.gpus / ranks, 0) * volume / (self.gpus * self.between)
+        return max(own, outside) + (ranks - 1) * self.hop
+
+    def exchange_seconds(self, volume: float, ranks: int) -> float:
+        """Seconds of an all-to-all in which each of `ranks` GPUs exchanges `volume` bytes.
+
+        Unlike gathered bytes, those from another machine are for one GPU alone.
+        """
+        own = volume * (ranks - 1) / ranks / self.inside
+        outside = max(1 - self.gpus / ranks, 0) * volume / self.between
+        return max(own, outside) + self.hop
+
+    def all_reduce_seconds(self, volume: float, machines: int) -> float:
+        """Seconds to sum `volume` bytes of each GPU over its counterparts in other machines.
+
+        Every byte is sent twice, except for one rank's part: 2·(r-1)/r of the volume. The depth of
+        a tree is log₂ r, and the data go up and down.
+        """
+        sent = 2 * (machines - 1) / machines * volume / self.between
+        return sent + 2 * math.ceil(math.log2(machines)) * self.hop
+
+
+@dataclass(frozen=True)
+class Step:
+    """Traffic and compute of one GPU in a step of one micro-batch.
+
+    Attributes:
+        gathered: bytes of bf16 parameters that it receives, in forward and backward.
+        reduced: bytes of fp32 gradients that it sends in reduce-scatter.
+        all_reduced: bytes of its shard's gradients that it sends to other replicas (HSDP).
+        network_seconds, compute_seconds: times of this traffic and of the model's FLOPs.
+        tokens_to_hide: tokens per GPU from which compute hides the traffic of every block.
+    """
+
+    gathered: float
+    reduced: float
+    all_reduced: float
+    network_seconds: float
+    compute_seconds: float
+    tokens_to_hide: float
+
+    @property
+    def exposed(self) -> float:
+        """Fraction of the step that the network would take without overlap."""
+        return self.network_seconds / (self.network_seconds + self.compute_seconds)
+
+
+def step_of(
+    config: DiTConfig,
+    *,
+    shard: int,
+    replicate: int = 1,
+    tokens: int,
+    network: Network | None = None,
+    mfu: float = 0.5,
+    attended: float = ATTENDED,
+) -> Step:
+    """Traffic and compute of FSDP2 as training uses it (`reshard_after_forward`).
+
+    With P parameters over n shards a rank receives (n-1)/n·P bf16 parameters twice, in the forward
+    and in the backward, and sends (n-1)/n·P fp32 gradients; with r replicas, each rank sums its
+    P/n gradients with its r-1 counterparts.
+
+    Traffic is hidden if the traffic of no block takes longer than the compute that overlaps it. A
+    block of B parameters takes 2·B·T FLOPs for T tokens in the forward, while 2·B bytes of the next
+    block arrive, and 4·B·T in the backward, while 2·B bytes arrive and 4·B are sent. At F FLOP/s
+    and W bytes/s this requires T ≥ F/W and T ≥ 1.5·F/W: the size of the model cancels out, except
+    for the hops, which matter more the smaller a block is.
+
+    Args:
+        shard, replicate: ranks that share a replica, and number of replicas.
+        tokens: tokens of a rank's step, without padding.
+        network: by default eight GPUs per machine with NVLink 4 and an adapter of 400 Gb/s each.
+        mfu: fraction of `PEAK` at which compute runs.
+        attended: mean number of tokens to which a token attends.
+    """
+    network = network or Network()
+    with torch.device("meta"):
+        parameters = DiT(config).num_parameters()
+    per_token = flops_per_token(config, attended)
+    # Parameters outside the blocks are counted as part of them.
+    gather, reduce = parameter_seconds(
+        parameters, config.num_hidden_layers, shard, replicate, network
+    )
+    share, rate = (shard - 1) / shard, mfu * PEAK
+    return Step(
+        gathered=2 * share * GATHERED * parameters,
+        reduced=share * REDUCED * parameters,
+        all_reduced=2 * (replicate - 1) / replicate * REDUCED * parameters / shard,
+        network_seconds=2 * gather + reduce,
+        compute_seconds=tokens * per_token / rate,
+        # The larger of forward and backward; all blocks are the same.
+        tokens_to_hide=max(gather / (per_token / 3), (gather + reduce) / (per_token / 1.5)) * rate,
+    )
+
+
+def flops_per_token(config: DiTConfig, attended: float) -> float:
+    """FLOPs of forward and backward for a token that attends to `attended` tokens."""
+    attention = 12 * config.num_hidden_layers * config.hidden_size * attended
+    return 6 * token_parameters(config) + attention
+
+
+def parameter_seconds(
+    parameters: float, blocks: int, shard: int, replicate: int, network: Network
+) -> tuple[float, float]:
+    """Seconds to gather all parameters, and to reduce their gradients; a collective per block."""
+    block = parameters / blocks
+    gather = blocks * network.collective_seconds(GATHERED * block, shard)
+    reduce = blocks * network.collective_seconds(REDUCED * block, shard)
+    if replicate > 1:
+        reduce += blocks * network.all_reduce_seconds(REDUCED * block / shard, replicate)
+    return gather, reduce
+
+
+def row_seconds(
+    config: DiTConfig,
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    tokens: int,
+    network: Network | None = None,
+    forwards: int = 2,
+) -> float:
+    """Seconds that the processes wait which share a row of `tokens` tokens; nothing overlaps it.
+
+    Before the first matrices of the attention and of the feed-forward, tensor parallelism gathers
+    the tokens of the group, T/context of width D, and behind the last it reduce-scatters as many.
+    Context parallelism exchanges queries, keys and values, and then the attention's output, of
+    T/context tokens and D/tensor of the width. A backward transposes each of them. The logits, 33
+    numbers a token, are left out.
+
+    Args:
+        tokens: of the whole row.
+        forwards: 2 if every block is recomputed in the backward, otherwise 1.
+    """
+    network = network or Network()
+    held = tokens / context * config.hidden_size * GATHERED
+    passes = (forwards + 1) * config.num_hidden_layers
+    seconds = 0.0
+    if tensor > 1:
+        seconds += passes * 4 * network.collective_seconds(held, tensor)
+    if context > 1:
+        # Of a machine's GPUs, as many belong to a context as there are tensor groups.
+        across = replace(network, gpus=max(network.gpus // tensor, 1))
+        seconds += passes * across.exchange_seconds(3 * held / tensor, context)
+        seconds += passes * across.exchange_seconds(held / tensor, context)
+    return seconds
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Fraction of a step in which a stage waits (Narayanan et al., arXiv:2104.04473, §2.2)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Memory of a GPU in GiB, and the fraction of a step in which it waits."""
+
+    memory: float
+    waiting: float
+
+
+def cost_of(
+    config: DiTConfig,
+    plan: Plan,
+    *,
+    stages: int = 1,
+    micro_batches: int = 1,
+    tokens: int,
+    attended: float,
+    network: Network | None = None,
+    mfu: float = 0.5,
+) -> Cost:
+    """What a step costs under a resolved `plan`, with every block recomputed.
+
+    The traffic of rows is waited for, that of parameters and gradients only as far as it exceeds
+    the compute that overlaps it.
+
+    Args:
+        stages: of a pipeline; the plan is that of one stage.
+        tokens: of a GPU and step.
+    """
+    network = network or Network()
+    layers, rows = config.num_hidden_layers // stages, tokens * plan.row_ranks
+    part = DiTConfig(**{**config.settings(), "num_hidden_layers": layers})
+    row = rows * stages // micro_batches
+    two, four = (
+        memory_per_rank(
+            DiTConfig(**{**config.settings(), "num_hidden_layers": blocks}),
+            plan,
+            tokens=row,
+            segments=max(round(row / attended), 1),
+            dtype=torch.bfloat16,
+            micro_batches=micro_batches,
+        )
+        for blocks in (2, 4)
+    )
+    # Every part grows evenly with the blocks: counting two sizes is enough, and faster.
+    totals = [m.total + (min(stages, micro_batches) - 1) * m.activations for m in (two, four)]
+    held = totals[0] + (totals[1] - totals[0]) * (layers - 2) / 2
+    with torch.device("meta"):
+        parameters = DiT(part).num_parameters() / plan.tensor
+    compute = tokens * flops_per_token(config, attended) * 4 / 3 / (mfu * PEAK)  # forward twice
+    spread = replace(network, gpus=max(network.gpus // plan.tensor, 1))
+    shards = int(plan.shard) * plan.context
+    gather, reduce = parameter_seconds(parameters, layers, shards, plan.replicate, spread)
+    waiting = max(gather - compute / 4, 0) + max(gather + reduce - compute * 3 / 4, 0)
+    waiting += micro_batches * row_seconds(
+        part, tensor=plan.tensor, context=plan.context, tokens=row, network=network
+    )
+    idle = bubble(stages, micro_batches)
+    return Cost(held / GIB, 1 - (1 - idle) * compute / (compute + waiting))
+
+
+# (tensor, context, stages)
+DIMENSIONS = {
+    "data": (1, 1, 1),
+    "tensor 2": (2, 1, 1),
+    "tensor 8": (8, 1, 1),
+    "context 2": (1, 2, 1),
+    "context 8": (1, 8, 1),
+    "pipeline 4": (1, 1, 4),
+}
+
+
+def dimensions_table(gpus: Sequence[int] = GPUS, cases: Sequence[str] = tuple(CASES)) -> str:
+    """GiB of a GPU and fraction of the step in which it waits, by case, GPUs and dimension.
+
+    Data parallelism takes what is left: sharded over all, or by machine with copies, whichever
+    waits less and fits.
+    """
+    rows = [
+        [case, f"{count:,}", *(_cell(case, count, *chosen) for chosen in DIMENSIONS.values())]
+        for case in cases
+        for count in gpus
+    ]
+    return Table(["model", "GPUs", *DIMENSIONS], rows).markdown()
+
+
+def _cell(case: str, count: int, tensor: int, context: int, stages: int) -> str:
+    settings, needed, attended = CASES[case]
+    tokens = min(max(TOKENS_OF_A_GPU, needed), TOKENS_OF_A_STEP // count)
+    ranks = count // (tensor * context * stages)
+    rows = tokens * tensor * context * stages // needed
+    if ranks == 0 or rows == 0:
+        return "–"
+    costs = [
+        cost_of(
+            DiTConfig(**settings),
+            Plan(
+                replicate=ranks // shard,
+                shard=shard,
+                tensor=tensor,
+                context=context,
+                activation_checkpointing=1,
+            ),
+            stages=stages,
+            micro_batches=min(4 * stages, rows) if stages > 1 else 1,
+            tokens=tokens,
+            attended=attended,
+        )
+        for shard in {ranks, min(max(Network().gpus // (tensor * context), 1), ranks)}
+    ]
+    best = min(costs, key=lambda cost: (cost.memory > MEMORY, cost.waiting))
+    fits = "" if best.memory <= MEMORY else "**too much**: "
+    return f"{fits}{best.memory:.0f} GiB, {best.waiting:.1%}"
 
 
 def memory_table(
@@ -55,5 +371,29 @@ def memory_table(
     return Table(heads, rows).markdown()
 
 
+def traffic_table(
+    sizes: Sequence[str] = SIZES, gpus: Sequence[int] = GPUS, *, tokens: int = 16_384
+) -> str:
+    """Traffic against compute by size and number of GPUs, sharded over all and by machine."""
+    rows, inside = [], Network().gpus
+    for size in sizes:
+        config = DiTConfig(**model_settings(size))
+        for count in gpus:
+            plans = [("over all", count, 1), ("in a machine", inside, count // inside)]
+            for name, shard, replicate in plans[: 1 + (count > inside)]:
+                step = step_of(config, shard=shard, replicate=replicate, tokens=tokens)
+                volume = step.gathered + step.reduced + step.all_reduced
+                cells = [size, f"{count:,}", name, f"{volume / 1e9:.2f} GB"]
+                cells += [f"{1e3 * step.network_seconds:.1f} ms"]
+                cells += [f"{1e3 * step.compute_seconds:.0f} ms", f"{step.exposed:.1%}"]
+                rows.append([*cells, f"{step.tokens_to_hide:,.0f} tokens"])
+    head = ["model", "GPUs", "sharding", "traffic per GPU and step", "network time", "compute"]
+    return Table([*head, "exposed without overlap", "hidden from"], rows).markdown()
+
+
 if __name__ == "__main__":
-    print(f"{memory_table()}\n\n{memory_table(sizes=('3b',), checkpointing=1)}")
+    if sys.argv[1:] == ["dimensions"]:
+        print(dimensions_table())
+    else:
+        recomputed = memory_table(sizes=("3b",), checkpointing=1)
+        print(f"{memory_table()}\n\n{recomputed}\n\n{traffic_table()}")
