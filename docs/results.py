@@ -4,7 +4,8 @@
 
 The folder (runs/pretrained) has a run for each seed, seed0, seed1, …; the figures of those that are
 not here are in examples/pretrained/seeds.json. The model of seed 0 is shipped. README's figures are
-written between `<!-- results: figures -->` and `<!-- end -->`.
+written between `<!-- results: figures -->` and `<!-- end -->`; the pictures of the
+report need Chromium: Debian's, or the one that CHROMIUM names.
 """
 
 import json
@@ -13,16 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from playwright.sync_api import ViewportSize, sync_playwright
+from screenshots import BROWSER, IMAGES, chromium, picture
+
 from d2plm.core.table import Cell, Number, Table
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.result import Evaluation, read_evaluation
 
 ROOT = Path(__file__).parents[1]
-IMAGES = Path(__file__).with_name("images")
 SHIPPED = ROOT / "examples/pretrained"
 SEEDS = SHIPPED / "seeds.json"
 PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- results: figures -->\n", "<!-- end -->"
+REPORT: ViewportSize = {"width": 1280, "height": 1640}
 
 
 def figures(evaluation: Evaluation) -> dict[str, float]:
@@ -91,6 +95,12 @@ def main(folder: str = "runs/pretrained") -> None:
         shutil.copytree(first / "model", SHIPPED)
         shutil.copy(first / "evaluation.png", IMAGES / "demo.png")
         shutil.copy(first / "generated.members.png", IMAGES / "members.png")
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER)
+            view = browser.new_page(viewport=REPORT)
+            view.goto((first / "report.html").as_uri())
+            picture(view, IMAGES / "report.png")
+            browser.close()
     SEEDS.write_text(json.dumps(seeds, indent=2) + "\n")
     shipped = read_evaluation(SHIPPED)
     assert shipped is not None
