@@ -6,6 +6,7 @@ a `path` for a small document and `metadata`; the data themselves stay on the vo
 
 import os
 import shutil
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,29 @@ def designs(config: PipelineSettings, artifact: Any, _: Any) -> None:
     _copy(Path(config.output_dir) / DESIGNS, artifact)
 
 
+def table(config: PipelineSettings, artifact: Any, _: Any) -> None:
+    from d2plm.assembly.sweep import result_files
+
+    _copy(result_files(Path(config.output_dir))["md"], artifact)
+
+
+def figure(config: PipelineSettings, artifact: Any, _: Any) -> None:
+    """The figure of a sweep, on a page, because the UI shows no pictures."""
+    from d2plm.assembly.sweep import result_files
+
+    file = result_files(Path(config.output_dir))["png"]
+    if file.is_file():
+        picture = b64encode(file.read_bytes()).decode()
+        page = f'<html><img style="max-width: 100%" src="data:image/png;base64,{picture}"></html>'
+        Path(artifact.path).write_text(page, encoding="utf-8")
+
+
 FILLED: dict[str, Callable[[PipelineSettings, Any, Any], None]] = {
-    one.__name__: one for one in (dataset, model, metrics, report, registered, sequences, designs)
+    one.__name__: one
+    for one in (
+        *(dataset, model, metrics, report, registered, sequences, designs),
+        *(table, figure),
+    )
 }
 
 

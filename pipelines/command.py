@@ -11,10 +11,18 @@ import yaml
 
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
-from d2plm.config import as_yaml, check_paths, compose_arguments, flat, plain
+from d2plm.config import (
+    Arguments,
+    as_yaml,
+    check_paths,
+    compose_arguments,
+    flat,
+    parse_overrides,
+    plain,
+)
 from d2plm.core.errors import ClusterError, ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
-from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.commands import PipelineSettings, SweepSettings
 from d2plm.settings.launcher import LABEL, QUANTITY
 from d2plm.settings.registry import loaded_modules
 from d2plm.settings.schema import Form
@@ -24,7 +32,8 @@ ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
        d2plm pipeline cancel RUN
 
-Run the pipeline prepare → train → evaluate → register → generate on a laptop or in a cluster.
+Run the pipeline prepare → train → evaluate → register → generate on a laptop or in a cluster; with
+sweep=…, the runs of another command in a cluster, parallel=N at a time.
 
 {actions}
 
@@ -36,6 +45,7 @@ The settings are those of d2plm train --cfg. In a cluster, work_dir and data.inp
 storage that the steps share, and these settings are also available:
   registry=PREFIX      registry of the images; default: D2PLM_REGISTRY
   tag=TAG              tag of the images; default: D2PLM_TAG, or {version}
+  sweep=COMMAND        run all runs of d2plm scaling, compare or train (key=a,b), and make the table
   {parameters}
 submit reads the variables KFP_HOST, KFP_TOKEN, KFP_NAMESPACE (multi-user servers), SSL_CERT_FILE:
   wait=true            follow the run; exit with 1 if it fails
@@ -69,8 +79,8 @@ FORMS = {
 IMAGES = ("registry", "tag")
 OPTIONS = {
     "run": IMAGES,
-    "compile": (*IMAGES, "output"),
-    "submit": (*IMAGES, "wait", "cron", "once", "service_account"),
+    "compile": (*IMAGES, "sweep", "output"),
+    "submit": (*IMAGES, "sweep", "wait", "cron", "once", "service_account"),
 }
 
 
@@ -109,12 +119,13 @@ def main(words: list[str]) -> int:
         document = _cancel(rest)
     else:
         request = parse(action, rest)
-        config, arguments = compose_arguments("pipeline", request.overrides)
+        config, arguments = _composed(request)
         request = replace(request, overrides=arguments.overrides)
         if action == "run" and not arguments.show_only:
             check_paths("pipeline", config, INPUTS)
         trackers = config.tracking.trackers
-        require("mlflow" in trackers, "tracking.trackers", trackers, "a list that includes mlflow")
+        fits = "mlflow" in trackers or "sweep" in request.options  # which registers nothing
+        require(fits, "tracking.trackers", trackers, "a list that includes mlflow")
         if arguments.show_only:
             result(as_yaml(config).rstrip())
             document = plain(config)
@@ -126,6 +137,14 @@ def main(words: list[str]) -> int:
     if JSON in output_modes():
         write_document(document)
     return 0
+
+
+def _composed(request: Request) -> tuple[PipelineSettings, Arguments]:
+    if kind := request.options.get("sweep"):
+        from pipelines.sweep import composed
+
+        return composed(kind, request.overrides)
+    return compose_arguments("pipeline", request.overrides)
 
 
 def parse(action: str, words: list[str]) -> Request:
@@ -202,9 +221,16 @@ def _compile(config: PipelineSettings, request: Request) -> dict[str, Any]:
     from pipelines.submit import compile_pipeline
 
     output = Path(request.options.get("output", "pipeline.yaml"))
-    compile_pipeline(output, cluster_arguments(config, request))
+    compile_pipeline(output, _definition(config, request), cluster_arguments(config, request))
     done(f"wrote {output}; upload it to Kubeflow Pipelines, or use d2plm pipeline submit")
     return {"output": output}
+
+
+def _definition(config: PipelineSettings, request: Request) -> Any:
+    from pipelines.pipeline import define
+
+    parallel = config.parallel if isinstance(config, SweepSettings) else 0
+    return define(request.options.get("sweep", ""), parallel)
 
 
 def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
@@ -221,6 +247,7 @@ def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
     server = connect()
     run_id = submit(
         server,
+        _definition(config, request),
         arguments,
         config.tracking.experiment,
         f"d2plm {config.name}",
@@ -258,8 +285,8 @@ def _cancel(words: list[str]) -> dict[str, Any]:
 def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
     """The pipeline's parameters that the command line sets; other settings go into `overrides`.
 
-    A number that is malformed or 0 also goes into `overrides`, where the configuration rejects it:
-    as a parameter, 0 means the configuration's own value.
+    A key, but not a group, that varies in a sweep also goes into `overrides`, and a number that is malformed or 0,
+    where the configuration rejects it: as a parameter, 0 means the configuration's own value.
     """
     registry = request.options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
     tag = request.options.get("tag") or os.environ.get("D2PLM_TAG") or __version__
@@ -274,7 +301,9 @@ def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
     for word in request.overrides:
         key, _, value = word.partition("=")
         name = parameters.get(key)
-        if value == "null" or (name in NUMBERS and not (value.isdecimal() and int(value) > 0)):
+        is_list = request.options.get("sweep") == "train" and "." in key
+        varies = is_list and parse_overrides([word])[0].is_sweep_override()
+        if varies or value == "null" or (name in NUMBERS and not (value.isdecimal() and int(value) > 0)):
             name = None
         if name in NUMBERS:
             arguments[name] = int(value)

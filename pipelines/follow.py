@@ -19,7 +19,7 @@ from d2plm.launch.kfp_server import Server, reaching
 from d2plm.launch.pod_state import state_of, unscheduled
 from pipelines.steps import ERROR, STEPS
 
-TASKS = ("configure", *STEPS, "finish")
+TASKS = ("configure", "prepare", "plan", *[*STEPS][1:], "reduce", "finish")  # also of sweeps
 POLL_SECONDS = 5.0
 PODS_SECONDS = 5.0  # for the cluster to list the pods
 PATIENCE_SECONDS = 600.0  # with a server that does not answer

@@ -134,6 +134,7 @@ def configure(
     claim: str,
     overrides: str,
     modules: str = "",
+    sweep: str = "",
     **parameters: str | float,
 ) -> str:
     """Compose the run's configuration and write it to the work folder; returns the file's path.
@@ -145,6 +146,7 @@ def configure(
         claim: PersistentVolumeClaim that the training pods mount at `WORKSPACE`.
         overrides: further settings as key=value, separated by spaces.
         modules: modules to import first, separated by spaces; see `--module`.
+        sweep: command whose runs are configured, such as `scaling`; empty: a single run.
         parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
     work_dir, nested = dated(work_dir, time), os.environ.get(RUN_VARIABLE)
@@ -160,11 +162,17 @@ def configure(
 
     def composed() -> str:
         load_modules(shlex.split(modules))
-        config = compose("pipeline", [*words, *shlex.split(overrides)])
+        given = [*words, *shlex.split(overrides)]
+        if sweep:
+            from pipelines.sweep import save_sweep, shared_settings
+
+            config, write = shared_settings(sweep, given), partial(save_sweep, sweep, given)
+        else:
+            config, write = compose("pipeline", given), save_configuration
         check_paths("pipeline", config, INPUTS)
         if nested is not None:
             config = _below_parent_of(nested, config)
-        return str(save_configuration(config, run_id))
+        return str(write(config, run_id))
 
     return run_step("configure", config_file(run_id, work_dir), composed)
 
@@ -295,20 +303,28 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "", summary: A
         summary: artifact for a text on how the steps ended; the failed step's own are not kept.
     """
     file = config_file(run_id, work_dir)
-    last, failure = record.entries(file).get(list(STEPS)[-1]), record.cause(file)
-    has_succeeded = last is not None and last.state == "succeeded"
+    known = record.entries(file)
+    has_succeeded = any(known[name].state == "succeeded" for name in LAST & {*known})
+    left = {run: entry for run in record.runs(file) if (entry := record.cause(run)) is not None}
+    failure = record.cause(file) or next(iter(left.values()), None)
     is_cancelled = state in CANCELLED and not has_succeeded
     if is_cancelled:
         message = "the run was cancelled"
-        if record.entries(file):  # else nothing has started, and the folder may not exist
+        if known:  # else nothing has started, and the folder may not exist
             record.note(file, failure.step if failure else "run", "cancelled", message)
     if summary is not None:
         Path(summary.path).write_text(record.as_markdown(file), encoding="utf-8")
     if has_succeeded or not file.is_file():  # no file: nothing has started
         return
-    if failure is not None and not is_cancelled:
-        message = f"{failure.step}: {failure.message or message or 'its process was killed'}"
-    run_step("finish", file, lambda: _clean_up(file, is_cancelled, message))
+
+    def clean_up() -> None:
+        for one, entry in {**left, file: failure}.items():
+            why = message
+            if entry is not None and not is_cancelled:
+                why = f"{entry.step}: {entry.message or message or 'its process was killed'}"
+            _clean_up(one, is_cancelled, why)
+
+    run_step("finish", file, clean_up)
 
 
 def _clean_up(file: Path, is_cancelled: bool, message: str) -> None:
@@ -364,6 +380,7 @@ STEPS: dict[str, Callable[[str], object]] = {
     "register": register,
     "generate": generate,
 }
+LAST = {"generate", "reduce"}  # step that ends a run, or a sweep
 
 
 def main(words: list[str]) -> int:
