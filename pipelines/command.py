@@ -285,8 +285,8 @@ def _cancel(words: list[str]) -> dict[str, Any]:
 def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
     """The pipeline's parameters that the command line sets; other settings go into `overrides`.
 
-    A key, but not a group, that varies in a sweep also goes into `overrides`, and a number that is malformed or 0,
-    where the configuration rejects it: as a parameter, 0 means the configuration's own value.
+    So do a key, but not a group, that varies in a sweep, and a number that is malformed or 0, which
+    the configuration rejects: as a parameter, 0 means the configuration's own value.
     """
     registry = request.options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
     tag = request.options.get("tag") or os.environ.get("D2PLM_TAG") or __version__
@@ -303,7 +303,11 @@ def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
         name = parameters.get(key)
         is_list = request.options.get("sweep") == "train" and "." in key
         varies = is_list and parse_overrides([word])[0].is_sweep_override()
-        if varies or value == "null" or (name in NUMBERS and not (value.isdecimal() and int(value) > 0)):
+        if (
+            varies
+            or value == "null"
+            or (name in NUMBERS and not (value.isdecimal() and int(value) > 0))
+        ):
             name = None
         if name in NUMBERS:
             arguments[name] = int(value)

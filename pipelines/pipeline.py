@@ -133,7 +133,7 @@ def _steps(
                 trained, evaluated = _train_and_evaluate(run, digest)
             perplexities = dsl.Collected(evaluated.outputs["perplexity"])
             reduced = components.reduce(config=config, perplexities=perplexities)
-            small, large = (planned, reduced), (evaluated,)
+            small, large = [planned, reduced], [evaluated]
         else:
             trained, evaluated = _train_and_evaluate(config, digest)
             model_dir = trained.outputs["model_dir"]
@@ -143,7 +143,7 @@ def _steps(
             generated = components.generate(
                 config=config, model_dir=model_dir, version=registered.outputs["version"]
             )
-            small, large = (registered,), (evaluated, generated)
+            small, large = [registered], [evaluated, generated]
     # What lists the runs of a sweep needs torch.
     configure_image, memory = (trainer_image, "2Gi") if sweep else (mmseqs2_image, "1Gi")
     set_resources(configured, configure_image, "100m", memory, hours=1)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from d2plm.core.files import write_text
+
 RUN = "run.yaml"  # a run's configuration, in its folder
 State = Literal["running", "succeeded", "failed", "cancelled"]
 
@@ -44,6 +46,17 @@ def entries(config: Path) -> dict[str, Entry]:
                 found[entry.step] = entry
         return found
     return {}
+
+
+def keep_command(config: Path, *words: str) -> None:
+    """Keep the command line that lists the runs of a sweep."""
+    write_text(config.with_suffix(".json"), json.dumps(words))
+
+
+def command(config: Path) -> list[str]:
+    """The command and the settings of a sweep."""
+    words: list[str] = json.loads(config.with_suffix(".json").read_text(encoding="utf-8"))
+    return words
 
 
 def runs_folder(config: Path) -> Path:

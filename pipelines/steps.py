@@ -164,15 +164,18 @@ def configure(
         load_modules(shlex.split(modules))
         given = [*words, *shlex.split(overrides)]
         if sweep:
-            from pipelines.sweep import save_sweep, shared_settings
+            from pipelines.sweep import shared_settings
 
-            config, write = shared_settings(sweep, given), partial(save_sweep, sweep, given)
+            config = shared_settings(sweep, given)
         else:
-            config, write = compose("pipeline", given), save_configuration
+            config = compose("pipeline", given)
         check_paths("pipeline", config, INPUTS)
         if nested is not None:
             config = _below_parent_of(nested, config)
-        return str(write(config, run_id))
+        file = save_configuration(config, run_id)
+        if sweep:
+            record.keep_command(file, sweep, *given)
+        return str(file)
 
     return run_step("configure", config_file(run_id, work_dir), composed)
 

@@ -6,7 +6,6 @@ the steps of a single run; `reduce` makes the table. On one machine, `d2plm scal
 commands do the same in processes.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -16,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from d2plm.config import Arguments, parse_arguments, read, save
 from d2plm.core.errors import require, require_choice
-from d2plm.core.files import write_text
 from d2plm.core.terminal import done
 from d2plm.settings.commands import PipelineSettings, SweepSettings
 from pipelines import record
-from pipelines.steps import save_configuration, step
+from pipelines.steps import step
 
 if TYPE_CHECKING:
     from d2plm.assembly.sweep import Sweep
@@ -63,18 +61,11 @@ def listed(kind: str, words: Iterable[str]) -> "Sweep":
     return found
 
 
-def shared_settings(kind: str, words: Iterable[str]) -> SweepSettings:
+def shared_settings(kind: str, words: Iterable[str]) -> PipelineSettings:
     """The settings of all runs; their output folder and tracking run are those of the table."""
     sweep = listed(kind, words)
     tracking = replace(sweep.settings.tracking, run_name=sweep.title)
     return replace(sweep.settings, output_dir=str(sweep.results), tracking=tracking)
-
-
-def save_sweep(kind: str, words: Iterable[str], config: PipelineSettings, run_id: str) -> Path:
-    """Write the shared configuration and the command line; returns the former's file."""
-    file = save_configuration(config, run_id)
-    write_text(file.with_suffix(".json"), json.dumps({"command": kind, "words": [*words]}))
-    return file
 
 
 @step
@@ -106,9 +97,8 @@ def reduce(config: str) -> str:
 
 
 def _read(file: Path) -> "Sweep":
-    given = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
-    sweep = listed(given["command"], given["words"])
-    return replace(sweep, settings=read(given["command"], file))
+    command, *words = record.command(file)
+    return replace(listed(command, words), settings=read(command, file))
 
 
 def _check(config: PipelineSettings) -> None:
