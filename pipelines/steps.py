@@ -90,7 +90,8 @@ def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
             if not isinstance(error, D2PLMError):
                 message = f"{type(error).__name__}: {message}; its traceback is in {trace}"
             record.note(config, name, "failed", message)
-            print(f"{ERROR}{message}", file=sys.stderr, flush=True)
+            run = f"{config.parent.name}: " if config.name == record.RUN else ""
+            print(f"{ERROR}{run}{message}", file=sys.stderr, flush=True)
             raise SystemExit(code) from error
         if nested is not None:
             _refer(nested, config)
