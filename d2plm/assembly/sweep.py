@@ -121,6 +121,7 @@ def _tracked(sweep: Sweep) -> Iterator[Run]:
     """The tracking run above those of the runs."""
     own = {**tracking_arguments(sweep.settings), "run_name": sweep.title}
     with tracking_run(sweep.results, **own) as parent:
+        parent.set_tags(sweep.settings.tracking.tags)
         yield parent
 
 

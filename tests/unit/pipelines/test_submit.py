@@ -7,7 +7,6 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,6 @@ from tests.kfp_server import KfpServer, kfp_server, run, step
 
 SUBMIT = ("pipeline", "submit", "experiment=debug")
 LOGIN = "<!doctype html><html><title>Log in to Your Account</title></html>"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
-    for name in ("KFP_TOKEN", "KFP_NAMESPACE", "D2PLM_REGISTRY", "D2PLM_TAG", "SSL_CERT_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(follow, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr("kfp.Client._LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
-    with kfp_server() as double:
-        monkeypatch.setenv("KFP_HOST", double.url)
-        yield double
 
 
 def test_a_submission_sends_the_compiled_pipeline_and_prints_the_runs_address_alone(
