@@ -97,29 +97,22 @@ def designs(config: PipelineSettings, artifact: Any, _: Any) -> None:
     _copy(Path(config.output_dir) / DESIGNS, artifact)
 
 
-def table(config: PipelineSettings, artifact: Any, _: Any) -> None:
-    from d2plm.assembly.sweep import result_files
-
-    _copy(result_files(Path(config.output_dir))["md"], artifact)
+def table(_: PipelineSettings, artifact: Any, file: str) -> None:
+    _copy(Path(file), artifact)
 
 
-def figure(config: PipelineSettings, artifact: Any, _: Any) -> None:
+def figure(_: PipelineSettings, artifact: Any, file: str) -> None:
     """The figure of a sweep, on a page, because the UI shows no pictures."""
-    from d2plm.assembly.sweep import result_files
-
-    file = result_files(Path(config.output_dir))["png"]
-    if file.is_file():
-        picture = b64encode(file.read_bytes()).decode()
-        page = f'<html><img style="max-width: 100%" src="data:image/png;base64,{picture}"></html>'
+    picture = Path(file).with_suffix(".png")
+    if picture.is_file():
+        data = b64encode(picture.read_bytes()).decode()
+        page = f'<html><img style="max-width: 100%" src="data:image/png;base64,{data}"></html>'
         Path(artifact.path).write_text(page, encoding="utf-8")
 
 
 FILLED: dict[str, Callable[[PipelineSettings, Any, Any], None]] = {
     one.__name__: one
-    for one in (
-        *(dataset, model, metrics, report, registered, sequences, designs),
-        *(table, figure),
-    )
+    for one in (dataset, model, metrics, report, registered, sequences, designs, table, figure)
 }
 
 

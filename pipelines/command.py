@@ -11,22 +11,15 @@ import yaml
 
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
-from d2plm.config import (
-    Arguments,
-    as_yaml,
-    check_paths,
-    compose_arguments,
-    flat,
-    parse_overrides,
-    plain,
-)
+from d2plm.config import as_yaml, check_paths, flat, plain
 from d2plm.core.errors import ClusterError, ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
-from d2plm.settings.commands import PipelineSettings, SweepSettings
+from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.launcher import LABEL, QUANTITY
 from d2plm.settings.registry import loaded_modules
 from d2plm.settings.schema import Form
 from pipelines.steps import INPUTS, PARAMETERS, WORKSPACE
+from pipelines.sweep import composed
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
@@ -119,7 +112,7 @@ def main(words: list[str]) -> int:
         document = _cancel(rest)
     else:
         request = parse(action, rest)
-        config, arguments = _composed(request)
+        config, arguments = composed(request.options.get("sweep"), request.overrides)
         request = replace(request, overrides=arguments.overrides)
         if action == "run" and not arguments.show_only:
             check_paths("pipeline", config, INPUTS)
@@ -137,14 +130,6 @@ def main(words: list[str]) -> int:
     if JSON in output_modes():
         write_document(document)
     return 0
-
-
-def _composed(request: Request) -> tuple[PipelineSettings, Arguments]:
-    if kind := request.options.get("sweep"):
-        from pipelines.sweep import composed
-
-        return composed(kind, request.overrides)
-    return compose_arguments("pipeline", request.overrides)
 
 
 def parse(action: str, words: list[str]) -> Request:
@@ -218,19 +203,14 @@ def _run(config: PipelineSettings, _: Request) -> dict[str, Any]:
 
 
 def _compile(config: PipelineSettings, request: Request) -> dict[str, Any]:
+    from pipelines.pipeline import define
     from pipelines.submit import compile_pipeline
 
     output = Path(request.options.get("output", "pipeline.yaml"))
-    compile_pipeline(output, _definition(config, request), cluster_arguments(config, request))
+    pipeline = define(request.options.get("sweep"), getattr(config, "parallel", 0))
+    compile_pipeline(output, pipeline, cluster_arguments(config, request))
     done(f"wrote {output}; upload it to Kubeflow Pipelines, or use d2plm pipeline submit")
     return {"output": output}
-
-
-def _definition(config: PipelineSettings, request: Request) -> Any:
-    from pipelines.pipeline import define
-
-    parallel = config.parallel if isinstance(config, SweepSettings) else 0
-    return define(request.options.get("sweep", ""), parallel)
 
 
 def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
@@ -241,13 +221,14 @@ def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
     require(wait == "false" or cron is None, "wait", wait, "false with cron, which never ends")
     from d2plm.launch.kfp_server import connect
     from pipelines.follow import follow
+    from pipelines.pipeline import define
     from pipelines.submit import submit
 
     arguments = cluster_arguments(config, request)
     server = connect()
     run_id = submit(
         server,
-        _definition(config, request),
+        define(request.options.get("sweep"), getattr(config, "parallel", 0)),
         arguments,
         config.tracking.experiment,
         f"d2plm {config.name}",
@@ -285,8 +266,8 @@ def _cancel(words: list[str]) -> dict[str, Any]:
 def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
     """The pipeline's parameters that the command line sets; other settings go into `overrides`.
 
-    So do a key, but not a group, that varies in a sweep, and a number that is malformed or 0, which
-    the configuration rejects: as a parameter, 0 means the configuration's own value.
+    So do keys that may vary in a sweep, and a number that is malformed or 0, which the
+    configuration rejects: as a parameter, 0 means the configuration's own value.
     """
     registry = request.options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
     tag = request.options.get("tag") or os.environ.get("D2PLM_TAG") or __version__
@@ -301,13 +282,9 @@ def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
     for word in request.overrides:
         key, _, value = word.partition("=")
         name = parameters.get(key)
-        is_list = request.options.get("sweep") == "train" and "." in key
-        varies = is_list and parse_overrides([word])[0].is_sweep_override()
-        if (
-            varies
-            or value == "null"
-            or (name in NUMBERS and not (value.isdecimal() and int(value) > 0))
-        ):
+        may_vary = request.options.get("sweep") == "train" and "." in key
+        is_unfit = name in NUMBERS and not (value.isdecimal() and int(value) > 0)
+        if may_vary or is_unfit or value == "null":
             name = None
         if name in NUMBERS:
             arguments[name] = int(value)

@@ -6,6 +6,7 @@ settings of their pods are in `pod_settings.py`.
 """
 
 from functools import partial
+from typing import Any
 
 from kfp import dsl
 from kfp.dsl import PipelineTask
@@ -21,28 +22,18 @@ RETRIES = 2  # after a lost pod; a step itself retries what is temporary
 EXAMPLE = "/opt/d2plm/examples/data/uniprot_20k.fasta.gz"  # in the images
 
 
-def define(sweep: str = "", parallel: int = 0) -> BaseComponent:
-    """The definition of the pipeline, or of the pipeline of a sweep.
-
-    Args:
-        sweep: command whose runs it executes; empty: the pipeline of a single run.
-        parallel: number of runs at a time.
-    """
-    function = partial(_steps, sweep, parallel)
-    function.__doc__ = _steps.__doc__  # type: ignore[attr-defined]  # for KFP, as its name is
-    function.__name__ = "pipeline"  # type: ignore[attr-defined]
-    what = "prepare, train, evaluate, register, generate"
-    if sweep:
-        what = f"the runs of d2plm {sweep} at the same time, and their table"
-    return dsl.pipeline(
-        function,
-        name=f"{NAME}-sweep-{sweep}" if sweep else NAME,
-        description=f"A protein language model: {what}.",
-    )
+def define(sweep: str | None = None, parallel: int = 0) -> BaseComponent:
+    """The definition of the pipeline, or of that of the runs of a command, `sweep`."""
+    name, what = NAME, "prepare, train, evaluate, register, generate"
+    if sweep is not None:
+        name, what = f"{NAME}-sweep-{sweep}", f"the runs of d2plm {sweep}, and their table"
+    function: Any = partial(_steps, sweep, parallel)
+    function.__name__, function.__doc__ = name, _steps.__doc__  # which KFP reads
+    return dsl.pipeline(function, name=name, description=f"A protein language model: {what}.")
 
 
 def _steps(
-    sweep: str,
+    sweep: str | None,
     parallel: int,
     paradigm: str = "diffusion",
     experiment: str = "demo",
@@ -121,7 +112,7 @@ def _steps(
             claim=claim,
             overrides=overrides,
             modules=modules,
-            sweep=sweep,
+            sweep=sweep or "",
             **settings,
         )
         config = configured.outputs["config"]

@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2plm.core.files import write_text
-
-RUN = "run.yaml"  # a run's configuration, in its folder
+RUN = "run.yaml"  # configuration of a run of a sweep, in a folder named after it
 State = Literal["running", "succeeded", "failed", "cancelled"]
 
 
@@ -48,25 +46,9 @@ def entries(config: Path) -> dict[str, Entry]:
     return {}
 
 
-def keep_command(config: Path, *words: str) -> None:
-    """Keep the command line that lists the runs of a sweep."""
-    write_text(config.with_suffix(".json"), json.dumps(words))
-
-
-def command(config: Path) -> list[str]:
-    """The command and the settings of a sweep."""
-    words: list[str] = json.loads(config.with_suffix(".json").read_text(encoding="utf-8"))
-    return words
-
-
-def runs_folder(config: Path) -> Path:
-    """The folder of the runs of a sweep, each in a folder of its own, named after the run."""
-    return config.with_suffix("")
-
-
 def runs(config: Path) -> list[Path]:
     """The configurations of the runs of a sweep, beside which each has a record of its own."""
-    return sorted(runs_folder(config).glob(f"*/{RUN}"))
+    return sorted(config.with_suffix("").glob(f"*/{RUN}"))
 
 
 def cause(config: Path) -> Entry | None:

@@ -5,6 +5,7 @@ reads the file and calls the command of the same name. Imports are inside the fu
 image that prepares the data has no torch.
 """
 
+import json
 import logging
 import os
 import shlex
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2plm.config import check_paths, compose, quoted, read, save
 from d2plm.core.errors import D2PLMError, first_line
+from d2plm.core.files import write_text
 from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
 from d2plm.launch.kfp_server import POD_VARIABLE
@@ -175,7 +177,7 @@ def configure(
             config = _below_parent_of(nested, config)
         file = save_configuration(config, run_id)
         if sweep:
-            record.keep_command(file, sweep, *given)
+            write_text(file.with_suffix(".json"), json.dumps([sweep, *given]))
         return str(file)
 
     return run_step("configure", config_file(run_id, work_dir), composed)

@@ -6,14 +6,14 @@ the steps of a single run; `reduce` makes the table. On one machine, `d2plm scal
 commands do the same in processes.
 """
 
-from collections.abc import Iterable
+import json
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.config import Arguments, parse_arguments, read, save
+from d2plm.config import Arguments, compose_arguments, parse_arguments, read, save
 from d2plm.core.errors import require, require_choice
 from d2plm.core.terminal import done
 from d2plm.settings.commands import PipelineSettings, SweepSettings
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 KINDS = ("train", "compare", "scaling")  # commands that have several runs
 
 
-def composed(kind: str, words: Iterable[str]) -> tuple[SweepSettings, Arguments]:
-    """The settings of a sweep, of its first run if the command is `train`, and its arguments.
+def composed(kind: str | None, words: list[str]) -> tuple[PipelineSettings, Arguments]:
+    """The settings and arguments of a single run, or of a sweep; of `train` those of its first run.
 
     Raises:
-        ConfigError: if a setting is unknown, invalid, or only for a single run.
+        ConfigError: if a setting is unknown, invalid, or not for a sweep.
     """
+    if kind is None:
+        return compose_arguments("pipeline", words)
     require_choice("sweep", kind, KINDS)
-    arguments = parse_arguments(kind, list(words))
+    arguments = parse_arguments(kind, words)
+    configs: list[SweepSettings] = [arguments.compose()] if kind != "train" else []
     if kind == "train":
         from d2plm.commands import multirun
 
-        configs = list(multirun.composed(arguments)[1].values())
-        config: SweepSettings = configs[0]
-        inputs = [one.data.input for one in configs]
-        require(len({*map(str, inputs)}) == 1, "data.input", inputs, "the same in all runs")
-    else:
-        config = arguments.compose()
+        configs += multirun.composed(arguments)[1].values()
+    config, inputs = configs[0], [one.data.input for one in configs]
+    require(len({*map(str, inputs)}) == 1, "data.input", inputs, "the same in all runs")
     wanted = f"false; for forecasts use d2plm {kind} --dry-run"
     require(not config.dry_run, "dry_run", config.dry_run, wanted)
     name = config.launcher.name
@@ -50,7 +50,7 @@ def composed(kind: str, words: Iterable[str]) -> tuple[SweepSettings, Arguments]
     return config, arguments
 
 
-def listed(kind: str, words: Iterable[str]) -> "Sweep":
+def listed(kind: str, words: list[str]) -> "Sweep":
     """The sweep of a command line."""
     config, arguments = composed(kind, words)
     if kind == "train":
@@ -61,7 +61,7 @@ def listed(kind: str, words: Iterable[str]) -> "Sweep":
     return found
 
 
-def shared_settings(kind: str, words: Iterable[str]) -> PipelineSettings:
+def shared_settings(kind: str, words: list[str]) -> PipelineSettings:
     """The settings of all runs; their output folder and tracking run are those of the table."""
     sweep = listed(kind, words)
     tracking = replace(sweep.settings.tracking, run_name=sweep.title)
@@ -74,11 +74,11 @@ def plan(config: str) -> list[str]:
     from d2plm.assembly.sweep import for_all, planned
     from d2plm.commands.multirun import folder_name
 
-    sweep, folder = _read(Path(config)), record.runs_folder(Path(config))
+    sweep = _read(Path(config))
     for_all({name: partial(_check, run) for name, run in sweep.runs.items()})
     files = []
     for name, run in planned(sweep).items():
-        file = folder / folder_name(name) / record.RUN
+        file = Path(config).with_suffix("") / folder_name(name) / record.RUN
         save(run, file)
         files.append(file)
     left = [str(file) for file in files if not _is_finished(file)]
@@ -97,7 +97,7 @@ def reduce(config: str) -> str:
 
 
 def _read(file: Path) -> "Sweep":
-    command, *words = record.command(file)
+    command, *words = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
     return replace(listed(command, words), settings=read(command, file))
 
 

@@ -12,7 +12,6 @@ from d2plm.cli import main as d2plm
 from d2plm.config import read
 from d2plm.tracking.mlflow_run import begin_mlflow_run
 from pipelines import record, steps, sweep
-from tests.kfp_server import KfpServer, run, step
 
 SWEEP = ["sweep=compare", "experiment=debug", "arms={a: {}, b: {trainer: {max_steps: 2}}}"]
 Specification = dict[str, Any]
@@ -58,80 +57,15 @@ def test_its_form_is_that_of_a_single_run_and_its_pods_have_the_same_surrounding
     documents: list[Specification],
 ) -> None:
     specification, platform = documents
+    assert specification["pipelineInfo"]["name"] == "d2plm-sweep-compare"
     parameters = specification["root"]["inputDefinitions"]["parameters"]
     assert "launcher.queue=team" in parameters["overrides"]["defaultValue"]
     assert all(len(one["description"]) > 10 for one in parameters.values())
-    configured = specification["components"]["comp-exit-handler-1"]["dag"]["tasks"]["configure"]
-    kind = configured["inputs"]["parameters"]["sweep"]["runtimeValue"]["constant"]
-    assert (kind, specification["pipelineInfo"]["name"]) == ("compare", "d2plm-sweep-compare")
     pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    assert len(pods) == 7
-    for pod in pods.values():
-        assert pod["pvcMount"][0]["mountPath"] == "/workspace"
-        assert pod["securityContext"]["runAsNonRoot"] is True
+    assert {pod["pvcMount"][0]["mountPath"] for pod in pods.values()} == {"/workspace"}
     executors = specification["deploymentSpec"]["executors"]
     images = {name: executor["container"]["image"] for name, executor in executors.items()}
     assert [name for name, image in images.items() if "mmseqs2" in image] == ["exec-prepare"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["sweep=scalin"], "did you mean 'scaling'"),
-        (["sweep=train", "experiment=debug"], "no key has several values"),
-        ([*SWEEP, "dry_run=true"], "use d2plm compare --dry-run"),
-        ([*SWEEP, "launcher.name=mine"], "launcher.name='mine': must be null"),
-        (["sweep=train", "experiment=debug", "data.input=/a,/b"], "the same in all runs"),
-        ([*SWEEP, "arms.c.trainer.max_step=2", "work_dir=here"], "work_dir='here'"),
-    ],
-)
-def test_what_cannot_be_a_sweep_is_refused_before_the_server_is_asked(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert d2plm(["pipeline", "submit", *words]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-
-
-def test_keys_that_vary_reach_the_pods_as_they_were_written(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["paradigm=diffusion,flow_matching", "launcher.cpu=2,4", "trainer.seed=1,2"]
-    given = ["sweep=train", "experiment=debug", "tracking=none", "launcher.nodes=2"]
-    assert d2plm(["pipeline", "submit", *given, *words]) == 0
-    (sent,) = server.posted("/runs")
-    parameters = sent["runtime_config"]["parameters"]
-    assert parameters["paradigm"] == "diffusion,flow_matching"
-    assert parameters["overrides"] == "tracking=none launcher.cpu=2,4 trainer.seed=1,2"
-    assert (parameters["nodes"], parameters["work_dir"]) == (2, "/workspace/debug")
-    assert [one["display_name"] for one in server.pipelines] == ["d2plm-sweep-train"]
-
-
-def test_steps_of_several_runs_are_numbered(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def trains(*states: str) -> list[Any]:
-        times = [f"2026-11-30T03:00:0{n}Z" for n in range(len(states))]
-        return [
-            step("train", state, task_id=f"t{time}", create_time=time)
-            for state, time in zip(states, times, strict=True)
-        ]
-
-    server.logs["tt"] = server.logs["d2plm-wrq7f-train"] = "d2plm: error: b,_seed_1: no memory\n"
-    server.script = [
-        run("RUNNING", *trains("RUNNING")),
-        run("RUNNING", *trains("SUCCEEDED", "RUNNING")),
-        run("FAILED", *trains("SUCCEEDED", "FAILED")),
-    ]
-    assert d2plm(["pipeline", "submit", *SWEEP, "wait=true"]) == 1
-    said = capsys.readouterr()
-    assert said.out.splitlines()[1:] == [
-        "train: running",
-        "train: succeeded",
-        "train 2: running",
-        "train 2: failed",
-    ]
-    assert said.err.endswith(": train 2: b,_seed_1: no memory\n")
 
 
 @pytest.fixture
