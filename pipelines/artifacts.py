@@ -6,6 +6,7 @@ a `path` for a small document and `metadata`; the data themselves stay on the vo
 
 import os
 import shutil
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,22 @@ def designs(config: PipelineSettings, artifact: Any, _: Any) -> None:
     _copy(Path(config.output_dir) / DESIGNS, artifact)
 
 
+def table(_: PipelineSettings, artifact: Any, file: str) -> None:
+    _copy(Path(file), artifact)
+
+
+def figure(_: PipelineSettings, artifact: Any, file: str) -> None:
+    """The figure of a sweep, on a page, because the UI shows no pictures."""
+    picture = Path(file).with_suffix(".png")
+    if picture.is_file():
+        data = b64encode(picture.read_bytes()).decode()
+        page = f'<html><img style="max-width: 100%" src="data:image/png;base64,{data}"></html>'
+        Path(artifact.path).write_text(page, encoding="utf-8")
+
+
 FILLED: dict[str, Callable[[PipelineSettings, Any, Any], None]] = {
-    one.__name__: one for one in (dataset, model, metrics, report, registered, sequences, designs)
+    one.__name__: one
+    for one in (dataset, model, metrics, report, registered, sequences, designs, table, figure)
 }
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
-from d2plm.config import as_yaml, check_paths, compose_arguments, flat, plain
+from d2plm.config import as_yaml, check_paths, flat, plain
 from d2plm.core.errors import ClusterError, ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
 from d2plm.settings.commands import PipelineSettings
@@ -19,12 +19,14 @@ from d2plm.settings.launcher import LABEL, QUANTITY
 from d2plm.settings.registry import loaded_modules
 from d2plm.settings.schema import Form
 from pipelines.steps import INPUTS, PARAMETERS, WORKSPACE
+from pipelines.sweep import composed
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
        d2plm pipeline cancel RUN
 
-Run the pipeline prepare → train → evaluate → register → generate on a laptop or in a cluster.
+Run the pipeline prepare → train → evaluate → register → generate on a laptop or in a cluster; with
+sweep=…, the runs of another command in a cluster, parallel=N at a time.
 
 {actions}
 
@@ -36,6 +38,7 @@ The settings are those of d2plm train --cfg. In a cluster, work_dir and data.inp
 storage that the steps share, and these settings are also available:
   registry=PREFIX      registry of the images; default: D2PLM_REGISTRY
   tag=TAG              tag of the images; default: D2PLM_TAG, or {version}
+  sweep=COMMAND        run all runs of d2plm scaling, compare or train (key=a,b), and make the table
   {parameters}
 submit reads the variables KFP_HOST, KFP_TOKEN, KFP_NAMESPACE (multi-user servers), SSL_CERT_FILE:
   wait=true            follow the run; exit with 1 if it fails
@@ -69,8 +72,8 @@ FORMS = {
 IMAGES = ("registry", "tag")
 OPTIONS = {
     "run": IMAGES,
-    "compile": (*IMAGES, "output"),
-    "submit": (*IMAGES, "wait", "cron", "once", "service_account"),
+    "compile": (*IMAGES, "sweep", "output"),
+    "submit": (*IMAGES, "sweep", "wait", "cron", "once", "service_account"),
 }
 
 
@@ -109,12 +112,13 @@ def main(words: list[str]) -> int:
         document = _cancel(rest)
     else:
         request = parse(action, rest)
-        config, arguments = compose_arguments("pipeline", request.overrides)
+        config, arguments = composed(request.options.get("sweep"), request.overrides)
         request = replace(request, overrides=arguments.overrides)
         if action == "run" and not arguments.show_only:
             check_paths("pipeline", config, INPUTS)
         trackers = config.tracking.trackers
-        require("mlflow" in trackers, "tracking.trackers", trackers, "a list that includes mlflow")
+        fits = "mlflow" in trackers or "sweep" in request.options  # which registers nothing
+        require(fits, "tracking.trackers", trackers, "a list that includes mlflow")
         if arguments.show_only:
             result(as_yaml(config).rstrip())
             document = plain(config)
@@ -199,10 +203,12 @@ def _run(config: PipelineSettings, _: Request) -> dict[str, Any]:
 
 
 def _compile(config: PipelineSettings, request: Request) -> dict[str, Any]:
+    from pipelines.pipeline import define
     from pipelines.submit import compile_pipeline
 
     output = Path(request.options.get("output", "pipeline.yaml"))
-    compile_pipeline(output, cluster_arguments(config, request))
+    pipeline = define(request.options.get("sweep"), getattr(config, "parallel", 0))
+    compile_pipeline(output, pipeline, cluster_arguments(config, request))
     done(f"wrote {output}; upload it to Kubeflow Pipelines, or use d2plm pipeline submit")
     return {"output": output}
 
@@ -215,12 +221,14 @@ def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
     require(wait == "false" or cron is None, "wait", wait, "false with cron, which never ends")
     from d2plm.launch.kfp_server import connect
     from pipelines.follow import follow
+    from pipelines.pipeline import define
     from pipelines.submit import submit
 
     arguments = cluster_arguments(config, request)
     server = connect()
     run_id = submit(
         server,
+        define(request.options.get("sweep"), getattr(config, "parallel", 0)),
         arguments,
         config.tracking.experiment,
         f"d2plm {config.name}",
@@ -258,8 +266,8 @@ def _cancel(words: list[str]) -> dict[str, Any]:
 def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
     """The pipeline's parameters that the command line sets; other settings go into `overrides`.
 
-    A number that is malformed or 0 also goes into `overrides`, where the configuration rejects it:
-    as a parameter, 0 means the configuration's own value.
+    So do keys that may vary in a sweep, and a number that is malformed or 0, which the
+    configuration rejects: as a parameter, 0 means the configuration's own value.
     """
     registry = request.options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
     tag = request.options.get("tag") or os.environ.get("D2PLM_TAG") or __version__
@@ -274,7 +282,9 @@ def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
     for word in request.overrides:
         key, _, value = word.partition("=")
         name = parameters.get(key)
-        if value == "null" or (name in NUMBERS and not (value.isdecimal() and int(value) > 0)):
+        may_vary = request.options.get("sweep") == "train" and "." in key
+        is_unfit = name in NUMBERS and not (value.isdecimal() and int(value) > 0)
+        if may_vary or is_unfit or value == "null":
             name = None
         if name in NUMBERS:
             arguments[name] = int(value)

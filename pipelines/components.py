@@ -28,6 +28,7 @@ def configure(
     claim: str,
     overrides: str,
     modules: str,
+    sweep: str,
     paradigm: str,
     experiment: str,
     model: str,
@@ -59,6 +60,14 @@ def prepare(
     from pipelines import steps
 
     return (steps.prepare(config, dataset=dataset),)
+
+
+@step(base_image=TRAINER_IMAGE)
+def plan(config: str, data_digest: str) -> list:  # type: ignore[type-arg]  # KFP's
+    """List the runs of a sweep that have not finished; returns their configurations' paths."""
+    from pipelines import sweep
+
+    return sweep.plan(config)
 
 
 @step(base_image=TRAINER_IMAGE)
@@ -109,6 +118,16 @@ def generate(
     from pipelines import steps
 
     return (steps.generate(config, sequences=sequences, designs=designs, report=report),)
+
+
+@step(base_image=TRAINER_IMAGE)
+def reduce(
+    config: str, perplexities: list, table: dsl.Output[dsl.Markdown], figure: dsl.Output[dsl.HTML]
+) -> NamedTuple("Reduced", [("file", str)]):  # type: ignore[valid-type]
+    """Reduce the finished runs of a sweep to a table and a figure; returns the table's path."""
+    from pipelines import sweep
+
+    return (sweep.reduce(config, table=table, figure=figure),)
 
 
 @step(base_image=TRAINER_IMAGE)

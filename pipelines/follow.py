@@ -9,6 +9,7 @@ running.
 import re
 import time
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from d2plm.core.errors import ClusterError, LaunchError
@@ -19,7 +20,7 @@ from d2plm.launch.kfp_server import Server, reaching
 from d2plm.launch.pod_state import state_of, unscheduled
 from pipelines.steps import ERROR, STEPS
 
-TASKS = ("configure", *STEPS, "finish")
+TASKS = ("configure", "prepare", "plan", *[*STEPS][1:], "reduce", "finish")  # also of sweeps
 POLL_SECONDS = 5.0
 PODS_SECONDS = 5.0  # for the cluster to list the pods
 PATIENCE_SECONDS = 600.0  # with a server that does not answer
@@ -57,10 +58,10 @@ def follow(
         while True:
             run = _ask(server, run_id)
             is_cancelled |= run.state in CANCELLED
-            for task in _steps(run):
-                if task.state and shown.get(task.display_name) != task.state:
-                    shown[task.display_name] = task.state
-                    done(f"{task.display_name}: {task.state.lower()}")
+            for name, task in _steps(run).items():
+                if task.state and shown.get(name) != task.state:
+                    shown[name] = task.state
+                    done(f"{name}: {task.state.lower()}")
             if run.state in ENDED:
                 break
             if failure := wait.report(run, *pods.waiting()):
@@ -122,7 +123,7 @@ class _Wait:
         """
         is_of_pod, now = bool(key), time.monotonic()
         if not key:
-            states = {task.display_name: task.state for task in _steps(run) if task.state}
+            states = {name: task.state for name, task in _steps(run).items() if task.state}
             has_begun = any(state != "PENDING" for state in states.values())
             ongoing = [f"{name} is {s.lower()}" for name, s in states.items() if s not in ENDED]
             why = ", ".join(ongoing) or f"the run is {(run.state or 'pending').lower()}"
@@ -180,10 +181,17 @@ class _Pods:
         return True, *self._last
 
 
-def _steps(run: Any) -> list[Any]:
-    """The pipeline's steps in order, without the additional tasks that KFP starts for them."""
+def _steps(run: Any) -> dict[str, Any]:
+    """The pipeline's steps in order, without the additional tasks that KFP starts for them.
+
+    Those of a sweep's runs have the same name, so from the second on they are numbered.
+    """
     steps = [task for task in _tasks(run) if task.display_name in TASKS]
-    return sorted(steps, key=lambda task: TASKS.index(task.display_name))
+    steps.sort(key=lambda task: (TASKS.index(task.display_name), str(task.create_time)))
+    found: dict[str, Any] = {}
+    for name, tasks in groupby(steps, key=lambda task: task.display_name):
+        found |= {f"{name} {n}" if n > 1 else name: task for n, task in enumerate(tasks, 1)}
+    return found
 
 
 def _tasks(run: Any) -> list[Any]:
@@ -193,11 +201,11 @@ def _tasks(run: Any) -> list[Any]:
 def _failure(server: Server, run: Any) -> str:
     """The failed steps, each with the last lines of its log."""
     failures = []
-    for step in _steps(run):
-        if step.state in FAILED and step.display_name != "finish":
+    for name, step in _steps(run).items():
+        if step.state in FAILED and name != "finish":
             said = step.error.message if step.error else None
             lines = _last_lines(server, run, step) or said or "its log is not available"
-            failures.append(f"{step.display_name}: {lines}")
+            failures.append(f"{name}: {lines}")
     message = run.error.message if run.error else None
     return "\n".join(failures) or message or "KFP reports no reason"
 

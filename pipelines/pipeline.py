@@ -1,10 +1,17 @@
 """The definition of the pipeline: prepare → train → evaluate → register → generate.
 
-`local.py` runs the same steps on this machine, `submit.py` compiles it for a cluster. The settings
-of its pods are in `pod_settings.py`.
+That of a sweep has the same parameters: prepare → plan → train, evaluate each run → reduce.
+`local.py` runs the steps of the first on this machine, `submit.py` compiles both for a cluster. The
+settings of their pods are in `pod_settings.py`.
 """
 
+from functools import partial
+from typing import Any
+
 from kfp import dsl
+from kfp.dsl import PipelineTask
+from kfp.dsl.base_component import BaseComponent
+from kfp.dsl.pipeline_channel import PipelineChannel
 
 from pipelines import components
 from pipelines.pod_settings import set_gpus, set_resources, set_surroundings
@@ -15,11 +22,19 @@ RETRIES = 2  # after a lost pod; a step itself retries what is temporary
 EXAMPLE = "/opt/d2plm/examples/data/uniprot_20k.fasta.gz"  # in the images
 
 
-@dsl.pipeline(
-    name=NAME,
-    description="A protein language model: prepare, train, evaluate, register, generate.",
-)
-def pipeline(
+def define(sweep: str | None = None, parallel: int = 0) -> BaseComponent:
+    """The definition of the pipeline, or of that of the runs of a command, `sweep`."""
+    name, what = NAME, "prepare, train, evaluate, register, generate"
+    if sweep is not None:
+        name, what = f"{NAME}-sweep-{sweep}", f"the runs of d2plm {sweep}, and their table"
+    function: Any = partial(_steps, sweep, parallel)
+    function.__name__, function.__doc__ = name, _steps.__doc__  # which KFP reads
+    return dsl.pipeline(function, name=name, description=f"A protein language model: {what}.")
+
+
+def _steps(
+    sweep: str | None,
+    parallel: int,
     paradigm: str = "diffusion",
     experiment: str = "demo",
     model: str = "",
@@ -97,28 +112,41 @@ def pipeline(
             claim=claim,
             overrides=overrides,
             modules=modules,
+            sweep=sweep or "",
             **settings,
         )
         config = configured.outputs["config"]
         prepared = components.prepare(config=config)
-        trained = components.train(config=config, data_digest=prepared.outputs["digest"])
-        model_dir = trained.outputs["model_dir"]
-        evaluated = components.evaluate(config=config, model_dir=model_dir)
-        registered = components.register(
-            config=config, model_dir=model_dir, perplexity=evaluated.outputs["perplexity"]
-        )
-        generated = components.generate(
-            config=config, model_dir=model_dir, version=registered.outputs["version"]
-        )
-    set_resources(configured, mmseqs2_image, "100m", "1Gi", hours=1)
+        digest = prepared.outputs["digest"]
+        if sweep:
+            planned = components.plan(config=config, data_digest=digest)
+            with dsl.ParallelFor(planned.output, name="runs", parallelism=parallel) as run:
+                trained, evaluated = _train_and_evaluate(run, digest)
+            perplexities = dsl.Collected(evaluated.outputs["perplexity"])
+            reduced = components.reduce(config=config, perplexities=perplexities)
+            small, large = [planned, reduced], [evaluated]
+        else:
+            trained, evaluated = _train_and_evaluate(config, digest)
+            model_dir = trained.outputs["model_dir"]
+            registered = components.register(
+                config=config, model_dir=model_dir, perplexity=evaluated.outputs["perplexity"]
+            )
+            generated = components.generate(
+                config=config, model_dir=model_dir, version=registered.outputs["version"]
+            )
+            small, large = [registered], [evaluated, generated]
+    # What lists the runs of a sweep needs torch.
+    configure_image, memory = (trainer_image, "2Gi") if sweep else (mmseqs2_image, "1Gi")
+    set_resources(configured, configure_image, "100m", memory, hours=1)
     set_resources(prepared, mmseqs2_image, prepare_cpu, prepare_memory, hours=48)
     set_resources(trained, trainer_image, "100m", "2Gi", hours=None)  # it follows a job
-    set_resources(registered, trainer_image, "500m", "4Gi", hours=2)
     set_resources(finished, trainer_image, "100m", "2Gi", hours=1)
-    for step in (evaluated, generated):
+    for step in small:
+        set_resources(step, trainer_image, "500m", "4Gi", hours=2)
+    for step in large:
         set_resources(step, trainer_image, evaluate_cpu, evaluate_memory, hours=48)
         set_gpus(step, gpu_resource, evaluate_gpus)
-    steps = (configured, prepared, trained, evaluated, registered, generated)
+    steps = (configured, prepared, trained, *small, *large)
     for step in (*steps, finished):
         set_surroundings(step, claim, tolerations, node_selector)
         # The results are on the volume and in the registry, which KFP's cache does not check. The
@@ -126,3 +154,13 @@ def pipeline(
         step.set_caching_options(enable_caching=False)
     for step in steps:  # retries reuse finished work, and training adopts its job by name
         step.set_retry(RETRIES, backoff_duration="5s", backoff_factor=2.0)
+
+
+def _train_and_evaluate(
+    config: PipelineChannel, digest: PipelineChannel
+) -> tuple[PipelineTask, PipelineTask]:
+    trained = components.train(config=config, data_digest=digest)
+    return trained, components.evaluate(config=config, model_dir=trained.outputs["model_dir"])
+
+
+pipeline = define()

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+RUN = "run.yaml"  # configuration of a run of a sweep, in a folder named after it
 State = Literal["running", "succeeded", "failed", "cancelled"]
 
 
@@ -45,6 +46,11 @@ def entries(config: Path) -> dict[str, Entry]:
     return {}
 
 
+def runs(config: Path) -> list[Path]:
+    """The configurations of the runs of a sweep, beside which each has a record of its own."""
+    return sorted(config.with_suffix("").glob(f"*/{RUN}"))
+
+
 def cause(config: Path) -> Entry | None:
     """The step that failed or was ended by a signal; None if there is none."""
     unfinished = (one for one in entries(config).values() if one.state != "succeeded")
@@ -52,9 +58,16 @@ def cause(config: Path) -> Entry | None:
 
 
 def as_markdown(config: Path) -> str:
-    """How the steps ended, and the error of the one that failed, for the UI of the pipeline."""
+    """How the steps ended, and the error of the one that failed, for the UI of the pipeline.
+
+    Of the runs of a sweep, those that have not ended well are listed.
+    """
     known, failure = entries(config), cause(config)
     lines = [f"- `{entry.step}`: {entry.state}" for entry in known.values()]
+    for run in runs(config):
+        if (unfinished := cause(run)) is not None:
+            lines.append(f"- `{run.parent.name}`, `{unfinished.step}`: {unfinished.state}")
+            failure = failure or unfinished
     if failure is not None:
         message = failure.message or "its process was killed; its pod's log has no error"
         what = "did not end" if failure.state == "running" else failure.state

@@ -5,6 +5,7 @@ reads the file and calls the command of the same name. Imports are inside the fu
 image that prepares the data has no torch.
 """
 
+import json
 import logging
 import os
 import shlex
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2plm.config import check_paths, compose, quoted, read, save
 from d2plm.core.errors import D2PLMError, first_line
+from d2plm.core.files import write_text
 from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
 from d2plm.launch.kfp_server import POD_VARIABLE
@@ -90,7 +92,8 @@ def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
             if not isinstance(error, D2PLMError):
                 message = f"{type(error).__name__}: {message}; its traceback is in {trace}"
             record.note(config, name, "failed", message)
-            print(f"{ERROR}{message}", file=sys.stderr, flush=True)
+            run = f"{config.parent.name}: " if config.name == record.RUN else ""
+            print(f"{ERROR}{run}{message}", file=sys.stderr, flush=True)
             raise SystemExit(code) from error
         if nested is not None:
             _refer(nested, config)
@@ -134,6 +137,7 @@ def configure(
     claim: str,
     overrides: str,
     modules: str = "",
+    sweep: str = "",
     **parameters: str | float,
 ) -> str:
     """Compose the run's configuration and write it to the work folder; returns the file's path.
@@ -145,6 +149,7 @@ def configure(
         claim: PersistentVolumeClaim that the training pods mount at `WORKSPACE`.
         overrides: further settings as key=value, separated by spaces.
         modules: modules to import first, separated by spaces; see `--module`.
+        sweep: command whose runs are configured, such as `scaling`; empty: a single run.
         parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
     work_dir, nested = dated(work_dir, time), os.environ.get(RUN_VARIABLE)
@@ -160,11 +165,20 @@ def configure(
 
     def composed() -> str:
         load_modules(shlex.split(modules))
-        config = compose("pipeline", [*words, *shlex.split(overrides)])
+        given = [*words, *shlex.split(overrides)]
+        if sweep:
+            from pipelines.sweep import shared_settings
+
+            config = shared_settings(sweep, given)
+        else:
+            config = compose("pipeline", given)
         check_paths("pipeline", config, INPUTS)
         if nested is not None:
             config = _below_parent_of(nested, config)
-        return str(save_configuration(config, run_id))
+        file = save_configuration(config, run_id)
+        if sweep:
+            write_text(file.with_suffix(".json"), json.dumps([sweep, *given]))
+        return str(file)
 
     return run_step("configure", config_file(run_id, work_dir), composed)
 
@@ -295,20 +309,28 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "", summary: A
         summary: artifact for a text on how the steps ended; the failed step's own are not kept.
     """
     file = config_file(run_id, work_dir)
-    last, failure = record.entries(file).get(list(STEPS)[-1]), record.cause(file)
-    has_succeeded = last is not None and last.state == "succeeded"
+    known = record.entries(file)
+    has_succeeded = any(known[name].state == "succeeded" for name in LAST & {*known})
+    left = {run: entry for run in record.runs(file) if (entry := record.cause(run)) is not None}
+    failure = record.cause(file) or next(iter(left.values()), None)
     is_cancelled = state in CANCELLED and not has_succeeded
     if is_cancelled:
         message = "the run was cancelled"
-        if record.entries(file):  # else nothing has started, and the folder may not exist
+        if known:  # else nothing has started, and the folder may not exist
             record.note(file, failure.step if failure else "run", "cancelled", message)
     if summary is not None:
         Path(summary.path).write_text(record.as_markdown(file), encoding="utf-8")
     if has_succeeded or not file.is_file():  # no file: nothing has started
         return
-    if failure is not None and not is_cancelled:
-        message = f"{failure.step}: {failure.message or message or 'its process was killed'}"
-    run_step("finish", file, lambda: _clean_up(file, is_cancelled, message))
+
+    def clean_up() -> None:
+        for one, entry in {**left, file: failure}.items():
+            why = message
+            if entry is not None and not is_cancelled:
+                why = f"{entry.step}: {entry.message or message or 'its process was killed'}"
+            _clean_up(one, is_cancelled, why)
+
+    run_step("finish", file, clean_up)
 
 
 def _clean_up(file: Path, is_cancelled: bool, message: str) -> None:
@@ -364,6 +386,7 @@ STEPS: dict[str, Callable[[str], object]] = {
     "register": register,
     "generate": generate,
 }
+LAST = {"generate", "reduce"}  # step that ends a run, or a sweep
 
 
 def main(words: list[str]) -> int:

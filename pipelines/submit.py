@@ -10,15 +10,15 @@ from d2plm import __version__
 from d2plm.core.errors import require
 from d2plm.core.files import files_digest, written_beside
 from d2plm.launch.kfp_server import Server, reaching
-from pipelines.pipeline import NAME, pipeline
+from pipelines.pipeline import BaseComponent
 
 # Arguments that the form of an uploaded version shows as defaults: they belong to the cluster.
 DEFAULTS = ("trainer_image", "mmseqs2_image", "claim", "tolerations", "node_selector")
 CRON_FIELDS = 6  # the first field is the second
 
 
-def compile_pipeline(output: Path, arguments: dict[str, Any]) -> None:
-    """Write the pipeline as YAML, with `arguments` as the defaults of its parameters.
+def compile_pipeline(output: Path, pipeline: BaseComponent, arguments: dict[str, Any]) -> None:
+    """Write a pipeline as YAML, with `arguments` as the defaults of its parameters.
 
     Raises:
         DataError: if the file cannot be written.
@@ -31,6 +31,7 @@ def compile_pipeline(output: Path, arguments: dict[str, Any]) -> None:
 
 def submit(
     server: Server,
+    pipeline: BaseComponent,
     arguments: dict[str, Any],
     experiment: str,
     name: str,
@@ -39,7 +40,7 @@ def submit(
     cron: str | None = None,
     once: bool = False,
 ) -> str:
-    """Create a run of the pipeline, or with `cron` a recurring run, and return its id.
+    """Create a run of a pipeline, or with `cron` a recurring run, and return its id.
 
     Args:
         arguments: the pipeline's arguments.
@@ -58,8 +59,10 @@ def submit(
     client = server.client
     with tempfile.TemporaryDirectory(prefix="d2plm-") as folder, reaching(server.host):
         file = Path(folder) / "d2plm.yaml"
-        compile_pipeline(file, {key: arguments[key] for key in DEFAULTS if key in arguments})
-        source = {"pipeline_package_path": str(file)} if once else _upload(server, file)
+        defaults = {key: arguments[key] for key in DEFAULTS if key in arguments}
+        compile_pipeline(file, pipeline, defaults)
+        inline = {"pipeline_package_path": str(file)}
+        source = inline if once else _upload(server, pipeline.name, file)
         how = {"params": arguments, "service_account": service_account, **source}
         owner = client.create_experiment(experiment, namespace=server.namespace).experiment_id
         if cron is None:
@@ -76,14 +79,14 @@ def submit(
         return server.require_id(recurring.recurring_run_id)
 
 
-def _upload(server: Server, file: Path) -> dict[str, str]:
+def _upload(server: Server, name: str, file: Path) -> dict[str, str]:
     """Upload a definition as a version of the pipeline, unless the server has it; return the ids.
 
     Versions are named by their content: the same definition is uploaded once.
     """
     client, version = server.client, f"{__version__}-{files_digest(file)[:12]}"
-    known = client.list_pipelines(filter=_named(NAME), namespace=server.namespace).pipelines
-    made = client.api_models.V2beta1Pipeline(display_name=NAME, namespace=server.namespace)
+    known = client.list_pipelines(filter=_named(name), namespace=server.namespace).pipelines
+    made = client.api_models.V2beta1Pipeline(display_name=name, namespace=server.namespace)
     one = known[0] if known else client.pipelines.pipeline_service_create_pipeline(made)
     pipeline_id = server.require_id(one.pipeline_id)
     found = client.list_pipeline_versions(pipeline_id, filter=_named(version)).pipeline_versions

@@ -100,7 +100,8 @@ def _trained_on(config: PipelineSettings) -> list[Path]:
     target, found = os.path.realpath(folder), set()
     unreadable = (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError)
     for parent in {Path(config.work_dir), folder.parent}:
-        for file in (*parent.glob(f"*/{RUN_CONFIG}"), *parent.glob(f"*/*/{RUN_CONFIG}")):
+        places = ("*", "*/*", "multirun/*/*")
+        for file in (file for place in places for file in parent.glob(f"{place}/{RUN_CONFIG}")):
             with suppress(*unreadable):
                 data = yaml.safe_load(file.read_text())["data"]
                 used = [data["prepared_dir"]]

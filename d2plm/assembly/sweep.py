@@ -1,9 +1,10 @@
 """One list of runs: check all of them, execute them, and reduce their results to one document.
 
 `d2plm train --multirun`, `compare` and `scaling` make the list and reduce the finished runs: to a
-table, to a comparison with intervals, to a scaling law. No run starts before the settings of all
-have been checked. Finished runs are reused and others resume, so the same command continues an
-interrupted sweep.
+table, to a comparison with intervals, to a scaling law. `run_sweep` executes them here; a pipeline
+in a cluster calls `planned`, executes the runs, and calls `reduced`. No run starts before the
+settings of all have been checked. Finished runs are reused and others resume, so the same command
+continues an interrupted sweep.
 """
 
 import json
@@ -11,8 +12,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +29,7 @@ from d2plm.core.processes import Job, run_jobs
 from d2plm.core.terminal import aligned, result
 from d2plm.settings.commands import PipelineSettings, SweepSettings
 from d2plm.settings.registry import module_words
-from d2plm.tracking.runs import tracking_run
+from d2plm.tracking.runs import Run, tracking_run
 
 SUFFIXES = ("json", "md", "png")
 
@@ -36,8 +38,38 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=PipelineSettings)
 Runs = Mapping[str, PipelineSettings]  # name → complete configuration, with a folder of its own
-Document = dict[str, Any]  # JSON content
-Executor = Callable[[Runs, Sequence[str]], None]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A list of runs, and the reduction of their results.
+
+    Attributes:
+        settings: where the runs execute, and the tracking experiment of all of them.
+        runs: the runs in the order in which they start.
+        commands: the commands of each run in order, such as `train`, `evaluate`.
+        varied: what differs between the runs → its values.
+        results: path of the written files, without `.json`, `.md` and `.png`.
+        reduce: reads the finished runs.
+        table: a reduction as Markdown.
+        document: a reduction as JSON content.
+        plot: writes a figure of a reduction as PNG.
+    """
+
+    settings: SweepSettings
+    runs: Runs
+    commands: Sequence[str]
+    varied: Mapping[str, Iterable[object]]
+    results: Path
+    reduce: Callable[[], Any]
+    table: Callable[[Any], str]
+    document: Callable[[Any], Any] = lambda reduced: reduced
+    plot: Callable[[Any, Path], None] | None = None
+
+    @property
+    def title(self) -> str:
+        """Name of the tracking run above those of the runs."""
+        return f"{self.settings.name}: {', '.join(self.varied)}"
 
 
 def one_run(config: Kind, name: str, folder: Path) -> Kind:
@@ -47,57 +79,68 @@ def one_run(config: Kind, name: str, folder: Path) -> Kind:
     return replace(config, output_dir=str(folder), model_dir=model_dir, tracking=tracking)
 
 
-def run_sweep(
-    settings: SweepSettings,
-    runs: Runs,
-    commands: Sequence[str],
-    *,
-    varied: Mapping[str, Iterable[object]],
-    results: Path,
-    reduce: Callable[[], T],
-    table: Callable[[T], str],
-    document: Callable[[T], Any] = lambda reduced: reduced,
-    plot: Callable[[T, Path], None] | None = None,
-) -> T | Document:
+def run_sweep(sweep: Sweep) -> Any:
     """Execute the runs below one tracking run; write, log, print and return their reduction.
 
     A dry run prints and returns the forecasts of the runs instead.
-
-    Args:
-        settings: where the runs execute, and the tracking experiment of all of them.
-        commands: the commands of each run in order, such as `train`, `evaluate`.
-        varied: what differs between the runs → its values.
-        results: path of the written files, without `.json`, `.md` and `.png`.
-        reduce: reads the finished runs.
-        table: a reduction as Markdown.
-        document: a reduction as JSON content.
-        plot: writes a figure of a reduction as PNG.
 
     Raises:
         ConfigError: if a setting of any run is invalid; no run has been started then.
         LaunchError: if a run fails; the same command continues where it stopped.
     """
+    settings = sweep.settings
     check = forecast if settings.dry_run else _check
-    forecasts = for_all({name: partial(check, config) for name, config in runs.items()})
+    forecasts = for_all({name: partial(check, config) for name, config in sweep.runs.items()})
     if settings.dry_run:
         result("\n\n".join(f"{name}\n{aligned(rows)}" for name, rows in forecasts.items()))
         return forecasts
-    own = {**tracking_arguments(settings), "run_name": f"{settings.name}: {', '.join(varied)}"}
-    with tracking_run(results, **own) as parent:
-        parent.log_params({key: ", ".join(map(str, values)) for key, values in varied.items()})
-        placed = {name: _below(config, settings, parent.id) for name, config in runs.items()}
-        executor(settings)(placed, commands)
-        reduced = reduce()
-        shown = table(reduced)
-        files = {suffix: results.with_name(f"{results.name}.{suffix}") for suffix in SUFFIXES}
-        write_text(files["json"], json.dumps(document(reduced), indent=2) + "\n")
-        write_text(files["md"], shown + "\n")
-        if plot is not None:
-            plot(reduced, files["png"])
-        for file in filter(Path.exists, files.values()):
-            parent.log_file(file)
+    with _tracked(sweep) as parent:
+        _run_here(_placed(sweep, parent), sweep.commands, settings.parallel)
+        return _reduced(sweep, parent)
+
+
+def planned(sweep: Sweep) -> Runs:
+    """The runs below one tracking run, for whoever checks and executes them."""
+    with _tracked(sweep) as parent:
+        return _placed(sweep, parent)
+
+
+def reduced(sweep: Sweep) -> Any:
+    """Write, log, print and return the reduction of runs that have been executed."""
+    with _tracked(sweep) as parent:
+        return _reduced(sweep, parent)
+
+
+def result_files(results: Path) -> dict[str, Path]:
+    """The files of a sweep's results by suffix."""
+    return {suffix: results.with_name(f"{results.name}.{suffix}") for suffix in SUFFIXES}
+
+
+@contextmanager
+def _tracked(sweep: Sweep) -> Iterator[Run]:
+    """The tracking run above those of the runs."""
+    own = {**tracking_arguments(sweep.settings), "run_name": sweep.title}
+    with tracking_run(sweep.results, **own) as parent:
+        parent.set_tags(sweep.settings.tracking.tags)
+        yield parent
+
+
+def _placed(sweep: Sweep, parent: Run) -> Runs:
+    parent.log_params({key: ", ".join(map(str, values)) for key, values in sweep.varied.items()})
+    return {n: _below(config, sweep.settings, parent.id) for n, config in sweep.runs.items()}
+
+
+def _reduced(sweep: Sweep, parent: Run) -> Any:
+    found = sweep.reduce()
+    shown, files = sweep.table(found), result_files(sweep.results)
+    write_text(files["json"], json.dumps(sweep.document(found), indent=2) + "\n")
+    write_text(files["md"], shown + "\n")
+    if sweep.plot is not None:
+        sweep.plot(found, files["png"])
+    for file in filter(Path.exists, files.values()):
+        parent.log_file(file)
     result(shown)
-    return reduced
+    return found
 
 
 def _below(config: Kind, settings: SweepSettings, parent: str | None) -> Kind:
@@ -108,16 +151,13 @@ def _below(config: Kind, settings: SweepSettings, parent: str | None) -> Kind:
         uri=shared.uri,
         experiment=shared.experiment,
         parent_run_id=parent or shared.parent_run_id,
+        tags={**shared.tags, **config.tracking.tags},
     )
     return replace(config, tracking=tracking)
 
 
-def executor(settings: SweepSettings) -> Executor:
-    """Where the settings execute the runs: in processes here, `parallel` runs at a time."""
-    return partial(_run_here, parallel=settings.parallel)
-
-
 def _run_here(runs: Runs, commands: Sequence[str], parallel: int) -> None:
+    """Execute the runs in processes of this machine, `parallel` at a time."""
     os.environ.pop("MLFLOW_RUN_ID", None)  # each run has its own tracking run
     began = time.monotonic()
     start = [sys.executable, "-m", "d2plm"]

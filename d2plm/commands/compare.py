@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.assembly.preparation import prepare_data
-from d2plm.assembly.sweep import one_run, run_sweep
+from d2plm.assembly.sweep import Sweep, one_run, run_sweep
 from d2plm.config import changed
 from d2plm.core.errors import require
 from d2plm.evaluation.comparison import (
@@ -21,19 +21,25 @@ from d2plm.settings.commands import CompareSettings
 
 def run(config: CompareSettings) -> Comparison | dict[str, Any]:
     """Prepare the data, run all arms, write and print the comparison."""
+    listed = sweep(config)
+    if not config.dry_run:
+        prepare_data(config, [one.output_dir for one in listed.runs.values()])
+    return run_sweep(listed)
+
+
+def sweep(config: CompareSettings) -> Sweep:
+    """Every arm with every seed."""
     arms, seeds = config.arms, config.seeds
     require(len(arms) >= 2, "arms", list(arms), "at least two")
     fits = len({*seeds}) == len(seeds) > 0
     require(fits, "seeds", seeds, "a list of different seeds, at least one")
     runs = {(arm, seed): run_settings(config, arm, seed) for seed in seeds for arm in arms}
-    if not config.dry_run:
-        prepare_data(config, [one.output_dir for one in runs.values()])
 
     def reduce() -> Comparison:
         read = {key: _read(one) for key, one in runs.items()}
         return compare({arm: {seed: read[arm, seed] for seed in seeds} for arm in arms})
 
-    return run_sweep(
+    return Sweep(
         config,
         {str(one.tracking.run_name): one for one in runs.values()},
         ("train", "evaluate"),

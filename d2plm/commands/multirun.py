@@ -19,7 +19,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from d2plm.assembly.sweep import for_all, one_run, run_sweep
+from d2plm.assembly.sweep import Sweep, for_all, one_run, run_sweep
 from d2plm.config import Arguments, as_yaml, hydra_over, parse_overrides, plain
 from d2plm.core.errors import ConfigError
 from d2plm.core.files import config_dir
@@ -49,19 +49,31 @@ def run(arguments: Arguments) -> dict[str, Any]:
             "--multirun: cannot run under torchrun; start d2plm train without torchrun and set "
             "distributed.processes"
         )
-    combinations = expand(arguments)
-    configs = for_all(
-        {name: partial(arguments.compose, words) for name, (_, words) in combinations.items()}
-    )
     if arguments.show_only:
+        _, configs = composed(arguments)
         shown = (f"# {name}\n{as_yaml(config)}" for name, config in configs.items())
         result("---\n".join(shown))
         return {name: plain(config) for name, config in configs.items()}
+    found: dict[str, Any] = run_sweep(sweep(arguments))
+    return found
+
+
+def composed(arguments: Arguments) -> tuple[dict[str, Combination], dict[str, TrainSettings]]:
+    """The combinations of `expand`, and their configurations."""
+    combinations = expand(arguments)
+    return combinations, for_all(
+        {name: partial(arguments.compose, words) for name, (_, words) in combinations.items()}
+    )
+
+
+def sweep(arguments: Arguments) -> Sweep:
+    """Every combination of values."""
+    combinations, configs = composed(arguments)
     settings = {name: varied for name, (varied, _) in combinations.items()}
     first, keys = next(iter(configs.values())), list(next(iter(settings.values())))
     folder = Path(first.multirun_dir) / folder_name(",".join(keys))
     runs = {name: one_run(one, name, folder / folder_name(name)) for name, one in configs.items()}
-    return run_sweep(
+    return Sweep(
         first,
         runs,
         ["train"],

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from d2plm.assembly.preparation import build_vocabulary, prepare_data
-from d2plm.assembly.sweep import one_run, run_sweep
+from d2plm.assembly.sweep import Sweep, one_run, run_sweep
 from d2plm.assembly.training_run import model_config, trainer_keys, training_stores, with_vocab_size
 from d2plm.config import changed
 from d2plm.core.errors import ConfigError, require, within
@@ -31,12 +31,19 @@ def run(config: ScalingSettings) -> dict[str, Any]:
 
     A dry run forecasts every run instead; it needs prepared data, or `data.residues=random`.
     """
+    listed = sweep(config)
+    if not config.dry_run:
+        prepare_data(config, [one.output_dir for one in listed.runs.values()])
+    found: dict[str, Any] = run_sweep(listed)
+    return found
+
+
+def sweep(config: ScalingSettings) -> Sweep:
+    """Every size with every budget."""
     with within("data"):
         config = with_vocab_size(config, build_vocabulary(config.data))
     runs = plan(config)
-    if not config.dry_run:
-        prepare_data(config, [one.output_dir for one in runs.values()])
-    return run_sweep(
+    return Sweep(
         config,
         dict(reversed(runs.items())),  # the longest first, so that no core idles at the end
         ("train", "evaluate"),

@@ -5,7 +5,8 @@
 #
 # Usage: k8s/kind/smoke.sh [CONTEXT]    kubectl's context; default kind-d2plm
 # On failure it describes all objects and prints all logs, or writes them to a folder with
-# DIAGNOSTICS=FOLDER.
+# DIAGNOSTICS=FOLDER. With KFP_HOST, a Kubeflow Pipelines server with the objects of
+# overlays/kubeflow-profile in its steps' namespace, it also runs a sweep there.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -116,5 +117,15 @@ await "pytorchjob/$JOB" Succeeded 900
 logs=$(k logs --selector "training.kubeflow.org/job-name=$JOB" --container pytorch --prefix --tail=-1)
 tail -n 40 <<<"$logs"
 grep 'resumed (.*/step-' <<<"$logs" || { echo "the job did not resume from a checkpoint" >&2; exit 1; }
+
+if [[ -n ${KFP_HOST:-} ]]; then
+  say "a sweep of four runs, then its table from the finished runs"
+  for _ in 1 2; do
+    d2plm pipeline submit sweep=compare experiment=debug parallel=2 'seeds=[1,2]' \
+      'arms={short: {}, long: {trainer: {max_steps: 20}}}' work_dir=/workspace/sweep \
+      data.input=/opt/d2plm/examples/data/uniprot_500.fasta.gz launcher.cpu=250m launcher.memory=2Gi \
+      launcher.shared_memory=256Mi prepare_memory=2Gi wait=true
+  done
+fi
 
 say "all is well"

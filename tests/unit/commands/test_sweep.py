@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.assembly.sweep import one_run, run_sweep
+from d2plm.assembly.sweep import Sweep, one_run, run_sweep
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError
 
@@ -31,7 +31,7 @@ def sweep(tmp_path: Path, *words: str) -> dict[str, Any]:
         name: one_run(compose("compare", [*base, f"paradigm={name}"]), name, tmp_path / name)
         for name in ("diffusion", "flow_matching")
     }
-    return run_sweep(
+    listed = Sweep(
         *(runs["diffusion"], runs, ("train", "evaluate")),
         varied={"paradigm": runs},
         results=tmp_path / "results",
@@ -39,6 +39,7 @@ def sweep(tmp_path: Path, *words: str) -> dict[str, Any]:
         table=lambda document: f"| {document['best']} |",
         plot=lambda document, file: file.touch(),
     )
+    return dict(run_sweep(listed))
 
 
 def test_runs_and_results_are_tracked_below_one_run(

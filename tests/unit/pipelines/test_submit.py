@@ -22,6 +22,7 @@ from tests.cluster import Cluster
 from tests.kfp_server import KfpServer, kfp_server, run, step
 
 SUBMIT = ("pipeline", "submit", "experiment=debug")
+SWEEP = ("sweep=compare", "experiment=debug", "arms={a: {}, b: {}}")
 LOGIN = "<!doctype html><html><title>Log in to Your Account</title></html>"
 
 
@@ -548,3 +549,53 @@ def test_without_an_address_the_error_says_where_one_comes_from(
     monkeypatch.delenv("KFP_HOST", raising=False)
     assert d2plm([*SUBMIT]) == 1
     assert "KFP_HOST is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sweep=scalin"], "did you mean 'scaling'"),
+        (["sweep=train", "experiment=debug"], "no key has several values"),
+        ([*SWEEP, "dry_run=true"], "use d2plm compare --dry-run"),
+        ([*SWEEP, "launcher.name=mine"], "launcher.name='mine': must be null"),
+        (["sweep=train", "experiment=debug", "data.input=/a,/b"], "the same in all runs"),
+        ([*SWEEP, "arms.c.trainer.max_step=2", "work_dir=here"], "work_dir='here'"),
+    ],
+)
+def test_what_cannot_be_a_sweep_is_refused_before_the_server_is_asked(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert d2plm(["pipeline", "submit", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_keys_that_vary_reach_the_pods_as_they_were_written(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["paradigm=diffusion,flow_matching", "trainer.seed=1,2"]
+    given = ["sweep=train", "experiment=debug", "tracking=none", "launcher.nodes=2"]
+    assert d2plm(["pipeline", "submit", *given, *words]) == 0
+    (sent,) = server.posted("/runs")
+    parameters = sent["runtime_config"]["parameters"]
+    assert parameters["paradigm"] == "diffusion,flow_matching"
+    assert parameters["overrides"] == "tracking=none launcher.nodes=2 trainer.seed=1,2"
+    assert [one["display_name"] for one in server.pipelines] == ["d2plm-sweep-train"]
+
+
+def test_steps_of_several_runs_are_numbered(
+    server: KfpServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.logs["d2plm-wrq7f-train"] = "d2plm: error: b,_seed_1: no memory\n"
+    early, late = ({"create_time": f"2026-11-30T03:00:0{n}Z", "task_id": n} for n in "01")
+    first = step("train", "SUCCEEDED", **early)
+    server.script = [
+        run("RUNNING", step("train", "RUNNING", **early)),
+        run("RUNNING", step("train", "RUNNING", **late), first),
+        run("FAILED", step("train", "FAILED", **late), first),
+    ]
+    assert d2plm(["pipeline", "submit", *SWEEP, "wait=true"]) == 1
+    said = capsys.readouterr()
+    lines = ["train: running", "train: succeeded", "train 2: running", "train 2: failed"]
+    assert said.out.splitlines()[1:] == lines
+    assert said.err.endswith(": train 2: b,_seed_1: no memory\n")

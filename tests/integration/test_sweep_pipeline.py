@@ -1,0 +1,116 @@
+"""The pipeline of a sweep in KFP's local runner: runs that are killed, and the table after all."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kfp import dsl, local
+
+from d2plm.assembly import sweep
+from d2plm.commands import compare
+from d2plm.config import compose, save
+from pipelines import pipeline
+from tests.commands import ROOT, d2plm
+from tests.integration.conftest import Prepared
+
+pytestmark = pytest.mark.thorough  # trains several models, each step in a new interpreter
+
+# As an installed package would: a callback that kills the training of a seed in its second step.
+KILLER = """
+import os, signal
+from d2plm.settings.registry import register
+from d2plm.training.callbacks.callback import Callback
+
+class Killer(Callback):
+    def on_step_end(self, trainer, *_):
+        if trainer.step == 2 and trainer.output_dir.name == os.environ.get("KILLED_SEED"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+register("callback", "killer", Killer)
+"""
+NUMBER = r"[-+]?\d+\.\d+"
+SHARED = (
+    *("name=four", "arms.short.trainer.max_steps=3", "arms.long.trainer.max_steps=4"),
+    *("seeds=[1,2]", "parallel=2", "tracking=none", "callbacks.checkpoint.every=1"),
+    *("callbacks.evaluation=null", "evaluation.generated=0", "evaluation.masks_per_sequence=1"),
+)
+
+
+@pytest.fixture
+def submitted(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], dict[str, str]]:
+    """Runs the pipeline of the four runs; returns the summary and the runs that it executed."""
+    package = tmp_path / "package"
+    (package / "killer-1.dist-info").mkdir(parents=True)
+    (package / "killer.py").write_text(KILLER)
+    (package / "killer-1.dist-info" / "METADATA").write_text("Name: killer\nVersion: 1\n")
+    entry = "[d2plm]\nkiller = killer\n"
+    (package / "killer-1.dist-info" / "entry_points.txt").write_text(entry)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{package}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # The runner does not know the time, and retries what a server does not: an exit code.
+    monkeypatch.setattr(dsl, "PIPELINE_JOB_SCHEDULE_TIME_UTC_PLACEHOLDER", "2026-11-30T03:00:00Z")
+    monkeypatch.setattr(pipeline, "RETRIES", 0)
+    monkeypatch.setattr(local.config.LocalExecutionConfig, "instance", None)
+    work_dir = tmp_path / "a sweep"
+    shutil.copytree(prepared.work_dir / "data", work_dir / "data")
+
+    def submit() -> dict[str, str]:
+        before = {*(work_dir / "pipeline_runs").glob("*/")}
+        runner = local.SubprocessRunner(use_venv=False)
+        local.init(runner, pipeline_root=str(tmp_path / "root"), raise_on_error=False)
+        pipeline.define("compare", 2)(
+            experiment="debug",
+            trainer="debug",
+            input=str(prepared.input),
+            work_dir=str(work_dir),
+            overrides=" ".join([*SHARED, "callbacks.killer={}"]),
+        )
+        (folder,) = {*(work_dir / "pipeline_runs").glob("*/")} - before
+        records = {file.parent.name.split("-")[0]: file for file in folder.glob("*/run.jsonl")}
+        return {name: file.read_text() for name, file in records.items()}
+
+    return submit
+
+
+def test_four_runs_of_which_two_are_killed_end_with_the_table_of_one_machine(
+    prepared: Prepared,
+    submitted: Callable[[], dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KILLED_SEED", "seed2")
+    records = submitted()
+    assert {*records} == {f"{arm},_seed_{seed}" for arm in ("short", "long") for seed in (1, 2)}
+    for name, text in records.items():
+        assert ("exit code 137" in text) == ("seed_2" in name), name
+        assert ('"evaluate", "state": "succeeded"' in text) == ("seed_1" in name), name
+    assert not (tmp_path / "a sweep" / "four.md").exists()
+    (summary,) = (tmp_path / "root").glob("*/finish/summary")
+    assert "seed_2" in summary.read_text() and "seed_1" not in summary.read_text()
+
+    monkeypatch.delenv("KILLED_SEED")
+    assert {*submitted()} == {"short,_seed_2", "long,_seed_2"}  # what has finished is skipped
+
+    def execute(runs: dict[str, Any], commands: Any, parallel: int) -> None:
+        for config in runs.values():
+            file = Path(config.output_dir) / "config.requested.yaml"
+            save(config, file)
+            for command in commands:
+                assert d2plm(command, f"--config-file={file}").returncode == 0
+
+    monkeypatch.setattr(sweep, "_run_here", execute)
+    data = f"data.prepared_dir='{prepared.work_dir / 'data'}'"
+    words = [*prepared.arguments(), f"work_dir='{tmp_path / 'one machine'}'", data, *SHARED]
+    compare.run(compose("compare", words))
+    (shown,) = (tmp_path / "root").glob("*/reduce/table")
+    texts = [file.read_text() for file in (shown, tmp_path / "one machine" / "four.md")]
+    found, expected = ([float(x) for x in re.findall(NUMBER, text)] for text in texts)
+    assert found == pytest.approx(expected, abs=2e-3) and len(found) > 20
+    assert len({re.sub(NUMBER, "", text) for text in texts}) == 1
+    (page,) = (tmp_path / "root").glob("*/reduce/figure")
+    assert "data:image/png;base64," in page.read_text()
