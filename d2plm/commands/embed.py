@@ -85,8 +85,9 @@ def run(config: EmbedSettings) -> dict[str, Any]:
 
         def join(parts: list[Path]) -> None:
             stored = interleaved(_stored(part, config.format) for part in parts)
-            with written_beside(output) as unfinished:
-                write(unfinished, records, None, lambda chunk, _: [*islice(stored, len(chunk))])
+            for file in output.glob("part-*"):  # of a process that was killed while it joined
+                file.unlink()
+            write(output, records, None, lambda chunk, _: [*islice(stored, len(chunk))])
 
         if missing := in_shards(output, shard, made_of, compute, join):
             return {"output": str(output), "shard": str(shard), "missing": missing}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from d2plm.core.shards import Shard
 from d2plm.settings.callbacks import CallbackSettings
 from d2plm.settings.data import DataSettings, IngestedSequences, Resources, RetrievalSettings
 from d2plm.settings.evaluation import EvaluationSettings, GenerationSettings
@@ -219,6 +220,10 @@ class BulkSettings(InferenceSettings):
 
     shard: str | None = key(None, form=SHARD)
     """I/N: every N-th record, from I = 0 … N - 1 on; the last shard to end joins the parts"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Shard.of(self.shard)
 
 
 @dataclass(frozen=True, kw_only=True)

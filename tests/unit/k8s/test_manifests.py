@@ -240,6 +240,7 @@ def test_roles_allow_what_the_launcher_does_and_no_more(manifests: list[Manifest
         }
         jobs = {"create", "get", "list", "watch", "patch", "delete"}
         assert granted == {
+            ("batch", "jobs"): jobs,
             ("kubeflow.org", "pytorchjobs"): jobs,
             ("trainer.kubeflow.org", "trainjobs"): jobs,
             ("trainer.kubeflow.org", "trainingruntimes"): jobs,
