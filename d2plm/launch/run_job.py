@@ -192,13 +192,12 @@ class RunningJob:
             log = followed_log(self.cluster, self.kind, self.name, self.say)
             last_lines = stack.enter_context(log)
             for state in self.cluster.states(self.kind, self.name):
+                if self.kind is INDEXED_JOB:
+                    self._say_once("shards", f"{self}: {_shards_done(state)}")
                 for condition in _conditions(state):
                     text = f"{self}: {condition['type']}: {_message(condition)}"
                     self._say_once(condition["type"], text)
                 ended = _condition(state, self.kind.succeeded, self.kind.failed)
-                if isinstance(job, ShardedJob):
-                    done_, all_ = state.get("status", {}).get("succeeded", 0), len(job.shards)
-                    self._say_once("shards", f"{self}: {done_} of {all_} shards are done")
                 if ended is not None:
                     break
                 if self._watch_error is not None:
@@ -539,6 +538,11 @@ def missing_shards(job: Manifest) -> list[int]:
     shards = numbers_in(job["metadata"]["annotations"][SHARDS].partition("/")[0])
     completed = {*numbers_in(job.get("status", {}).get("completedIndexes", ""))}
     return [shard for index, shard in enumerate(shards) if index not in completed]
+
+
+def _shards_done(job: Manifest) -> str:
+    succeeded = job.get("status", {}).get("succeeded", 0)
+    return f"{succeeded} of {job['spec']['completions']} shards are done"
 
 
 def _digest(kind: JobKind, job: TrainingJob) -> str:
