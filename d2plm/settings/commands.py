@@ -125,9 +125,9 @@ class JobSettings(PipelineSettings):
     """d2plm job."""
 
     command: Literal["train", "embed", "score", "generate"] = key("train")
-    """what the pods run; settings other than the job's own are that command's"""
+    """command of the pods; other settings are its"""
     shards: int = key(1, low=1)
-    """of embed, score, generate: pods that each compute a part"""
+    """pods of embed, score, generate"""
     parallel: int | None = key(None, low=1)
     """shards at a time; null: all"""
 
@@ -219,7 +219,7 @@ class BulkSettings(InferenceSettings):
     """Work that several processes or machines can share."""
 
     shard: str | None = key(None, form=SHARD)
-    """I/N: every N-th record, from I = 0 … N - 1 on; the last shard to end joins the parts"""
+    """I/N, from 0/N: every N-th record; the last shard joins all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -191,7 +191,7 @@ def test_killed_shards_give_the_vectors_of_one_machine(
     killer.join()
     assert len(cluster.pods("mine")) == shards + len(killed)
     assert main(["embed", *words(tmp_path, "one")]) == 0
-    (one, joined) = (pq.read_table(tmp_path / name) for name in ("one", "joined"))
+    one, joined = (pq.read_table(tmp_path / n / "part-00000.parquet") for n in ("one", "joined"))
     assert joined["name"].to_pylist() == [f"p{number}" for number in range(1000)]
     found, expected = (np.stack(table["embedding"].to_numpy()) for table in (joined, one))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
