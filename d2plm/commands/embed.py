@@ -39,8 +39,7 @@ MANIFEST = "manifest.json"
 FILE_BYTES = 1 << 28  # bytes of embeddings after which a file is closed
 BUFFER_BYTES = 1 << 20  # of each shard's file while they are joined
 
-# Vectors of the records, in their order; the second argument is called with the tokens done.
-Vectors = Callable[[list[FastaRecord], Callable[[int], None]], list[NDArray[np.float32]]]
+Vectors = Callable[..., list[NDArray[np.float32]]]  # arguments: sequences, progress
 
 
 def run(config: EmbedSettings) -> dict[str, Any]:
@@ -71,7 +70,14 @@ def run(config: EmbedSettings) -> dict[str, Any]:
     # Rejected before hours of work.
     own = exported.all_short_enough(shard.of_all(records()))
     total = sum(len(record.tokens) + 2 for record in own)
-    vectors_of = partial(_computed, config, exported, exported.denoiser(config.precision))
+    vectors_of = partial(
+        embeddings,
+        exported.denoiser(config.precision),  # type: ignore[arg-type]  # an export's is its model
+        exported.paradigm,
+        layer=config.layer,
+        pooled=config.pooled,
+        token_budget=config.token_budget,
+    )
     write = partial(_write, config, made_of)
     if config.shard is None:
         content = write(output, records, total, vectors_of)
@@ -87,7 +93,7 @@ def run(config: EmbedSettings) -> dict[str, Any]:
             stored = interleaved(_stored(part, config.format) for part in parts)
             for file in output.glob("part-*"):  # of a process that was killed while it joined
                 file.unlink()
-            write(output, records, None, lambda chunk, _: [*islice(stored, len(chunk))])
+            write(output, records, None, lambda chunk, progress: [*islice(stored, len(chunk))])
 
         if missing := in_shards(output, shard, made_of, compute, join):
             return {"output": str(output), "shard": str(shard), "missing": missing}
@@ -115,24 +121,6 @@ def _known(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _computed(
-    config: EmbedSettings,
-    exported: ExportedModel,
-    model: Any,
-    chunk: list[FastaRecord],
-    advance: Callable[[int], None],
-) -> list[NDArray[np.float32]]:
-    return embeddings(
-        model,
-        exported.paradigm,
-        [record.tokens for record in chunk],
-        layer=config.layer,
-        pooled=config.pooled,
-        token_budget=config.token_budget,
-        progress=advance,
-    )
-
-
 def _write(
     config: EmbedSettings,
     made_of: dict[str, Any],
@@ -158,7 +146,8 @@ def _write(
         for part, chunk in enumerate(of_size(records(), size, FILE_BYTES)):
             file = output / f"part-{part:05d}.{config.format}"
             if not file.is_file():
-                vectors = vectors_of(chunk, progress.advance)
+                sequences = [record.tokens for record in chunk]
+                vectors = vectors_of(sequences, progress=progress.advance)
                 with written_beside(file) as unfinished:
                     if config.format == "parquet":
                         pq.write_table(_table(chunk, vectors), unfinished)
@@ -185,10 +174,7 @@ def _stored(folder: Path, format_: str) -> Iterator[NDArray[np.float32]]:
         with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as table:
             for batch in table.iter_batches(64, columns=["embedding"]):
                 for row in batch.column(0):
-                    values = row.values
-                    is_pooled = not pa.types.is_fixed_size_list(values.type)
-                    flat = (values if is_pooled else values.flatten()).to_numpy()
-                    yield flat if is_pooled else flat.reshape(-1, values.type.list_size)
+                    yield np.stack(row.values.to_numpy(zero_copy_only=False))
 
 
 def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:

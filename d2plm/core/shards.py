@@ -1,8 +1,8 @@
 """Work in shards: shard i of n computes every n-th record, and the last to end joins all parts.
 
 Records keep the numbers that they have without shards, so draws, rows and their order are those of
-one process. Parts are written to a folder beside the output. Whichever shard finds all parts there
-joins them, so that no further step is needed; a shard that is repeated only looks for them.
+one process. Parts are in a folder beside the output; whichever shard finds all there joins them. A
+shard that is repeated only looks for them.
 """
 
 import json
@@ -46,11 +46,9 @@ class Shard:
         if text is None:
             return cls()
         given, _, number = text.partition("/")
-        count = int(number)
-        require(1 <= count <= MOST, "shard", text, f"a shard of 1 to {MOST}")
-        fits = max(map(int, re.findall(r"\d+", given))) < count
-        indices = numbers_in(given) if fits else []
-        require(bool(indices), "shard", text, f"I/{count} with I from 0 to {count - 1}")
+        count, last = int(number), max(map(int, re.findall(r"\d+", given)))
+        indices = numbers_in(given) if last < count <= MOST else []
+        require(bool(indices), "shard", text, f"I/N with I from 0 to N - 1, and N ≤ {MOST}")
         place = os.environ.get(INDEX_VARIABLE, "") if len(indices) > 1 else "0"
         fits = place.isdecimal() and int(place) < len(indices)
         wanted = f"one shard, such as {indices[0]}/{count}; only an Indexed Job's pods take several"
@@ -134,10 +132,10 @@ def in_shards(
             return []
         missing = [index for index, part in enumerate(parts) if not part.exists()]
         if missing:
+            each = "" if len(missing) == 1 else ", …"
             done(
                 f"shard {shard} of {output} is complete; missing: {in_text(missing)}; run the same "
-                f"command with shard={missing[0]}/{shard.count}"
-                + (", and so on" if len(missing) > 1 else "")
+                f"command with shard={missing[0]}/{shard.count}{each}"
             )
             return missing
         join(parts)

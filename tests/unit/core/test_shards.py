@@ -84,8 +84,7 @@ def test_whichever_shard_is_last_joins_all(
 ) -> None:
     assert compute(output, 1) == [0, 2]
     assert capsys.readouterr().out == (
-        f"shard 1/3 of {output} is complete; missing: 0,2; run the same command with shard=0/3, "
-        "and so on\n"
+        f"shard 1/3 of {output} is complete; missing: 0,2; run the same command with shard=0/3, …\n"
     )
     assert compute(output, 2) == [0]
     assert not output.exists()
