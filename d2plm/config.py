@@ -471,8 +471,8 @@ class Arguments:
         if self.file is not None:
             return read(self.command, self.file, overrides)
         if self.command.startswith("job_"):
-            own, handed_on = words_of_job(overrides)
-            overrides = [*own, *handed_on] if trains(own) else own
+            own, _ = words_of_job(overrides)
+            overrides = overrides if compose(self.command, own).command == "train" else own
         composed = compose(self.command, overrides, self.name, self.folder)
         if self.command == "export" and self.name is None and self.folder is None:
             return _of_its_run(composed, overrides)
@@ -485,11 +485,6 @@ def words_of_job(words: Iterable[str]) -> tuple[list[str], list[str]]:
     for word in words:
         own[_name_of(word).partition(".")[0] in JOB_KEYS].append(word)
     return own[True], own[False]
-
-
-def trains(words: Iterable[str]) -> bool:
-    """Whether the command of a job, in its own settings, is `train`."""
-    return all(word.endswith("=train") for word in words if _name_of(word) == "command")
 
 
 def _of_its_run(composed: PipelineSettings, overrides: list[str]) -> Any:

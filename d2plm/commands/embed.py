@@ -31,7 +31,7 @@ from d2plm.data.fasta import FastaRecord
 from d2plm.data.ingest import source_digest
 from d2plm.data.sources import read_sequences
 from d2plm.evaluation.embedding import embeddings, layer_number
-from d2plm.export.exported_model import ExportedModel, weights_digest
+from d2plm.export.exported_model import weights_digest
 from d2plm.settings.commands import EmbedSettings
 from d2plm.tracking.locations import open_model
 

@@ -989,7 +989,7 @@ def test_killed_shards_give_the_vectors_of_one_machine(
 
     def words(place: object, output: str) -> list[str]:
         given = [f"model_dir={place}/model", f"input={place}/proteins.fasta"]
-        return [*given, f"output={place}/{output}", "device=cpu"]
+        return [*given, f"output={place}/{output}", "device=cpu", "precision=fp64"]
 
     def kill() -> None:
         for index in killed:
