@@ -31,7 +31,7 @@ from d2plm.core.errors import (
 )
 from d2plm.core.files import RUN_CONFIG, config_dir, is_hub_name, nearest_path, shipped, write_text
 from d2plm.core.terminal import CONFIG_OPTIONS, GLOBAL_OPTIONS, MODULE, MULTIRUN, SWITCHES
-from d2plm.settings.commands import SETTINGS, SHORT_KEYS, PipelineSettings
+from d2plm.settings.commands import JOB_KEYS, SETTINGS, SHORT_KEYS, PipelineSettings
 from d2plm.settings.registry import load_modules, registered
 from d2plm.settings.schema import Key, Settings, build, keys, with_defaults
 
@@ -470,10 +470,21 @@ class Arguments:
         overrides = self.overrides if overrides is None else overrides
         if self.file is not None:
             return read(self.command, self.file, overrides)
+        if self.command.startswith("job_"):
+            own, _ = words_of_job(overrides)
+            overrides = overrides if compose(self.command, own).command == "train" else own
         composed = compose(self.command, overrides, self.name, self.folder)
         if self.command == "export" and self.name is None and self.folder is None:
             return _of_its_run(composed, overrides)
         return composed
+
+
+def words_of_job(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Settings of `d2plm job`: those of the job itself, and those of the command in its pods."""
+    own = {True: list[str](), False: list[str]()}
+    for word in words:
+        own[_name_of(word).partition(".")[0] in JOB_KEYS].append(word)
+    return own[True], own[False]
 
 
 def _of_its_run(composed: PipelineSettings, overrides: list[str]) -> Any:

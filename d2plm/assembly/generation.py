@@ -3,20 +3,29 @@
 import json
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from d2plm.core.errors import DataError, require, within
-from d2plm.core.files import is_writable, require_other_output, written_beside
+from d2plm.core.files import (
+    is_writable,
+    require_other_output,
+    write_text,
+    written_beside,
+)
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
+from d2plm.core.shards import Shard, in_shards, interleaved
 from d2plm.core.terminal import done
 from d2plm.core.vocabulary import Tokens, Vocabulary
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.data.fasta_export import require_form
+from d2plm.data.ingest import source_digest
 from d2plm.data.records import require_distinct
 from d2plm.export.designs import FASTA, TEXTS, write_sampling
-from d2plm.export.exported_model import ExportedModel
+from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.generation.lengths import prompted
 from d2plm.generation.sampler_settings import Sampling, in_a_line
 from d2plm.generation.samplers import sample
@@ -38,8 +47,14 @@ def generate(
     settings: GenerationSettings,
     output: Path,
     precision: str,
+    shard: str | None = None,
 ) -> list[str]:
     """Generate with an exported model and the settings of the `generation` section.
+
+    Each design has a seed of its own, so that those of all shards are those of one process.
+
+    Returns:
+        The sequences that were written; none while other shards are missing.
 
     Raises:
         ConfigError: if a setting is invalid or would be ignored.
@@ -56,23 +71,65 @@ def generate(
             require(value == default, key, value, f"{default!r} without generation.relatives")
         designs = _designs(exported, settings)
     require_writable(output)
-    began = time.perf_counter()
+    part, began = Shard.of(shard), time.perf_counter()
+    draw = partial(_draw, exported, designs, sampling, precision, part)
+    write = partial(_write, exported, designs, sampling, precision, output)
+    if shard is None:
+        sequences = draw()
+        write(sequences, time.perf_counter() - began)
+        return sequences
+    templates = settings.templates and source_digest(settings.templates)
+    made_of = asdict(settings) | {"templates": templates, "precision": precision}
+    made_of["model"] = weights_digest(exported.folder)
+    joined = list[str]()
+
+    def join(files: list[Path]) -> None:
+        joined.extend(interleaved(json.loads(file.read_text("utf-8")) for file in files))
+        write(joined, None)
+
+    in_shards(output, part, made_of, lambda file: write_text(file, json.dumps(draw())), join)
+    return joined
+
+
+def _draw(
+    exported: ExportedModel,
+    designs: list[Named],
+    sampling: Sampling,
+    precision: str,
+    part: Shard,
+) -> list[str]:
+    """The sequences of a shard's own designs."""
+    own = [template for _, template in part.of_all(designs)]
+    if not own and designs:
+        return []  # fewer designs than shards
     with Progress("generating") as progress:
         rows = sample(
             exported.denoiser(precision),
             exported.paradigm,
-            [template for _, template in designs],
+            own,
             sampling,
             max_length=exported.max_length,
+            ids=part.numbers(0, len(own)),
             device=exported.model.device,
             progress=progress.update,
         )
-    seconds = time.perf_counter() - began
-    sequences = [vocabulary.decode(row) for row in rows]
-    dtype = resolve_precision(precision, exported.model.device)
+    return [exported.vocabulary.decode(row) for row in rows]
+
+
+def _write(
+    exported: ExportedModel,
+    designs: list[Named],
+    sampling: Sampling,
+    precision: str,
+    output: Path,
+    sequences: list[str],
+    seconds: float | None,
+) -> None:
+    """Write the sequences of all designs, and how they were sampled; `seconds`: in one process."""
+    vocabulary, dtype = exported.vocabulary, resolve_precision(precision, exported.model.device)
     described = sampling.described(exported.paradigm, dtype)
     note = in_a_line(described)
-    names, lengths = [name for name, _ in designs], [len(row) for row in rows]
+    names, lengths = [name for name, _ in designs], [len(template) for _, template in designs]
     headers = [
         f"{name} length={length} {note}" for name, length in zip(names, lengths, strict=True)
     ]
@@ -82,12 +139,11 @@ def generate(
         write_fasta(output, zip(headers, sequences, strict=True))
     wanted = sum(int((template == vocabulary.mask).sum()) for _, template in designs)
     units, tokens = (f"{noun}s" for noun in vocabulary.nouns)
-    done(
-        f"wrote {len(sequences)} {units} to {output} ({len(sequences) / seconds:.3g} {units}, "
-        f"{wanted / seconds:.3g} {tokens} a second)"
+    rates = seconds and (
+        f" ({len(sequences) / seconds:.3g} {units}, {wanted / seconds:.3g} {tokens} a second)"
     )
+    done(f"wrote {len(sequences)} {units} to {output}{rates or ''}")
     write_sampling(output, described)
-    return sequences
 
 
 def _write_texts(output: Path, texts: Iterable[tuple[str, str, int]], note: str) -> None:

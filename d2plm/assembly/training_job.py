@@ -1,4 +1,4 @@
-"""Launching training as the `launcher` section says: locally or as a job in a cluster."""
+"""Launching jobs as the `launcher` section says: training, here or in a cluster, and shards."""
 
 import hashlib
 import os
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.assembly.training_run import build_plan, is_trained, trainer_keys
-from d2plm.core.errors import require, within
+from d2plm.core.errors import require, require_number, within
+from d2plm.core.shards import MOST
 from d2plm.core.terminal import done
-from d2plm.launch.client import JOB_KINDS, connect, first_known_kind
-from d2plm.launch.job_spec import IMAGE, TrainingJob
+from d2plm.launch.client import JOB_KINDS, JobKind, connect, first_known_kind
+from d2plm.launch.job_spec import IMAGE, ShardedJob, TrainingJob
 from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.launch.run_job import delete_job, train_in_cluster
 from d2plm.settings.commands import PipelineSettings
@@ -59,12 +60,10 @@ def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any
     launcher, device, gpus = config.launcher, config.trainer.device, config.launcher.gpus
     wanted = "≥ 1 for trainer.device=cuda" if device == "cuda" else "0, or set trainer=multi_gpu"
     require((device == "cuda") == bool(gpus), "launcher.gpus", gpus, wanted)
-    names = {one.name for one in fields(TrainingJob)} & {*vars(launcher)}
-    section = {name: getattr(launcher, name) for name in names}
-    section["image"] = launcher.image or IMAGE
-    section["processes"] = None if gpus else config.distributed.processes
+    more = {"arguments": arguments, **more}
+    processes = None if gpus else config.distributed.processes
     with within("launcher", {"processes": "distributed.processes"}):
-        job = TrainingJob(**{**section, "arguments": arguments, **more})
+        job = TrainingJob(**{**_section(launcher), "processes": processes, **more})
     plan = build_plan(config)
     with trainer_keys():
         for nodes in range(job.smallest, job.nodes + 1):
@@ -76,14 +75,34 @@ def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any
     return job
 
 
-def launch(launcher: LauncherSettings, kind: str, job: TrainingJob) -> None:
+def sharded_job(
+    launcher: LauncherSettings, shards: int, parallel: int | None, arguments: Sequence[str]
+) -> ShardedJob:
+    """Build the job of which each pod runs d2plm with these `arguments` on one of the `shards`.
+
+    Raises:
+        ConfigError: if a value is invalid or would be ignored, naming its key.
+    """
+    require_number("shards", shards, high=MOST)
+    for key, wanted in (("kind", "auto"), ("nodes", 1), ("min_nodes", None)):
+        value = getattr(launcher, key)
+        require(value == wanted, f"launcher.{key}", value, f"{wanted} unless command=train")
+    require_number("launcher.gpus", launcher.gpus, high=1)
+    own = {"shards": range(shards), "count": shards, "parallel": parallel, "arguments": arguments}
+    with within("launcher"):
+        return ShardedJob(**{**_section(launcher), **own})
+
+
+def _section(launcher: LauncherSettings) -> dict[str, Any]:
+    """The attributes of a job that the `launcher` section gives."""
+    names = {one.name for one in fields(TrainingJob)} & {*vars(launcher)}
+    section = {name: getattr(launcher, name) for name in names}
+    return section | {"image": launcher.image or IMAGE}
+
+
+def launch(launcher: LauncherSettings, kind: JobKind, job: TrainingJob) -> None:
     """Run `job` in the cluster as the `launcher` section says; see `train_in_cluster`."""
-    train_in_cluster(
-        connect(launcher.namespace),
-        JOB_KINDS[kind],
-        job,
-        on_cancel=launcher.on_cancel,
-    )
+    train_in_cluster(connect(launcher.namespace), kind, job, on_cancel=launcher.on_cancel)
 
 
 def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
@@ -110,7 +129,7 @@ def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
         # Kubernetes requires owners to be in the same namespace.
         owners=own.workflow_of(pod) if pod and own.namespace == cluster.namespace else [],
     )
-    launch(launcher, kind, job)
+    launch(launcher, JOB_KINDS[kind], job)
 
 
 def end_step(config: PipelineSettings, file: Path) -> None:

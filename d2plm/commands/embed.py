@@ -2,11 +2,14 @@
 
 Each file is written atomically, so an interrupted run continues after the last one.
 `manifest.json` records the model, the input and the settings; embeddings of others are never mixed.
+A shard writes the same files for its own records; they are joined in the order of the input.
 """
 
 import json
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.numpy import save
 
 from d2plm.core.batch import of_size
@@ -21,17 +25,21 @@ from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.files import read_json, require_other_output, write_text, written_beside
 from d2plm.core.locks import locked
 from d2plm.core.progress import Progress
+from d2plm.core.shards import Shard, in_shards, interleaved
 from d2plm.core.terminal import done
 from d2plm.data.fasta import FastaRecord
 from d2plm.data.ingest import source_digest
 from d2plm.data.sources import read_sequences
 from d2plm.evaluation.embedding import embeddings, layer_number
-from d2plm.export.exported_model import ExportedModel, weights_digest
+from d2plm.export.exported_model import weights_digest
 from d2plm.settings.commands import EmbedSettings
 from d2plm.tracking.locations import open_model
 
 MANIFEST = "manifest.json"
 FILE_BYTES = 1 << 28  # bytes of embeddings after which a file is closed
+BUFFER_BYTES = 1 << 20  # of each shard's file while they are joined
+
+Vectors = Callable[..., list[NDArray[np.float32]]]  # arguments: sequences, progress
 
 
 def run(config: EmbedSettings) -> dict[str, Any]:
@@ -40,6 +48,7 @@ def run(config: EmbedSettings) -> dict[str, Any]:
     Raises:
         DataError: if the input is invalid, or the folder contains other embeddings.
     """
+    shard = Shard.of(config.shard)
     output, source = Path(str(config.output)), str(config.input)
     require_other_output("output", output, [source], is_folder=True)
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
@@ -57,54 +66,88 @@ def run(config: EmbedSettings) -> dict[str, Any]:
     records = partial(
         read_sequences, source, exported.vocabulary, config.window, config.max_residues
     )
+
     # Rejected before hours of work.
-    total = sum(len(record.tokens) + 2 for record in exported.all_short_enough(records()))
-    with locked(output.with_name(f"{output.name}.lock"), f"another process writes to {output}"):
-        known = read_json(output / MANIFEST)
-        if known is None or any(known.get(key) != own for key, own in made_of.items()):
-            # A run that was killed before its first part leaves only an incomplete manifest.
-            if known is not None and (known.get("complete", True) or any(output.glob("part-*"))):
-                raise DataError(
-                    f"{output}: contains embeddings of another model, input or setting; choose "
-                    "another output, or delete it"
-                )
-            write_text(output / MANIFEST, json.dumps({**made_of, "complete": False}, indent=2))
-        written = _embed(config, exported, records, total, output)
-        content = {**made_of, "complete": True, "proteins": written}
-        write_text(output / MANIFEST, json.dumps(content, indent=2))
+    own = exported.all_short_enough(shard.of_all(records()))
+    total = sum(len(record.tokens) + 2 for record in own)
+    vectors_of = partial(
+        embeddings,
+        exported.denoiser(config.precision),  # type: ignore[arg-type]  # an export's is its model
+        exported.paradigm,
+        layer=config.layer,
+        pooled=config.pooled,
+        token_budget=config.token_budget,
+    )
+    write = partial(_write, config, made_of)
+    if config.shard is None:
+        content = write(output, records, total, vectors_of)
+    else:
+        _known(output, made_of)
+
+        def compute(part: Path) -> None:
+            unfinished = part.with_name(f"unfinished.{part.name}")
+            write(unfinished, lambda: shard.of_all(records()), total, vectors_of)
+            os.replace(unfinished, part)
+
+        def join(parts: list[Path]) -> None:
+            stored = interleaved(_stored(part, config.format) for part in parts)
+            for file in output.glob("part-*"):  # of a process that was killed while it joined
+                file.unlink()
+            write(output, records, None, lambda chunk, progress: [*islice(stored, len(chunk))])
+
+        if missing := in_shards(output, shard, made_of, compute, join):
+            return {"output": str(output), "shard": str(shard), "missing": missing}
+        content = read_json(output / MANIFEST) or {}
     units = f"{exported.vocabulary.nouns.sequence}s"
-    done(f"wrote {output} ({written:,} {units}, layer {made_of['layer']})")
+    done(f"wrote {output} ({content['proteins']:,} {units}, layer {made_of['layer']})")
     return {"model_dir": config.model_dir, "output": str(output), **content}
 
 
-def _embed(
+def _known(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of the same embeddings, if they have been begun.
+
+    Raises:
+        DataError: if the folder contains other embeddings.
+    """
+    known = read_json(output / MANIFEST)
+    if known is None or all(known.get(key) == own for key, own in made_of.items()):
+        return known
+    # A run that was killed before its first part leaves only an incomplete manifest.
+    if known.get("complete", True) or any(output.glob("part-*")):
+        raise DataError(
+            f"{output}: contains embeddings of another model, input or setting; choose another "
+            "output, or delete it"
+        )
+    return None
+
+
+def _write(
     config: EmbedSettings,
-    exported: ExportedModel,
-    records: Callable[[], Iterable[FastaRecord]],
-    total: int,
+    made_of: dict[str, Any],
     output: Path,
-) -> int:
-    """Write the missing files; returns the number of proteins."""
-    width = exported.model.config.hidden_size
+    records: Callable[[], Iterable[FastaRecord]],
+    total: int | None,
+    vectors_of: Vectors,
+) -> dict[str, Any]:
+    """Write the missing files of a folder and its manifest, which is returned."""
+    width = made_of["width"]
 
     def size(record: FastaRecord) -> int:
         return 4 * width * len(record.tokens)
 
-    model, number = exported.denoiser(config.precision), 0
-    with Progress("embedding", total, unit="tokens") as progress:
+    number = 0
+    with (
+        locked(output.with_name(f"{output.name}.lock"), f"another process writes to {output}"),
+        Progress("embedding", total, unit="tokens") as progress,
+    ):
+        if _known(output, made_of) is None:
+            write_text(output / MANIFEST, json.dumps({**made_of, "complete": False}, indent=2))
         # The groups are the same in every run.
         for part, chunk in enumerate(of_size(records(), size, FILE_BYTES)):
             file = output / f"part-{part:05d}.{config.format}"
             if not file.is_file():
-                vectors = embeddings(
-                    model,  # type: ignore[arg-type]  # an export's denoiser is its model
-                    exported.paradigm,
-                    [record.tokens for record in chunk],
-                    layer=config.layer,
-                    pooled=config.pooled,
-                    token_budget=config.token_budget,
-                    progress=progress.advance,
-                )
+                sequences = [record.tokens for record in chunk]
+                vectors = vectors_of(sequences, progress=progress.advance)
                 with written_beside(file) as unfinished:
                     if config.format == "parquet":
                         pq.write_table(_table(chunk, vectors), unfinished)
@@ -116,7 +159,22 @@ def _embed(
             else:
                 progress.advance(sum(len(record.tokens) + 2 for record in chunk))
             number += len(chunk)
-    return number
+        manifest = {**made_of, "complete": True, "proteins": number}
+        write_text(output / MANIFEST, json.dumps(manifest, indent=2))
+    return manifest
+
+
+def _stored(folder: Path, format_: str) -> Iterator[NDArray[np.float32]]:
+    """The vectors in the files of a folder, in order; few at a time are in memory."""
+    for file in sorted(folder.glob(f"part-*.{format_}")):
+        if format_ == "safetensors":
+            with safe_open(file, "np") as tensors:
+                yield from map(tensors.get_tensor, sorted(tensors.keys(), key=int))
+            continue
+        with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as table:
+            for batch in table.iter_batches(64, columns=["embedding"]):
+                for row in batch.column(0):
+                    yield np.stack(row.values.to_numpy(zero_copy_only=False))
 
 
 def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:

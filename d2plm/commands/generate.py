@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from d2plm.assembly.generation import generate, output_name
+from d2plm.core.errors import require
 from d2plm.settings.commands import GenerateSettings
 
 
 def run(config: GenerateSettings) -> list[str]:
     if config.generation.relatives is not None:
+        require(config.shard is None, "shard", config.shard, "null with generation.relatives")
         from d2plm.assembly.new_members import generate_members  # imports HMMER
 
         return generate_members(config.generation, Path(config.output or "generated.fasta"))
@@ -15,4 +17,4 @@ def run(config: GenerateSettings) -> list[str]:
 
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
     output = Path(config.output or output_name(exported.vocabulary))
-    return generate(exported, config.generation, output, config.precision)
+    return generate(exported, config.generation, output, config.precision, config.shard)

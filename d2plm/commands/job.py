@@ -1,47 +1,55 @@
-"""d2plm job: training as a cluster job, without the pipeline.
+"""d2plm job: training as a cluster job, without the pipeline; or other commands, in shards.
 
 The job's pods compose the same settings and run `d2plm train` on shared volumes. With
-`launcher.prepare`, each pod first makes sure that the prepared data exist.
+`launcher.prepare`, each pod first makes sure that the prepared data exist. With `command=embed`,
+`score` or `generate`, each pod of an Indexed Job runs that command on its shard.
 """
 
 import shlex
+from pathlib import PurePosixPath
+from typing import Any
 
-from d2plm.assembly.training_job import launch, training_job
+from d2plm.assembly.training_job import launch, sharded_job, training_job
+from d2plm.config import parse_arguments, words_of_job
 from d2plm.core.errors import require, within
 from d2plm.core.terminal import result
-from d2plm.launch.client import JOB_KINDS, OBJECTS
-from d2plm.launch.job_spec import Manifest, TrainingJob, persistent_volume_claim
-from d2plm.settings.commands import PipelineSettings
+from d2plm.launch.client import INDEXED_JOB, JOB_KINDS, OBJECTS, JobKind
+from d2plm.launch.job_spec import Manifest, ShardedJob, TrainingJob, persistent_volume_claim
+from d2plm.settings.commands import JobSettings
 from d2plm.settings.registry import module_words
 
 
-def run_show(config: PipelineSettings, words: list[str]) -> list[Manifest]:
+def run_show(config: JobSettings, words: list[str]) -> list[Manifest]:
     """Print all objects of the job as YAML documents.
 
     `words` are the settings as written on the command line; the pods compose them again.
     """
     import yaml
 
-    job, size = _job(config, words), config.launcher.claim_size
+    (kind, job), size = _job(config, words), config.launcher.claim_size
     shared = job.nodes > 1 and not job.same_node
     claims = job.claims if size is not None else ()
     with within("launcher"):
         documents = [persistent_volume_claim(job, name, str(size), shared) for name in claims]
-    documents += [make(job) for _, make in OBJECTS[JOB_KINDS[_job_kind(config)]]]
+    documents += [make(job) for _, make in OBJECTS[kind]]
     text = yaml.safe_dump_all(documents, sort_keys=False).rstrip("\n")
     result(f"# {shlex.join(['d2plm', 'job', 'show', *words])}\n{text}")
     return documents
 
 
-def run_run(config: PipelineSettings, words: list[str]) -> None:
+def run_run(config: JobSettings, words: list[str]) -> None:
     """Run the job in the cluster and exit with its exit code."""
-    launch(config.launcher, _job_kind(config), _job(config, words))
+    launch(config.launcher, *_job(config, words))
 
 
-def _job(config: PipelineSettings, words: list[str]) -> TrainingJob:
+def _job(config: JobSettings, words: list[str]) -> tuple[JobKind, TrainingJob]:
     launcher = config.launcher
     require(bool(launcher.name), "launcher.name", launcher.name, "the name of the job")
-    settings = [word for word in words if not word.lstrip("+").startswith("launcher")]
+    settings = words_of_job(words)[1]
+    if config.command != "train":
+        return INDEXED_JOB, _sharded(config, settings)
+    require(launcher.kind in JOB_KINDS, "launcher.kind", launcher.kind, "pytorchjob or trainjob")
+    require(config.shards == 1, "shards", config.shards, "1 with command=train")
     preparation: list[str] = []
     if launcher.prepare:
         given = config.data.input
@@ -49,12 +57,20 @@ def _job(config: PipelineSettings, words: list[str]) -> TrainingJob:
         # Not tracked: several pods opening an empty SQLite store at once corrupt it.
         own = ["data.keep_prepared=true", "tracking.trackers=[]"]
         preparation = ["d2plm", "prepare", *module_words(), *settings, *own]
-    return training_job(
-        config, ["-m", "d2plm", "train", *module_words(), *settings], preparation=preparation
+    arguments = ["-m", "d2plm", "train", *module_words(), *settings]
+    return JOB_KINDS[launcher.kind], training_job(config, arguments, preparation=preparation)
+
+
+def _sharded(config: JobSettings, words: list[str]) -> ShardedJob:
+    """The job that runs `config.command` with the settings `words` in shards."""
+    command, launcher = config.command, config.launcher
+    given: Any = parse_arguments(command, words).compose()
+    require(given.shard is None, "shard", given.shard, "null: shards=N gives each pod its own")
+    paths = ", ".join(launcher.claims.values())
+    is_kept = any(
+        PurePosixPath(str(given.output)).is_relative_to(path) for path in launcher.claims.values()
     )
-
-
-def _job_kind(config: PipelineSettings) -> str:
-    kind: str = config.launcher.kind
-    require(kind in JOB_KINDS, "launcher.kind", kind, "pytorchjob or trainjob")
-    return kind
+    require(is_kept, "output", given.output, f"on a volume of launcher.claims: {paths}")
+    fits = given.device != "cuda" or launcher.gpus > 0
+    require(fits, "launcher.gpus", launcher.gpus, "1 for device=cuda")
+    return sharded_job(launcher, config.shards, config.parallel, [command, *module_words(), *words])

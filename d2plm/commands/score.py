@@ -8,7 +8,7 @@ of variants, are kept in memory.
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,11 @@ from d2plm.core.errors import D2PLMError, DataError, require, within
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.number_text import counted
 from d2plm.core.progress import Progress
+from d2plm.core.shards import Shard, in_shards, interleaved
 from d2plm.core.terminal import JSON, done, output_modes
 from d2plm.data.family import Family, RelativesCheck, read_families
-from d2plm.data.fasta import read_fasta
+from d2plm.data.fasta import FastaRecord, read_fasta
+from d2plm.data.ingest import source_digest
 from d2plm.data.sources import is_stream, read_sequences
 from d2plm.evaluation import scoring
 from d2plm.evaluation.rank_correlation import rank_correlation
@@ -37,7 +39,7 @@ from d2plm.evaluation.variant_table import (
     Placed,
     read_variants,
 )
-from d2plm.export.exported_model import ExportedModel
+from d2plm.export.exported_model import ExportedModel, weights_digest
 from d2plm.families.variants import Variant
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.settings.commands import ScoreSettings
@@ -60,6 +62,8 @@ def run(config: ScoreSettings) -> dict[str, Any]:
     require(fits, "window", config.window, wanted)
     read = [config.input, config.mutations, config.relatives]
     require_other_output("output", output, read)
+    fits, wanted = config.mutations is None and output is not None, "null with mutations, or stdout"
+    require(config.shard is None or fits, "shard", config.shard, wanted)
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
     with within(
         "evaluation", {name: name for name in ("precision", "max_relatives", "mutation_offset")}
@@ -71,8 +75,10 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     """Write a row with the bound, and the pseudo-log-likelihood, of each record of the input.
 
     Returns:
-        The `output` and the number of proteins; with `--json` and no output, also their rows.
+        The `output` and the number of proteins; with `--json` and no output, also their rows; with
+        a shard, also the `missing` ones.
     """
+    shard = Shard.of(config.shard)
     paradigm, vocabulary = exported.paradigm, exported.vocabulary
     asked = config.pseudo_log_likelihood
     predicting = not vocabulary.is_text if asked is None else asked
@@ -80,48 +86,62 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         remedy = f"set {PSEUDO_LOG_LIKELIHOOD}=false to compute only the bound"
         masked = scoring.require_masked(paradigm, PSEUDO_LOG_LIKELIHOOD, remedy)
     evaluation, path = config.evaluation, Path(str(config.input))
-    records = partial(read_sequences, path, vocabulary, config.window, config.max_residues)
-    once = list(records()) if is_stream(path) else None  # a pipe can be read only once
+    every = partial(read_sequences, path, vocabulary, config.window, config.max_residues)
+    once = list(every()) if is_stream(path) else None  # a pipe can be read only once
+
+    def records() -> Iterator[FastaRecord]:
+        return shard.of_all(once or every())
+
     if config.relatives is not None:
         exported.require_taking_relatives("relatives")
-    families = _families(config, (record.name for record in once or records()))
+    families = _families(config, (record.name for record in once or every()))
+    families = families and families[shard.index :: shard.count]
     tokens, check = 0, RelativesCheck(str(config.relatives), str(path))
-    given = exported.all_short_enough(once or records(), can_cut=config.relatives is None)
+    given = exported.all_short_enough(records(), can_cut=config.relatives is None)
     for number, record in enumerate(given):
         residues = int(vocabulary.is_predicted(record.tokens).sum()) if predicting else 0
         tokens += (len(record.tokens) + 2) * (evaluation.masks_per_sequence + residues)
         if families is not None:
             check.add(record.name, families[number], record.tokens)
     check.report()
-    model, written, rows = exported.denoiser(config.precision), 0, []
-    with _target(config) as target, Progress("scoring", tokens or None, unit="tokens") as progress:
-        settings = _settings(config, exported, progress)
-        for chunk in of_size(once or records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
-            names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
-            own = None if families is None else families[written : written + len(chunk)]
-            draws = scoring.bound_draws(
-                model,
-                paradigm,
-                sequences,
-                masks_per_sequence=evaluation.masks_per_sequence,
-                seed=evaluation.seed,
-                first_id=written,
-                families=own,
-                names=names,
-                **settings,
-            )
-            table = pd.DataFrame(scoring.score_columns(draws, sequences, vocabulary))
-            table.insert(0, "name", np.array(names, dtype=object))
-            if predicting:
-                table[PSEUDO_LOG_LIKELIHOOD] = scoring.pseudo_log_likelihoods(
-                    model, masked, sequences, families=own, names=names, **settings
+    model, written, rows = exported.denoiser(config.precision), 0, list[Any]()
+
+    def write(target: Path | None) -> None:
+        nonlocal written, rows
+        with Progress("scoring", tokens or None, unit="tokens") as progress:
+            settings = _settings(config, exported, progress)
+            for chunk in of_size(records(), lambda r: len(r.tokens) + 2, _CHUNK_TOKENS):
+                first, written = written, written + len(chunk)
+                names, sequences = [r.name for r in chunk], [r.tokens for r in chunk]
+                own = None if families is None else families[first:written]
+                draws = scoring.bound_draws(
+                    model,
+                    paradigm,
+                    sequences,
+                    masks_per_sequence=evaluation.masks_per_sequence,
+                    seed=evaluation.seed,
+                    ids=shard.numbers(first, written),
+                    families=own,
+                    names=names,
+                    **settings,
                 )
-            if config.output is None and JSON in output_modes():
-                rows += table.round(4).to_dict("records")
-            else:
-                style = {"header": not written, "index": False, "float_format": "%.4f"}
-                table.to_csv(target or sys.stdout, mode="a", **style)
-            written += len(chunk)
+                table = pd.DataFrame(scoring.score_columns(draws, sequences, vocabulary))
+                table.insert(0, "name", np.array(names, dtype=object))
+                if predicting:
+                    table[PSEUDO_LOG_LIKELIHOOD] = scoring.pseudo_log_likelihoods(
+                        model, masked, sequences, families=own, names=names, **settings
+                    )
+                if config.output is None and JSON in output_modes():
+                    rows += table.round(4).to_dict("records")
+                else:
+                    style = {"header": not first, "index": False, "float_format": "%.4f"}
+                    table.to_csv(target or sys.stdout, mode="a", **style)
+
+    if config.shard is not None:
+        missing = _in_shards(config, exported, shard, write)
+        return {"output": config.output, "number": written, "missing": missing}
+    with _target(config) as target:
+        write(target)
     if config.output is not None:
         done(f"wrote {config.output} ({written} {vocabulary.nouns.sequence}s)")
     return {
@@ -130,6 +150,35 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         "number": written,
         "proteins": rows,
     }
+
+
+def _in_shards(
+    config: ScoreSettings, exported: ExportedModel, shard: Shard, write: Callable[[Path], None]
+) -> list[int]:
+    """Write the rows of a shard, and join all; returns the missing shards."""
+    others = ("model_dir", "device", "tracking_uri", "shard", "output", "input", "relatives")
+    made_of = {key: value for key, value in asdict(config).items() if key not in others}
+    made_of["model"] = weights_digest(exported.folder)
+    for key in ("input", "relatives"):
+        path = getattr(config, key)
+        made_of[key] = path and source_digest(path)
+
+    def compute(part: Path) -> None:
+        with written_beside(part) as rows:
+            rows.touch()  # of a shard without records
+            write(rows)
+
+    def join(parts: list[Path]) -> None:
+        with (
+            ExitStack() as stack,
+            written_beside(str(config.output)) as target,
+            target.open("w", encoding="utf-8", newline="") as table,
+        ):
+            files = [stack.enter_context(part.open(encoding="utf-8", newline="")) for part in parts]
+            table.write(*[next(file, "") for file in files][:1])  # the headers are the same
+            table.writelines(interleaved(files))
+
+    return in_shards(Path(str(config.output)), shard, made_of, compute, join)
 
 
 def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, Any]:

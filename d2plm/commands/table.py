@@ -29,6 +29,10 @@ class Command:
 
 # Usual keys of all commands that train.
 RUN_KEYS = ("name", "work_dir", "data.input", "data.prepared_dir", "trainer", "trainer.max_steps")
+JOB_KEYS = (
+    *("command", "shards", "parallel", "experiment", "model", "paradigm", *RUN_KEYS),
+    *("launcher", "launcher."),
+)
 # Actions on a store, and on the checkpoints of a run.
 _of_store = partial(Command, first_key="store", reads=("store",))
 _of_checkpoints = partial(Command, first_key="root", reads=("root",))
@@ -207,20 +211,20 @@ COMMANDS = {
         ),
     ),
     "job": Command(
-        "run training as a cluster job, without the pipeline: show, run",
+        "run training, or other commands in shards, as a cluster job: show, run",
         actions={
             "show": Command(
                 "print the job's manifest, for kubectl apply -f -",
                 "d2plm job show launcher=pytorchjob launcher.name=mine launcher.gpus=8 "
                 "trainer=multi_gpu model=150m work_dir=/workspace/mine launcher.prepare=false",
-                usual_keys=("experiment", "model", "paradigm", *RUN_KEYS, "launcher", "launcher."),
+                usual_keys=JOB_KEYS,
                 takes_words=True,
             ),
             "run": Command(
                 "create the job, follow it, and exit with its exit code",
                 "d2plm job run launcher=pytorchjob launcher.name=mine work_dir=/workspace/mine "
                 "data.input=/workspace/mine.fasta",
-                usual_keys=("experiment", "model", "paradigm", *RUN_KEYS, "launcher", "launcher."),
+                usual_keys=JOB_KEYS,
                 takes_words=True,
             ),
         },

@@ -86,7 +86,7 @@ def bound_draws(
     *,
     masks_per_sequence: int = 16,
     seed: int = 0,
-    first_id: int = 0,
+    ids: Sequence[int] | None = None,
     families: Sequence[Family] | None = None,
     token_budget: int = 16384,
     device: Device = "cpu",
@@ -101,7 +101,7 @@ def bound_draws(
         model: packed tokens → logits, in evaluation mode.
         sequences: N times residue tokens, without special tokens, none too long for `model`.
         masks_per_sequence: draws of each sequence, stratified.
-        first_id: number of the first sequence; together with the seed it keys the draws.
+        ids: of the sequences, which with the seed key the draws; None: from 0 on.
         families: of the sequences, N of them, for a model that takes relatives: other members are
             drawn with each draw of those `given_to` the sequence.
         token_budget: tokens of one forward pass; a longer sequence has one to itself.
@@ -114,12 +114,14 @@ def bound_draws(
     """
     require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
     draws = np.zeros((len(sequences), masks_per_sequence))
+    ids = range(len(sequences)) if ids is None else ids
     rows = (MaskedRow(index, sequences[index]) for index in _longest_first(sequences))
     with torch.inference_mode():
         for batch_rows in _batches(rows, token_budget, paradigm):
             numbers = np.array([row.index for row in batch_rows])
             batch = PackedBatch.pack(
-                [framed(row.tokens) for row in batch_rows], draw_ids=first_id + numbers
+                [framed(row.tokens) for row in batch_rows],
+                draw_ids=[ids[row.index] for row in batch_rows],
             ).to(device)
             if families is not None:
                 given = [families[row.index].given_to(row.tokens) for row in batch_rows]
@@ -128,7 +130,7 @@ def bound_draws(
                 some = range(first, min(first + at_once, masks_per_sequence))
                 if families is not None:
                     related = [
-                        family.draw(seed, first_id + row.index, draw, protein=row.tokens)
+                        family.draw(seed, ids[row.index], draw, protein=row.tokens)
                         for draw in some
                         for family, row in zip(given, batch_rows, strict=True)
                     ]

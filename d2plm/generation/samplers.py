@@ -37,6 +37,7 @@ def sample(
     *,
     max_length: int,
     relatives: Sequence[Sequence[NDArray[np.uint8]]] | None = None,
+    ids: Sequence[int] | None = None,
     token_budget: int = 16384,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -47,6 +48,7 @@ def sample(
         templates: tokens [L] of the paradigm's vocabulary, `<mask>` where a residue is wanted.
         max_length: the model's limit in tokens, `<cls>` and `<eos>` included.
         relatives: of each template, for a model that takes them.
+        ids: of the templates, which with the seed key the draws; None: from 0 on.
         token_budget: tokens of one forward pass; a longer sequence goes alone.
         progress: called with (steps done, their total), counted over all batches.
 
@@ -65,7 +67,8 @@ def sample(
                 f"sequence {index} has {len(template)} residues; the model takes {max_length - 2}"
             )
     results: list[Tokens] = [np.empty(0, dtype=vocabulary.dtype)] * len(templates)
-    batches = _batches(templates, paradigm.pass_tokens(token_budget), relatives, vocabulary)
+    budget = paradigm.pass_tokens(token_budget)
+    batches = _batches(templates, budget, relatives, ids or range(len(templates)), vocabulary)
     steps = [_steps(wanted_in(batch, vocabulary), sampling) for batch in batches]
     total, done = sum(steps), 0
     with torch.inference_mode():
@@ -84,6 +87,7 @@ def _batches(
     templates: Sequence[Tokens],
     token_budget: int,
     relatives: Sequence[Sequence[NDArray[np.uint8]]] | None,
+    ids: Sequence[int],
     vocabulary: Vocabulary,
 ) -> list[PackedBatch]:
     """Every template once, keyed by its index, without padding.
@@ -100,7 +104,7 @@ def _batches(
         PackedBatch.pack(
             [rows[index] for index in chosen],
             sequence_ids=chosen,
-            draw_ids=chosen,
+            draw_ids=[ids[index] for index in chosen],
             relatives=None
             if relatives is None
             else Relatives.pack([relatives[index] for index in chosen]),

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,10 @@ from d2plm.core.errors import ClusterError, first_line, from_extra
 from d2plm.core.number_text import duration
 from d2plm.launch.job_spec import (
     PYTORCHJOB_CONTAINER,
+    SHARD_CONTAINER,
     TRAINJOB_CONTAINER,
     Manifest,
+    indexed_job,
     pytorchjob,
     training_runtime,
     trainjob,
@@ -76,11 +78,11 @@ class Resource:
 
 @dataclass(frozen=True, kw_only=True)
 class JobKind(Resource):
-    """A kind of training job.
+    """A kind of job.
 
     Attributes:
         container: name of the container that trains.
-        replica: follows the job's name in the names of its pods, and of a TrainJob's Job.
+        replica: follows the job's name in the names of its pods, and of a TrainJob's Job; or empty.
         job_label, index_label: labels of the pods with the job's name and their index.
         suspension: path below `spec` of the field that suspends the job.
         succeeded, failed: types of the conditions of a finished job.
@@ -96,7 +98,7 @@ class JobKind(Resource):
 
     def owns(self, name: str, other: str) -> bool:
         """Whether `other` names the job `name` or an object that controllers create for it."""
-        of_pods = rf"-{self.replica}-\d+(-.*)?"
+        of_pods = rf"{'-' * bool(self.replica)}{self.replica}-\d+(-.*)?"
         return re.fullmatch(rf"{re.escape(name)}({of_pods})?", other) is not None
 
 
@@ -125,7 +127,18 @@ TRAINJOB = JobKind(
     suspension=("suspend",),
     succeeded="Complete",
 )
-JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}
+JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}  # of training
+INDEXED_JOB = JobKind(
+    name="Job",
+    group="batch",
+    plural="jobs",
+    container=SHARD_CONTAINER,
+    replica="",
+    job_label="batch.kubernetes.io/job-name",
+    index_label="batch.kubernetes.io/job-completion-index",
+    suspension=("suspend",),
+    succeeded="Complete",
+)
 # The runtime owns its TrainJob and outlives it: Trainer's webhook rejects every change of a
 # TrainJob whose runtime is gone, and the end of a foreground deletion is a change.
 TRAINING_RUNTIME = Resource(
@@ -137,9 +150,10 @@ TRAINING_RUNTIME = Resource(
     propagation="Foreground",
 )
 # Objects of a job of each kind, in order of creation.
-OBJECTS = {
+OBJECTS: dict[JobKind, tuple[tuple[Resource, Callable[[Any], Manifest]], ...]] = {
     PYTORCHJOB: ((PYTORCHJOB, pytorchjob),),
     TRAINJOB: ((TRAINING_RUNTIME, training_runtime), (TRAINJOB, trainjob)),
+    INDEXED_JOB: ((INDEXED_JOB, indexed_job),),
 }
 POD = Resource(name="pod", plural="pods")
 EVENT = Resource(name="event", plural="events")

@@ -1,9 +1,10 @@
-"""A training job on Kubernetes: one specification for two kinds of jobs.
+"""A job on Kubernetes: one specification for two kinds of training jobs, and for work in shards.
 
 `pytorchjob` creates a PyTorchJob (kubeflow.org/v1, the training operator), `trainjob` a TrainJob
 with its `training_runtime` (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer), both for the files in
 `k8s/` and for the jobs of the pipeline. A PyTorchJob is elastic: it continues with the remaining
-nodes, down to `min_nodes`. A TrainJob restarts as a whole.
+nodes, down to `min_nodes`. A TrainJob restarts as a whole. The pods of an `indexed_job` (batch/v1)
+know nothing of each other: each computes a shard, and is retried alone.
 """
 
 import re
@@ -14,13 +15,16 @@ from typing import Any
 from d2plm import __version__
 from d2plm.core.errors import ClusterError, ConfigError, from_extra, require, require_number
 from d2plm.core.processes import ALLOCATOR
+from d2plm.core.shards import in_text
 from d2plm.launch.elastic import GRACE_SECONDS
 
 Manifest = dict[str, Any]
 
 PYTORCHJOB_CONTAINER = "pytorch"  # the operator requires this name
 TRAINJOB_CONTAINER = "node"
+SHARD_CONTAINER = "shard"
 PREPARATION_CONTAINER = "prepare"
+SHARDS = "d2plm/shards"  # annotation: which shards, of how many, the indices of a job stand for
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 USER = 10001
 IMAGE = f"d2plm-trainer:{__version__}"
@@ -32,6 +36,7 @@ JOIN_SECONDS = 1800  # until all nodes have pulled the image
 CONNECT_SECONDS = 300  # until node 0 answers; then the pod ends and is restarted
 # Exit codes of wrong settings and of bugs; jobs with other exit codes are retried.
 PERMANENT_EXIT_CODES = (1, 2)
+MOST_SHARD_RESTARTS = 5  # after crashes; a shard that runs out of memory will do so again
 SHUTDOWN_MARGIN_SECONDS = 60
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
@@ -142,6 +147,25 @@ class TrainingJob:
         return self.nodes if self.min_nodes is None else self.min_nodes
 
 
+@dataclass(frozen=True)
+class ShardedJob(TrainingJob):
+    """Work in shards; `arguments` are those of d2plm, and only the pods' attributes apply.
+
+    Attributes:
+        shards: those to compute, all or the missing ones, of `count`.
+        parallel: at a time; None: all.
+    """
+
+    shards: Sequence[int] = ()
+    count: int = 1
+    parallel: int | None = None
+
+    @property
+    def chosen(self) -> str:
+        """The setting `shard` of all pods."""
+        return f"{in_text(self.shards)}/{self.count}"
+
+
 def pytorchjob(job: TrainingJob) -> Manifest:
     """The PyTorchJob; only Workers, because with a Master the elastic PET_NNODES is wrong."""
     return {
@@ -212,6 +236,49 @@ def trainjob(job: TrainingJob) -> Manifest:
                 "resourcesPerNode": _resources(job, gpus=job.gpus),
             },
             activeDeadlineSeconds=job.deadline_seconds,
+        ),
+    }
+
+
+def indexed_job(job: ShardedJob) -> Manifest:
+    """The Job: errors fail their shard alone, lost pods are replaced, crashes are retried."""
+    pods = len(job.shards)
+    metadata = _metadata(replace(job, annotations={**job.annotations, SHARDS: job.chosen}))
+    container = _container(
+        job,
+        SHARD_CONTAINER,
+        command=["python", "-m", "d2plm"],
+        args=[*job.arguments, f"shard='{job.chosen}'"],
+        env=_environment(job),
+        resources=_resources(job, gpus=job.gpus),
+    )
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": _present(
+            completionMode="Indexed",
+            completions=pods,
+            parallelism=min(job.parallel or pods, pods),
+            backoffLimitPerIndex=min(job.restarts, MOST_SHARD_RESTARTS),
+            podFailurePolicy={
+                "rules": [
+                    {
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    },
+                    {
+                        "action": "FailIndex",
+                        "onExitCodes": {"operator": "In", "values": list(PERMANENT_EXIT_CODES)},
+                    },
+                ]
+            },
+            ttlSecondsAfterFinished=job.kept_seconds,
+            activeDeadlineSeconds=job.deadline_seconds,
+            template={
+                "metadata": _pod_metadata(job),
+                "spec": {**_pod(job), "restartPolicy": "Never", "containers": [container]},
+            },
         ),
     }
 

@@ -1,7 +1,7 @@
-"""Training in a cluster: create the job, follow it, report how it ended, cancel it.
+"""A job in a cluster: create it, follow it, report how it ended, cancel it.
 
 A job is named after the pipeline's run, so the step is safe to retry: a running job is adopted, a
-failed job is replaced, and training resumes from its checkpoint.
+failed job is replaced, and training resumes from its checkpoint; of shards, the missing ones run.
 """
 
 import logging
@@ -19,10 +19,12 @@ from typing import Any, Literal
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.core.number_text import duration
 from d2plm.core.processes import unwound_by_sigterm
+from d2plm.core.shards import in_text, numbers_in
 from d2plm.core.terminal import done
 from d2plm.data.cache import digest_of
 from d2plm.launch.client import (
     DELETED,
+    INDEXED_JOB,
     JOB_KINDS,
     LISTED,
     OBJECTS,
@@ -38,9 +40,10 @@ from d2plm.launch.job_spec import (
     PERMANENT_EXIT_CODES,
     PREPARATION_CONTAINER,
     QUEUE_LABEL,
+    SHARDS,
     Manifest,
+    ShardedJob,
     TrainingJob,
-    pytorchjob,
     training_runtime,
     trainjob,
 )
@@ -148,7 +151,7 @@ class RunningJob:
         Raises:
             ClusterError: if the cluster rejects the job or has another job of this name.
         """
-        digest = _digest(job)
+        digest = _digest(self.kind, job)
         job = replace(job, annotations={**job.annotations, SPECIFICATION: digest})
         while True:
             there = self.cluster.read(self.kind, self.name)
@@ -169,6 +172,8 @@ class RunningJob:
                 if is_suspended(self.kind, there) and not is_queued:
                     self.cluster.suspend(self.kind, self.name, False)
                 return
+            if isinstance(job, ShardedJob):
+                job = replace(job, shards=missing_shards(there))
             self.say(f"{self} of an earlier attempt has failed: replacing it")
             _delete_objects(self.cluster, self.kind, self.name)
 
@@ -187,6 +192,8 @@ class RunningJob:
             log = followed_log(self.cluster, self.kind, self.name, self.say)
             last_lines = stack.enter_context(log)
             for state in self.cluster.states(self.kind, self.name):
+                if self.kind is INDEXED_JOB:
+                    self._say_once("shards", f"{self}: {_shards_done(state)}")
                 for condition in _conditions(state):
                     text = f"{self}: {condition['type']}: {_message(condition)}"
                     self._say_once(condition["type"], text)
@@ -209,7 +216,14 @@ class RunningJob:
                     "resume training from its checkpoint"
                 )
         if ended["type"] == self.kind.failed:
-            raise LaunchError(*self._failure_report(f"failed: {_message(ended)}", None, last_lines))
+            what = f"failed: {_message(ended)}"
+            if isinstance(job, ShardedJob):
+                missing = in_text(missing_shards(state))
+                what += (
+                    f"; shards {missing} of {job.count} are missing: correct the cause, and the "
+                    "same command runs only these"
+                )
+            raise LaunchError(*self._failure_report(what, None, last_lines))
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
         """Delete or suspend the job; its pods save a checkpoint and end."""
@@ -248,8 +262,9 @@ class RunningJob:
 
     def _created(self, job: TrainingJob) -> bool:
         """Create the job; False if it already exists."""
-        if self.kind is PYTORCHJOB:
-            return self.cluster.create(PYTORCHJOB, pytorchjob(job)) is not None
+        if self.kind is not TRAINJOB:
+            ((_, make),) = OBJECTS[self.kind]
+            return self.cluster.create(self.kind, make(job)) is not None
         runtime = self._create_runtime(training_runtime(job))
         known = {**runtime, **runtime["metadata"]}
         owner = {key: known[key] for key in ("apiVersion", "kind", "name", "uid")}
@@ -446,6 +461,8 @@ class RunningJob:
         The training operator restarts pods without limit, and checks the deadline only when
         something changes.
         """
+        if self.kind is INDEXED_JOB:
+            return None  # a shard fails alone, and Kubernetes keeps the deadline
         ends = list(self._ends.values())
         starved = [end for end in ends if end.reason == OUT_OF_MEMORY]
         if (times := _most_of_one(starved)) >= MOST_DEATHS_BY_MEMORY:
@@ -516,8 +533,19 @@ def _message(condition: Manifest) -> str:
     return str(condition.get("message") or condition.get("reason", ""))
 
 
-def _digest(job: TrainingJob) -> str:
+def missing_shards(job: Manifest) -> list[int]:
+    """The shards that a Job has not completed."""
+    shards = numbers_in(job["metadata"]["annotations"][SHARDS].partition("/")[0])
+    completed = {*numbers_in(job.get("status", {}).get("completedIndexes", ""))}
+    return [shard for index, shard in enumerate(shards) if index not in completed]
+
+
+def _shards_done(job: Manifest) -> str:
+    succeeded = job.get("status", {}).get("succeeded", 0)
+    return f"{succeeded} of {job['spec']['completions']} shards are done"
+
+
+def _digest(kind: JobKind, job: TrainingJob) -> str:
     """Digest of a job's specification without its owners."""
     alone = replace(job, owners=())
-    manifests = [pytorchjob(alone), training_runtime(alone)]
-    return digest_of(manifests)[:16]
+    return digest_of([make(alone) for _, make in OBJECTS[kind]])[:16]

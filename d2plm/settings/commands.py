@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from d2plm.core.shards import Shard
 from d2plm.settings.callbacks import CallbackSettings
 from d2plm.settings.data import DataSettings, IngestedSequences, Resources, RetrievalSettings
 from d2plm.settings.evaluation import EvaluationSettings, GenerationSettings
 from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.model import ModelSettings
 from d2plm.settings.paradigm import DiffusionSettings, ParadigmSettings
-from d2plm.settings.schema import MAX_SEED, Settings, key, section
+from d2plm.settings.schema import MAX_SEED, Form, Settings, key, section
 from d2plm.settings.tracking import TrackingSettings
 from d2plm.settings.training import (
     AdamWSettings,
@@ -27,6 +28,8 @@ CALLBACKS = (  # in the order in which they are called, except that those that s
 )
 PRETRAINED = "examples/pretrained"  # the model that is part of the package
 InferencePrecision = Literal["auto", "bf16", "fp32", "fp64"]
+_NUMBERS = r"\d{1,6}(-\d{1,6})?"
+SHARD = Form(rf"{_NUMBERS}(,{_NUMBERS})*/\d{{1,6}}", "I/N with I from 0 to N - 1, such as 3/64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,21 @@ class ScalingSettings(SweepSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobSettings(PipelineSettings):
+    """d2plm job."""
+
+    command: Literal["train", "embed", "score", "generate"] = key("train")
+    """command of the pods; other settings are its"""
+    shards: int = key(1, low=1)
+    """pods of embed, score, generate"""
+    parallel: int | None = key(None, low=1)
+    """shards at a time; null: all"""
+
+
+JOB_KEYS = ("launcher", "command", "shards", "parallel")  # not handed on to the command
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorSettings(PipelineSettings):
     """d2plm doctor."""
 
@@ -197,7 +215,19 @@ class InferenceSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings(InferenceSettings):
+class BulkSettings(InferenceSettings):
+    """Work that several processes or machines can share."""
+
+    shard: str | None = key(None, form=SHARD)
+    """I/N, from 0/N: every N-th record; the last shard joins all"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Shard.of(self.shard)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(BulkSettings):
     """d2plm generate."""
 
     output: str | None = key(None, path="any")
@@ -218,7 +248,7 @@ class BoundSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreSettings(InferenceSettings):
+class ScoreSettings(BulkSettings):
     """d2plm score."""
 
     input: str = key(path="any")
@@ -251,7 +281,7 @@ class ScoreSettings(InferenceSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedSettings(InferenceSettings):
+class EmbedSettings(BulkSettings):
     """d2plm embed."""
 
     input: str = key(path="any")
@@ -381,8 +411,8 @@ SETTINGS: dict[str, type[Settings]] = {
     "export": PipelineSettings,
     "generate": GenerateSettings,
     "ingest": IngestSettings,
-    "job_run": PipelineSettings,
-    "job_show": PipelineSettings,
+    "job_run": JobSettings,
+    "job_show": JobSettings,
     "pipeline": PipelineSettings,
     "prepare": PipelineSettings,
     "register": PipelineSettings,

@@ -90,6 +90,22 @@ for name in prepare train train-v2 evaluate register generate; do
   step "$name"
 done
 
+say "embeddings in eight shards, one of which loses its pod"
+readonly SHARDS=batch.kubernetes.io/job-name=d2plm-embed
+sed 's#/workspace/demo#/workspace/smoke#; s#residues=1022#residues=126#; s#parallelism: 8#parallelism: 2#
+  s#memory: 4Gi#memory: 1Gi#; s#cpu: .*#cpu: 250m#; s#sizeLimit: 1Gi#sizeLimit: 64Mi#' \
+  ../examples/embed_job.yaml | k apply --filename -
+deadline=$((SECONDS + 300))
+until pod=$(k get pods --selector "$SHARDS" --field-selector status.phase=Running --output name | head -n 1) &&
+  [[ -n $pod ]]; do
+  ((SECONDS < deadline)) || { echo "no shard has started" >&2; exit 1; }
+  sleep 1
+done
+k delete "$pod" --wait=false
+await job/d2plm-embed Complete 900
+logs=$(k logs --selector "$SHARDS" --prefix --tail=-1)
+grep 'joined 8 shards' <<<"$logs" || { echo "the shards were not joined" >&2; exit 1; }
+
 say "a job of two workers"
 kubectl kustomize --load-restrictor=LoadRestrictionsNone job |
   kubectl --context "$CONTEXT" apply --server-side --filename -

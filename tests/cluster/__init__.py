@@ -2,9 +2,9 @@
 
 It serves the API over real HTTP on 127.0.0.1, for the official client with the kube config that it
 writes, and runs pods as local processes: a PyTorchJob's or TrainJob's workers as real torchrun with
-the PET_* variables that its operator sets. It is no cluster: what it accepts, a real one has yet to
-accept. Objects live in the namespace `d2plm`; the client has the rights of the Role
-`d2plm-launcher` and no others.
+the PET_* variables that its operator sets, and the pods of an Indexed Job (batch/v1). It is no
+cluster: what it accepts, a real one has yet to accept. Objects live in the namespace `d2plm`; the
+client has the rights of the Role `d2plm-launcher` and no others.
 
     with Cluster(tmp_path, mounts={"/workspace": tmp_path / "workspace"}) as cluster:
         api = kubernetes.config.new_client_from_config(str(cluster.kube_config))

@@ -3,14 +3,18 @@
 import threading
 from collections import defaultdict
 
-from tests.cluster import kueue, pytorchjob, trainjob
+from tests.cluster import indexed_job, kueue, pytorchjob, trainjob
 from tests.cluster.store import FOREGROUND, RESOURCES, Object, Refusal, Store
 
-RECONCILERS = {"pytorchjobs": pytorchjob.reconcile, "trainjobs": trainjob.reconcile}
+RECONCILERS = {
+    "pytorchjobs": pytorchjob.reconcile,
+    "trainjobs": trainjob.reconcile,
+    "jobs": indexed_job.reconcile,
+}
 OWNERS = {
     plural: RESOURCES[plural].kind for plural in (*RECONCILERS, "trainingruntimes", "workflows")
 }
-TICK_SECONDS = 0.2  # for a TrainJob's deadline; all else follows changes
+TICK_SECONDS = 0.2  # for deadlines of TrainJobs, and Jobs' backoffs; all else follows changes
 
 
 class Controllers:
@@ -41,7 +45,7 @@ class Controllers:
                     before, seen = seen, self.store.version
                 self._collect_garbage()
                 idle = self.store.version == before
-                for plural in ["trainjobs"] if idle else RECONCILERS:
+                for plural in ["trainjobs", "jobs"] if idle else RECONCILERS:
                     for job in self.store.list(plural):
                         self._reconcile(plural, job)
         except BaseException as error:  # kept, and raised where the test ends

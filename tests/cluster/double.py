@@ -8,14 +8,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.cluster import kueue, pytorchjob, schema, trainjob
+from tests.cluster import indexed_job, kueue, pytorchjob, schema, trainjob
 from tests.cluster.api import ApiServer, Faults, Request, _Fault
 from tests.cluster.controllers import Controllers
 from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
 from tests.cluster.store import NAMESPACE, RESOURCES, Object, Refusal, Store, delete_pod
 
 # The Role `d2plm-launcher`: what the pipeline's steps may do.
-_OBJECTS = ("pytorchjobs", "trainjobs", "trainingruntimes")
+_OBJECTS = ("jobs", "pytorchjobs", "trainjobs", "trainingruntimes")
 _ON_OBJECTS = ("create", "get", "list", "watch", "delete", "patch")
 LAUNCHER_ROLE = frozenset(
     {(plural, verb) for plural in _OBJECTS for verb in _ON_OBJECTS}
@@ -27,6 +27,7 @@ FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0"
 NO_IMAGE = "Back-off pulling image: rpc error: code = NotFound desc = failed to resolve reference"
 OPERATORS = ("pytorchjobs", "trainjobs")
+JOBS = (*OPERATORS, "jobs")
 
 
 class Cluster:
@@ -154,7 +155,7 @@ class Cluster:
     def describe(self) -> str:
         """Jobs, pods, their logs' ends and events, for a test that fails."""
         lines = []
-        for job in (job for plural in OPERATORS for job in self.store.list(plural)):
+        for job in (job for plural in JOBS for job in self.store.list(plural)):
             conditions = job.get("status", {}).get("conditions", ())
             states = [f"{c['type']}={c['status']} ({c['message']})" for c in conditions]
             lines.append(f"{job['kind']} {_name(job)}: {', '.join(states)}")
@@ -325,7 +326,7 @@ class Cluster:
     def _admit(self, plural: str, content: Object, is_new: bool) -> None:
         resource = RESOURCES[plural]
         is_queued = kueue.QUEUE in content["metadata"].get("labels", {})
-        if is_new and is_queued and self.store.queues is not None and plural in OPERATORS:
+        if is_new and is_queued and self.store.queues is not None and plural in JOBS:
             kueue.set_suspended(content, True)
         if found := schema.errors(resource, content):
             name = content["metadata"].get("name")
@@ -335,6 +336,8 @@ class Cluster:
             pytorchjob.admit(content)
         elif plural == "trainjobs":
             trainjob.admit(self.store, content)
+        elif plural == "jobs" and is_new:
+            indexed_job.admit(content)
 
 
 _ERRORS = {

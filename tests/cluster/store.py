@@ -43,6 +43,7 @@ RESOURCES = {
         Resource("", "v1", "events", "Event"),
         Resource("", "v1", "configmaps", "ConfigMap"),
         Resource("", "v1", "secrets", "Secret"),
+        Resource("batch", "v1", "jobs", "Job"),
         Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload"),
         Resource("argoproj.io", "v1alpha1", "workflows", "Workflow"),
         Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob"),

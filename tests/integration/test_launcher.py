@@ -1,27 +1,35 @@
 """The launcher against a double of the Kubernetes API, over real HTTP with the real client."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from d2plm.assembly.training_job import where_to_train
+from d2plm.cli import main
 from d2plm.config import compose, read, save
 from d2plm.core.errors import ClusterError, LaunchError
+from d2plm.core.vocabulary import CANONICAL
+from d2plm.export.exported_model import save_export
+from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch import client as requests
 from d2plm.launch import logs, run_job
-from d2plm.launch.client import PYTORCHJOB, TRAINJOB, JobKind, connect
-from d2plm.launch.job_spec import TrainingJob, pytorchjob
+from d2plm.launch.client import INDEXED_JOB, PYTORCHJOB, TRAINJOB, JobKind, connect
+from d2plm.launch.job_spec import ShardedJob, TrainingJob, pytorchjob
 from d2plm.launch.run_job import RunningJob, train_in_cluster
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.commands import PipelineSettings
 from pipelines import steps as pipeline_steps
 from tests.cluster import NAMESPACE, Cluster, Script
@@ -880,3 +888,124 @@ def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
     rows = [json.loads(line) for line in (output / "metrics.jsonl").open()]
     assert sorted({row["step"] for row in rows if "loss" in row}) == list(range(1, 31))
     assert (output / "model" / "model.safetensors").is_file()
+
+
+# --- work in shards ---------------------------------------------------------------------------
+
+SHARDED = ShardedJob("mine", "d2plm-trainer:1", ("embed",), shards=range(4), count=4)
+WELL, WRONG, CRASHED = Script(), Script(("no such file",), exit_code=1), Script(exit_code=137)
+WAITING = Script(seconds=None)
+
+
+def shards_of(cluster: Cluster) -> str:
+    """The last argument of the job's pods."""
+    job: Any = cluster.job("mine", "jobs")
+    return str(job["spec"]["template"]["spec"]["containers"][0]["args"][-1])
+
+
+def test_every_shard_is_run_and_counted(cluster: Cluster) -> None:
+    cluster.script(Script(("shard 0",)), worker=0)
+    cluster.script(WELL)
+    said = launched(INDEXED_JOB, replace(SHARDED, parallel=2)).finish()
+    assert said[-1] == "Job d2plm/mine: Complete: Reached expected number"
+    assert {"shard 0", "Job d2plm/mine: 4 of 4 shards are done"} <= {*said}
+    assert shards_of(cluster) == "shard='0-3/4'"
+    assert len(cluster.pods("mine")) == 4
+
+
+def test_a_wrong_shard_fails_alone_and_the_same_command_runs_only_it(cluster: Cluster) -> None:
+    cluster.script(WRONG, worker=2)
+    cluster.script(WELL)
+    with pytest.raises(LaunchError) as caught:
+        launched(INDEXED_JOB, SHARDED).finish()
+    assert caught.value.exit_code == 1
+    assert "; shards 2 of 4 are missing: correct the cause, and the same" in str(caught.value)
+    assert "no such file" in str(caught.value)
+    assert len(cluster.pods("mine")) == 4, "exit code 1 is not retried"
+    cluster.script(WELL, worker=2)
+    assert "Job d2plm/mine: 1 of 1 shards are done" in launched(INDEXED_JOB, SHARDED).finish()
+    assert shards_of(cluster) == "shard='2/4'"
+
+
+def test_a_crash_is_retried_so_often_and_a_disruption_does_not_count(cluster: Cluster) -> None:
+    cluster.script(CRASHED, worker=0)
+    cluster.script(CRASHED, CRASHED, WELL, worker=1)
+    cluster.script(WAITING, WAITING, WAITING, WELL, worker=3)
+    cluster.script(WELL)
+    launch, seen = launched(INDEXED_JOB, replace(SHARDED, restarts=2)), set[str]()
+    for _ in range(3):
+        pod = cluster.wait_for(lambda: running(cluster, 3, but=seen))
+        seen.add(pod["metadata"]["uid"])
+        cluster.preempt(pod["metadata"]["name"])
+    with pytest.raises(LaunchError, match="shards 0 of 4 are missing") as caught:
+        launch.finish()
+    assert caught.value.exit_code == 137
+    crashed = [pod for pod in cluster.pods("mine") if pod["metadata"]["name"].startswith("mine-0-")]
+    assert len(crashed) == 3
+
+
+def test_a_deadline_names_what_is_missing(cluster: Cluster) -> None:
+    cluster.script(WAITING, worker=3)
+    cluster.script(WELL)
+    with pytest.raises(LaunchError, match="longer than specified deadline") as caught:
+        launched(INDEXED_JOB, replace(SHARDED, deadline_seconds=3)).finish()
+    assert "shards 3 of 4 are missing" in str(caught.value)
+
+
+def test_a_queue_holds_it_as_it_holds_training(cluster: Cluster) -> None:
+    cluster.script(WELL)
+    cluster.kueue(team="couldn't assign flavors")
+    launch = launched(INDEXED_JOB, replace(SHARDED, queue="team"))
+    held = "Job d2plm/mine: Kueue holds it in queue team: Pending: couldn't assign flavors"
+    cluster.wait_for(lambda: held in launch.said)
+    assert cluster.pods("mine") == []
+    cluster.kueue(team="")
+    launch.finish()
+
+
+@pytest.mark.parametrize(
+    ("shards", "killed"),
+    [(2, [1]), pytest.param(8, [1, 2], marks=pytest.mark.thorough)],
+    ids=["one-of-two", "two-of-eight"],
+)
+def test_killed_shards_give_the_vectors_of_one_machine(
+    cluster: Cluster,
+    tmp_path: Path,
+    tiny_dit: Callable[..., Any],
+    shards: int,
+    killed: list[int],
+) -> None:
+    workspace, rng = tmp_path / "workspace", np.random.default_rng(0)
+    texts = ["".join(rng.choice([*CANONICAL], size=n)) for n in rng.integers(3, 100, 1000)]
+    save_export(
+        workspace / "model",
+        tiny_dit(),
+        AbsorbingDiffusion(),
+        LengthHistogram.of(np.array([9]), 126),
+        {},
+    )
+    fasta = "".join(f">p{number}\n{text}\n" for number, text in enumerate(texts))
+    (workspace / "proteins.fasta").write_text(fasta)
+
+    def words(place: object, output: str) -> list[str]:
+        given = [f"model_dir={place}/model", f"input={place}/proteins.fasta"]
+        return [*given, f"output={place}/{output}", "device=cpu", "precision=fp64"]
+
+    def kill() -> None:
+        for index in killed:
+            name = cluster.wait_for(lambda index=index: running(cluster, index))["metadata"]["name"]
+            for process in cluster.wait_for(lambda name=name: cluster.processes(name)):
+                os.kill(process, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    own = [f"shards={shards}", "parallel=3", "launcher.name=mine", "launcher.cpu=1"]
+    assert main(["job", "run", "command=embed", *own, *words("/workspace", "joined")]) == 0
+    killer.join()
+    assert len(cluster.pods("mine")) == shards + len(killed)
+    assert main(["embed", *words(workspace, "one")]) == 0
+    files = [workspace / name / "part-00000.parquet" for name in ("joined", "one")]
+    joined, one = (pq.read_table(file) for file in files)
+    assert joined["name"].to_pylist() == [f"p{number}" for number in range(1000)]
+    found, expected = (np.stack(table["embedding"].to_numpy()) for table in (joined, one))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -49,13 +49,14 @@ KUBERNETES = ("1.34", "1.37")  # what the kind workflow runs on
 COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 JOBS = ("pytorchjob.yaml", "trainjob.yaml")
+SHARDED = "examples/embed_job.yaml"
 OF_KIND = ("kind/job", "kind/steps.yaml")
 # Of these each wants one or the other: stores in the cluster, stores elsewhere, or none.
 ELSEWHERE = ("external-postgres", "external-s3", "mlflow-auth", "backup")
 NONE = ("mlflow-sqlite",)
 ANYWHERE = ("gpu", "istio", "kueue", "nccl", "shared-workspace")
 CASES = [
-    *((name, ()) for name in ("base", *OVERLAYS, *JOBS, *OF_KIND)),
+    *((name, ()) for name in ("base", *OVERLAYS, *JOBS, SHARDED, *OF_KIND)),
     *(("base", (component,)) for component in COMPONENTS),
     ("base", (*ELSEWHERE, *ANYWHERE)),
     ("base", (*NONE, *ANYWHERE)),
@@ -70,7 +71,7 @@ SECRETS = {"mlflow-backend", "object-store", "mlflow-auth", "d2plm-secrets"}
 @cache
 def rendered(name: str, components: tuple[str, ...]) -> list[Manifest]:
     folder = {"base": K8S / "base"}.get(name, K8S / "overlays" / name)
-    if name in JOBS:
+    if name in (*JOBS, SHARDED):
         folder = K8S / name
     elif name == "kind/job":
         return render(K8S / name, "--load-restrictor=LoadRestrictionsNone")
@@ -240,6 +241,7 @@ def test_roles_allow_what_the_launcher_does_and_no_more(manifests: list[Manifest
         }
         jobs = {"create", "get", "list", "watch", "patch", "delete"}
         assert granted == {
+            ("batch", "jobs"): jobs,
             ("kubeflow.org", "pytorchjobs"): jobs,
             ("trainer.kubeflow.org", "trainjobs"): jobs,
             ("trainer.kubeflow.org", "trainingruntimes"): jobs,

@@ -1,0 +1,151 @@
+"""The double's Job controller: Indexed Jobs with a limit of failures for each index.
+
+As Kubernetes' documentation has it (1.33, in which `backoffLimitPerIndex` is stable): a pod's
+failure is met by the first rule of `podFailurePolicy` that fits; else it counts against its index,
+whose next pod comes after a backoff. The Job goes on while any index can, and then has failed if
+one has.
+"""
+
+import copy
+import json
+from datetime import UTC, datetime
+
+from d2plm.core.shards import in_text, numbers_in
+from tests.cluster.kubelet import worker_of
+from tests.cluster.pytorchjob import is_true
+from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner, suffix
+from tests.cluster.trainjob import _set_condition
+
+BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
+FAILURES = "cluster-double/failures"  # annotation: {index: [uid of each failed pod that counts]}
+ENDED = ("Complete", "Failed")
+
+
+def admit(job: Object) -> None:
+    """What the API server's validation refuses, and what this double cannot do."""
+    spec = job["spec"]
+    if spec.get("completionMode") != "Indexed" or "backoffLimitPerIndex" not in spec:
+        raise Refusal(501, "NotImplemented", "the double runs Indexed Jobs with limits per index")
+    if spec["template"]["spec"].get("restartPolicy") != "Never":
+        text = "spec.template.spec.restartPolicy: Invalid value: only Never with podFailurePolicy"
+        raise Refusal(422, "Invalid", text)
+
+
+def reconcile(store: Store, job: Object) -> None:
+    """Bring a job's pods and status one step nearer to its specification."""
+    metadata, spec = job["metadata"], job["spec"]
+    status = copy.deepcopy(job.get("status", {}))
+    if any(is_true(status, kind) for kind in ENDED):
+        return
+    pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
+    if spec.get("suspend"):
+        _end(store, pods)
+        _set_condition(status, "Suspended", "True", "JobSuspended", "Job suspended")
+    else:
+        if is_true(status, "Suspended"):
+            _set_condition(status, "Suspended", "False", "JobResumed", "Job resumed")
+        _run(store, job, status, pods)
+    if status != job.get("status", {}):
+        with store.edit("jobs", metadata["namespace"], metadata["name"]) as edited:
+            edited["status"] = status
+
+
+def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
+    metadata, spec = job["metadata"], job["spec"]
+    done = {*numbers_in(status.get("completedIndexes", ""))}
+    failed = {*numbers_in(status.get("failedIndexes", ""))}
+    known = json.loads(metadata.get("annotations", {}).get(FAILURES, "{}"))
+    failures = {int(index): [*uids] for index, uids in known.items()}
+    active: dict[int, Object] = {}
+    last_failure: dict[int, Object] = {}
+    for pod in pods:
+        index, phase = worker_of(pod), pod.get("status", {}).get("phase")
+        if phase == "Succeeded":
+            done.add(index)
+        elif phase == "Failed":
+            last_failure[index] = pod
+            action = _action(spec.get("podFailurePolicy", {}), pod)
+            if action == "FailIndex":
+                failed.add(index)
+            elif action == "Count" and pod["metadata"]["uid"] not in failures.get(index, ()):
+                failures.setdefault(index, []).append(pod["metadata"]["uid"])
+                if len(failures[index]) > spec["backoffLimitPerIndex"]:
+                    failed.add(index)
+        else:
+            active[index] = pod
+    failed -= done
+    for index in range(spec["completions"]):
+        waits = index in last_failure and _seconds_since_end(last_failure[index]) < (
+            BACKOFF_SECONDS * 2 ** len(failures.get(index, ()))
+        )
+        is_free = index not in done | failed | {*active} and not waits
+        if is_free and len(active) < spec["parallelism"]:
+            store.create_pod(_pod(job, index), job, "FailedCreate")
+            active[index] = {}
+    status["active"] = len({*active} - done - failed)
+    status["succeeded"], status["failed"] = len(done), len(last_failure)
+    status["completedIndexes"] = in_text(sorted(done))
+    status |= {"failedIndexes": in_text(sorted(failed))} if failed else {}
+    status.setdefault("startTime", now())
+    if {**known} != {str(index): uids for index, uids in failures.items()}:
+        with store.edit("jobs", metadata["namespace"], metadata["name"]) as edited:
+            edited["metadata"].setdefault("annotations", {})[FAILURES] = json.dumps(failures)
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(status["startTime"])).total_seconds()
+    if seconds > spec.get("activeDeadlineSeconds", seconds):
+        _end(store, pods)
+        text = "Job was active longer than specified deadline"
+        _set_condition(status, "Failed", "True", "DeadlineExceeded", text)
+    elif len(done | failed) == spec["completions"]:
+        if failed:
+            _set_condition(status, "Failed", "True", "FailedIndexes", "Job has failed indexes")
+        else:
+            _set_condition(
+                status, "Complete", "True", "CompletionsReached", "Reached expected number"
+            )
+
+
+def _action(policy: Object, pod: Object) -> str:
+    """Of the first rule that fits a failed pod; without one, its failure counts."""
+    status = pod["status"]
+    codes = {
+        known["state"].get("terminated", {}).get("exitCode")
+        for key in ("initContainerStatuses", "containerStatuses")
+        for known in status.get(key, ())
+    }
+    for rule in policy.get("rules", ()):
+        of_codes = {*rule.get("onExitCodes", {}).get("values", ())}
+        of_conditions = rule.get("onPodConditions", ())
+        if codes & of_codes or any(is_true(status, one["type"]) for one in of_conditions):
+            return str(rule["action"])
+    return "Count"
+
+
+def _seconds_since_end(pod: Object) -> float:
+    """Since a failed pod's container ended, to the second; long ago if it has never run."""
+    for known in pod["status"].get("containerStatuses", ()):
+        if at := known["state"].get("terminated", {}).get("finishedAt"):
+            return (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
+    return float("inf")
+
+
+def _end(store: Store, pods: list[Object]) -> None:
+    for pod in pods:
+        if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
+            delete_pod(store, pod)
+
+
+def _pod(job: Object, index: int) -> Object:
+    name = job["metadata"]["name"]
+    template = copy.deepcopy(job["spec"]["template"])
+    metadata = template.setdefault("metadata", {})
+    metadata |= {"name": f"{name}-{index}-{suffix()}", "namespace": job["metadata"]["namespace"]}
+    metadata["ownerReferences"] = [owner(job)]
+    metadata["labels"] = {
+        **metadata.get("labels", {}),
+        "batch.kubernetes.io/job-name": name,
+        "batch.kubernetes.io/job-completion-index": str(index),
+    }
+    for container in template["spec"]["containers"]:
+        own = {"name": "JOB_COMPLETION_INDEX", "value": str(index)}
+        container["env"] = [*container.get("env", ()), own]
+    return {"metadata": metadata, "spec": template["spec"], "status": {"phase": "Pending"}}

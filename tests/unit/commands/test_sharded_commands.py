@@ -1,0 +1,165 @@
+"""`shard=i/n` of embed, score and generate: all shards together are one process's result."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+from d2plm.cli import main
+from d2plm.commands import embed
+from d2plm.core.vocabulary import CANONICAL
+from d2plm.export.exported_model import save_export
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+
+RECORDS = 11
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "masked"
+    lengths = LengthHistogram.of(np.array([10, 12, 40]), 126)
+    save_export(folder, tiny_dit(), AbsorbingDiffusion(), lengths, {})
+    return folder
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    rng, file = np.random.default_rng(0), tmp_path / "proteins.fasta"
+    texts = ["".join(rng.choice([*CANONICAL], size=n)) for n in rng.integers(3, 60, RECORDS)]
+    file.write_text("".join(f">p{number}\n{text}\n" for number, text in enumerate(texts)))
+    return file
+
+
+def run(command: str, model: Path, output: Path, *words: str) -> int:
+    own = [f"model_dir={model}", f"output={output}", "device=cpu", "precision=fp64"]
+    return main([command, *own, *words])
+
+
+def in_any_order(command: str, model: Path, output: Path, count: int, *words: str) -> None:
+    for index in (*range(1, count, 2), *range(0, count, 2)):
+        assert not output.exists()
+        assert run(command, model, output, *words, f"shard={index}/{count}") == 0
+    assert output.exists()
+
+
+def vectors(folder: Path, format_: str) -> tuple[list[str], list[Any]]:
+    names, found = list[str](), list[Any]()
+    for file in sorted(folder.glob(f"part-*.{format_}")):
+        if format_ == "parquet":
+            table = pq.read_table(file)
+            names += table["name"].to_pylist()
+            found += [np.array(one) for one in table["embedding"].to_pylist()]
+        else:
+            tensors = load_file(file)
+            found += [tensors[key] for key in sorted(tensors, key=int)]
+    return names, found
+
+
+@pytest.mark.parametrize("format_", ["parquet", "safetensors"])
+@pytest.mark.parametrize("pooled", ["true", "false"])
+@pytest.mark.parametrize("count", [1, 3, 13])
+def test_embeddings_in_shards_are_those_of_one_process(
+    model: Path,
+    fasta: Path,
+    tmp_path: Path,
+    format_: str,
+    pooled: str,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(embed, "FILE_BYTES", 4 * 16 * 100)  # several files
+    words = [f"input={fasta}", f"format={format_}", f"pooled={pooled}"]
+    one, joined = tmp_path / "one", tmp_path / "joined"
+    assert run("embed", model, one, *words) == 0
+    in_any_order("embed", model, joined, count, *words)
+    assert [f.name for f in sorted(joined.iterdir())] == [f.name for f in sorted(one.iterdir())]
+    assert len([*one.glob("part-*")]) > 1
+    assert (joined / "manifest.json").read_text() == (one / "manifest.json").read_text()
+    (names, found), (expected_names, expected) = vectors(joined, format_), vectors(one, format_)
+    assert names == expected_names
+    assert len(found) == RECORDS
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shard_continues_after_its_last_file(
+    model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
+    calls, compute = list[int](), embed.embeddings
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(embed, "embeddings", counted)
+    words = ["embed", model, tmp_path / "out", f"input={fasta}", "shard=0/2"]
+    assert run(*words) == 130
+    assert run(*words) == 0
+    assert len(calls) == 1 + (RECORDS + 1) // 2
+
+
+def test_embeddings_of_something_else_are_refused_before_the_first_shard(
+    model: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("embed", model, tmp_path / "out", f"input={fasta}") == 0
+    assert run("embed", model, tmp_path / "out", f"input={fasta}", "layer=0", "shard=0/2") == 1
+    assert "contains embeddings of another model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [3, 13])
+def test_scores_in_shards_are_those_of_one_process(
+    model: Path, fasta: Path, tmp_path: Path, count: int
+) -> None:
+    one, joined = tmp_path / "one.csv", tmp_path / "joined.csv"
+    words = [f"input={fasta}", "evaluation.masks_per_sequence=2"]
+    assert run("score", model, one, *words) == 0
+    in_any_order("score", model, joined, count, *words)
+    found, expected = pd.read_csv(joined), pd.read_csv(one)
+    assert [*found["name"]] == [f"p{number}" for number in range(RECORDS)]
+    pd.testing.assert_frame_equal(found, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_designs_in_shards_are_those_of_one_process(
+    model: Path, tmp_path: Path, count: int
+) -> None:
+    one, joined = tmp_path / "one.fasta", tmp_path / "joined.fasta"
+    assert run("generate", model, one, "number=7", "seed=3", "steps=5") == 0
+    in_any_order("generate", model, joined, count, "number=7", "seed=3", "steps=5")
+    assert joined.read_text() == one.read_text()
+    assert len({*one.read_text().split(">")[1:]}) == 7
+
+
+def test_the_document_names_the_missing_shards(
+    model: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"input={fasta}", "shard=1/3", "--json"]
+    assert run("score", model, tmp_path / "out.csv", *words) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("score", "shard=0/2"),
+        ("score", "output=s.csv", "shard=0/2", "mutations={fasta}"),
+        ("generate", "output=g.fasta", "shard=0/2", "generation.relatives={fasta}"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_by_key(
+    model: Path, fasta: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *given = (word.format(fasta=fasta) for word in words)
+    read = [f"input={fasta}"] * (command == "score")
+    assert main([command, f"model_dir={model}", *read, *given]) == 2
+    assert "shard='0/2': must be null with" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Which records a shard has, how its form is read, and that joining is their inverse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.shards import Shard, in_shards, in_text, interleaved, numbers_in
+from d2plm.settings.commands import EmbedSettings
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_shards_have_every_record_once_and_are_joined_in_order(records: int, count: int) -> None:
+    shards = [Shard(index, count) for index in range(count)]
+    parts = [[*shard.of_all(range(records))] for shard in shards]
+    assert [*interleaved(parts)] == [*range(records)]
+    for shard, part in zip(shards, parts, strict=True):
+        assert [*shard.numbers(0, len(part))] == part
+        assert [*shard.numbers(1, len(part))] == part[1:]
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_numbers_are_read_as_they_are_written(numbers: set[int]) -> None:
+    assert numbers_in(in_text(sorted(numbers))) == sorted(numbers)
+    assert in_text([1, 3, 4, 5, 7]) == "1,3-5,7", "as Kubernetes writes those of a Job"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "4/4",
+        "5/4",
+        "0/0",
+        "a/b",
+        "3",
+        "/4",
+        "1/",
+        "-1/4",
+        "1/2/3",
+        "2-1/4",
+        "0-3/4",
+        "0/501",
+        "0,1/4",
+    ],
+)
+def test_what_is_no_shard_is_refused_by_its_key(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^shard='{text}': must be "):
+        EmbedSettings(model_dir="model", input="proteins.fasta", shard=text)
+
+
+def test_the_pods_of_a_job_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
+    assert Shard.of("0,4-7/64") == Shard(5, 64)
+    assert Shard.of("3/64") == Shard(3, 64), "given by hand, or the only one that is missing"
+    assert Shard.of(None) == Shard(0, 1)
+    with pytest.raises(ConfigError, match="only an Indexed Job's pods"):
+        Shard.of("1-2/64")
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "all.txt"
+
+
+def compute(output: Path, index: int, setting: Any = 1, text: str = "own") -> list[int]:
+    return in_shards(
+        output,
+        Shard(index, 3),
+        {"setting": setting},
+        lambda part: part.write_text(f"{text} {index}"),
+        lambda parts: output.write_text(" ".join(part.read_text() for part in parts)),
+    )
+
+
+def test_whichever_shard_is_last_joins_all(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compute(output, 1) == [0, 2]
+    assert capsys.readouterr().out == (
+        f"shard 1/3 of {output} is complete; missing: 0,2; run the same command with shard=0/3, …\n"
+    )
+    assert compute(output, 2) == [0]
+    assert not output.exists()
+    assert compute(output, 0) == []
+    assert output.read_text() == "own 0 own 1 own 2"
+
+
+def test_a_shard_is_computed_once_and_its_parts_are_removed_when_joined(output: Path) -> None:
+    for index in (0, 1):
+        compute(output, index)
+    assert compute(output, 1, text="other") == [2], "a repeated shard only looks"
+    compute(output, 2)
+    assert compute(output, 1, text="other") == []
+    assert output.read_text() == "own 0 own 1 own 2"
+    assert [file.name for file in output.with_name("all.txt.shards").iterdir()] == ["manifest.json"]
+    output.unlink()
+    assert compute(output, 1, text="again") == [0, 2], "the output was deleted to make it again"
+
+
+def test_a_kill_before_the_parts_are_joined_leaves_them(output: Path) -> None:
+    def killed(parts: list[Path]) -> None:
+        raise KeyboardInterrupt
+
+    for index in (0, 1):
+        compute(output, index)
+    with pytest.raises(KeyboardInterrupt):
+        in_shards(output, Shard(2, 3), {"setting": 1}, lambda p: p.write_text("own 2"), killed)
+    assert compute(output, 2, text="other") == []
+    assert output.read_text() == "own 0 own 1 own 2"
+
+
+def test_parts_of_something_else_are_never_joined(output: Path) -> None:
+    compute(output, 0)
+    with pytest.raises(DataError, match="another model, input, setting or number of shards"):
+        compute(output, 1, setting=2)
+    assert json.loads((output.with_name("all.txt.shards") / "manifest.json").read_text()) == {
+        "setting": 1,
+        "shards": 3,
+    }
