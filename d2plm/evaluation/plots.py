@@ -70,7 +70,8 @@ _REFERENCES: list[dict[str, Any]] = [
     {"color": colour, "marker": marker, "ls": "", "markersize": 4, "alpha": 0.7, "zorder": 1}
     for colour, marker in ((ORANGE, "D"), (INK, "x"), (GREY, "s"))
 ]
-_LONGEST_NAME = 40  # characters
+_LONGEST_NAME = 24  # characters, of a label or a legend
+_LONGEST_LINE = 40
 _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 
 
@@ -91,7 +92,7 @@ def plot(
     rows = [row for row in rows if row]
     figure = new_figure(12, 4.6 * len(rows))
     parts: Any = figure.subfigures(len(rows), 1)
-    parts[0].suptitle(plain(title))
+    parts[0].suptitle(plain(title, _LONGEST_LINE))
     for part, row in zip(parts, rows, strict=True):
         widths = [1.6 if name == "training" else 1 for name in row]
         columns = part.subfigures(1, len(row), width_ratios=widths, squeeze=False)[0]
@@ -227,7 +228,7 @@ def plot_bounds(axes: Any, bounds: Bounds, colours: Mapping[str, str], model: st
     shown = [bound.perplexity.value for bound in bounds.values()]
     axes.set_yticks(range(len(bounds)), [plain(name) for name in bounds])
     room = 0.15 * (max(shown) - min(shown)) + 0.3
-    axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 2 * room))
+    axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 3 * room))
     if max(shown) > MOST_LINEAR:
         axes.set(xscale="log", xlim=(0.8 * min(shown), 2 * max(shown)))
     axes.set_ylim(len(bounds) - 0.5, -0.5)  # the first on top
@@ -344,7 +345,7 @@ def plot_novelty(axes: Any, quality: Quality) -> None:
         axes.bar(
             places, shares, width, color=colour, hatch=hatch, edgecolor=INK, lw=0.4, label=name
         )
-    labels = ["none\nfound", *(f"{low}–{low + 10}" for low in range(0, 100, 10))]
+    labels = ["none", *(f"{low}–{low + 10}" for low in range(0, 100, 10))]
     axes.set_xticks(range(len(labels)), labels, rotation=60)
     axes.set(xlabel="identity to the nearest training protein, %", ylabel="% of proteins")
     legend_above(axes)
@@ -430,7 +431,8 @@ def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         )
     shown = max((len(row["columns"]) for row in rows), default=0)
     shown = min(shown, ALIGNED_COLUMNS)
-    axes.set_yticks(range(len(rows)), [plain(row["name"]) for row in rows], fontsize=7)
+    names = [plain(row["name"], _LONGEST_LINE) for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=7)
     axes.set(xlabel="column of the HMM", xlim=(-0.6, shown - 0.4), ylim=(len(rows) - 0.4, -0.6))
     axes.set_xticks(range(9, shown, 10), range(10, shown + 1, 10))
     axes.tick_params(length=0)
@@ -439,7 +441,7 @@ def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(ncols=len(CLASS_COLOURS), fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
-def plain(name: str) -> str:
+def plain(name: str, longest: int = _LONGEST_NAME) -> str:
     """A name, perhaps a folder's, shortened for a figure; `$` does not start a formula."""
-    short = name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
+    short = name if len(name) <= longest else f"…{name[1 - longest :]}"
     return short.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Figures are readable whatever the names and the numbers: nothing is cut, no label covers another."""
+"""Figures are readable whatever the names and numbers: no text is cut or covers another."""
 
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -49,14 +49,12 @@ def quality() -> Quality:
     return Quality({}, {name: sequence_set(random) for name in sets}, [1, 4, 9], frequencies)
 
 
-@pytest.fixture(params=[2.6, 2.85, 3.3], ids="far below, near, above the baselines".split(", "))
+@pytest.fixture(params=[2.6, 3.3], ids=["below the baselines", "above them"])
 def evaluation(request: pytest.FixtureRequest, quality: Quality) -> Evaluation:
     return summarise(
         invented_scores(RESIDUES, request.param),
         {LONG: invented_scores(RESIDUES, 2.8, 1)},
-        HeldOut(
-            RESIDUES, np.arange(N) % 8, invented_baselines(RESIDUES), np.linspace(0, 0.95, N)
-        ),
+        HeldOut(RESIDUES, np.arange(N) % 8, invented_baselines(RESIDUES), np.linspace(0, 0.95, N)),
         LengthHistogram.of(RESIDUES, 400),
         given_relatives=invented_given_relatives(),
         quality=quality,
@@ -65,9 +63,9 @@ def evaluation(request: pytest.FixtureRequest, quality: Quality) -> Evaluation:
     )
 
 
-@pytest.fixture(params=[1, 2_000_000], ids=["first steps", "millions of steps"])
-def metrics(request: pytest.FixtureRequest) -> list[dict[str, float]]:
-    steps = request.param * np.arange(1, 41)
+@pytest.fixture
+def metrics() -> list[dict[str, float]]:
+    steps = 2_000_000 * np.arange(1, 41)
     rows = [
         {"step": step, "loss": 2.9 - place / 80, "learning_rate": 3e-6, "tokens_per_second": 2e6}
         for place, step in enumerate(steps)
@@ -98,6 +96,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
     def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
         save(figure, *arguments, **options)
+        figure.dpi = options.get("dpi", 72)  # as it was drawn; an SVG has points
         figures.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", keep)
@@ -115,7 +114,7 @@ def assert_readable(figure: Figure) -> None:
         assert axes.get_window_extent().width > 0.3 * axes.get_figure(False).bbox.width
         labels += [axes.xaxis.label, axes.yaxis.label, axes.title, axes.get_legend()]
         for axis in (axes.xaxis, axes.yaxis):
-            shown = [tick.label1 for tick in axis._update_ticks() if tick.label1.get_text()]
+            shown = [tick.label1 for tick in axis._update_ticks() if tick.label1.get_visible()]
             for one, other in pairwise(shown if axis is axes.yaxis or not rotated(shown) else []):
                 assert not overlap(one, other), (one, other)
     legible = [one for one in labels if one is not None and getattr(one, "get_text", str)() != ""]
