@@ -91,12 +91,13 @@ def members() -> dict[str, Any]:
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved."""
+    """The figures that are saved, each of them readable."""
     figures, save = [], Figure.savefig
 
     def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
         save(figure, *arguments, **options)
         figure.dpi = options.get("dpi", 72)  # as it was drawn; an SVG has points
+        assert_readable(figure)  # now, since the number of ticks depends on the settings
         figures.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", keep)
@@ -139,8 +140,7 @@ def test_the_report_s_figures_are_readable(
 ) -> None:
     drawn = draw(evaluation, metrics, evaluation.quality, members)
     assert drawn.keys() == DESCRIPTIONS.keys()
-    for figure in saved:
-        assert_readable(figure)
+    assert len(saved) == len(drawn)
 
 
 def test_the_pictures_are_readable(
@@ -153,8 +153,7 @@ def test_the_pictures_are_readable(
     plot(evaluation, metrics, tmp_path / "evaluation.png", "demo: diffusion")
     plot_new_members(members, tmp_path / "members.png")
     plot_family({LONG: evaluation.model, "b": evaluation.model}, tmp_path / "family.png")
-    for figure in saved:
-        assert_readable(figure)
+    assert len(saved) == 3
 
 
 @pytest.mark.parametrize("held_out", [True, False])
