@@ -36,6 +36,18 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def legend_above(axes: Any) -> None:
+    """A legend above the axes, where it covers nothing, in two columns if they are wide enough."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    for columns in (2, 1) if len(labels) > 2 else (1,):
+        room = {"handlelength": 1.4, "columnspacing": 1, "borderaxespad": 0.3, "frameon": False}
+        legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **room)
+        if legend.get_window_extent().width <= axes.get_window_extent().width:
+            return
+
+
 def save_figure(figure: Any, file: Path, dpi: int = DPI) -> None:
     """Write a figure whole or not at all, in the format that the file's name ends with.
 

@@ -17,11 +17,11 @@ from scipy.stats import t as student_t
 
 from d2plm.core.errors import ConfigError
 from d2plm.core.estimate import Estimate, Interval, Verdict, interval_text, verdict
-from d2plm.core.palette import BLUE, GREY, ORANGE, new_figure, save_figure
+from d2plm.core.palette import BLUE, GREY, ORANGE, legend_above, new_figure, save_figure
 from d2plm.core.table import Cell, Number, Table
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import CONFIDENCE, corpus_estimate
-from d2plm.evaluation.plots import plot_estimate
+from d2plm.evaluation.plots import plain, plot_estimate
 from d2plm.evaluation.result import Evaluation
 from d2plm.evaluation.terms import Terms
 
@@ -199,9 +199,9 @@ def plot_comparison(comparison: Comparison, file: Path) -> None:
         axes.plot(seeds, [place + 0.2] * len(seeds), "|", color=GREY, markersize=10)
     value = comparison.baseline_perplexity.value
     axes.axvline(value, color=ORANGE, ls="--", label=comparison.baseline)
-    axes.set_yticks(range(len(arms)), list(arms))
+    axes.set_yticks(range(len(arms)), map(plain, arms))
     held_out = f"held-out {comparison.terms.sequence}s"
     axes.set(xlabel=f"perplexity on {held_out} (95 % interval; ticks below: each seed)")
-    axes.invert_yaxis()
-    axes.legend(fontsize=8)
+    axes.set_ylim(len(arms) - 0.5, -0.5)  # the first on top
+    legend_above(axes)
     save_figure(figure, file)

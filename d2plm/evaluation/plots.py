@@ -24,6 +24,7 @@ from d2plm.core.palette import (
     ORANGE,
     SERIES,
     SKY,
+    legend_above,
     new_figure,
     save_figure,
 )
@@ -66,11 +67,11 @@ _OF_MEMBERS: dict[str, dict[str, Any]] = {
     GENERATED: {"color": BLUE, "marker": "o", "ls": "", "markersize": 5, "alpha": 0.7},
 }
 _REFERENCES: list[dict[str, Any]] = [
-    {"color": colour, "marker": ".", "ls": "", "markersize": 4, "alpha": 0.5}
-    for colour in (ORANGE, INK, GREY)
+    {"color": colour, "marker": marker, "ls": "", "markersize": 4, "alpha": 0.7, "zorder": 1}
+    for colour, marker in ((ORANGE, "D"), (INK, "x"), (GREY, "s"))
 ]
-_LONGEST_NAME = 40  # characters
-_LONGEST_COLUMN = 24  # characters of a legend in two columns
+_LONGEST_NAME = 24  # characters, of a label or a legend
+_LONGEST_LINE = 40
 _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 
 
@@ -91,13 +92,12 @@ def plot(
     rows = [row for row in rows if row]
     figure = new_figure(12, 4.6 * len(rows))
     parts: Any = figure.subfigures(len(rows), 1)
-    parts[0].suptitle(plain(title))
+    parts[0].suptitle(plain(title, _LONGEST_LINE))
     for part, row in zip(parts, rows, strict=True):
         widths = [1.6 if name == "training" else 1 for name in row]
-        for axes, name in zip(
-            part.subplots(1, len(row), width_ratios=widths, squeeze=False)[0], row, strict=True
-        ):
-            measured[name](axes)
+        columns = part.subfigures(1, len(row), width_ratios=widths, squeeze=False)[0]
+        for column, name in zip(columns, row, strict=True):
+            measured[name](column)
     save_figure(figure, file)
 
 
@@ -106,12 +106,11 @@ def figures_of(
     metrics: Sequence[dict[str, float]],
     quality: Quality | None,
 ) -> dict[str, Callable[[Any], None]]:
-    """Name → a function that draws the figure into axes, for those that have data."""
+    """Name → a function that draws into an empty figure, for those that have data."""
     given = evaluation and evaluation.given_relatives
     bins = [one for one in ((evaluation and evaluation.by_identity) or {}).values() if one.residues]
     of_proteins = quality is not None and quality.terms.unit is None  # residues and homology
     figures: dict[str, tuple[object, Callable[..., None], Any]] = {
-        "training": (metrics, partial(plot_curve, metrics=metrics), evaluation),
         "likelihood": (evaluation, plot_likelihoods, evaluation),
         "calibration": (evaluation, plot_calibration, evaluation),
         "identity": (bins, plot_identity, evaluation),
@@ -122,47 +121,59 @@ def figures_of(
     }
 
     def bound(draw: Callable[..., None], of: Any) -> Callable[[Any], None]:
-        return lambda axes: draw(axes, of)
+        return lambda figure: draw(figure.subplots(), of)
 
-    return {name: bound(draw, of) for name, (known, draw, of) in figures.items() if known}
+    drawn = {name: bound(draw, of) for name, (known, draw, of) in figures.items() if known}
+    if metrics:
+        drawn["training"] = partial(plot_curves, evaluation=evaluation, metrics=metrics)
+        drawn["pace"] = partial(plot_pace, metrics=metrics)
+    return drawn
 
 
-def plot_curve(
-    axes: Any, evaluation: Evaluation | None, metrics: Sequence[dict[str, float]]
+def plot_curves(
+    figure: Any, evaluation: Evaluation | None, metrics: Sequence[dict[str, float]]
 ) -> None:
-    """Draw the held-out perplexity over the steps, the baselines, and behind them the training's.
+    """Draw the held-out perplexity over the steps with the baselines, and the training's below.
 
-    The range is that of the held-out curve and the baselines: what a model is given in training,
-    such as relatives, may put the training curve far below.
+    Each has axes of its own: what a model is given in training, such as relatives, may put the
+    training curve far below.
     """
-    trained = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
-    validated = [
-        (m["step"], m["validation_perplexity"]) for m in metrics if "validation_perplexity" in m
-    ]
-    lowest = [perplexity for _, perplexity in validated]
-    if validated:
-        axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="held-out subset (EMA)")
-    axes.set(xlabel="optimizer step", ylabel="perplexity")
-    if evaluation is not None:
-        drawn = _drawn_baselines(evaluation)
-        for name, (colour, dashes) in drawn.items():
-            lowest.append(evaluation.baselines[name].perplexity.value)
-            axes.axhline(lowest[-1], color=colour, ls=dashes, label=name)
-        lowest.append(evaluation.model.perplexity.value)
+    trained, validated = _points(metrics, "loss"), _points(metrics, "validation_perplexity")
+    held_out = bool(validated) or evaluation is not None
+    heights = [2] * held_out + [1] * (bool(trained) or not held_out)
+    rows = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    if held_out:
+        _plot_held_out(rows[0], evaluation, validated)
     if trained:
         steps, losses = np.array(trained).T
         window = max(len(losses) // SMOOTHED_PARTS, 1)
         smooth = np.exp(np.convolve(losses, np.full(window, 1 / window), "valid"))
-        if not validated:
-            lowest.insert(0, smooth.min())
-        if np.median(smooth) > min(lowest) - 0.3:
-            style = {"color": BLUE, "alpha": 0.35, "lw": 1, "zorder": 1}
-            axes.plot(steps[window - 1 :], smooth, label="training (running mean)", **style)
+        rows[-1].plot(steps[window - 1 :], smooth, color=BLUE, lw=1.2)
+        rows[-1].set_ylabel("training")
+    rows[-1].set_xlabel("optimizer step")
+
+
+def _points(metrics: Sequence[dict[str, float]], key: str) -> list[tuple[float, float]]:
+    """(step, value) of each row that has this key."""
+    return [(row["step"], row[key]) for row in metrics if key in row]
+
+
+def _plot_held_out(
+    axes: Any, evaluation: Evaluation | None, validated: Sequence[tuple[float, float]]
+) -> None:
+    """Draw the held-out curve and the baselines; a curve that begins above them all is cut."""
+    shown = [perplexity for _, perplexity in validated]
+    if validated:
+        axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="this model (EMA)")
     if evaluation is not None:
-        uniform = evaluation.baselines["uniform"].perplexity.value
-        highest = max(min(20, uniform), *lowest[-len(drawn) - 1 :])
-        axes.set_ylim(min(lowest) - 0.3, highest + 0.2)
-    _legend(axes)
+        shown = [*shown[-1:], min([*shown, evaluation.model.perplexity.value])]
+        for name, (colour, dashes) in _drawn_baselines(evaluation).items():
+            shown.append(evaluation.baselines[name].perplexity.value)
+            axes.axhline(shown[-1], color=colour, ls=dashes, label=name)
+        room = 0.08 * (max(shown) - min(shown)) + 0.01
+        axes.set_ylim(min(shown) - room, max(shown) + room)
+    axes.set_ylabel("held-out perplexity")
+    legend_above(axes)
 
 
 def _drawn_baselines(evaluation: Evaluation) -> dict[str, tuple[str, str]]:
@@ -172,21 +183,12 @@ def _drawn_baselines(evaluation: Evaluation) -> dict[str, tuple[str, str]]:
     return present if evaluation.terms.unit is None else {best: (INK, ":"), **present}
 
 
-def _legend(axes: Any) -> None:
-    """A legend above the axes, where it covers nothing, in two columns if there are many."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        columns = 1 if len(labels) < 3 or max(map(len, labels)) > _LONGEST_COLUMN else 2
-        room = {"handlelength": 1.4, "columnspacing": 1, "borderaxespad": 0.3}
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **room)
-
-
-def plot_pace(both: Sequence[Any], metrics: Sequence[dict[str, float]]) -> None:
+def plot_pace(figure: Any, metrics: Sequence[dict[str, float]]) -> None:
     """Draw learning rate and tokens per second over the steps, each on its own axes."""
+    both = figure.subplots(2, 1, sharex=True)
     curves = (("learning_rate", "learning rate"), ("tokens_per_second", "tokens/s"))
     for axes, (key, label), colour in zip(both, curves, SERIES[:2], strict=True):
-        points = [(row["step"], row[key]) for row in metrics if key in row]
-        if points:
+        if points := _points(metrics, key):
             axes.plot(*zip(*points, strict=True), color=colour, lw=1.2)
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
@@ -226,7 +228,7 @@ def plot_bounds(axes: Any, bounds: Bounds, colours: Mapping[str, str], model: st
     shown = [bound.perplexity.value for bound in bounds.values()]
     axes.set_yticks(range(len(bounds)), [plain(name) for name in bounds])
     room = 0.15 * (max(shown) - min(shown)) + 0.3
-    axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 2 * room))
+    axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 3 * room))
     if max(shown) > MOST_LINEAR:
         axes.set(xscale="log", xlim=(0.8 * min(shown), 2 * max(shown)))
     axes.set_ylim(len(bounds) - 0.5, -0.5)  # the first on top
@@ -250,7 +252,7 @@ def plot_calibration(axes: Any, evaluation: Evaluation) -> None:
         ylabel=f"cross-entropy, nats/{terms.token}",
         xlim=(0, 1),
     )
-    _legend(axes)
+    legend_above(axes)
 
 
 def plot_identity(axes: Any, evaluation: Evaluation) -> None:
@@ -271,7 +273,7 @@ def plot_identity(axes: Any, evaluation: Evaluation) -> None:
         ylabel="perplexity, 95 % interval",
         xlim=(-0.5, len(rows) - 0.5),
     )
-    _legend(axes)
+    legend_above(axes)
 
 
 def plot_given_relatives(axes: Any, given: GivenRelatives) -> None:
@@ -291,7 +293,7 @@ def plot_given_relatives(axes: Any, given: GivenRelatives) -> None:
         ylabel="perplexity, 95 % interval",
         ylim=(0, None),
     )
-    _legend(axes)
+    legend_above(axes)
 
 
 def plot_residues(axes: Any, quality: Quality) -> None:
@@ -309,7 +311,7 @@ def plot_residues(axes: Any, quality: Quality) -> None:
         axes.plot(places + shift, shares, marker, markersize=4, color=colour, label=name)
     axes.set_xticks(places, letters)
     axes.set(xlabel="residue", ylabel="% of residues")
-    _legend(axes)
+    legend_above(axes)
 
 
 def plot_lengths(axes: Any, quality: Quality) -> None:
@@ -328,7 +330,7 @@ def plot_lengths(axes: Any, quality: Quality) -> None:
     axes.set(xlabel=f"length in {terms.token}s", ylabel=f"% of {terms.sequence}s up to it")
     axes.set_ylim(0, 102)
     axes.set_xlim(left=0)
-    _legend(axes)
+    legend_above(axes)
 
 
 def plot_novelty(axes: Any, quality: Quality) -> None:
@@ -343,10 +345,10 @@ def plot_novelty(axes: Any, quality: Quality) -> None:
         axes.bar(
             places, shares, width, color=colour, hatch=hatch, edgecolor=INK, lw=0.4, label=name
         )
-    labels = ["none\nfound", *(f"{low}–{low + 10}" for low in range(0, 100, 10))]
+    labels = ["none", *(f"{low}–{low + 10}" for low in range(0, 100, 10))]
     axes.set_xticks(range(len(labels)), labels, rotation=60)
     axes.set(xlabel="identity to the nearest training protein, %", ylabel="% of proteins")
-    _legend(axes)
+    legend_above(axes)
 
 
 def identity_shares(figures: SequenceSet) -> list[float]:
@@ -379,7 +381,7 @@ def plot_plane(axes: Any, members: Mapping[str, Any]) -> None:
         if places := [one["plane"] for one in members["sets"][name]["proteins"]]:
             axes.plot(*np.transpose(places), label=f"{name} ({len(places)})", **style)
     axes.set(xlabel="first principal component", ylabel="second")
-    _legend(axes)
+    legend_above(axes)
 
 
 def plot_membership(axes: Any, members: Mapping[str, Any]) -> None:
@@ -393,8 +395,8 @@ def plot_membership(axes: Any, members: Mapping[str, Any]) -> None:
             axes.plot(across, scores, label=name, **style)
     axes.axhline(members["threshold_bits"], color=GREY, ls=":", label="a member from here")
     axes.set(xlabel="identity to the nearest given member, %", ylabel="score by the HMM, bits")
-    axes.set_xlim(0, 102)
-    _legend(axes)
+    axes.set_xlim(right=102)
+    legend_above(axes)
 
 
 def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -429,7 +431,8 @@ def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         )
     shown = max((len(row["columns"]) for row in rows), default=0)
     shown = min(shown, ALIGNED_COLUMNS)
-    axes.set_yticks(range(len(rows)), [plain(row["name"]) for row in rows], fontsize=7)
+    names = [plain(row["name"], _LONGEST_LINE) for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=7)
     axes.set(xlabel="column of the HMM", xlim=(-0.6, shown - 0.4), ylim=(len(rows) - 0.4, -0.6))
     axes.set_xticks(range(9, shown, 10), range(10, shown + 1, 10))
     axes.tick_params(length=0)
@@ -438,7 +441,7 @@ def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(ncols=len(CLASS_COLOURS), fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
-def plain(name: str) -> str:
+def plain(name: str, longest: int = _LONGEST_NAME) -> str:
     """A name, perhaps a folder's, shortened for a figure; `$` does not start a formula."""
-    short = name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
+    short = name if len(name) <= longest else f"…{name[1 - longest :]}"
     return short.replace("$", r"\$")

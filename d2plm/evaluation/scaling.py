@@ -382,5 +382,5 @@ def plot_scaling(results: dict[str, Any], file: Path) -> None:
         ylabel=f"NELBO on held-out {terms.sequence}s, nats/{terms.token}",
         title="lines: E + A/N^α + B/D^β; dotted: a power of C for each size",
     )
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     save_figure(figure, file)

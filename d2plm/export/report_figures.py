@@ -8,7 +8,6 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from d2plm.core import palette
@@ -16,13 +15,14 @@ from d2plm.evaluation import plots
 from d2plm.evaluation.result import Evaluation, Quality
 
 WIDTH, HEIGHT = 5.4, 4.4  # inches; page.css shows 26rem of it
+TALL = 5.4  # inches, of a figure with more above or below another
 ROW = 0.4  # inches per row of the figure of likelihoods
 FONT_SIZE = 13
 # Colour of the palette → variable of the page's style sheet.
 COLOURS = ("blue", "orange", "sky", "green", "pink", "vermilion", "grey", "ink", "line")
 VARIABLES = {getattr(palette, colour.upper()): f"--{colour}" for colour in COLOURS}
 DESCRIPTIONS = {
-    "training": "perplexity over the training steps",
+    "training": "held-out and training perplexity over the training steps",
     "pace": "learning rate and throughput over the training steps",
     "likelihood": "perplexity of the model and of the baselines, with intervals",
     "calibration": "cross-entropy against the corrupted fraction",
@@ -45,13 +45,11 @@ def draw(
 ) -> dict[str, str]:
     """Draw the figures that have data, as SVG elements by name."""
     figures = plots.figures_of(evaluation, metrics, quality)
-    if metrics:
-        figures["pace"] = partial(plots.plot_pace, metrics=metrics)
     if members is not None:
-        figures["plane"] = partial(plots.plot_plane, members=members)
-        figures["members"] = partial(plots.plot_membership, members=members)
+        figures["plane"] = lambda figure: plots.plot_plane(figure.subplots(), members)
+        figures["members"] = lambda figure: plots.plot_membership(figure.subplots(), members)
     height = HEIGHT if evaluation is None else ROW * (2 + len(evaluation.bounds))
-    heights = {"likelihood": height}
+    heights = {"likelihood": height, "training": TALL, "pace": TALL, "members": TALL}
     return {name: _svg(name, plot, heights.get(name, HEIGHT)) for name, plot in figures.items()}
 
 
@@ -67,7 +65,6 @@ def _svg(name: str, plot: Callable[[Any], None], height: float) -> str:
         "font.size": FONT_SIZE,
         "hatch.color": palette.INK,
         "hatch.linewidth": 0.5,
-        "legend.frameon": False,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.facecolor": "none",
@@ -79,7 +76,7 @@ def _svg(name: str, plot: Callable[[Any], None], height: float) -> str:
     content = io.StringIO()
     with matplotlib.rc_context(settings):
         figure = palette.new_figure(WIDTH, height)
-        plot(figure.subplots(2, 1, sharex=True) if name == "pace" else figure.subplots())
+        plot(figure)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(content, format="svg", transparent=True, metadata=nothing)
     return _inline(content.getvalue(), DESCRIPTIONS[name])

@@ -191,6 +191,7 @@ class Page(HTMLParser):
         self._last = ""
 
     def handle_data(self, text: str) -> None:
+        text = text.replace("\u00a0", " ")
         if self._inside == "script":
             self.scripts[-1] += text
         elif self._inside != "style":
