@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from d2plm.launch.job_log import job_log
+
 State = Literal["running", "succeeded", "failed", "cancelled"]
 
 
@@ -52,13 +54,15 @@ def cause(config: Path) -> Entry | None:
 
 
 def as_markdown(config: Path) -> str:
-    """How the steps ended, and the error of the one that failed, for the UI of the pipeline."""
+    """How the steps ended, why one failed, and where the job's log is, for the pipeline's UI."""
     known, failure = entries(config), cause(config)
     lines = [f"- `{entry.step}`: {entry.state}" for entry in known.values()]
     if failure is not None:
         message = failure.message or "its process was killed; its pod's log has no error"
         what = "did not end" if failure.state == "running" else failure.state
         lines.append(f"\n**`{failure.step}` {what}:**\n\n```\n{message}\n```")
+    if job_log(config).is_file():
+        lines.append(f"\nThe log of the training job: `{job_log(config)}`")
     return "\n".join(lines or ["No step has written to the volume."]) + "\n"
 
 

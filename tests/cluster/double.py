@@ -21,7 +21,7 @@ LAUNCHER_ROLE = frozenset(
     {(plural, verb) for plural in _OBJECTS for verb in _ON_OBJECTS}
     | {("pods", verb) for verb in ("get", "list", "watch")}
     | {("pods/log", "get"), ("events", "list"), ("trainingruntimes/finalizers", "update")}
-    | {("workloads", "list")}
+    | {("workloads", "list"), ("workflows", "get")}
 )
 FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0"
