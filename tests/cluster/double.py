@@ -49,7 +49,8 @@ class Cluster:
         role: frozenset[tuple[str, str]] | None = LAUNCHER_ROLE,
     ) -> None:
         installed = set(operators)
-        absent = {"pytorchjobs": {"pytorchjobs"}, "trainjobs": {"trainjobs", "trainingruntimes"}}
+        trainer = {"trainjobs", "trainingruntimes", "clustertrainingruntimes"}
+        absent = {"pytorchjobs": {"pytorchjobs"}, "trainjobs": trainer}
         missing = {name for kind in absent if kind not in installed for name in absent[kind]}
         self.folder = folder
         self.store = Store()

@@ -820,7 +820,7 @@ def step(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def evicted(cluster: Cluster, config: str, act: Callable[[], None] = lambda: None) -> None:
-    """Run the step until it follows its job, then call `act`, and end the step as a kubelet does."""
+    """Run the step until it follows its job, call `act`, and end the step as a kubelet does."""
     watches = cluster.count("watch", "pods")
 
     def end() -> None:
