@@ -2,8 +2,8 @@
 
     kubectl apply -f k8s/clustertrainingruntime.yaml   # once, by an administrator
     pip install 'kubeflow==0.5.*'
-    python examples/kubeflow_sdk.py --namespace d2plm --image registry.example/you/d2plm-trainer:0.1.0 \
-        experiment=cluster trainer.max_steps=1000
+    python examples/kubeflow_sdk.py --namespace d2plm \
+        --image registry.example/you/d2plm-trainer:0.1.0 experiment=cluster trainer.max_steps=1000
 
 The command is the runtime's; its settings are those of `d2plm train`, in an environment variable.
 Results are on the volume of the claim d2plm-workspace.
