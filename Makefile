@@ -137,7 +137,7 @@ manifests: $(TOOLS) ## Write the jobs' manifests from k8s/job_settings.json, and
 	$(BIN)/python -c 'import json, pathlib, subprocess; \
 	  [pathlib.Path("k8s", file).write_bytes(subprocess.check_output(["$(BIN)/d2plm", "job", "show", *words])) \
 	   for file, words in json.load(open("k8s/job_settings.json"))["written"].items()]'
-	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/job/job.yaml k8s/examples/*.yaml k8s/base/mlflow.yaml k8s/serving/deployment.yaml k8s/serving/kserve/inference_service.yaml; do \
+	for file in k8s/pytorchjob.yaml k8s/trainjob.yaml k8s/clustertrainingruntime.yaml k8s/job/job.yaml k8s/examples/*.yaml k8s/base/mlflow.yaml k8s/serving/deployment.yaml k8s/serving/kserve/inference_service.yaml; do \
 	  sed -E 's|( image: )([^ ]*/)?d2plm-([a-z0-9]+)(:[^ ]*)?$$|\1$(call image,\3)|' $$file > $$file.new && mv $$file.new $$file || exit; \
 	done
 

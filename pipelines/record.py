@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from d2plm.launch.job_log import job_log
+
 RUN = "run.yaml"  # configuration of a run of a sweep, in a folder named after it
 State = Literal["running", "succeeded", "failed", "cancelled"]
 
@@ -58,7 +60,7 @@ def cause(config: Path) -> Entry | None:
 
 
 def as_markdown(config: Path) -> str:
-    """How the steps ended, and the error of the one that failed, for the UI of the pipeline.
+    """How the steps ended, why one failed, and where the job's log is, for the pipeline's UI.
 
     Of the runs of a sweep, those that have not ended well are listed.
     """
@@ -72,6 +74,8 @@ def as_markdown(config: Path) -> str:
         message = failure.message or "its process was killed; its pod's log has no error"
         what = "did not end" if failure.state == "running" else failure.state
         lines.append(f"\n**`{failure.step}` {what}:**\n\n```\n{message}\n```")
+    if job_log(config).is_file():
+        lines.append(f"\nThe log of the training job: `{job_log(config)}`")
     return "\n".join(lines or ["No step has written to the volume."]) + "\n"
 
 

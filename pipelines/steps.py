@@ -24,6 +24,7 @@ from d2plm.core.errors import D2PLMError, first_line
 from d2plm.core.files import write_text
 from d2plm.core.processes import end_with_parent, train_locally, unwound_by_sigterm
 from d2plm.core.terminal import configure_logging, done
+from d2plm.launch.job_log import job_log
 from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.registry import load_modules, module_words
@@ -213,7 +214,10 @@ def save_configuration(config: PipelineSettings, run_id: str) -> Path:
         generation = replace(config.generation, relatives=str(IMAGE / relatives))
         config = replace(config, generation=generation)
     file = config_file(run_id, config.work_dir)
-    save(with_tags(config, **{PIPELINE_RUN: run_id}), file)
+    tags = {PIPELINE_RUN: run_id}
+    if POD_VARIABLE in os.environ and config.launcher.kind != "local":
+        tags["pipeline.job_log"] = str(job_log(file))
+    save(with_tags(config, **tags), file)
     done(f"wrote {file}")
     return file
 

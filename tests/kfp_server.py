@@ -8,11 +8,13 @@ question for a run is answered with the script's next state.
 import email
 import json
 import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -162,6 +164,23 @@ def content(kind: str, text: bytes) -> Any:
         return json.loads(text)
     parts: Any = email.message_from_bytes(f"Content-Type: {kind}\n\n".encode() + text)
     return list(yaml.safe_load_all(parts.get_payload()[0].get_payload(decode=True)))
+
+
+def certified(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """The context of a server with a certificate for localhost, and the certificate's file."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-keyout", key, "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context, certificate
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from d2plm.core.errors import require, require_number, within
 from d2plm.core.shards import MOST
 from d2plm.core.terminal import done
 from d2plm.launch.client import JOB_KINDS, JobKind, connect, first_known_kind
+from d2plm.launch.job_log import job_log, logged
 from d2plm.launch.job_spec import IMAGE, ShardedJob, TrainingJob
 from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.launch.run_job import delete_job, train_in_cluster
+from d2plm.launch.workflow import is_ended
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.registry import module_words
@@ -109,6 +112,8 @@ def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
     """Train as a job on behalf of a pipeline step; the pipeline's run owns the job.
 
     There is no job if nothing is left to train: it would wait for its resources to find that out.
+    A signal deletes the job only if the run is being ended: a step whose pod is evicted is
+    replaced. What is reported is also written to `job_log(file)`.
 
     Args:
         file: the configuration, on a volume that the job mounts. A retried step finds its job by
@@ -120,6 +125,7 @@ def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
     if cluster.read(JOB_KINDS[kind], name) is None and is_trained(config):
         done(f"training is complete: reusing {config.model_dir}; no job is created")
         return
+    workflow = own.workflow_of(pod) if pod else []
     forwarded = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
     job = training_job(
         config,
@@ -127,9 +133,12 @@ def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
         name=name,
         environment={**forwarded, **launcher.environment},
         # Kubernetes requires owners to be in the same namespace.
-        owners=own.workflow_of(pod) if pod and own.namespace == cluster.namespace else [],
+        owners=workflow if own.namespace == cluster.namespace else [],
     )
-    launch(launcher, JOB_KINDS[kind], job)
+    with logged(job_log(file)) as say:
+        train_in_cluster(
+            *(cluster, JOB_KINDS[kind], job), is_cancelled=partial(is_ended, own, workflow), say=say
+        )
 
 
 def end_step(config: PipelineSettings, file: Path) -> None:

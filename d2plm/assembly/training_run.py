@@ -5,6 +5,7 @@ The library takes the settings of a section; which sections there are is known o
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,6 +37,7 @@ from d2plm.settings.training import DistributedSettings, Parallelism, Precision
 from d2plm.tracking.locations import REGISTRY, model_folder, pinned
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback, MetricRun, RunContext
+from d2plm.training.callbacks.trainjob_status import TrainJobStatus
 from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
 from d2plm.training.trainer import Trainer
 from d2plm.training.trainer_settings import difference
@@ -436,7 +438,10 @@ def fitting_plan(config: PipelineSettings, model: DiTConfig, processes: int) -> 
 
 
 def build_callbacks(config: PipelineSettings, context: RunContext) -> list[Callback]:
-    """Build the callbacks of the `callbacks` section, in order; null disables one."""
+    """Build the callbacks of the `callbacks` section, in order; null disables one.
+
+    In the pods of a TrainJob that shows progress, one reports it.
+    """
     callbacks: list[Callback] = []
     for name, settings in config.callbacks.items():
         if settings is None:
@@ -446,7 +451,8 @@ def build_callbacks(config: PipelineSettings, context: RunContext) -> list[Callb
         require(isinstance(make, type) and issubclass(make, Callback), "callbacks", name, wanted)
         with within(f"callbacks.{name}"):
             callbacks.append(make.create(settings, context))
-    return callbacks
+    status = TrainJobStatus.of(os.environ)
+    return callbacks if status is None else [*callbacks, status]
 
 
 def _identity(

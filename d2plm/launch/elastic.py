@@ -28,6 +28,7 @@ QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
 
 def main() -> int:
     """Run torchrun with this process's arguments and return the workers' exit code."""
+    import torch
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -40,6 +41,9 @@ def main() -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     # torchrun passes SIGTERM on to its workers, and dies of SIGUSR1.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
+    # Of a TrainJob without resources; torchrun would count the machine's cores, not the pod's.
+    if os.environ.get("PET_NPROC_PER_NODE") == "auto" and not torch.cuda.is_available():
+        os.environ["PET_NPROC_PER_NODE"] = "1"
     if _has_several_nodes():
         threading.Thread(target=_report_rendezvous, daemon=True).start()
     try:

@@ -78,12 +78,14 @@ def train_in_cluster(
     job: TrainingJob,
     *,
     on_cancel: Literal["delete", "suspend"] = "delete",
+    is_cancelled: Callable[[], bool] = lambda: True,
     say: Callable[[str], None] = done,
 ) -> None:
     """Create or adopt `job` and wait for its end; SIGTERM or an interrupt cancels it.
 
     Args:
         on_cancel: whether a cancellation deletes or suspends the job.
+        is_cancelled: asked upon a signal; False leaves the job for the next process to adopt.
         say: called with each line of worker 0's log and each event of the job.
 
     Raises:
@@ -96,8 +98,11 @@ def train_in_cluster(
         try:
             running.create(job)
             running.follow(job)
-        except (KeyboardInterrupt, SystemExit, HopelessError):
-            running.cancel(on_cancel)
+        except (KeyboardInterrupt, SystemExit, HopelessError) as reason:
+            if isinstance(reason, HopelessError) or is_cancelled():
+                running.cancel(on_cancel)
+            else:
+                running.leave()
             raise
 
 
@@ -227,7 +232,7 @@ class RunningJob:
 
     def cancel(self, how: Literal["delete", "suspend"]) -> None:
         """Delete or suspend the job; its pods save a checkpoint and end."""
-        remains = f"{self} continues to run; to delete it, run {self._how_to_delete()}"
+        remains = self._how_it_remains()
         try:
             if how == "suspend":
                 self.cluster.suspend(self.kind, self.name, True)
@@ -242,12 +247,19 @@ class RunningJob:
             raise
         self.report_stuck_pods()
 
+    def leave(self) -> None:
+        """Report that the job continues without this process."""
+        self.say(f"the same step adopts the job: {self._how_it_remains()}")
+
     def report_stuck_pods(self) -> None:
         """Report the pods of a job that has been deleted or suspended which cannot end."""
         with suppress(ClusterError):  # of an account that may delete jobs only
             pods = self._brief.pods(self.kind, self.name)
             for pod in self._stuck([state_of(pod, self.kind) for pod in pods], at_once=True):
                 self.say(self._how_to_end(pod))
+
+    def _how_it_remains(self) -> str:
+        return f"{self} continues to run; to delete it, run {self._how_to_delete()}"
 
     def _how_to_delete(self) -> str:
         plurals = ",".join(resource.plural for resource, _ in reversed(OBJECTS[self.kind]))

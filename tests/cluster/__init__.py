@@ -23,9 +23,8 @@ To look: `job(name, plural)`, `pods(job)`, `pod(name)`, `log(pod)`, `events(name
 `expire_watches()`, `stop_api()`, `start_api()`, `restart_api(seconds)`. Objects of custom resources
 must pass their closed schemas where $D2PLM_CRD_DIR is set.
 
-Not here: Master replicas, restart policies other than ExitCode and Never, ClusterTrainingRuntimes,
-TTLs, services and DNS, and resource limits. What differs from the controllers' documentation
-says where it was seen.
+Not here: Master replicas, restart policies other than ExitCode and Never, TTLs, services and DNS,
+and resource limits. What differs from the controllers' documentation says where it was seen.
 """
 
 from tests.cluster.double import LAUNCHER_ROLE, NAMESPACE, Cluster, Request, Script

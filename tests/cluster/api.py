@@ -289,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
                 {
                     "name": r.plural,
                     "singularName": r.kind.lower(),
-                    "namespaced": True,
+                    "namespaced": r.is_namespaced,
                     "kind": r.kind,
                     "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
                 }
@@ -324,7 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
         if place != request.namespace:
             message = f"the namespace of the provided object does not match ({place})"
             raise Refusal(400, "BadRequest", message)
-        if place != NAMESPACE:
+        if place != (NAMESPACE if resource.is_namespaced else ""):
             raise Refusal(404, "NotFound", f'namespaces "{place}" not found')
         self._allow_owners(content)
         self.api.admit(resource.plural, content, True)

@@ -21,7 +21,7 @@ LAUNCHER_ROLE = frozenset(
     {(plural, verb) for plural in _OBJECTS for verb in _ON_OBJECTS}
     | {("pods", verb) for verb in ("get", "list", "watch")}
     | {("pods/log", "get"), ("events", "list"), ("trainingruntimes/finalizers", "update")}
-    | {("workloads", "list")}
+    | {("workloads", "list"), ("workflows", "get")}
 )
 FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0"
@@ -50,7 +50,8 @@ class Cluster:
         role: frozenset[tuple[str, str]] | None = LAUNCHER_ROLE,
     ) -> None:
         installed = set(operators)
-        absent = {"pytorchjobs": {"pytorchjobs"}, "trainjobs": {"trainjobs", "trainingruntimes"}}
+        trainer = {"trainjobs", "trainingruntimes", "clustertrainingruntimes"}
+        absent = {"pytorchjobs": {"pytorchjobs"}, "trainjobs": trainer}
         missing = {name for kind in absent if kind not in installed for name in absent[kind]}
         self.folder = folder
         self.store = Store()

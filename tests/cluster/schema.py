@@ -46,7 +46,8 @@ def closed(schema: Any) -> Any:
 def _validator(folder: Path, resource: Resource) -> Any:
     import jsonschema  # type: ignore[import-untyped]  # it has no stubs
 
-    file = folder / f"{resource.group}_{resource.plural}.yaml.gz"
+    plural = resource.plural.removeprefix("cluster")  # the same specification
+    file = folder / f"{resource.group}_{plural}.yaml.gz"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     definition = yaml.load(gzip.decompress(file.read_bytes()), loader)  # noqa: S506  # it is safe
     versions = {version["name"]: version for version in definition["spec"]["versions"]}

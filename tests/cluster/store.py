@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 Object = dict[str, Any]
-NAMESPACE = "d2plm"  # the only one
+NAMESPACE = "d2plm"  # the only one; that of cluster-scoped objects is empty
 FOREGROUND = "foregroundDeletion"  # finalizer
 
 
@@ -26,6 +26,7 @@ class Resource:
     version: str
     plural: str
     kind: str
+    is_namespaced: bool = True
 
     @property
     def api_version(self) -> str:
@@ -49,6 +50,10 @@ RESOURCES = {
         Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob"),
         Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
         Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes", "TrainingRuntime"),
+        Resource(
+            *("trainer.kubeflow.org", "v1alpha1", "clustertrainingruntimes"),
+            *("ClusterTrainingRuntime", False),
+        ),
     )
 }
 

@@ -1,4 +1,4 @@
-"""The double's Trainer v2: TrainJobs with a TrainingRuntime, its JobSet and Job folded into one.
+"""The double's Trainer v2: TrainJobs with their runtime, the JobSet and its Job folded into one.
 
 Pods are named and labelled as a JobSet's. A pod that fails fails the whole job, which starts anew
 unless its `podFailurePolicy` says that the exit code is permanent.
@@ -8,7 +8,17 @@ import copy
 from datetime import UTC, datetime
 
 from tests.cluster.pytorchjob import is_true
-from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner, suffix
+from tests.cluster.store import (
+    RESOURCES,
+    Object,
+    Refusal,
+    Store,
+    delete_pod,
+    now,
+    owned_by,
+    owner,
+    suffix,
+)
 
 PORT = 29400
 CONTAINER = "node"
@@ -28,21 +38,26 @@ def admit(store: Store, job: Object) -> None:
     let the finalizer of a foreground deletion be removed when the runtime is gone, for ever. No
     finalizer of Trainer's keeps a runtime that is in use: 2.3 has removed them.
     """
-    reference = job["spec"]["runtimeRef"]
-    name = reference["name"]
-    if reference.get("kind", "ClusterTrainingRuntime") != "TrainingRuntime":
-        raise Refusal(501, "NotImplemented", "the double knows runtimeRef.kind TrainingRuntime")
-    runtimes = store.list("trainingruntimes", job["metadata"]["namespace"])
-    seen = [runtime for runtime in runtimes if store.age(runtime) > CACHE_SECONDS]
+    plural, place, name = _runtime(job)
+    seen = [one for one in store.list(plural, place) if store.age(one) > CACHE_SECONDS]
     if name not in [runtime["metadata"]["name"] for runtime in seen]:
+        kind = RESOURCES[plural].kind
         raise _denied(
-            f'spec.runtimeRef: Invalid value: TrainingRuntime.trainer.kubeflow.org "{name}" not '
-            "found: specified trainingRuntime must be created before the TrainJob is created"
+            f'spec.runtimeRef: Invalid value: {kind}.trainer.kubeflow.org "{name}" not found: '
+            f"specified {kind[0].lower()}{kind[1:]} must be created before the TrainJob is created"
         )
     named = {variable["name"] for variable in job["spec"].get("trainer", {}).get("env", ())}
     if named & RESERVED:
         text = f"must not have reserved envs, invalid envs configured: {sorted(named & RESERVED)}"
         raise _denied(f"spec.trainer.env: Invalid value: {text}")
+
+
+def _runtime(job: Object) -> tuple[str, str, str]:
+    """Resource, namespace and name of a job's runtime."""
+    reference, place = job["spec"]["runtimeRef"], job["metadata"]["namespace"]
+    is_own = reference.get("kind") == "TrainingRuntime"
+    own, shared = ("trainingruntimes", place), ("clustertrainingruntimes", "")
+    return *(own if is_own else shared), reference["name"]
 
 
 def _denied(text: str) -> Refusal:
@@ -72,8 +87,7 @@ def reconcile(store: Store, job: Object) -> None:
 
 
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    place = job["metadata"]["namespace"]
-    runtime = store.get("trainingruntimes", place, job["spec"]["runtimeRef"]["name"])
+    runtime = store.get(*_runtime(job))
     template = runtime["spec"]["template"]["spec"]
     if _is_late(job):
         text = "jobset exceeded its active deadline"
@@ -225,7 +239,7 @@ def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
         container["resources"] = trainer["resourcesPerNode"]
     variables = {
         "PET_NNODES": str(_nodes(job, runtime)),
-        "PET_NPROC_PER_NODE": str(trainer.get("numProcPerNode", "auto")),
+        "PET_NPROC_PER_NODE": str(trainer.get("numProcPerNode", _automatic(trainer))),
         "PET_NODE_RANK": str(index),
         "PET_MASTER_ADDR": f"{name}-{CONTAINER}-0-0.{name}",
         "PET_MASTER_PORT": str(PORT),
@@ -236,6 +250,14 @@ def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
         *({"name": key, "value": value} for key, value in variables.items()),
     ]
     return {"metadata": metadata, "spec": template["spec"], "status": {"phase": "Pending"}}
+
+
+def _automatic(trainer: Object) -> str:
+    """Processes of a node (torch.go of Trainer's source): a CPU each, or what torchrun finds."""
+    limits = trainer.get("resourcesPerNode", {}).get("limits")
+    if limits is None or any("gpu" in name for name in limits):
+        return "auto"
+    return str(max(int(limits.get("cpu", 1)), 1))
 
 
 def _set_condition(status: Object, kind: str, value: str, reason: str, message: str) -> None:

@@ -25,12 +25,13 @@ from d2plm.core.vocabulary import CANONICAL
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch import client as requests
-from d2plm.launch import logs, run_job
+from d2plm.launch import job_log, logs, run_job
 from d2plm.launch.client import INDEXED_JOB, PYTORCHJOB, TRAINJOB, JobKind, connect
 from d2plm.launch.job_spec import ShardedJob, TrainingJob, pytorchjob
 from d2plm.launch.run_job import RunningJob, train_in_cluster
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.commands import PipelineSettings
+from pipelines import record
 from pipelines import steps as pipeline_steps
 from tests.cluster import NAMESPACE, Cluster, Script
 from tests.integration.conftest import REPOSITORY, Finished, Prepared, steps
@@ -811,6 +812,110 @@ def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     environment = {e["name"]: e["value"] for e in container["env"]}
     assert environment["MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
     assert "opensesame" not in str(jobs)
+
+
+@pytest.fixture
+def step(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Configuration of a pipeline's step whose job is `mine`, as is the run's workflow."""
+    owner = workflow(cluster)
+    monkeypatch.setattr(requests.Cluster, "workflow_of", lambda _, pod: [owner])
+    monkeypatch.setattr("d2plm.launch.workflow.ANSWER_SECONDS", 0.5)
+    monkeypatch.setenv("KFP_POD_NAME", "step")
+    cluster.script(Script(lines=("step 1", "HF_TOKEN=hidden"), seconds=60))
+    overrides = "tracking=none launcher.name=mine"
+    return pipeline_steps.configure("run-1", "", str(tmp_path), "shared", overrides)
+
+
+def evicted(cluster: Cluster, config: str, act: Callable[[], None] = lambda: None) -> None:
+    """Run the step until it follows its job, call `act`, and end the step as a kubelet does."""
+    watches = cluster.count("watch", "pods")
+
+    def end() -> None:
+        cluster.wait_for(lambda: running(cluster, 0) and cluster.count("watch", "pods") > watches)
+        act()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(SystemExit) as ended:
+        pipeline_steps.train(config)
+    thread.join()
+    assert ended.value.code == 143
+
+
+def terminate(cluster: Cluster, **spec: object) -> None:
+    """As Kubeflow Pipelines (a deadline of 0) and Argo's own command do."""
+    with cluster.store.edit("workflows", NAMESPACE, "mine") as edited:
+        edited["spec"] = spec
+
+
+@pytest.mark.parametrize("spec", [{"activeDeadlineSeconds": 0}, {"shutdown": "Terminate"}], ids=str)
+def test_a_step_whose_run_is_ended_deletes_its_job(
+    cluster: Cluster, step: str, spec: dict[str, object]
+) -> None:
+    evicted(cluster, step, lambda: terminate(cluster, **spec))
+    cluster.wait_for(lambda: cluster.job("mine") is None)
+
+
+def test_a_step_whose_pod_is_evicted_leaves_its_job_to_its_replacement(
+    cluster: Cluster, step: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminate(cluster, activeDeadlineSeconds=3600)
+    evicted(cluster, step)
+    said = "the same step adopts the job: PyTorchJob d2plm/mine continues to run"
+    assert said in capsys.readouterr().out
+    evicted(cluster, step, lambda: terminate(cluster, activeDeadlineSeconds=0))
+    assert "already exists: following it" in capsys.readouterr().out
+    assert cluster.count("create", "pytorchjobs") == 1
+    cluster.wait_for(lambda: cluster.job("mine") is None)
+    log = Path(step).with_suffix(".job.log")
+    for file, last in ((log, "is deleted"), (Path(f"{log}.1"), said)):
+        assert file.read_text().count("step 1\nHF_TOKEN=***\n") == 1
+        assert last in file.read_text().splitlines()[-1]
+
+
+def forbid(cluster: Cluster) -> None:
+    cluster.forbid("get", "workflows")
+
+
+def do_not_answer(cluster: Cluster) -> None:
+    cluster.fail_next(1000, 503, "get", "workflows")
+
+
+@pytest.mark.parametrize("fault", [forbid, do_not_answer])
+def test_a_step_that_cannot_ask_leaves_its_job_to_the_exit_handler(
+    cluster: Cluster,
+    step: str,
+    fault: Callable[[Cluster], None],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    terminate(cluster, activeDeadlineSeconds=0)
+    fault(cluster)
+    evicted(cluster, step)
+    (warning,) = [line for line in caplog.messages if "cannot read Workflow d2plm/mine" in line]
+    assert "the run is taken for one that continues" in warning
+    assert cluster.job("mine") is not None
+    pipeline_steps.finish("run-1", str(tmp_path), "RUNNING")
+    assert cluster.job("mine") is None
+
+
+def test_a_steps_job_that_fails_leaves_its_log_and_its_report_on_the_volume(
+    cluster: Cluster, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_log, "MOST_BYTES", 2000)
+    lines = tuple(f"step {number}" for number in range(2000))
+    cluster.script(Script(lines=(*lines, "9" * 5000), exit_code=2))
+    with pytest.raises(SystemExit):
+        pipeline_steps.train(step)
+    log = Path(step).with_suffix(".job.log")
+    sizes = [file.stat().st_size for file in log.parent.glob(f"{log.name}*")]
+    assert len(sizes) == 4 and max(sizes) < 5000
+    said = "".join(Path(f"{log}{end}").read_text() for end in (".1", ""))
+    assert "mine-worker-0: exit code 2" in said and "\n  step 1999\n" in said
+    assert f"`{log}`" in record.as_markdown(Path(step))
+    config: PipelineSettings = read("pipeline", Path(step))
+    assert config.tracking.tags["pipeline.job_log"] == str(log)
 
 
 def test_a_step_whose_training_is_complete_creates_no_job(

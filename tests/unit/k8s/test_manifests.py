@@ -249,6 +249,7 @@ def test_roles_allow_what_the_launcher_does_and_no_more(manifests: list[Manifest
             ("", "pods"): {"get", "list", "watch"},
             ("", "pods/log"): {"get"},
             ("", "events"): {"list"},
+            ("argoproj.io", "workflows"): {"get"},
             ("kueue.x-k8s.io", "workloads"): {"list"},
         }
 

@@ -123,6 +123,20 @@ def test_nodes_that_cannot_be_reached_are_no_defect_and_worth_another_try(
     assert capsys.readouterr().err.count("cannot be reached") == 1
 
 
+def test_a_pod_without_gpus_has_one_process_if_its_job_does_not_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = (
+        "import os, torch\nfrom torch.distributed import run\nfrom d2plm.launch import elastic\n"
+        "torch.cuda.is_available = lambda: False\n"
+        "run.main = lambda _: print(os.environ['PET_NPROC_PER_NODE'])\nelastic.main()"
+    )
+    for given, expected in (("auto", "1"), ("3", "3")):
+        monkeypatch.setenv("PET_NPROC_PER_NODE", given)
+        shown = subprocess.check_output([sys.executable, "-c", script], text=True)
+        assert shown.strip() == expected
+
+
 SIGNALLED = """
 import sys, time, weakref
 from datetime import timedelta

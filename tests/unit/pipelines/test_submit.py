@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from d2plm.launch import kfp_server as kfp_server_module
 from d2plm.launch.kfp_server import SERVER_FAILS
 from pipelines import follow
 from tests.cluster import Cluster
-from tests.kfp_server import KfpServer, kfp_server, run, step
+from tests.kfp_server import KfpServer, certified, kfp_server, run, step
 
 SUBMIT = ("pipeline", "submit", "experiment=debug")
 SWEEP = ("sweep=compare", "experiment=debug", "arms={a: {}, b: {}}")
@@ -207,18 +205,7 @@ def test_a_certificate_of_an_unknown_authority_is_reported_and_taken_with_its_au
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
-            *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
-            *("-keyout", key, "-out", certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context, certificate = certified(tmp_path)
     with kfp_server(context) as secured:
         monkeypatch.setenv("KFP_HOST", secured.url)
         assert d2plm([*SUBMIT]) == 1

@@ -1,0 +1,79 @@
+"""The file on the volume with all that the launcher reports of a job, which outlives its pods.
+
+Kubeflow Pipelines deletes a run's pods, and the job that they own, an hour after its end.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from d2plm.core.errors import D2PLMError
+from d2plm.core.redaction import redacted
+from d2plm.core.terminal import done
+
+MOST_BYTES = 5_000_000  # of a file; then it is renamed to .1, and that one to .2 …
+OLDER_FILES = 3
+MOST_CHARACTERS = 4_000  # of a line
+
+log = logging.getLogger(__name__)
+
+
+def job_log(config: Path) -> Path:
+    """Path of the log of a run's training job, beside the run's configuration."""
+    return config.with_suffix(".job.log")
+
+
+@contextmanager
+def logged(file: Path) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a line and appends it to `file`, without secrets.
+
+    Each block begins a new file, since a step that adopts a job reads its pod's log from the
+    beginning. An error that ends the block, the report of a failed job, is the end of the file. A
+    file that cannot be written is reported once, and nothing else happens.
+    """
+    handler = _File(file)
+
+    def write(text: str) -> None:
+        for line in text.splitlines() or [""]:
+            handler.handle(logging.makeLogRecord({"msg": redacted(line[:MOST_CHARACTERS])}))
+
+    def say(line: str) -> None:
+        done(line)
+        write(line)
+
+    try:
+        handler.begin()
+        done(f"what follows is also in {file}")
+        yield say
+    except D2PLMError as error:
+        write(str(error))
+        raise
+    finally:
+        handler.close()
+
+
+class _File(RotatingFileHandler):
+    def __init__(self, file: Path) -> None:
+        super().__init__(
+            file, maxBytes=MOST_BYTES, backupCount=OLDER_FILES, encoding="utf-8", delay=True
+        )
+        self._is_reported = False
+
+    def begin(self) -> None:
+        """Rename the file of an earlier attempt."""
+        try:
+            if Path(self.baseFilename).exists():
+                self.doRollover()
+        except OSError as error:
+            self._report(error)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        self._report(sys.exc_info()[1])
+
+    def _report(self, error: BaseException | None) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            log.warning("%s cannot be written: %s", self.baseFilename, error)

@@ -1,0 +1,69 @@
+"""examples/kubeflow_sdk.py: the real SDK and the shipped runtime against the cluster's double."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster import NAMESPACE, Cluster, Script
+from tests.conftest import FASTA
+from tests.manifests import K8S
+
+pytest.importorskip("kubeflow.trainer", reason="the Kubeflow SDK is not installed")
+
+EXAMPLE = FASTA.parents[1] / "kubeflow_sdk.py"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster with the runtime, whose user may do everything."""
+    from kubernetes.client import CustomObjectsApi
+    from kubernetes.config import new_client_from_config
+
+    runtime = yaml.safe_load((K8S / "clustertrainingruntime.yaml").read_text())
+    mounts = {"/workspace": tmp_path / "work space"}
+    with Cluster(tmp_path / "cluster", mounts=mounts, role=None) as double:
+        api = CustomObjectsApi(new_client_from_config(str(double.kube_config)))
+        group, version = runtime["apiVersion"].split("/")
+        api.create_cluster_custom_object(group, version, "clustertrainingruntimes", runtime)
+        yield double
+
+
+def run(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "KUBECONFIG": str(cluster.kube_config)}
+    command = [sys.executable, str(EXAMPLE), f"--namespace={NAMESPACE}", *words]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_the_sdk_prepares_and_trains_with_the_runtimes_command(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    proteins = FASTA.with_name("uniprot_500.fasta.gz")
+    folder = "/workspace/of mine"  # the settings are quoted
+    words = ["experiment=debug", "trainer.max_steps=2", "tracking=none", f"data.input={proteins}"]
+    done = run(cluster, "--cpu=1", *words, f"work_dir='{folder}'")
+    assert done.returncode == 0, f"{done.stderr}\n{cluster.describe()}"
+    assert "created TrainJob " in done.stdout
+    assert list((tmp_path / "work space" / "of mine").rglob("model.safetensors"))
+
+
+def test_the_sdk_prints_the_log_of_a_job_that_fails(cluster: Cluster) -> None:
+    cluster.script(Script(lines=("step 1", "d2plm: error: no"), exit_code=2))
+    done = run(cluster, "--cpu=3")
+    assert done.returncode == 1
+    assert "step 1\nd2plm: error: no\n" in done.stdout
+    assert done.stderr.splitlines()[-1].endswith("is Failed")
+    assert "Traceback" not in done.stderr
+    (pod,) = cluster.pods()
+    (container,) = pod["spec"]["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    assert variables["PET_NPROC_PER_NODE"] == "3"
+    assert variables["D2PLM_SETTINGS"] == "experiment=cluster"

@@ -1,0 +1,135 @@
+"""TrainJobStatus: what Kubeflow Trainer is sent, and servers that take nothing."""
+
+import gzip
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]  # it has no stubs
+import pytest
+import yaml
+
+from d2plm.settings.callbacks import MetricsSettings
+from d2plm.training.callbacks import trainjob_status
+from d2plm.training.callbacks.callback import Callback
+from d2plm.training.callbacks.metric_logger import MetricLogger
+from d2plm.training.callbacks.trainjob_status import VARIABLES, TrainJobStatus
+from d2plm.training.trainer import Trainer
+from tests.cluster.schema import closed
+from tests.kfp_server import certified
+
+Build = Callable[..., Trainer]
+Received = list[tuple[float, str, str | None, Any]]  # when, path, authorization, body
+
+
+@contextmanager
+def trainer_server(folder: Path, answer: int | None) -> Iterator[tuple[dict[str, str], Received]]:
+    """(Trainer's variables, requests) of a server that answers so; None: never."""
+    received: Received = []
+    ended = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            authorization = self.headers["Authorization"]
+            received.append((time.monotonic(), self.path, authorization, content))
+            if answer is None:
+                ended.wait()
+            else:
+                self.send_response(answer)
+                self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    context, certificate = certified(folder)
+    (folder / "token").write_text("opensesame\n")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
+    url = f"https://localhost:{server.server_port}/apis/v1/status"
+    values = (url, str(certificate), str(folder / "token"))
+    try:
+        yield dict(zip(VARIABLES, values, strict=True)), received
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+
+
+class Pause(Callback):
+    """Makes a step take a while."""
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        time.sleep(0.1)
+
+
+def callback(variables: dict[str, str]) -> TrainJobStatus:
+    made = TrainJobStatus.of(variables)
+    assert made is not None
+    return made
+
+
+def test_the_progress_is_sent_at_intervals_and_at_the_end(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainjob_status, "SECONDS", 0.25)
+    logger = MetricLogger(settings=MetricsSettings(every=1))
+    with trainer_server(tmp_path, 200) as (variables, received):
+        build(Pause(), logger, callback(variables), max_steps=10).train()
+    times, paths, tokens, bodies = zip(*received, strict=True)
+    assert {*paths} == {"/apis/v1/status"} and {*tokens} == {"Bearer opensesame"}
+    # The last one does not wait.
+    assert all(later - one > 0.2 for one, later in zip(times[:-2], times[1:-1], strict=True))
+    statuses = [body["trainerStatus"] for body in bodies]
+    progress = [status["progressPercentage"] for status in statuses]
+    assert len(progress) >= 3 and progress == sorted(progress)
+    assert (progress[0], progress[-1]) == (0, 100)
+    assert "estimatedRemainingSeconds" not in statuses[0]  # nothing to estimate it from
+    assert statuses[-1]["estimatedRemainingSeconds"] == 0
+    assert {"loss", "tokens_per_second"} <= {one["name"] for one in statuses[-1]["metrics"]}
+    if folder := os.environ.get("D2PLM_CRD_DIR"):
+        file = Path(folder, "trainer.kubeflow.org_trainjobs.yaml.gz")
+        (version,) = yaml.safe_load(gzip.decompress(file.read_bytes()))["spec"]["versions"]
+        schema = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
+        for status in statuses:
+            jsonschema.validate(status, closed(schema["trainerStatus"]))
+
+
+@pytest.mark.parametrize("fault", ["hangs", "refuses", "500", "no token", "another certificate"])
+def test_a_server_that_takes_nothing_is_said_once_and_delays_no_step(
+    build: Build,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    monkeypatch.setattr(trainjob_status, "SECONDS", 0.02)
+    monkeypatch.setattr(trainjob_status, "TIMEOUT_SECONDS", 3)
+    with trainer_server(tmp_path, {"hangs": None, "500": 500}.get(fault, 200)) as (variables, got):
+        if fault == "refuses":
+            variables[VARIABLES[0]] = "https://localhost:9"
+        elif fault == "no token":
+            variables[VARIABLES[2]] = "/nowhere"
+        elif fault == "another certificate":
+            (tmp_path / "other").mkdir()
+            variables[VARIABLES[1]] = str(certified(tmp_path / "other")[1])
+        trainer = build(Pause(), callback(variables), max_steps=6)
+        began = time.monotonic()
+        trainer.train()
+        assert time.monotonic() - began < 15  # not a timeout for each step
+    assert trainer.step == 6
+    assert bool(got) == (fault in ("hangs", "500"))
+    assert len([line for line in caplog.messages if "status has no progress" in line]) == 1
+    assert "opensesame" not in caplog.text
+
+
+def test_without_the_feature_nothing_is_sent() -> None:
+    assert TrainJobStatus.of({VARIABLES[0]: "https://localhost", VARIABLES[1]: ""}) is None
