@@ -189,7 +189,9 @@ def test_what_contains_a_held_out_protein_or_is_contained_in_it_is_not_trained_o
 
 
 @pytest.mark.thorough
-def test_no_held_out_protein_of_uniprot_20k_stands_inside_a_training_protein(tmp_path: Path) -> None:
+def test_no_held_out_protein_of_uniprot_20k_stands_inside_a_training_protein(
+    tmp_path: Path,
+) -> None:
     settings = [f"data.prepared_dir={tmp_path}", f"data.input={PROTEINS}", "tracking=none"]
     prepare_data(compose("prepare", ["experiment=uniprot_20k", *settings]))
     train, held_out = (
