@@ -1,8 +1,7 @@
-"""Running `d2plm` commands, each in a fork of a server that has imported everything.
+"""Running commands and programs, each in a fork of a server that has imported everything.
 
-A command is a process of its own, with its own environment, folder, output and exit code, but does
-not pay the seconds that importing torch and transformers takes. What a new interpreter does is for
-`python_m` to test.
+It is a process of its own, with its own environment, folder, output and exit code, but does not pay
+the seconds that importing torch and transformers takes.
 """
 
 import atexit
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -38,10 +37,30 @@ def d2plm(
     Raises:
         subprocess.TimeoutExpired: it took longer.
     """
+    environment = {**os.environ, **THREADS, **changes}
+    return _forked(_command, ("d2plm", *words), folder, environment, seconds, stdout)
+
+
+def python_c(
+    program: str, *words: str, environment: Mapping[str, str] | None = None, seconds: float = 600
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program as `python -c` does, in this environment or another one."""
+    given = {**(os.environ if environment is None else environment), **THREADS}
+    return _forked(_program, (program, *words), ROOT, given, seconds)
+
+
+def _forked(
+    function: Callable[..., object],
+    words: tuple[str, ...],
+    folder: Path,
+    environment: Mapping[str, str],
+    seconds: float,
+    stdout: str = "",
+) -> "subprocess.CompletedProcess[str]":
     with tempfile.TemporaryDirectory() as name:
         output = [Path(name, "stdout"), Path(name, "stderr")]
-        environment = {**os.environ, **THREADS, **changes}
-        process = context().Process(target=_run, args=(words, folder, environment, output, stdout))
+        arguments = (function, words, folder, environment, output, stdout)
+        process = context().Process(target=_run, args=arguments)
         process.start()
         process.join(seconds)
         late = process.is_alive()
@@ -54,30 +73,24 @@ def d2plm(
         return subprocess.CompletedProcess(words, code, *(file.read_text() for file in output))
 
 
-def python_m(
-    *words: str, folder: Path = ROOT, seconds: float = 600, **changes: str
-) -> "subprocess.CompletedProcess[str]":
-    """The same as `python -m d2plm`, in a new interpreter."""
-    return subprocess.run(
-        [sys.executable, "-m", "d2plm", *words],
-        cwd=folder,
-        env={**os.environ, **THREADS, **changes},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+def _command(*_: str) -> None:
+    from d2plm.cli import main
+
+    sys.exit(main())
+
+
+def _program(program: str, *_: str) -> None:
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102
 
 
 def _run(
+    function: Callable[..., object],
     words: tuple[str, ...],
     folder: Path,
     environment: Mapping[str, str],
     output: list[Path],
     stdout: str,
 ) -> None:
-    from d2plm.cli import main
-
     for descriptor, file in enumerate(output, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     if stdout == CLOSED_PIPE:
@@ -91,9 +104,9 @@ def _run(
     os.chdir(folder)
     torch.set_num_threads(1)  # the environment's number was read with torch
     tempfile.tempdir = None  # to be looked up in this environment
-    sys.argv[:] = ["d2plm", *words]
+    sys.argv[:] = words
     try:
-        sys.exit(main())
+        function(*words)
     finally:
         threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter ends
         atexit._run_exitfuncs()

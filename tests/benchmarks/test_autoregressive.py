@@ -1,9 +1,8 @@
 """The control goes from left to right: its probabilities of all proteins of a length sum to 1."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.commands import python_c
 
 PROGRAM = """
 from itertools import product
@@ -44,4 +43,5 @@ assert abs(loss - draw.nats.sum()) < 1e-6, (loss, draw.nats.sum())
 @pytest.mark.thorough
 def test_its_probabilities_sum_to_one_and_its_loss_is_its_likelihood() -> None:
     # In a process of its own: the control makes the attention of the whole process causal.
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+    done = python_c(PROGRAM)
+    assert done.returncode == 0, done.stderr

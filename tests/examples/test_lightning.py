@@ -1,6 +1,7 @@
 """examples/lightning.py trains as our trainer does, exports a model, and names what is wrong."""
 
 import gzip
+import os
 import runpy
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
 from tests.conftest import FASTA, TINY_SIZES
+from tests.ranks import run
 
 SMALL_FASTA = FASTA.with_name("uniprot_500.fasta.gz")
 EXAMPLE = FASTA.parents[1] / "lightning.py"
@@ -156,26 +158,36 @@ def test_a_resumed_lightning_run_equals_an_unbroken_one_bit_for_bit(
         assert torch.equal(whole.average.weights()[name], resumed.average.weights()[name]), name
 
 
-def run_script(folder: Path, output: Path, *more: str) -> ExportedModel:
-    command = [sys.executable, str(EXAMPLE), str(folder / "prepared"), str(output), *more]
-    command += ["--token-budget", "256", "--max-length", "64", "--every", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def run_script(words: list[str]) -> None:
+    """A rank of the script, as torchrun starts it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "a test"
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def exported(folder: Path, output: Path, *more: str) -> ExportedModel:
+    words = [str(EXAMPLE), str(folder / "prepared"), str(output), "--steps", "4", "--devices", "2"]
+    words += ["--token-budget", "256", "--max-length", "64", "--every", "2", *more]
+    if "ddp" in more:  # Lightning starts the second process
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    else:
+        run(run_script, words, world_size=2)
     return load_export(output / "model")
 
 
 @pytest.mark.thorough
 def test_the_lightning_script_shards_the_model_and_resumes(tmp_path: Path, prepared: Path) -> None:
-    two = ("--steps", "4", "--devices", "2", "--strategy")
-    replicated = run_script(tmp_path, tmp_path / "ddp", *two, "ddp")
-    sharded = run_script(tmp_path, tmp_path / "fsdp2", *two, "fsdp2")
+    replicated = exported(tmp_path, tmp_path / "ddp", "--strategy", "ddp")
+    fsdp2 = ("--strategy", "fsdp2")
+    sharded = exported(tmp_path, tmp_path / "fsdp2", *fsdp2)
     assert sharded.provenance["step"] == 4
     assert sharded.max_length == 64
     weights = dict(replicated.model.named_parameters())
     for name, parameter in sharded.model.named_parameters():
         torch.testing.assert_close(parameter, weights[name], rtol=0, atol=2e-3)
     half = tmp_path / "fsdp2" / "checkpoints" / "epoch=0-step=2.ckpt"
-    resumed = run_script(tmp_path, tmp_path / "resumed", *two, "fsdp2", "--resume", str(half))
+    resumed = exported(tmp_path, tmp_path / "resumed", *fsdp2, "--resume", str(half))
     for name, parameter in resumed.model.named_parameters():
         assert torch.equal(parameter, dict(sharded.model.named_parameters())[name]), name
 

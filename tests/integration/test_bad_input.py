@@ -1,6 +1,5 @@
 """Bad input gets one clear line and a non-zero exit, and nothing half-written."""
 
-import gzip
 import os
 import shlex
 import tempfile
@@ -31,44 +30,11 @@ def refusal(*words: str, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such file"),
-        ("", "is empty"),
-        (">a\nMKT\n>b\n", "record 'b' has no sequence"),
-        (">a\nMK1T\n", "holds '1'"),
-        ("MKTAYI\n", "not FASTA"),
-    ],
-)
-def test_a_bad_fasta_file_is_rejected(content: str | None, message: str, tmp_path: Path) -> None:
-    fasta, store = tmp_path / "in.fasta", tmp_path / "store"
-    if content is not None:
-        fasta.write_text(content)
-    assert message in refusal("ingest", f"input={fasta}", f"output={store}")
-    assert not store.exists()
-
-
-def test_a_truncated_gzip_file_is_rejected(tmp_path: Path) -> None:
-    fasta = tmp_path / "in.fasta.gz"
-    whole = gzip.compress((GOOD * 500).encode())
-    fasta.write_bytes(whole[: len(whole) // 2])
-    assert "truncated" in refusal("ingest", f"input={fasta}", f"output={tmp_path / 's'}")
-
-
-@pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.max_stepz=3", "did you mean 'trainer.max_steps'"),
-        ("optimizer.learning_rate=-1", "optimizer.learning_rate=-1"),
-        ("trainer.max_steps=0", "trainer.max_steps=0"),
         ("data.token_budget=10", "data.token_budget=10"),
-        ("model.num_attention_heads=3", "model.num_attention_heads=3"),
         ("paradigm.prediction_type=epsilon", "must be residue"),
-        ("paradigm.schedule=cosin", "did you mean 'cosine'"),
-        ("trainer.precision=fp8", "trainer.precision='fp8'"),
-        ("schedule.warmup_ratio=2", "schedule.warmup_ratio=2"),
         ("trainer.max_epochs=2", "set exactly one"),
-        ("callbacks.evaluation.evry=3", "did you mean 'callbacks.evaluation.every'"),
         ("callbacks.early_stopping.patience=0", "callbacks.early_stopping.patience=0"),
     ],
 )

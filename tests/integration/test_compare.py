@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import d2plm, python_m
+from tests.commands import d2plm
 from tests.integration.conftest import Prepared
 
 pytestmark = pytest.mark.thorough  # trains several models
@@ -31,7 +31,7 @@ def test_arms_are_trained_evaluated_and_set_beside_one_another(
     prepared: Prepared, tmp_path: Path
 ) -> None:
     work_dir = tmp_path / "a comparison"
-    result = python_m("compare", *arguments(prepared, work_dir))
+    result = d2plm("compare", *arguments(prepared, work_dir))
     assert result.returncode == 0, result.stdout + result.stderr
     comparison = json.loads((work_dir / "compare_shuffled.json").read_text())
     assert list(comparison["arms"]) == ["diffusion", "shuffled"]

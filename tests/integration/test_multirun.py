@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tests.commands import python_m
+from tests.commands import d2plm
 from tests.integration.conftest import Prepared
 
 pytestmark = pytest.mark.thorough  # trains several models
@@ -19,7 +19,7 @@ def test_a_sweep_trains_every_combination_under_one_run(prepared: Prepared, tmp_
         *(f"data.prepared_dir='{prepared.work_dir / 'data'}'", "trainer.max_steps=2"),
         *("trainer.seed=1,2", "callbacks.evaluation.sequences=4"),
     ]
-    result = python_m(*words)
+    result = d2plm(*words)
     assert result.returncode == 0, result.stdout + result.stderr
     folder = work_dir / "multirun" / "trainer.seed"
     results = json.loads((folder / "sweep.json").read_text())

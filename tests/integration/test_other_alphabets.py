@@ -21,7 +21,7 @@ from d2plm.core.vocabulary import PROTEIN, open_vocabulary
 from d2plm.export.exported_model import load_export
 from d2plm.export.model_evaluation import open_rival
 from d2plm.serving.service import Service, parse_request
-from tests.commands import python_m
+from tests import commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 TOKENIZER = EXAMPLES / "king_james_bible_bpe.json"
@@ -96,7 +96,7 @@ def test_prepare_train_evaluate_and_generate(alphabet: str, tmp_path: Path) -> N
 @pytest.mark.thorough
 @pytest.mark.parametrize("alphabet", ["codon", "tokenizer"])
 def test_a_pipeline_runs_to_its_end_on(alphabet: str, tmp_path: Path) -> None:
-    ran = python_m("pipeline", "run", *words_of(alphabet, tmp_path))
+    ran = commands.d2plm("pipeline", "run", *words_of(alphabet, tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     work_dir, name = tmp_path / "run", {"codon": "generated.fasta"}.get(alphabet, "generated.jsonl")
     assert (work_dir / name).read_text().count(">" if alphabet == "codon" else '"text"') == 3

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from d2plm.training import checkpoint
-from tests.commands import d2plm, python_m
+from tests.commands import d2plm
 from tests.evaluations import BASELINES
 from tests.integration.conftest import Finished, steps
 from tests.runs import wait_for
@@ -122,8 +122,7 @@ def test_the_export_alone_generates_and_scores(finished: Finished, tmp_path: Pat
 
     def run(*words: str) -> str:
         # Only the package and the export are there: no repository, no data, no store.
-        start = python_m if words[0] == "generate" else d2plm
-        result = start(*words, folder=tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+        result = d2plm(*words, folder=tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
         assert result.returncode == 0, result.stderr
         return result.stdout
 

@@ -91,18 +91,17 @@ def printed(program: str) -> list[str]:
     return ended.stdout.split()
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import d2plm.hugging_face\nfrom transformers import AutoModelForMaskedLM",
-        "from transformers import AutoModelForMaskedLM\nimport d2plm.hugging_face",
-    ],
-)
+@pytest.mark.parametrize("is_first", [True, False])
 def test_one_import_before_or_after_transformers_registers_the_classes(
-    imports: str, exports: Path
+    is_first: bool, exports: Path
 ) -> None:
+    """Without any package of commands or evaluations."""
+    blocked = ("hydra", "jinja2", "mlflow", "pandas", "scipy")
+    imports = ["import d2plm.hugging_face", "from transformers import AutoModelForMaskedLM"]
+    imports = imports if is_first else imports[::-1]
+    program = [f"import sys; sys.modules.update(dict.fromkeys({blocked}))", *imports]
     load = f"AutoModelForMaskedLM.from_pretrained({str(exports / 'diffusion')!r})"
-    assert printed(f"{imports}\nprint(type({load}).__name__)")[-1] == "DiTForMaskedLM"
+    assert printed("\n".join([*program, f"print(type({load}).__name__)"]))[-1] == "DiTForMaskedLM"
 
 
 def test_nothing_else_of_d2plm_changes_what_transformers_loads() -> None:
@@ -114,14 +113,6 @@ def test_nothing_else_of_d2plm_changes_what_transformers_loads() -> None:
         "except ValueError: print('unknown')"
     )
     assert printed(program) == ["True", "False", "unknown"]
-
-
-def test_the_classes_need_no_package_of_commands_or_evaluations() -> None:
-    blocked = ("hydra", "jinja2", "mlflow", "pandas", "scipy")
-    printed(
-        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-        "from transformers import AutoModelForMaskedLM\nimport d2plm.hugging_face"
-    )
 
 
 @pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])

@@ -16,34 +16,20 @@ from d2plm.export.designs import read_sampling
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.generation.sampler_settings import in_a_line
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.paradigms.paradigm import Paradigm
+from tests.conftest import Exports
 
 LIMIT = 126  # residues
 
 Generate = Callable[..., list[str]]
 
 
-@pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
-    folder = tmp_path_factory.mktemp("exports")
-    lengths = LengthHistogram.of(np.array([10, 12, 12, 40]), LIMIT)
-    paradigms: dict[str, Paradigm] = {
-        "mask": AbsorbingDiffusion(),
-        "uniform": UniformFlowMatching(),
-    }
-    for name, paradigm in paradigms.items():
-        save_export(folder / name, tiny_dit(), paradigm, lengths, {})
-    return folder
-
-
 @pytest.fixture
-def generate(exports: Path, tmp_path: Path) -> Generate:
+def generate(exports: Exports, tmp_path: Path) -> Generate:
     """(overrides of the generation section, as `key=value`) → the sequences."""
 
-    def of(*settings: str, model: str = "mask", output: Path = tmp_path / "g.fasta") -> list[str]:
-        arguments = [f"model_dir='{exports / model}'", f"output='{output}'", "device=cpu"]
+    def of(*settings: str, model: str = "masked", output: Path = tmp_path / "g.fasta") -> list[str]:
+        arguments = [f"model_dir='{getattr(exports, model)}'", f"output='{output}'", "device=cpu"]
         return run(compose("generate", [*arguments, *(f"generation.{s}" for s in settings)]))
 
     return of
@@ -79,7 +65,7 @@ def test_given_lengths_are_kept(
     assert [len(sequence) for sequence in sequences] == expected
 
 
-@pytest.mark.parametrize("model", ["mask", "uniform"])
+@pytest.mark.parametrize("model", ["masked", "uniform"])
 def test_templates_are_filled_in_and_kept(generate: Generate, tmp_path: Path, model: str) -> None:
     templates = tmp_path / "templates.fasta"
     templates.write_text(">one of them\nMK__X\nG<mask>UA\n>two\n_____\n")
@@ -230,7 +216,7 @@ def test_an_output_that_is_a_folder_is_rejected_before_the_work(
 
 
 def test_a_damaged_model_says_where_it_broke(
-    exports: Path, tmp_path: Path, tiny_dit: Callable[..., Any]
+    exports: Exports, tmp_path: Path, tiny_dit: Callable[..., Any]
 ) -> None:
     model = tiny_dit()
     next(model.parameters()).data.fill_(float("nan"))

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from scipy.stats import spearmanr
 
 from d2plm.cli import main
 from d2plm.commands import score
-from d2plm.core.vocabulary import CANONICAL, encode
+from d2plm.core.vocabulary import encode
 from d2plm.data.ingest import ingest
 from d2plm.data.tables import open_table
 from d2plm.evaluation.scoring import (
@@ -25,30 +24,13 @@ from d2plm.evaluation.scoring import (
     mutational_effects,
     pseudo_log_likelihoods,
 )
-from d2plm.export.exported_model import ExportedModel, load_export, save_export
+from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.families.variants import parse_variant, place
-from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.paradigm import Paradigm
+from tests.conftest import Exports
 
 PROTEINS = {"P1": "MKTAYIAKQR", "P2": "GSHMXLVAGGNP", "none": "XXBX", "P3": "WWW"}
 SCORED = ["name", "residues", "nats", "nats_low", "nats_high", "perplexity"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
-    """Exports of a tiny model, which takes 126 residues: `masked` and `uniform`."""
-    folder = tmp_path_factory.mktemp("models")
-    paradigms: dict[str, Paradigm] = {
-        "masked": AbsorbingDiffusion(),
-        "uniform": UniformFlowMatching(),
-    }
-    for name, paradigm in paradigms.items():
-        lengths = LengthHistogram.of(np.array([10, 9]), 126)
-        save_export(folder / name, tiny_dit(), paradigm, lengths, {})
-    return folder
 
 
 @pytest.fixture
@@ -67,7 +49,7 @@ def wild_type(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("form", ["fasta", "csv", "jsonl", "store"])
 def test_names_are_shown_without_control_characters(
-    models: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+    exports: Exports, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
     if form == "csv":
@@ -79,7 +61,7 @@ def test_names_are_shown_without_control_characters(
         (tmp_path / "in.fasta").write_text("".join(f">{name} x\nMKT\n" for name in names))
         if form == "store":
             ingest(tmp_path / "in.fasta", file)
-    assert main(["score", f"model_dir={models / 'masked'}", f"input={file}", "device=cpu"]) == 0
+    assert main(["score", f"model_dir={exports.masked}", f"input={file}", "device=cpu"]) == 0
     text = capsys.readouterr().out
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     if form == "fasta":
@@ -105,10 +87,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_each_protein_has_a_row_in_the_order_of_the_file(
-    models: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "scores.csv"
-    words = [f"model_dir={models / 'masked'}", f"input={fasta}", "precision=fp64"]
+    words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
     assert main(["score", *words, f"output={output}"]) == 0
     assert capsys.readouterr().out == f"wrote {output} (4 proteins)\n"
     rows = written(output)
@@ -116,7 +98,7 @@ def test_each_protein_has_a_row_in_the_order_of_the_file(
     assert [*rows[0]] == [*SCORED, "pseudo_log_likelihood"]
     assert [row["residues"] for row in rows] == ["10", "11", "0", "3"]
 
-    model, sequences = load_export(models / "masked"), [encode(s) for s in PROTEINS.values()]
+    model, sequences = load_export(exports.masked), [encode(s) for s in PROTEINS.values()]
     assert isinstance(model.paradigm, MaskedParadigm)
     draws = bound_draws(model.denoiser("fp64"), model.paradigm, sequences)
     for column, values in {
@@ -136,9 +118,9 @@ def test_each_protein_has_a_row_in_the_order_of_the_file(
 
 
 def test_a_file_in_parts_is_scored_as_a_whole(
-    models: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [f"model_dir={models / 'masked'}", f"input={fasta}", "precision=fp64"]
+    words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
     main(["score", *words, f"output={tmp_path / 'whole.csv'}"])
     monkeypatch.setattr(score, "_CHUNK_TOKENS", 20)
     main(["score", *words, f"output={tmp_path / 'parts.csv'}", "evaluation.token_budget=30"])
@@ -146,7 +128,7 @@ def test_a_file_in_parts_is_scored_as_a_whole(
 
 
 def test_compressed_and_standard_input_are_read(
-    models: Path,
+    exports: Exports,
     fasta: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -154,7 +136,7 @@ def test_compressed_and_standard_input_are_read(
 ) -> None:
     packed = tmp_path / "proteins.fasta.gz"
     packed.write_bytes(gzip.compress(fasta.read_bytes()))
-    model = f"model_dir={models / 'masked'}"
+    model = f"model_dir={exports.masked}"
     assert main(["score", model, f"input={packed}"]) == 0
     from_file = capsys.readouterr().out
     stream: Any = io.BufferedReader(io.BytesIO(fasta.read_bytes()))  # type: ignore[arg-type]  # as good as raw
@@ -164,9 +146,9 @@ def test_compressed_and_standard_input_are_read(
 
 
 def test_the_bound_alone_of_any_paradigm(
-    models: Path, fasta: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"model_dir={models / 'uniform'}", f"input={fasta}", "pseudo_log_likelihood=false"]
+    words = [f"model_dir={exports.uniform}", f"input={fasta}", "pseudo_log_likelihood=false"]
     assert main(["score", *words]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [*rows[0]] == SCORED
@@ -174,16 +156,16 @@ def test_the_bound_alone_of_any_paradigm(
 
 
 def test_one_draw_leaves_the_interval_empty(
-    models: Path, fasta: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"model_dir={models / 'masked'}", f"input={fasta}", "pseudo_log_likelihood=false"]
+    words = [f"model_dir={exports.masked}", f"input={fasta}", "pseudo_log_likelihood=false"]
     assert main(["score", *words, "evaluation.masks_per_sequence=1"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert {(row["nats_low"], row["nats_high"]) for row in rows} == {("", "")}
 
 
 def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_be_left_out(
-    models: Path,
+    exports: Exports,
     fasta: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -193,7 +175,7 @@ def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_b
     with fasta.open("a") as file:
         file.write(f">long\n{'A' * 127}\n>longer\n{'L' * 1270}\n")
     output = tmp_path / "scores.csv"
-    words = [f"model_dir={models / 'masked'}", f"input={fasta}", f"output={output}"]
+    words = [f"model_dir={exports.masked}", f"input={fasta}", f"output={output}"]
     with monkeypatch.context() as patch:
         patch.setattr(score.scoring, "bound_draws", lambda *_, **__: pytest.fail("scored"))
         line = refusal(capsys, *words)
@@ -206,7 +188,7 @@ def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_b
 
 
 def test_a_run_that_fails_leaves_what_was_there(
-    models: Path,
+    exports: Exports,
     fasta: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -218,7 +200,7 @@ def test_a_run_that_fails_leaves_what_was_there(
     monkeypatch.setattr(ExportedModel, "denoiser", lambda *_: diverged)
     output = tmp_path / "scores.csv"
     output.write_text("older")
-    line = refusal(capsys, f"model_dir={models / 'masked'}", f"input={fasta}", f"output={output}")
+    line = refusal(capsys, f"model_dir={exports.masked}", f"input={fasta}", f"output={output}")
     assert "the bound of 'P2' is nan" in line  # the longest comes first
     assert output.read_text() == "older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["proteins.fasta", "scores.csv"]
@@ -241,7 +223,7 @@ def test_a_run_that_fails_leaves_what_was_there(
 def test_a_wrong_setting_is_rejected(
     words: list[str],
     message: str,
-    models: Path,
+    exports: Exports,
     fasta: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -249,23 +231,23 @@ def test_a_wrong_setting_is_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("in the way")
-    line = refusal(capsys, f"model_dir={models / 'masked'}", f"input={fasta}", *words)
+    line = refusal(capsys, f"model_dir={exports.masked}", f"input={fasta}", *words)
     assert message in line
 
 
 def test_what_is_read_is_not_overwritten(
-    models: Path, fasta: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = fasta.read_text()
-    line = refusal(capsys, f"model_dir={models / 'masked'}", f"input={fasta}", f"output={fasta}")
+    line = refusal(capsys, f"model_dir={exports.masked}", f"input={fasta}", f"output={fasta}")
     assert "must be another file than those that are read" in line
     assert fasta.read_text() == before
 
 
 def test_a_uniform_source_is_rejected_with_the_reason(
-    models: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"model_dir={models / 'uniform'}", f"input={fasta}"]
+    words = [f"model_dir={exports.uniform}", f"input={fasta}"]
     line = refusal(capsys, *words)
     assert "no masked prediction" in line
     assert "set pseudo_log_likelihood=false" in line
@@ -284,9 +266,9 @@ MUTANTS = ["M1A", "K2G:T3L", "WT", "T3T", "M1C", "K2G,T3Y", "R10W"]
 MEASURED = ["0.5", "-1.0", "1", "", "0.25", "NA", "-2e-1"]
 
 
-def effects_of(models: Path, protein: str, mutants: list[str]) -> list[float]:
+def effects_of(exports: Exports, protein: str, mutants: list[str]) -> list[float]:
     """By the library, in fp64."""
-    exported, tokens = load_export(models / "masked"), encode(PROTEINS[protein])
+    exported, tokens = load_export(exports.masked), encode(PROTEINS[protein])
     assert isinstance(exported.paradigm, MaskedParadigm)
     variants = [place(parse_variant(mutant), PROTEINS[protein]) for mutant in mutants]
     return mutational_effects(
@@ -294,15 +276,15 @@ def effects_of(models: Path, protein: str, mutants: list[str]) -> list[float]:
     ).tolist()
 
 
-def words_for(models: Path, wild_type: Path, table: Path, output: Path) -> list[str]:
+def words_for(exports: Exports, wild_type: Path, table: Path, output: Path) -> list[str]:
     return [
-        *("score", f"model_dir={models / 'masked'}", "precision=fp64"),
+        *("score", f"model_dir={exports.masked}", "precision=fp64"),
         *("--input", str(wild_type), "--mutations", str(table), f"--output={output}"),
     ]
 
 
 def test_a_table_of_variants_gets_a_column_of_scores(
-    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     notes = ["plain", "a, b", 'say "x"', "", "Größe", "two\nlines", "0.10"]
@@ -310,7 +292,7 @@ def test_a_table_of_variants_gets_a_column_of_scores(
         writer = csv.writer(file)
         writer.writerow(["note", "Mutant", "DMS_score"])
         writer.writerows(zip(notes, MUTANTS, MEASURED, strict=True))
-    assert main(words_for(models, wild_type, table, output)) == 0
+    assert main(words_for(exports, wild_type, table, output)) == 0
     captured = capsys.readouterr()
     assert captured.out == f"wrote {output} (7 variants)\n"
 
@@ -320,7 +302,7 @@ def test_a_table_of_variants_gets_a_column_of_scores(
     assert [row["Mutant"] for row in rows] == MUTANTS
     assert [row["DMS_score"] for row in rows] == MEASURED
     scores = [float(row["d2plm_score"]) for row in rows]
-    expected = effects_of(models, "P1", MUTANTS)
+    expected = effects_of(exports, "P1", MUTANTS)
     np.testing.assert_allclose(scores, expected, atol=1e-6)
     assert scores[2] == scores[3] == 0
 
@@ -340,21 +322,21 @@ def test_a_table_of_variants_gets_a_column_of_scores(
 
 
 def test_variants_of_several_proteins_keep_their_order(
-    models: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, output = tmp_path / "variants.tsv", tmp_path / "effects.tsv"
     table.write_text(
         "name\tvariant\tDMS_score\nP3\tW1A\t1\nP1\tK2G:T3L\t1\nP3\tW3C\t2\nP1\tM1A\t1\n"
     )
-    assert main(words_for(models, fasta, table, output)) == 0
+    assert main(words_for(exports, fasta, table, output)) == 0
     lines = [line.split("\t") for line in output.read_text().splitlines()]
     assert [line[:2] for line in lines] == [
         ["name", "variant"],
         *(["P3", "W1A"], ["P1", "K2G:T3L"], ["P3", "W3C"], ["P1", "M1A"]),
     ]
     (p3_first, p3_second), (p1_first, p1_second) = (
-        effects_of(models, "P3", ["W1A", "W3C"]),
-        effects_of(models, "P1", ["K2G:T3L", "M1A"]),
+        effects_of(exports, "P3", ["W1A", "W3C"]),
+        effects_of(exports, "P1", ["K2G:T3L", "M1A"]),
     )
     np.testing.assert_allclose(
         [float(line[-2]) for line in lines[1:]],
@@ -369,20 +351,20 @@ def test_variants_of_several_proteins_keep_their_order(
     assert said[3].startswith(f"P1, d2plm_score: {none}")
 
 
-def test_a_single_column_needs_no_quotes(models: Path, wild_type: Path, tmp_path: Path) -> None:
+def test_a_single_column_needs_no_quotes(exports: Exports, wild_type: Path, tmp_path: Path) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("mutation\nM1A,K2G\n\nM1A\n")
-    assert main(words_for(models, wild_type, table, output)) == 0
+    assert main(words_for(exports, wild_type, table, output)) == 0
     assert [row["mutation"] for row in written(output)] == ["M1A,K2G", "M1A"]
 
 
-def test_an_offset_shifts_the_numbering(models: Path, wild_type: Path, tmp_path: Path) -> None:
+def test_an_offset_shifts_the_numbering(exports: Exports, wild_type: Path, tmp_path: Path) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("mutant\nM25A\nR34W\n")
-    words = words_for(models, wild_type, table, output)
+    words = words_for(exports, wild_type, table, output)
     assert main([*words, "--mutation_offset", "24"]) == 0
     scores = [float(row["d2plm_score"]) for row in written(output)]
-    np.testing.assert_allclose(scores, effects_of(models, "P1", ["M1A", "R10W"]), atol=1e-6)
+    np.testing.assert_allclose(scores, effects_of(exports, "P1", ["M1A", "R10W"]), atol=1e-6)
 
 
 BLOSUM62 = "d2plm_blosum62_score"
@@ -404,15 +386,19 @@ CASES = {
 
 @pytest.mark.parametrize("content", CASES.values(), ids=CASES)
 def test_a_table_of_any_dialect_gets_the_same_scores(
-    content: str, models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str,
+    exports: Exports,
+    wild_type: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text(content)
-    assert main(words_for(models, wild_type, table, output)) == 0
+    assert main(words_for(exports, wild_type, table, output)) == 0
     said = capsys.readouterr().err.splitlines()
     with open_table(output) as found:
         scores = [float(cells[-2]) for _, cells in found.rows()]
-    np.testing.assert_allclose(scores, effects_of(models, "P1", ["M1A", "K2G", "R10W"]), atol=1e-6)
+    np.testing.assert_allclose(scores, effects_of(exports, "P1", ["M1A", "K2G", "R10W"]), atol=1e-6)
     assert "3 variants in column" in said[0] and "measured in" in said[0]
     assert said[1].startswith("P1, d2plm_score: Spearman's rho ")
 
@@ -432,14 +418,14 @@ def test_a_table_of_any_dialect_gets_the_same_scores(
 def test_rows_that_cannot_be_scored_are_left_out_unless_strict(
     rows: list[str],
     left_out: str,
-    models: Path,
+    exports: Exports,
     wild_type: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("\n".join(["mutant,score", *rows]))
-    words = words_for(models, wild_type, table, output)
+    words = words_for(exports, wild_type, table, output)
     assert main(words) == 0
     captured = capsys.readouterr()
     assert captured.out == f"wrote {output} ({len(rows) - 1} variants)\n"
@@ -452,45 +438,45 @@ def test_rows_that_cannot_be_scored_are_left_out_unless_strict(
 
 
 def test_rows_of_other_proteins_are_left_out_and_counted(
-    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("name,mutant,score\nP1,M1A,1\nother,M1A,9\nP1,K2A,2\nother,K2A,8\n")
-    assert main(words_for(models, wild_type, table, output)) == 0
+    assert main(words_for(exports, wild_type, table, output)) == 0
     said = capsys.readouterr().err
     assert "2 rows left out: 2 of another protein (line 3: 'other', line 5: 'other')" in said
     assert "(2 measured variants)" in said
     table.write_text("name,mutant,score\nother,M1A,9\nother,K2A,8\n")
-    line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
+    line = refusal(capsys, *words_for(exports, wild_type, table, output)[1:])
     assert "has no record 'other' (column name); use one of its names, or set name=" in line
 
 
 def test_two_proteins_have_offsets_of_their_own(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fasta, table, output = (tmp_path / name for name in ("two.fasta", "v.csv", "effects.csv"))
     fasta.write_text(">sp|P00001|ONE_TEST\nMKTAYIAKQR\n>Q2/11-20\nGSHMALVAGG\n")
     table.write_text("name,mutant\nP00001,M25A\nP00001,K26A\nP00001,T27A\nQ2,M14A\n")
-    assert main(words_for(models, fasta, table, output)) == 0
+    assert main(words_for(exports, fasta, table, output)) == 0
     said = capsys.readouterr().err
     assert "4 variants in column 'mutant', offset of sp|P00001|ONE_TEST 24, offset of Q2/" in said
     assert "set measured= to one of the columns: name, mutant" in said
     assert all(row["d2plm_score"] for row in written(output))
     table.write_text("name,mutant\nP00001,M25A\nQ2,M14A\n")
-    line = refusal(capsys, *words_for(models, fasta, table, output)[1:])
+    line = refusal(capsys, *words_for(exports, fasta, table, output)[1:])
     assert "mutation_offset='auto': 0 of the 1 residues in the variants of 'sp|P0" in line
-    assert main([*words_for(models, fasta, table, output), "mutation_offset=24"]) == 0
+    assert main([*words_for(exports, fasta, table, output), "mutation_offset=24"]) == 0
     assert "offset 24, 1 row left out: 1 beyond the end (line 3: M14A)" in capsys.readouterr().err
 
 
 def test_whole_sequences_of_other_lengths_are_compared_by_their_bounds(
-    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     sequences = ["MKTAYIAKQR", "MKTAYIAKQRW", "MKTAYIAKQRRRR", "TAYIAKQRKK"]
     table.write_text("mutant,score\n" + "".join(f"{s},{i}\n" for i, s in enumerate(sequences)))
-    assert main(words_for(models, wild_type, table, output)) == 0
-    exported = load_export(models / "masked")
+    assert main(words_for(exports, wild_type, table, output)) == 0
+    exported = load_export(exports.masked)
     every = [encode(text) for text in sequences]  # the first is the wild type, scored once
     nats = bound_draws(exported.denoiser("fp64"), exported.paradigm, every).mean(axis=1)
     per_residue = nats * len(every[0]) / [len(one) for one in every]
@@ -516,27 +502,27 @@ def test_whole_sequences_of_other_lengths_are_compared_by_their_bounds(
 def test_columns_may_be_named(
     words: list[str],
     message: str,
-    models: Path,
+    exports: Exports,
     wild_type: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("mutant,other,note,score,x\nM1A,K2A,first,1,3\nK2A,T3A,second,2,4\n")
-    line = refusal(capsys, *words_for(models, wild_type, table, output)[1:], *words)
+    line = refusal(capsys, *words_for(exports, wild_type, table, output)[1:], *words)
     assert message in line
-    assert main([*words_for(models, wild_type, table, output), "variant=other", "measured=x"]) == 0
+    assert main([*words_for(exports, wild_type, table, output), "variant=other", "measured=x"]) == 0
     assert "2 variants in column 'other', measured in 'x'" in capsys.readouterr().err
     scores = [float(row["d2plm_score"]) for row in written(output)]
-    np.testing.assert_allclose(scores, effects_of(models, "P1", ["K2A", "T3A"]), atol=1e-6)
+    np.testing.assert_allclose(scores, effects_of(exports, "P1", ["K2A", "T3A"]), atol=1e-6)
 
 
 def test_a_whole_sequence_that_contradicts_its_variant_is_a_mistake(
-    models: Path, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n")
-    line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
+    line = refusal(capsys, *words_for(exports, wild_type, table, output)[1:])
     assert "line 3: 'K2G' contradicts its mutated_sequence (1 of 2 variants of 'P1')" in line
 
 
@@ -560,20 +546,12 @@ def test_a_whole_sequence_that_contradicts_its_variant_is_a_mistake(
         ("mutant\nK1A\nM1A\n", "line 2: K1A: 'P1' has M at position 1, not K (1 of 2 variants of"),
         ("mutant,DMS_score\nM1A,high\n", "line 2: DMS_score 'high' is not a number, such as -0.3"),
         ("mutant,score\nM1A,inf\nK2A,1\n", "line 2: score 'inf' is not a number"),
-        (
-            f"position,{','.join(CANONICAL)}\n1{',0.1' * 20}\n",
-            "is a matrix of positions × residues",
-        ),
-        ("\n".join(["aa,1,2", *(f"{one},1,2" for one in CANONICAL)]), "is a matrix of positions"),
-        (">P1\nMKV\n", "is FASTA, not a table"),
-        ("mutant,score,score\nM1A,1,2\n", "has several columns 'score'; rename all but one"),
-        ("mutant,score\nM1A,50%\n", "line 2: score '50%' is not a number"),
     ],
 )
 def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     content: str | None,
     message: str,
-    models: Path,
+    exports: Exports,
     wild_type: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -581,7 +559,7 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     if content is not None:
         table.write_text(content)
-    line = refusal(capsys, *words_for(models, wild_type, table, output)[1:])
+    line = refusal(capsys, *words_for(exports, wild_type, table, output)[1:])
     key = "" if content else "mutations="  # errors for a missing or empty file name its key
     assert line.startswith(f"d2plm: error: {key}{table}")
     assert message in line
@@ -602,12 +580,12 @@ def test_invalid_wild_types_are_rejected(
     records: str,
     content: str,
     message: str,
-    models: Path,
+    exports: Exports,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fasta, table = tmp_path / "wildtypes.fasta", tmp_path / "variants.csv"
     fasta.write_text(records)
     table.write_text(content)
-    line = refusal(capsys, *words_for(models, fasta, table, tmp_path / "o.csv")[1:])
+    line = refusal(capsys, *words_for(exports, fasta, table, tmp_path / "o.csv")[1:])
     assert message in line

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,7 @@ TEXT = "In the beginning\nwas the Wörd.\n\n \t\nAnd the word\r\nwas “with” 
 DOCUMENTS = [("a", "Döcument one,\nof two lines\n"), ("b", "\ttwo"), ("c", "“three” \U0001f600")]
 
 
-def _zstd(content: bytes) -> bytes:
-    packed = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
-        stream.write(content)
-    return packed.getvalue().to_pybytes()
+_zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
 
 
 def _write(path: Path, content: bytes | str) -> Path:

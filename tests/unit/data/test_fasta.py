@@ -38,11 +38,7 @@ def _file(folder: Path, content: bytes, name: str = "proteins.fasta") -> Path:
     return path
 
 
-def _zstd(content: bytes) -> bytes:
-    packed = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
-        stream.write(content)
-    return packed.getvalue().to_pybytes()
+_zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
 
 
 LETTERS = bytes.maketrans(b"0123456789abcdef", b"ACDEFGHIKLMNPQRS")

@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -349,11 +350,7 @@ def test_corrupted_fasta_is_read_to_the_last_valid_record_or_rejected(
         _check_against_lines(tmp_path / "in.fasta", content, tmp_path / "out")
 
 
-def _zstd(content: bytes) -> bytes:
-    packed = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
-        stream.write(content)
-    return packed.getvalue().to_pybytes()
+_zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
 
 
 def _unzstd(content: bytes) -> bytes:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,7 @@ def _csv(records: list[Record], delimiter: str = ",") -> bytes:
     return "".join(f"{delimiter.join(row)}\n" for row in rows).encode()
 
 
-def _zstd(content: bytes) -> bytes:
-    packed = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(packed, "zstd") as stream:
-        stream.write(content)
-    return packed.getvalue().to_pybytes()
+_zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
 
 
 def _lmdb(path: Path, items: Items, subdir: bool = True) -> Path:

@@ -21,34 +21,18 @@ from d2plm.core.vocabulary import MASK, PAD, encode
 from d2plm.data.fasta import write_fasta
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation.embedding import embeddings
-from d2plm.export.exported_model import save_export
-from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.esm import load_esm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.paradigms.paradigm import Paradigm
+from tests.conftest import Exports
 
 disable_progress_bar()
 PROTEINS = ["MKTAYIAKQRQISFVK", "GSHM", "MKXLLVAGGWQERTYIPASDFGHKLCVNM", "W", "MKTAYIAKQRQISFVK"]
-LENGTHS = LengthHistogram.of(np.array([10, 40]), 126)
-
-
-@pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
-    folder = tmp_path_factory.mktemp("exports")
-    paradigms: dict[str, Paradigm] = {
-        "mask": AbsorbingDiffusion(),
-        "uniform": UniformFlowMatching(),
-    }
-    for name, paradigm in paradigms.items():
-        save_export(folder / name, tiny_dit(), paradigm, LENGTHS, {})
-    return folder
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, -1, -3])
-@pytest.mark.parametrize("kind", ["mask", "uniform"])
-def test_a_protein_among_others_is_as_one_alone(kind: str, layer: int, exports: Path) -> None:
-    model = load_model(exports / kind, precision="fp32")
+@pytest.mark.parametrize("kind", ["masked", "uniform"])
+def test_a_protein_among_others_is_as_one_alone(kind: str, layer: int, exports: Exports) -> None:
+    model = load_model(getattr(exports, kind), precision="fp32")
     together = model.embed(PROTEINS, layer=layer)
     for protein, own in zip(PROTEINS, together, strict=True):
         assert own.shape == (len(protein), 16)
@@ -58,23 +42,23 @@ def test_a_protein_among_others_is_as_one_alone(kind: str, layer: int, exports: 
         np.testing.assert_allclose(vector, own.mean(axis=0), rtol=1e-5, atol=1e-6)
 
 
-def test_layers_differ_and_the_last_is_minus_one(exports: Path) -> None:
-    model = load_model(exports / "mask", precision="fp32")
+def test_layers_differ_and_the_last_is_minus_one(exports: Exports) -> None:
+    model = load_model(exports.masked, precision="fp32")
     layers = [model.embed(PROTEINS[0], layer=layer)[0] for layer in range(3)]
     assert not np.allclose(layers[0], layers[1]) and not np.allclose(layers[1], layers[2])
     np.testing.assert_array_equal(layers[2], model.embed(PROTEINS[0])[0])
 
 
-def test_layer_zero_is_the_embedding_of_each_residue(exports: Path) -> None:
-    model = load_model(exports / "mask", precision="fp32")
+def test_layer_zero_is_the_embedding_of_each_residue(exports: Exports) -> None:
+    model = load_model(exports.masked, precision="fp32")
     table = model.exported.model.token_embedding.weight.detach().numpy()
     np.testing.assert_array_equal(model.embed("MKTA", layer=0)[0], table[encode("MKTA")])
 
 
 @pytest.mark.parametrize("layer", [3, -4, 0.5])
-def test_a_missing_layer_is_rejected(layer: int, exports: Path) -> None:
+def test_a_missing_layer_is_rejected(layer: int, exports: Exports) -> None:
     with pytest.raises(ConfigError, match=f"layer={layer}: must be an integer ≥ -3 and ≤ 2"):
-        load_model(exports / "mask").embed("MKTA", layer=layer)
+        load_model(exports.masked).embed("MKTA", layer=layer)
 
 
 def test_those_of_a_converted_esm2_are_hugging_face_s(tmp_path: Path) -> None:
@@ -113,14 +97,14 @@ def test_those_of_a_converted_esm2_are_hugging_face_s(tmp_path: Path) -> None:
 
 @pytest.fixture
 def command(
-    exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
     """Overrides → the result of `d2plm embed` of five proteins, two to a file."""
     write_fasta(tmp_path / "five.fasta", [(f"p{n}", one) for n, one in enumerate(PROTEINS)])
     monkeypatch.setattr(embed, "FILE_BYTES", 20 * 16 * 4)
 
-    def run(*words: str, model: str = "mask") -> dict[str, Any]:
-        own = [f"model_dir='{exports / model}'", f"input='{tmp_path / 'five.fasta'}'"]
+    def run(*words: str, model: str = "masked") -> dict[str, Any]:
+        own = [f"model_dir='{getattr(exports, model)}'", f"input='{tmp_path / 'five.fasta'}'"]
         where = [f"output='{tmp_path / 'out'}'", "precision=fp32", "device=cpu"]
         return embed.run(compose("embed", [*own, *where, *words]))
 
@@ -130,7 +114,7 @@ def command(
 @pytest.mark.parametrize("form", ["parquet", "safetensors"])
 @pytest.mark.parametrize("pooled", [True, False])
 def test_files_contain_what_the_model_gives_in_the_order_of_the_input(
-    form: str, pooled: bool, command: Callable[..., Any], exports: Path, tmp_path: Path
+    form: str, pooled: bool, command: Callable[..., Any], exports: Exports, tmp_path: Path
 ) -> None:
     result = command(f"format={form}", f"pooled={pooled}", "layer=1")
     assert (result["proteins"], result["complete"], result["layer"]) == (5, True, 1)
@@ -148,9 +132,7 @@ def test_files_contain_what_the_model_gives_in_the_order_of_the_input(
                 for n in range(len(found), len(found) + 5)
                 if str(n) in load_file(file)
             ]
-    expected = load_model(exports / "mask", precision="fp32").embed(
-        PROTEINS, layer=1, pooled=pooled
-    )
+    expected = load_model(exports.masked, precision="fp32").embed(PROTEINS, layer=1, pooled=pooled)
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.array(own, dtype=np.float32), other, rtol=1e-5, atol=1e-5)
     if form == "parquet":

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from d2plm import load_model
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.flow_matching import MaskFlowMatching
+from tests.commands import python_c
 
 FAMILY = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG"]
 PROTEINS = ["MKTAYIAKQRLI", "GSHMLVAGG"]
@@ -44,9 +43,8 @@ def test_another_process_scores_and_generates_given_relatives_from_the_folder_al
     shutil.copytree(made_in, folder)
     shutil.rmtree(tmp_path / "run")
     argument = json.dumps([str(folder), FAMILY, PROTEINS])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, argument], capture_output=True, text=True, check=True
-    )
+    done = python_c(SCRIPT, argument)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["given"] == pytest.approx(given, rel=1e-5)
     assert found["new"] == new

@@ -2,15 +2,16 @@
 
 import signal
 import sqlite3
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from mlflow import MlflowClient
 
 from d2plm.core.errors import TrackingError
 from d2plm.tracking.mlflow_run import RUN_FILE, begin_mlflow_run, open_client
+from tests.commands import python_c
 
 FIRST_USE = """
 import sys
@@ -36,25 +37,23 @@ MlflowClient.create_run = then_die
 """
 
 
-def started(script: str, folder: Path, name: str = "run") -> "subprocess.Popen[str]":
-    words = [sys.executable, "-c", script, f"sqlite:///{folder / 'mlflow.db'}", str(folder / name)]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+def ended(script: str, folder: Path, name: str = "run") -> "CompletedProcess[str]":
+    return python_c(script, f"sqlite:///{folder / 'mlflow.db'}", str(folder / name), seconds=120)
 
 
 def test_a_first_use_that_is_killed_leaves_nothing_in_the_way(tmp_path: Path) -> None:
-    process = started(KILLED + FIRST_USE, tmp_path)
-    assert process.wait(120) == -signal.SIGKILL
+    assert ended(KILLED + FIRST_USE, tmp_path).returncode == -signal.SIGKILL
     assert not (tmp_path / "mlflow.db").exists()
-    process = started(FIRST_USE, tmp_path)
-    assert process.wait(120) == 0, process.communicate()
+    again = ended(FIRST_USE, tmp_path)
+    assert again.returncode == 0, again.stderr
     left = {file.name for file in tmp_path.iterdir()}
     assert left == {"mlflow.db", "run"}
 
 
 def test_two_first_uses_at_once_both_succeed(tmp_path: Path) -> None:
-    both = [started(FIRST_USE, tmp_path, name) for name in ("one", "two")]
-    for process in both:
-        assert process.wait(120) == 0, process.communicate()
+    with ThreadPoolExecutor(2) as pool:
+        both = pool.map(lambda name: ended(FIRST_USE, tmp_path, name), ("one", "two"))
+    assert [one.returncode for one in both] == [0, 0]
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     known = client.get_experiment_by_name("d2plm")
     assert known is not None
@@ -63,8 +62,7 @@ def test_two_first_uses_at_once_both_succeed(tmp_path: Path) -> None:
 
 def test_a_run_whose_creator_was_killed_is_found_again(tmp_path: Path) -> None:
     open_client(uri := f"sqlite:///{tmp_path / 'mlflow.db'}", create=True)
-    process = started(KILLED_LATER + FIRST_USE, tmp_path)
-    assert process.wait(120) == -signal.SIGKILL
+    assert ended(KILLED_LATER + FIRST_USE, tmp_path).returncode == -signal.SIGKILL
     run = begin_mlflow_run(tmp_path / "run", uri=uri)
     experiment = run.client.get_run(run.id).info.experiment_id
     assert [found.info.run_id for found in run.client.search_runs([experiment])] == [run.id]

@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -24,13 +24,13 @@ from d2plm.tracking.mlflow_run import RUN_FILE
 from d2plm.tracking.runs import TRACKERS, tracking_run
 from d2plm.tracking.tracker_run import Run
 from d2plm.tracking.wandb_run import WANDB_RUN_FILE
+from tests.commands import python_c
 from tests.unit.tracking.read_back import tensorboard_events, wandb_sessions
 
 SUBSETS = [subset for size in (1, 2, 3) for subset in combinations(TRACKERS, size)]
 PARAMETERS = {"lr": 0.1, "layers": [1, 2], "uri": "http://ada:s3cret@host", "off": None, "on": True}
 DESCRIPTION, SHOWN = "# of http://ada:s3cret@host", "# of http://***@host"
 RUN_FILES = (RUN_FILE, WANDB_RUN_FILE)
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -133,26 +133,17 @@ def test_each_tracker_of_any_combination_contains_everything(
 def surroundings_of_its_own() -> dict[str, str]:
     """An environment without the address of this process's W&B service, which a child would use."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    return {**kept, "WANDB_MODE": "offline", "PYTHONPATH": str(REPOSITORY)}
+    return {**kept, "WANDB_MODE": "offline"}
 
 
-def script(
-    *words: str, body: str, limit: float = 120, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def script(*words: str, body: str, **environment: str) -> "CompletedProcess[str]":
     """Run `body` in a process of its own."""
     prelude = (
         "import os, signal, sys; from pathlib import Path\n"
         "from d2plm.tracking.runs import tracking_run\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", prelude + body, *words],
-        env={**surroundings_of_its_own(), **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
+    own = {**surroundings_of_its_own(), **environment}
+    return python_c(prelude + body, *words, environment=own, seconds=120)
 
 
 def test_a_killed_run_continues_in_the_same_runs_and_tensorboard_shows_each_step_once(

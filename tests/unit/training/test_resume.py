@@ -144,9 +144,9 @@ def half_written(output: Path) -> list[Path]:
     ("steps", "moments"),
     [
         (32, ["before_the_rename", None]),
-        pytest.param(100, [*IN_A_SAVE, *ELSEWHERE, *[None] * 11], marks=pytest.mark.thorough),
+        pytest.param(60, [*IN_A_SAVE, *ELSEWHERE, *[None] * 3], marks=pytest.mark.thorough),
     ],
-    ids=["twice", "twenty times"],
+    ids=["twice", "twelve times"],
 )
 def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
     steps: int, moments: list[str | None], tiny_store: SequenceStore, tmp_path: Path
