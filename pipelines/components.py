@@ -1,6 +1,7 @@
 """The pipeline's steps as KFP components: each body imports d2plm and calls one function.
 
-`config` is the path of the run's configuration, which the first step composes. Data are passed by
+`config` is the path of the run's configuration, which the first step composes; `modules` register
+what it names. Data are passed by
 path, on storage that the steps share. The returned value of a step (a digest, a folder, a figure)
 is an argument of the next one, which orders the steps; it and the artifacts, small documents with
 their metadata, are shown in the UI. The images are parameters of the pipeline.
@@ -54,37 +55,43 @@ def configure(
 @step(base_image=MMSEQS2_IMAGE)
 def prepare(
     config: str,
+    modules: str,
     dataset: dsl.Output[dsl.Dataset],
 ) -> NamedTuple("Prepared", [("digest", str)]):  # type: ignore[valid-type]
     """Deduplicate, cluster and split the proteins, and remove leaks; returns the data's digest."""
     from pipelines import steps
 
+    steps.load(modules)
     return (steps.prepare(config, dataset=dataset),)
 
 
 @step(base_image=TRAINER_IMAGE)
-def plan(config: str, data_digest: str) -> list:  # type: ignore[type-arg]  # KFP's
+def plan(config: str, modules: str, data_digest: str) -> list:  # type: ignore[type-arg]  # KFP's
     """List the runs of a sweep that have not finished; returns their configurations' paths."""
-    from pipelines import sweep
+    from pipelines import steps, sweep
 
+    steps.load(modules)
     return sweep.plan(config)
 
 
 @step(base_image=TRAINER_IMAGE)
 def train(
     config: str,
+    modules: str,
     data_digest: str,
     model: dsl.Output[dsl.Model],
 ) -> NamedTuple("Trained", [("model_dir", str)]):  # type: ignore[valid-type]
     """Train and export, in a cluster as a separate job; returns the exported model's folder."""
     from pipelines import steps
 
+    steps.load(modules)
     return (steps.train(config, model=model),)
 
 
 @step(base_image=TRAINER_IMAGE)
 def evaluate(
     config: str,
+    modules: str,
     model_dir: str,
     metrics: dsl.Output[dsl.Metrics],
     report: dsl.Output[dsl.HTML],
@@ -92,22 +99,25 @@ def evaluate(
     """Compare the likelihood bound with the baselines; returns the perplexity."""
     from pipelines import steps
 
+    steps.load(modules)
     return (steps.evaluate(config, metrics=metrics, report=report),)
 
 
 @step(base_image=TRAINER_IMAGE)
 def register(
-    config: str, model_dir: str, perplexity: float, registered: dsl.Output[dsl.Model]
+    config: str, modules: str, model_dir: str, perplexity: float, registered: dsl.Output[dsl.Model]
 ) -> NamedTuple("Registered", [("version", str)]):  # type: ignore[valid-type]
     """Register the evaluated model; returns its version."""
     from pipelines import steps
 
+    steps.load(modules)
     return (steps.register(config, registered=registered).version,)
 
 
 @step(base_image=TRAINER_IMAGE)
 def generate(
     config: str,
+    modules: str,
     model_dir: str,
     version: str,
     sequences: dsl.Output[dsl.Artifact],
@@ -117,16 +127,22 @@ def generate(
     """Generate proteins with the registered model; returns the path of the FASTA file."""
     from pipelines import steps
 
+    steps.load(modules)
     return (steps.generate(config, sequences=sequences, designs=designs, report=report),)
 
 
 @step(base_image=TRAINER_IMAGE)
 def reduce(
-    config: str, perplexities: list, table: dsl.Output[dsl.Markdown], figure: dsl.Output[dsl.HTML]
+    config: str,
+    modules: str,
+    perplexities: list,
+    table: dsl.Output[dsl.Markdown],
+    figure: dsl.Output[dsl.HTML],
 ) -> NamedTuple("Reduced", [("file", str)]):  # type: ignore[valid-type]
     """Reduce the finished runs of a sweep to a table and a figure; returns the table's path."""
-    from pipelines import sweep
+    from pipelines import steps, sweep
 
+    steps.load(modules)
     return (sweep.reduce(config, table=table, figure=figure),)
 
 

@@ -116,24 +116,23 @@ def _steps(
             **settings,
         )
         config = configured.outputs["config"]
-        prepared = components.prepare(config=config)
+        prepared = components.prepare(config=config, modules=modules)
         digest = prepared.outputs["digest"]
         if sweep:
-            planned = components.plan(config=config, data_digest=digest)
+            planned = components.plan(config=config, modules=modules, data_digest=digest)
             with dsl.ParallelFor(planned.output, name="runs", parallelism=parallel) as run:
-                trained, evaluated = _train_and_evaluate(run, digest)
+                trained, evaluated = _train_and_evaluate(run, modules, digest)
             perplexities = dsl.Collected(evaluated.outputs["perplexity"])
-            reduced = components.reduce(config=config, perplexities=perplexities)
+            reduced = components.reduce(config=config, modules=modules, perplexities=perplexities)
             small, large = [planned, reduced], [evaluated]
         else:
-            trained, evaluated = _train_and_evaluate(config, digest)
+            trained, evaluated = _train_and_evaluate(config, modules, digest)
             model_dir = trained.outputs["model_dir"]
-            registered = components.register(
-                config=config, model_dir=model_dir, perplexity=evaluated.outputs["perplexity"]
-            )
-            generated = components.generate(
-                config=config, model_dir=model_dir, version=registered.outputs["version"]
-            )
+            of_model = {"config": config, "modules": modules, "model_dir": model_dir}
+            perplexity = evaluated.outputs["perplexity"]
+            registered = components.register(**of_model, perplexity=perplexity)
+            version = registered.outputs["version"]
+            generated = components.generate(**of_model, version=version)
             small, large = [registered], [evaluated, generated]
     # What lists the runs of a sweep needs torch.
     configure_image, memory = (trainer_image, "2Gi") if sweep else (mmseqs2_image, "1Gi")
@@ -157,10 +156,11 @@ def _steps(
 
 
 def _train_and_evaluate(
-    config: PipelineChannel, digest: PipelineChannel
+    config: PipelineChannel, modules: str, digest: PipelineChannel
 ) -> tuple[PipelineTask, PipelineTask]:
-    trained = components.train(config=config, data_digest=digest)
-    return trained, components.evaluate(config=config, model_dir=trained.outputs["model_dir"])
+    of_run = {"config": config, "modules": modules}
+    trained = components.train(**of_run, data_digest=digest)
+    return trained, components.evaluate(**of_run, model_dir=trained.outputs["model_dir"])
 
 
 pipeline = define()

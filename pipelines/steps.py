@@ -131,6 +131,11 @@ def step(function: Callable[[str], Result]) -> Callable[..., Result]:
     return run
 
 
+def load(modules: str) -> None:
+    """Import the modules, separated by spaces, that register parts of the user's own."""
+    load_modules(shlex.split(modules))
+
+
 def configure(
     run_id: str,
     time: str,
@@ -165,7 +170,7 @@ def configure(
             words.append(f"{key}={value}")
 
     def composed() -> str:
-        load_modules(shlex.split(modules))
+        load(modules)
         given = [*words, *shlex.split(overrides)]
         if sweep:
             from pipelines.sweep import shared_settings

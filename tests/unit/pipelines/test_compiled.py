@@ -11,7 +11,8 @@ from kfp.components import load_component_from_file
 
 from d2plm import __version__
 from d2plm.cli import main as d2plm
-from pipelines import steps
+from d2plm.core.errors import ConfigError
+from pipelines import components, steps
 from pipelines.local import step_command
 
 STEPS = {"configure", "prepare", "train", "evaluate", "register", "generate"}
@@ -179,6 +180,20 @@ def test_the_settings_are_composed_once_and_passed_on_by_path(
         if name in STEPS - {"configure"}:
             source = task["inputs"]["parameters"]["config"]["taskOutputParameter"]
             assert source["producerTask"] == "configure"
+
+
+def test_every_step_is_told_which_modules_to_import(specification: Specification) -> None:
+    inner = specification["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    for name, task in inner.items():
+        given = task["inputs"]["parameters"]["modules"]
+        assert given["componentInputParameter"].endswith("modules"), name
+
+
+def test_a_step_imports_the_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "parts_of_mine.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="parts_of_mine"):
+        components.evaluate.python_func("run.yaml", "parts_of_mine", "model", None, None)
 
 
 def test_the_images_are_parameters_of_the_registry_and_the_tag(
