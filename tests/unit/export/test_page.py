@@ -395,7 +395,7 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
 
 def test_the_sampler_s_settings_and_what_to_do_next_are_there(page: Page) -> None:
     assert "Sampled with paradigm=diffusion steps=4 dtype=float32" in page.text
-    assert "a family of your own: d2plm adapt family.fasta init_from=" in page.text
+    assert "a model of your family: d2plm adapt family.fasta init_from=" in page.text
 
 
 def test_a_run_without_an_evaluation_has_its_curves_and_no_empty_sections(
