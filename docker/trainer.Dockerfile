@@ -28,6 +28,7 @@ FROM dependencies AS package
 COPY README.md LICENSE ./
 COPY configs configs
 COPY examples/data examples/data
+COPY examples/pretrained examples/pretrained
 COPY d2plm d2plm
 COPY pipelines pipelines
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=cache,target=/root/.cache/pip \
@@ -55,6 +56,7 @@ ENV HOME=/tmp \
     TMPDIR=/tmp
 COPY --from=dependencies /opt/venv /opt/venv
 COPY examples/data /opt/d2plm/examples/data
+COPY examples/pretrained /opt/d2plm/examples/pretrained
 COPY --from=package /package/ /
 WORKDIR /workspace
 USER 10001:10001

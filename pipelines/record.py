@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from d2plm.core.redaction import redacted
 from d2plm.launch.job_log import job_log
 
 RUN = "run.yaml"  # configuration of a run of a sweep, in a folder named after it
@@ -33,7 +34,7 @@ def note(config: Path, step: str, state: State, message: str = "") -> None:
     with suppress(OSError):
         config.parent.mkdir(parents=True, exist_ok=True)
         with _file(config).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(Entry(step, state, message))) + "\n")
+            file.write(json.dumps(asdict(Entry(step, state, redacted(message)))) + "\n")
 
 
 def entries(config: Path) -> dict[str, Entry]:

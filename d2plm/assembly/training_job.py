@@ -112,8 +112,8 @@ def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
     """Train as a job on behalf of a pipeline step; the pipeline's run owns the job.
 
     There is no job if nothing is left to train: it would wait for its resources to find that out.
-    A signal deletes the job only if the run is being ended: a step whose pod is evicted is
-    replaced. What is reported is also written to `job_log(file)`.
+    In a workflow a signal deletes the job only if the run is being ended: a step whose pod is
+    evicted is replaced. What is reported is also written to `job_log(file)`.
 
     Args:
         file: the configuration, on a volume that the job mounts. A retried step finds its job by
@@ -135,10 +135,11 @@ def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
         # Kubernetes requires owners to be in the same namespace.
         owners=workflow if own.namespace == cluster.namespace else [],
     )
+    # Outside a pipeline in a cluster nothing replaces the step, so a signal is a cancellation.
+    cancelled = {"is_cancelled": partial(is_ended, own, workflow)} if workflow else {}
+    on_cancel = "delete" if workflow else launcher.on_cancel
     with logged(job_log(file)) as say:
-        train_in_cluster(
-            *(cluster, JOB_KINDS[kind], job), is_cancelled=partial(is_ended, own, workflow), say=say
-        )
+        train_in_cluster(cluster, JOB_KINDS[kind], job, on_cancel=on_cancel, say=say, **cancelled)
 
 
 def end_step(config: PipelineSettings, file: Path) -> None:

@@ -39,7 +39,7 @@ from d2plm.export.model_evaluation import (
 from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
 from d2plm.generation.sampler_settings import Sampling
-from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.commands import PRETRAINED, PipelineSettings
 from d2plm.tracking.locations import open_model
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, read_metrics
 
@@ -52,7 +52,8 @@ def run(config: PipelineSettings) -> Evaluation:
     """Evaluate, write the figures beside the model and into its folder, log and print them."""
     device, uri = config.trainer.device, config.tracking.uri
     exported = open_model(config.model_dir, device, uri, key="model_dir")
-    is_local = exported.folder == Path(os.path.expanduser(config.model_dir))
+    own = config.model_dir != PRETRAINED  # whose figures are part of the package
+    is_local = own and exported.folder == Path(os.path.expanduser(config.model_dir))
     config = _with_results_folder(config, is_local)
     output_dir, stores = Path(config.output_dir), open_stores(config)
     if not is_writable(output_dir):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from d2plm.assembly.tracked_run import describe, short_digest, tracked_run
 from d2plm.core.errors import ConfigError
+from d2plm.core.files import shipped
 from d2plm.core.locks import locked
 from d2plm.core.terminal import done
 from d2plm.settings.commands import PipelineSettings
@@ -13,7 +14,7 @@ from d2plm.tracking.registry import Registration, export_digest, register
 
 def run(config: PipelineSettings) -> Registration:
     """Register the model, and make it the champion if it is better than the present one."""
-    export = Path(config.model_dir)
+    export = shipped(config.model_dir)
     digest = export_digest(export)
     name, trackers = config.tracking.registered_model, config.tracking.trackers
     busy = f"another process is registering the model of {config.output_dir}"

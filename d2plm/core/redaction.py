@@ -19,7 +19,12 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")  # apiToken
-_ASSIGNED = re.compile(r"""([\w.\-]+)=(?!null\b)(['"]?)[^\s'"…]+?(?=[;:,]?(?:[\s'"]|$))""")
+_ASSIGNED = re.compile(
+    r"""(?<![\w.\-])([\w.\-]{1,100})=(?!null\b)(['"]?)[^\s'"…]+?(?=[;:,]?(?:[\s'"]|$))"""
+)
+# In JSON, in a dictionary's text, and in the header of a request.
+_QUOTED = re.compile(r"""(['"])([\w.\-]{1,100})\1: (['"])[^'"]+\3""")
+_HEADER = re.compile(r"(authorization: (?:\w+ )?)\S+", re.IGNORECASE)
 # Tokens recognisable by their form: Hugging Face, GitHub, GitLab, Slack, OpenAI, AWS, JWT.
 _TOKEN = re.compile(
     r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|sk-|AKIA|eyJ)[A-Za-z0-9_.\-]{16,}"
@@ -33,6 +38,11 @@ def redacted(text: str) -> str:
     def hidden(assigned: re.Match[str]) -> str:
         return f"{assigned[1]}={assigned[2]}{HIDDEN}" if _is_secret(assigned[1]) else assigned[0]
 
+    def hidden_in_quotes(pair: re.Match[str]) -> str:
+        quote, key, other = pair.groups()
+        return f"{quote}{key}{quote}: {other}{HIDDEN}{other}" if _is_secret(key) else pair[0]
+
+    text = _QUOTED.sub(hidden_in_quotes, _HEADER.sub(rf"\1{HIDDEN}", text))
     return _ASSIGNED.sub(hidden, _TOKEN.sub(HIDDEN, _USER_INFO.sub(f"://{HIDDEN}@", text)))
 
 

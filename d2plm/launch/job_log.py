@@ -6,7 +6,7 @@ Kubeflow Pipelines deletes a run's pods, and the job that they own, an hour afte
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -52,7 +52,8 @@ def logged(file: Path) -> Iterator[Callable[[str], None]]:
         write(str(error))
         raise
     finally:
-        handler.close()
+        with suppress(OSError):  # of what is still buffered, on a full disk
+            handler.close()
 
 
 class _File(RotatingFileHandler):

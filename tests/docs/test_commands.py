@@ -16,7 +16,7 @@ import pytest
 
 from d2plm.commands.multirun import expand
 from d2plm.commands.table import COMMANDS, EXTERNAL, PLAIN
-from d2plm.config import MULTIRUN, compose, parse_arguments
+from d2plm.config import MULTIRUN, compose, parse_arguments, words_of_job
 from d2plm.core.errors import ConfigError, D2PLMError
 from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
@@ -132,8 +132,9 @@ def refuse_pipeline(words: list[str]) -> str | None:
         return f"there is no action {action}"
     if action == "cancel":
         return None
-    overrides = parse(action, words[1:]).overrides
-    compose("pipeline", parse_arguments("pipeline", overrides).overrides, folder=configurations())
+    request = parse(action, words[1:])
+    root = request.options.get("sweep", "pipeline")
+    compose(root, parse_arguments(root, request.overrides).overrides, folder=configurations())
     return None
 
 
@@ -147,6 +148,11 @@ def refuse_command(name: str, words: list[str]) -> str | None:
             return f"there is no action {words[0]}"
         root, command = f"{name}_{words[0]}", command.actions[words[0]]
         words = words[1:]
+    in_pods = [word.partition("=")[2] for word in words if word.startswith("command=")]
+    if name == "job" and in_pods:  # the others are settings of the command in the pods
+        words, others = words_of_job(words)
+        if reason := refuse_command(in_pods[0], others):
+            return reason
     words = [word for word in words if not word.startswith("--config-file")]  # of a run
     if not [word for word in words if word not in MULTIRUN]:
         return None  # a command by itself is composed by tests/unit/test_config.py

@@ -27,6 +27,17 @@ def test_what_the_lock_lacks_of_the_server_is_pinned_beside_it() -> None:
             assert (name in LOCKED) != ("==" in line), line
 
 
+def test_what_the_wheel_includes_is_in_the_images() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    context = (ROOT / ".dockerignore").read_text().splitlines()
+    for folder in included:
+        assert f"!{folder}" in context
+        for name in ("trainer", "mmseqs2"):
+            copied = (ROOT / f"docker/{name}.Dockerfile").read_text()
+            assert re.search(rf"^COPY (.* )?{folder}\b", copied, re.MULTILINE), (name, folder)
+
+
 def test_the_trainer_has_every_extra_that_is_used_at_run_time() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = re.search(r'ARG EXTRAS="(.*)"', (ROOT / "docker/trainer.Dockerfile").read_text())

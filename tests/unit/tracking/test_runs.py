@@ -236,6 +236,9 @@ def test_a_store_whose_folder_cannot_be_made_is_named(
         ("a.password='s3cret' a.password=null may", "a.password='***' a.password=null may"),
         ("a token: hf_AbCdEfGhIjKlMnOpQrStUv, kept", "a token: ***, kept"),
         ("sk-learn and MKTAYIAKQRQISFVKSHFSRQ", "sk-learn and MKTAYIAKQRQISFVKSHFSRQ"),
+        ('{"token": "x", "lr": "1"}', '{"token": "***", "lr": "1"}'),
+        ("{'WANDB_API_KEY': 'x y'}", "{'WANDB_API_KEY': '***'}"),
+        ("Authorization: Bearer abc", "Authorization: Bearer ***"),
     ],
 )
 def test_user_and_password_of_an_address_are_not_shown(text: str, shown: str) -> None:
