@@ -40,36 +40,24 @@ def figures(evaluation: Evaluation) -> dict[str, float]:
 
 
 def table(evaluation: Evaluation, seeds: dict[str, dict[str, float]]) -> str:
-    """The shipped model beside the best baselines, and the other seeds, in Markdown."""
+    """The shipped model beside the best baselines, and the other seeds if any, in Markdown."""
     given, best = evaluation.given_relatives, judge(evaluation).baseline
     assert given is not None
-    others = [own for seed, own in sorted(seeds.items()) if seed != "0"]
-
-    def row(what: str, key: str, *cells: Cell) -> list[Cell]:
-        return [what, *cells, ", ".join(f"{own[key]:.3f}" for own in others)]
-
-    its = evaluation.baselines[best]
-    rows = [
-        row(
-            f"none, {evaluation.sequences:,} proteins",
-            "alone",
-            Number(evaluation.model.perplexity, ".3f"),
-            f"{best}: {its.perplexity.value:.3f}",
-            Number(its.difference, "+.4f"),
-        )
-    ]
-    for one in given.below:
-        rows.append(
-            row(
-                f"below {one.identity:.0%}, {one.with_relatives} proteins",
-                f"{one.identity:.0%}",
-                Number(one.model.perplexity, ".3f"),
-                f"profile HMM: {one.best.perplexity.value:.3f}",
-                Number(one.best.difference, "+.4f"),
-            )
-        )
-    heads = ["relatives given", "perplexity", "best baseline", "difference, nats", "other seeds"]
-    return Table(heads, rows).markdown()
+    its, others = evaluation.baselines[best], [own for seed, own in seeds.items() if seed != "0"]
+    perplexity = Number(evaluation.model.perplexity, ".3f")
+    compared = f"{best}: {its.perplexity.value:.3f}", Number(its.difference, "+.4f")
+    first: list[Cell] = [f"none, {evaluation.sequences:,} proteins", perplexity, *compared]
+    rows = {"alone": first}
+    for row in given.below:
+        key, best = f"{row.identity:.0%}", f"profile HMM: {row.best.perplexity.value:.3f}"
+        own, difference = Number(row.model.perplexity, ".3f"), Number(row.best.difference, "+.4f")
+        rows[key] = [f"below {key}, {row.with_relatives} proteins", own, best, difference]
+    heads = ["relatives given", "perplexity", "best baseline", "difference, nats"]
+    if others:
+        heads.append("other seeds")
+        for key, cells in rows.items():
+            cells.append(", ".join(f"{own[key]:.3f}" for own in others))
+    return Table(heads, [*rows.values()]).markdown()
 
 
 def filled(text: str) -> str:
