@@ -125,8 +125,8 @@ def test_a_second_joining_that_is_killed_is_repeated(
     model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
-    words = ["embed", model, tmp_path / "out", f"input={fasta}", "shard=0/1"]
-    assert run(*words) == 0
+    words = [f"input={fasta}", "shard=0/1"]
+    assert run("embed", model, tmp_path / "out", *words) == 0
     shutil.rmtree(tmp_path / "out")
     calls, write = list[int](), pq.write_table
 
@@ -137,8 +137,8 @@ def test_a_second_joining_that_is_killed_is_repeated(
         write(*arguments)
 
     monkeypatch.setattr(pq, "write_table", counted)
-    assert run(*words) == 130
-    assert run(*words) == 0
+    assert run("embed", model, tmp_path / "out", *words) == 130
+    assert run("embed", model, tmp_path / "out", *words) == 0
     assert len(vectors(tmp_path / "out", "parquet")[0]) == RECORDS
 
 
