@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from d2plm.core.errors import DataError, require, within
-from d2plm.core.files import (
-    is_writable,
-    require_other_output,
-    write_text,
-    written_beside,
-)
+from d2plm.core.files import is_writable, require_other_output, write_text, written_beside
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.shards import Shard, in_shards, interleaved
@@ -79,12 +74,10 @@ def generate(
         sequences = draw()
         write(sequences, time.perf_counter() - began)
         return sequences
-    given = settings.templates
-    made_of = asdict(settings) | {
-        "model": weights_digest(exported.folder),
-        "precision": resolve_precision(precision, exported.model.device),
-        "templates": given and digest_of_files("generation.templates", given),
-    }
+    templates = settings.templates and digest_of_files("generation.templates", settings.templates)
+    dtype = resolve_precision(precision, exported.model.device)
+    made_of = asdict(settings) | {"templates": templates, "precision": dtype}
+    made_of["model"] = weights_digest(exported.folder)
 
     def join(files: list[Path]) -> None:
         write([*interleaved(json.loads(file.read_text("utf-8")) for file in files)], None)

@@ -95,8 +95,7 @@ def run(config: EmbedSettings) -> dict[str, Any]:
         def join(parts: list[Path]) -> None:
             stored = interleaved(_stored(part, config.format) for part in parts)
             _known(output, made_of)
-            # Of a process that was killed while it joined.
-            for file in output.glob(f"{PART}.{config.format}"):
+            for file in output.glob(f"{PART}.{config.format}"):  # left by a kill while joining
                 file.unlink()
             write(output, records, None, lambda chunk, progress: [*islice(stored, len(chunk))])
 
@@ -121,8 +120,7 @@ def _known(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
     if known is not None and all(known.get(key) == own for key, own in made_of.items()):
         return known
     # A run that was killed before its first part leaves only an incomplete manifest.
-    begun = known is not None and known.get("complete", True)
-    if begun or any(output.glob(PART)):
+    if (known or {"complete": False}).get("complete", True) or any(output.glob(PART)):
         raise DataError(
             f"{output}: contains embeddings of another model, input or setting; choose another "
             "output, or delete it"

@@ -158,8 +158,7 @@ def digest_of_files(key: str, inputs: str | Path) -> str:
         DataError: a file cannot be read.
     """
     digest = source_digest(inputs)
-    wanted = "a file or a folder, because it is read more than once"
-    require(digest is not None, key, str(inputs), wanted)
+    require(digest is not None, key, str(inputs), "a file or a folder, because it is read again")
     return str(digest)
 
 

@@ -204,12 +204,10 @@ def test_shards_of_other_precisions_are_not_mixed(
 ) -> None:
     read = [f"input={fasta}"] if command != "generate" else ["number=2", "steps=2"]
     own = [command, f"model_dir={model}", f"output={tmp_path / 'out'}", "device=cpu", *read]
-    for module in (embed, score, generation):
-        monkeypatch.setattr(module, "resolve_precision", lambda *_: torch.float32)
-    assert main([*own, "shard=0/2"]) == 0
-    for module in (embed, score, generation):
-        monkeypatch.setattr(module, "resolve_precision", lambda *_: torch.bfloat16)
-    assert main([*own, "shard=1/2"]) == 1
+    for index, dtype in enumerate([torch.float32, torch.bfloat16]):
+        for module in (embed, score, generation):
+            monkeypatch.setattr(module, "resolve_precision", lambda *_, own=dtype: own)
+        assert main([*own, f"shard={index}/2"]) == index
 
 
 @pytest.mark.parametrize("count", [3, 13])
