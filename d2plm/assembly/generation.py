@@ -6,14 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from d2plm.core.errors import DataError, require, within
-from d2plm.core.files import (
-    is_writable,
-    require_other_output,
-    write_text,
-    written_beside,
-)
+from d2plm.core.files import is_writable, require_other_output, write_text, written_beside
 from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.shards import Shard, in_shards, interleaved
@@ -22,7 +18,7 @@ from d2plm.core.vocabulary import Tokens, Vocabulary
 from d2plm.data.compressed import open_input
 from d2plm.data.fasta import read_template_fasta, write_fasta
 from d2plm.data.fasta_export import require_form
-from d2plm.data.ingest import source_digest
+from d2plm.data.ingest import digest_of_files
 from d2plm.data.records import require_distinct
 from d2plm.export.designs import FASTA, TEXTS, write_sampling
 from d2plm.export.exported_model import ExportedModel, weights_digest
@@ -48,13 +44,13 @@ def generate(
     output: Path,
     precision: str,
     shard: str | None = None,
-) -> list[str]:
+) -> list[str] | dict[str, Any]:
     """Generate with an exported model and the settings of the `generation` section.
 
     Each design has a seed of its own, so that those of all shards are those of one process.
 
     Returns:
-        The sequences that were written; none while other shards are missing.
+        The sequences that were written; with a shard, the `output` and the `missing` shards.
 
     Raises:
         ConfigError: if a setting is invalid or would be ignored.
@@ -78,17 +74,19 @@ def generate(
         sequences = draw()
         write(sequences, time.perf_counter() - began)
         return sequences
-    templates = settings.templates and source_digest(settings.templates)
-    made_of = asdict(settings) | {"templates": templates, "precision": precision}
+    templates = settings.templates and digest_of_files("generation.templates", settings.templates)
+    dtype = resolve_precision(precision, exported.model.device)
+    made_of = asdict(settings) | {"templates": templates, "precision": dtype}
     made_of["model"] = weights_digest(exported.folder)
-    joined = list[str]()
 
     def join(files: list[Path]) -> None:
-        joined.extend(interleaved(json.loads(file.read_text("utf-8")) for file in files))
-        write(joined, None)
+        write([*interleaved(json.loads(file.read_text("utf-8")) for file in files)], None)
 
-    in_shards(output, part, made_of, lambda file: write_text(file, json.dumps(draw())), join)
-    return joined
+    def compute(file: Path) -> None:
+        write_text(file, json.dumps(draw()))
+
+    missing = in_shards(output, part, made_of, compute, join)
+    return {"output": str(output), "shard": str(part), "missing": missing}
 
 
 def _draw(

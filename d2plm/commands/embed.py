@@ -21,14 +21,15 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from d2plm.core.batch import of_size
-from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.errors import DataError, require
 from d2plm.core.files import read_json, require_other_output, write_text, written_beside
 from d2plm.core.locks import locked
+from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.shards import Shard, in_shards, interleaved
 from d2plm.core.terminal import done
 from d2plm.data.fasta import FastaRecord
-from d2plm.data.ingest import source_digest
+from d2plm.data.ingest import digest_of_files
 from d2plm.data.sources import read_sequences
 from d2plm.evaluation.embedding import embeddings, layer_number
 from d2plm.export.exported_model import weights_digest
@@ -36,6 +37,7 @@ from d2plm.settings.commands import EmbedSettings
 from d2plm.tracking.locations import open_model
 
 MANIFEST = "manifest.json"
+PART = "part-[0-9]*"
 FILE_BYTES = 1 << 28  # bytes of embeddings after which a file is closed
 BUFFER_BYTES = 1 << 20  # of each shard's file while they are joined
 
@@ -51,18 +53,19 @@ def run(config: EmbedSettings) -> dict[str, Any]:
     shard = Shard.of(config.shard)
     output, source = Path(str(config.output)), str(config.input)
     require_other_output("output", output, [source], is_folder=True)
+    wanted = "a folder with a name, because files are written beside it"
+    require(output.name not in ("", ".."), "output", config.output, wanted)
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
     made_of = {
         "model": weights_digest(exported.folder),
-        "input": source_digest(source),
+        "input": digest_of_files("input", source),
         "window": config.window,
         "max_residues": config.max_residues,
         "layer": layer_number(exported.model, config.layer),
         "width": exported.model.config.hidden_size,
-        **{key: getattr(config, key) for key in ("pooled", "format", "precision")},
+        **{key: getattr(config, key) for key in ("pooled", "format")},
+        "precision": str(resolve_precision(config.precision, exported.model.device)),
     }
-    if made_of["input"] is None:
-        raise ConfigError("input=-: must be a file or a folder, because it is read twice")
     records = partial(
         read_sequences, source, exported.vocabulary, config.window, config.max_residues
     )
@@ -91,11 +94,15 @@ def run(config: EmbedSettings) -> dict[str, Any]:
 
         def join(parts: list[Path]) -> None:
             stored = interleaved(_stored(part, config.format) for part in parts)
-            for file in output.glob("part-*"):  # of a process that was killed while it joined
+            _known(output, made_of)
+            for file in output.glob(f"{PART}.{config.format}"):  # left by a kill while joining
                 file.unlink()
             write(output, records, None, lambda chunk, progress: [*islice(stored, len(chunk))])
 
-        if missing := in_shards(output, shard, made_of, compute, join):
+        def is_complete() -> bool:
+            return bool((_known(output, made_of) or {}).get("complete"))
+
+        if missing := in_shards(output, shard, made_of, compute, join, is_complete):
             return {"output": str(output), "shard": str(shard), "missing": missing}
         content = read_json(output / MANIFEST) or {}
     units = f"{exported.vocabulary.nouns.sequence}s"
@@ -110,10 +117,10 @@ def _known(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
         DataError: if the folder contains other embeddings.
     """
     known = read_json(output / MANIFEST)
-    if known is None or all(known.get(key) == own for key, own in made_of.items()):
+    if known is not None and all(known.get(key) == own for key, own in made_of.items()):
         return known
     # A run that was killed before its first part leaves only an incomplete manifest.
-    if known.get("complete", True) or any(output.glob("part-*")):
+    if (known or {"complete": False}).get("complete", True) or any(output.glob(PART)):
         raise DataError(
             f"{output}: contains embeddings of another model, input or setting; choose another "
             "output, or delete it"
@@ -166,7 +173,7 @@ def _write(
 
 def _stored(folder: Path, format_: str) -> Iterator[NDArray[np.float32]]:
     """The vectors in the files of a folder, in order; few at a time are in memory."""
-    for file in sorted(folder.glob(f"part-*.{format_}")):
+    for file in sorted(folder.glob(f"{PART}.{format_}")):
         if format_ == "safetensors":
             with safe_open(file, "np") as tensors:
                 yield from map(tensors.get_tensor, sorted(tensors.keys(), key=int))

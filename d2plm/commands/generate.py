@@ -1,13 +1,14 @@
 """d2plm generate: generate sequences, or fill in templates, with a model or a family."""
 
 from pathlib import Path
+from typing import Any
 
 from d2plm.assembly.generation import generate, output_name
 from d2plm.core.errors import require
 from d2plm.settings.commands import GenerateSettings
 
 
-def run(config: GenerateSettings) -> list[str]:
+def run(config: GenerateSettings) -> list[str] | dict[str, Any]:
     if config.generation.relatives is not None:
         require(config.shard is None, "shard", config.shard, "null with generation.relatives")
         from d2plm.assembly.new_members import generate_members  # imports HMMER

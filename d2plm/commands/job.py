@@ -67,10 +67,13 @@ def _sharded(config: JobSettings, words: list[str]) -> ShardedJob:
     given: Any = parse_arguments(command, words).compose()
     require(given.shard is None, "shard", given.shard, "null: shards=N gives each pod its own")
     paths = ", ".join(launcher.claims.values())
-    is_kept = any(
-        PurePosixPath(str(given.output)).is_relative_to(path) for path in launcher.claims.values()
-    )
-    require(is_kept, "output", given.output, f"on a volume of launcher.claims: {paths}")
+    output = PurePosixPath(str(given.output))
+    is_kept = any(output.parent.is_relative_to(path) for path in launcher.claims.values())
+    wanted = f"in a volume of launcher.claims, without ..: {paths}"
+    require(is_kept and ".." not in output.parts, "output", given.output, wanted)
+    for key in ("input", "relatives"):
+        value = getattr(given, key, None)
+        require(value != "-", key, value, "a file or a folder, which every pod reads")
     fits = given.device != "cuda" or launcher.gpus > 0
     require(fits, "launcher.gpus", launcher.gpus, "1 for device=cuda")
     return sharded_job(launcher, config.shards, config.parallel, [command, *module_words(), *words])

@@ -22,12 +22,13 @@ from d2plm.core.batch import of_size
 from d2plm.core.errors import D2PLMError, DataError, require, within
 from d2plm.core.files import require_other_output, written_beside
 from d2plm.core.number_text import counted
+from d2plm.core.precision import resolve_precision
 from d2plm.core.progress import Progress
 from d2plm.core.shards import Shard, in_shards, interleaved
 from d2plm.core.terminal import JSON, done, output_modes
 from d2plm.data.family import Family, RelativesCheck, read_families
 from d2plm.data.fasta import FastaRecord, read_fasta
-from d2plm.data.ingest import source_digest
+from d2plm.data.ingest import digest_of_files
 from d2plm.data.sources import is_stream, read_sequences
 from d2plm.evaluation import scoring
 from d2plm.evaluation.rank_correlation import rank_correlation
@@ -75,8 +76,8 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
     """Write a row with the bound, and the pseudo-log-likelihood, of each record of the input.
 
     Returns:
-        The `output` and the number of proteins; with `--json` and no output, also their rows; with
-        a shard, also the `missing` ones.
+        The `output` and the number of proteins; with `--json` and no output, also their rows. With
+        a shard, the `output` and the `missing` shards.
     """
     shard = Shard.of(config.shard)
     paradigm, vocabulary = exported.paradigm, exported.vocabulary
@@ -139,7 +140,7 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
 
     if config.shard is not None:
         missing = _in_shards(config, exported, shard, write)
-        return {"output": config.output, "number": written, "missing": missing}
+        return {"output": config.output, "shard": str(shard), "missing": missing}
     with _target(config) as target:
         write(target)
     if config.output is not None:
@@ -159,9 +160,10 @@ def _in_shards(
     others = ("model_dir", "device", "tracking_uri", "shard", "output", "input", "relatives")
     made_of = {key: value for key, value in asdict(config).items() if key not in others}
     made_of["model"] = weights_digest(exported.folder)
+    made_of["precision"] = resolve_precision(config.precision, exported.model.device)
     for key in ("input", "relatives"):
         path = getattr(config, key)
-        made_of[key] = path and source_digest(path)
+        made_of[key] = path and digest_of_files(key, path)
 
     def compute(part: Path) -> None:
         with written_beside(part) as rows:

@@ -92,6 +92,7 @@ def in_shards(
     made_of: Mapping[str, Any],
     compute: Callable[[Path], object],
     join: Callable[[list[Path]], object],
+    is_complete: Callable[[], bool] | None = None,
 ) -> list[int]:
     """Compute a shard's part unless it exists, and join the parts if no other is missing.
 
@@ -99,6 +100,7 @@ def in_shards(
         made_of: what determines the output, as JSON; parts of anything else are refused.
         compute: writes the part to a path, which must not exist before it is complete.
         join: writes the output from the paths of all parts.
+        is_complete: whether the output is; None: if it exists.
 
     Returns:
         The missing shards; none if the output is complete.
@@ -112,22 +114,24 @@ def in_shards(
     content = json.loads(json.dumps({**made_of, "shards": shard.count}, default=str))
 
     def is_joined() -> bool:
-        return output.exists() and bool((read_json(manifest) or {}).get("joined"))
+        return (is_complete or output.exists)() and bool((read_json(manifest) or {}).get("joined"))
 
-    known = read_json(manifest)
-    if known is None:
-        write_text(manifest, json.dumps(content, indent=2))
-    elif {**known, "joined": None} != {**content, "joined": None}:
-        raise DataError(
-            f"{folder}: contains shards of another model, input, setting or number of shards; "
-            "choose another output, or delete it"
-        )
+    with locked(folder / "manifest.lock", f"another shard begins {output}"):
+        known = read_json(manifest)
+        if known is None:
+            write_text(manifest, json.dumps(content, indent=2))
+        elif {**known, "joined": None} != {**content, "joined": None}:
+            raise DataError(
+                f"{folder}: contains shards of another model, input, setting or number of shards; "
+                "choose another output, or delete it"
+            )
     own = parts[shard.index]
     with locked(own.with_name(f"{own.name}.lock"), f"another process computes shard {shard}"):
         if not is_joined() and not own.exists():
             compute(own)
     with locked(folder / "join.lock", f"another shard joins {output}"):
         if is_joined():
+            shutil.rmtree(folder / "parts", ignore_errors=True)  # left by a kill after the joining
             done(f"{output} is complete: all {shard.count} shards are joined")
             return []
         missing = [index for index, part in enumerate(parts) if not part.exists()]

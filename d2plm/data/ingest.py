@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from d2plm.core.errors import DataError, require_number
+from d2plm.core.errors import DataError, require, require_number
 from d2plm.core.files import files_digest
 from d2plm.core.number_text import counted
 from d2plm.core.vocabulary import PROTEIN, Codons, Letters, Tokenised, Vocabulary
@@ -148,6 +148,18 @@ def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
         for file in files:
             digest.update(bytes.fromhex(files_digest(file)))
     return digest.hexdigest()
+
+
+def digest_of_files(key: str, inputs: str | Path) -> str:
+    """`source_digest` of inputs that are read more than once; `key`: their setting.
+
+    Raises:
+        ConfigError: standard input or a data set on the hub is among them.
+        DataError: a file cannot be read.
+    """
+    digest = source_digest(inputs)
+    require(digest is not None, key, str(inputs), "a file or a folder, because it is read again")
+    return str(digest)
 
 
 def _keep(

@@ -1,6 +1,9 @@
 """`shard=i/n` of embed, score and generate: all shards together are one process's result."""
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,12 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from d2plm.assembly import generation
 from d2plm.cli import main
-from d2plm.commands import embed
+from d2plm.commands import embed, score
 from d2plm.core.vocabulary import CANONICAL
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
@@ -116,6 +121,95 @@ def test_embeddings_of_something_else_are_refused_before_the_first_shard(
     assert "contains embeddings of another model" in capsys.readouterr().err
 
 
+def test_a_second_joining_that_is_killed_is_repeated(
+    model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
+    words = [f"input={fasta}", "shard=0/1"]
+    assert run("embed", model, tmp_path / "out", *words) == 0
+    shutil.rmtree(tmp_path / "out")
+    calls, write = list[int](), pq.write_table
+
+    def counted(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == RECORDS + 3:
+            raise KeyboardInterrupt
+        write(*arguments)
+
+    monkeypatch.setattr(pq, "write_table", counted)
+    assert run("embed", model, tmp_path / "out", *words) == 130
+    assert run("embed", model, tmp_path / "out", *words) == 0
+    assert len(vectors(tmp_path / "out", "parquet")[0]) == RECORDS
+
+
+def test_joining_leaves_the_files_of_others(
+    model: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    (output / "part-a").mkdir(parents=True)
+    (output / "part-list.txt").write_text("mine")
+    assert run("embed", model, output, f"input={fasta}", "shard=0/1") == 0
+    assert (output / "part-list.txt").read_text() == "mine"
+    other = tmp_path / "other" / "part-00000.parquet"
+    other.parent.mkdir()
+    other.write_text("mine")
+    assert run("embed", model, other.parent, f"input={fasta}", "shard=0/1") == 1
+    assert "contains embeddings of another model" in capsys.readouterr().err
+    assert other.read_text() == "mine"
+
+
+@pytest.mark.parametrize("output", [".", "/", "a/.."])
+@pytest.mark.parametrize("shard", ["shard=0/1", "shard=null"])
+def test_embeddings_need_a_folder_with_a_name(
+    model: Path, fasta: Path, output: str, shard: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("embed", model, Path(output), f"input={fasta}", shard) == 2
+    assert f"output='{output}': must be a folder with a name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["embed", "score"])
+def test_shards_of_standard_input_are_refused(
+    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fasta: Path
+) -> None:
+    words = [f"model_dir={model}", f"output={tmp_path / 'out'}", "input=-", "shard=0/2"]
+    own = [sys.executable, "-m", "d2plm", command, *words, "device=cpu"]
+    done = subprocess.run(own, stdin=fasta.open(), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "input='-': must be a file or a folder" in done.stderr
+    assert not (tmp_path / "out.shards").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "key"),
+    [
+        ("embed", "input=- output=/workspace/e", "input"),
+        ("score", "input=- output=/workspace/e", "input"),
+        ("score", "input=a relatives=- output=/workspace/e", "relatives"),
+        ("embed", "input=a output=/workspace", "output"),
+        ("embed", "input=a output=/workspace/../etc/e", "output"),
+    ],
+)
+def test_a_job_is_refused_what_its_pods_would_lose(
+    command: str, words: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["job", "show", f"command={command}", "shards=2", "launcher.name=mine", "model_dir=m"]
+    assert main([*own, "input=a", "output=/workspace/e"]) == 0
+    assert main([*own, *words.split()]) == 2
+    assert f"{key}='" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["embed", "score", "generate"])
+def test_shards_of_other_precisions_are_not_mixed(
+    command: str, model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = [f"input={fasta}"] if command != "generate" else ["number=2", "steps=2"]
+    own = [command, f"model_dir={model}", f"output={tmp_path / 'out'}", "device=cpu", *read]
+    for index, dtype in enumerate([torch.float32, torch.bfloat16]):
+        for module in (embed, score, generation):
+            monkeypatch.setattr(module, "resolve_precision", lambda *_, own=dtype: own)
+        assert main([*own, f"shard={index}/2"]) == index
+
+
 @pytest.mark.parametrize("count", [3, 13])
 def test_scores_in_shards_are_those_of_one_process(
     model: Path, fasta: Path, tmp_path: Path, count: int
@@ -146,6 +240,19 @@ def test_the_document_names_the_missing_shards(
     words = [f"input={fasta}", "shard=1/3", "--json"]
     assert run("score", model, tmp_path / "out.csv", *words) == 0
     assert json.loads(capsys.readouterr().out)["missing"] == [0, 2]
+
+
+@pytest.mark.parametrize("command", ["score", "generate"])
+def test_a_repeated_shard_reports_the_same(
+    command: str, model: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = [f"input={fasta}"] if command == "score" else ["number=2", "steps=2"]
+    texts = []
+    for _ in range(2):
+        assert run(command, model, tmp_path / "out", *read, "shard=0/1", "--json") == 0
+        texts.append(json.loads(capsys.readouterr().out))
+    assert texts[0] == texts[1]
+    assert texts[0]["missing"] == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Which records a shard has, how its form is read, and that joining is their inverse."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from d2plm.core import shards
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.shards import Shard, in_shards, in_text, interleaved, numbers_in
 from d2plm.settings.commands import EmbedSettings
@@ -111,6 +115,42 @@ def test_a_kill_before_the_parts_are_joined_leaves_them(output: Path) -> None:
         in_shards(output, Shard(2, 3), {"setting": 1}, lambda p: p.write_text("own 2"), killed)
     assert compute(output, 2, text="other") == []
     assert output.read_text() == "own 0 own 1 own 2"
+
+
+def test_a_kill_after_the_parts_are_joined_leaves_none_for_long(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    compute(output, 0)
+    compute(output, 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shards.shutil, "rmtree", killed)
+        compute(output, 2)
+    assert compute(output, 2, text="other") == []
+    assert [file.name for file in output.with_name("all.txt.shards").iterdir()] == ["manifest.json"]
+
+
+def test_shards_of_two_settings_that_begin_at_once_are_not_mixed(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, read = threading.Barrier(2), shards.read_json
+
+    def slow(file: Path) -> Any:
+        found = read(file)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+        return found
+
+    def begun(index: int) -> bool:
+        with suppress(DataError):
+            return bool(compute(output, index, setting=index))
+        return False
+
+    monkeypatch.setattr(shards, "read_json", slow)
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(begun, [0, 1])) == [False, True]
 
 
 def test_parts_of_something_else_are_never_joined(output: Path) -> None:
