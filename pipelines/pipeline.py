@@ -79,7 +79,7 @@ def _steps(
         overrides: Further settings as key=value, separated by spaces, such as
             optimizer.learning_rate=1e-3 data.max_length=512.
         modules: Modules of your own in the images that register paradigms, callbacks, …, separated
-            by spaces.
+            by spaces. The first steps' image has no torch, so they import it inside functions.
         launcher: Where training runs: pytorchjob, trainjob, local (in the step's own small pod) or
             auto, which uses the kind of job that the cluster supports.
         nodes: Number of pods that train together. 0: the launcher's default, 1.

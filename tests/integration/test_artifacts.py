@@ -32,7 +32,7 @@ def execute(component: Any, folder: Path, **parameters: Any) -> tuple[Outputs, O
     }
     file = folder / "output.json"
     given = {
-        "inputs": {"parameterValues": parameters},
+        "inputs": {"parameterValues": {"modules": "", **parameters}},
         "outputs": {"artifacts": artifacts, "outputFile": str(file)},
     }
     Executor(given, component).execute()
