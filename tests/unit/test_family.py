@@ -309,11 +309,9 @@ def test_what_no_new_member_can_be_is_one_error(
     assert not out.exists()
 
 
-def test_without_a_family_a_model_is_needed_and_wishes_are_refused(
+def test_without_a_family_its_wishes_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", f"output={tmp_path / 'out.fasta'}"]) == 2
-    assert "model_dir" in capsys.readouterr().err
     words = [f"model_dir={folder}", f"output={tmp_path / 'out.fasta'}", "generation.avoid=C"]
     assert main(["generate", *words]) == 2
     assert "generation.avoid='C': must be '' without" in capsys.readouterr().err
