@@ -47,16 +47,17 @@ def table(evaluation: Evaluation, seeds: dict[str, dict[str, float]]) -> str:
     perplexity = Number(evaluation.model.perplexity, ".3f")
     compared = f"{best}: {its.perplexity.value:.3f}", Number(its.difference, "+.4f")
     first: list[Cell] = [f"none, {evaluation.sequences:,} proteins", perplexity, *compared]
-    rows = {"alone": first}
+    own = Number(given.alone.perplexity, ".3f")
+    rows = {"alone": first, "": [f"none, {given.proteins} of them", own, "", ""]}
     for row in given.below:
         key, best = f"{row.identity:.0%}", f"profile HMM: {row.best.perplexity.value:.3f}"
         own, difference = Number(row.model.perplexity, ".3f"), Number(row.best.difference, "+.4f")
-        rows[key] = [f"below {key}, {row.with_relatives} proteins", own, best, difference]
+        rows[key] = [f"below {key}; {row.with_relatives} have any", own, best, difference]
     heads = ["relatives given", "perplexity", "best baseline", "difference, nats"]
     if others:
         heads.append("other seeds")
         for key, cells in rows.items():
-            cells.append(", ".join(f"{own[key]:.3f}" for own in others))
+            cells.append(", ".join(f"{one[key]:.3f}" for one in others if key))
     return Table(heads, [*rows.values()]).markdown()
 
 
@@ -79,16 +80,18 @@ def main(folder: str = "runs/pretrained") -> None:
         if (found := read_evaluation(run)) is not None:
             seeds[name.removeprefix("seed")] = figures(found)
     if (first := runs.get("seed0")) is not None:
-        shutil.rmtree(SHIPPED, ignore_errors=True)
-        shutil.copytree(first / "model", SHIPPED)
-        shutil.copy(first / "evaluation.png", IMAGES / "demo.png")
-        shutil.copy(first / "generated.members.png", IMAGES / "members.png")
+        if read_evaluation(first / "model") is None:
+            raise SystemExit(f"{first / 'model'}: is not evaluated; finish make pretrained")
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER)
             view = browser.new_page(viewport=REPORT)
             view.goto((first / "report.html").as_uri())
             picture(view, IMAGES / "report.png")
             browser.close()
+        shutil.rmtree(SHIPPED, ignore_errors=True)
+        shutil.copytree(first / "model", SHIPPED)
+        shutil.copy(first / "evaluation.png", IMAGES / "demo.png")
+        shutil.copy(first / "generated.members.png", IMAGES / "members.png")
     SEEDS.write_text(json.dumps(seeds, indent=2) + "\n")
     shipped = read_evaluation(SHIPPED)
     assert shipped is not None

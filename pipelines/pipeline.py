@@ -98,7 +98,8 @@ def _steps(
         tolerations: Tolerations of the steps' pods, such as [{"key": "nvidia.com/gpu",
             "operator": "Exists"}].
         node_selector: Node labels that the steps' pods require.
-        trainer_image: Image of all steps from train on, and of the training pods.
+        trainer_image: Image of all steps from train on, of a sweep's first, and of the training
+            pods.
         mmseqs2_image: Image of the first two steps, configure and prepare.
     """
     settings = {name: value for name, value in locals().items() if name in PARAMETERS}

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2plm.config import Arguments, compose_arguments, parse_arguments, read, save
-from d2plm.core.errors import require, require_choice
+from d2plm.core.errors import ConfigError, require, require_choice
+from d2plm.core.files import read_json
 from d2plm.core.terminal import done
 from d2plm.settings.commands import PipelineSettings, SweepSettings
 from pipelines import record
@@ -123,10 +124,15 @@ def _is_finished(file: Path) -> bool:
         entry = record.entries(earlier).get("evaluate")
         if entry is None or entry.state != "succeeded":
             continue
-        known = replace(
-            read("pipeline", earlier), tracking=config.tracking, launcher=config.launcher
-        )
+        try:
+            known: Any = read("pipeline", earlier)
+        except ConfigError:  # of a version with other settings
+            continue
+        known = replace(known, tracking=config.tracking, launcher=config.launcher)
         if known == config and config.trainer.resume != "none":
-            has_evaluation = read_evaluation(Path(config.output_dir)) is not None
-            return has_evaluation and is_whole_export(Path(config.model_dir))
+            evaluation = read_evaluation(Path(config.output_dir))
+            manifest = read_json(Path(config.data.prepared_dir) / "manifest.json") or {}
+            data = manifest.get("digests", {}).items()
+            is_of_data = evaluation is not None and data <= evaluation.digests.items()
+            return is_of_data and is_whole_export(Path(config.model_dir))
     return False

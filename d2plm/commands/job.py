@@ -74,6 +74,11 @@ def _sharded(config: JobSettings, words: list[str]) -> ShardedJob:
     for key in ("input", "relatives"):
         value = getattr(given, key, None)
         require(value != "-", key, value, "a file or a folder, which every pod reads")
+    if command == "score":
+        require(given.mutations is None, "mutations", given.mutations, "null in shards")
+    if command == "generate":
+        family = given.generation.relatives
+        require(family is None, "generation.relatives", family, "null in shards")
     fits = given.device != "cuda" or launcher.gpus > 0
     require(fits, "launcher.gpus", launcher.gpus, "1 for device=cuda")
     return sharded_job(launcher, config.shards, config.parallel, [command, *module_words(), *words])

@@ -232,7 +232,7 @@ COMMANDS = {
 }
 # Commands with their own `main(words)`: defined in another package, or without settings.
 EXTERNAL = {
-    "demo": Command("run the whole pipeline on 20,000 bundled proteins", "d2plm demo"),
+    "demo": Command("run the whole pipeline on 8,000 bundled proteins", "d2plm demo"),
     "pipeline": Command(
         "run, compile, submit or cancel the whole pipeline",
         actions={

@@ -38,7 +38,9 @@ def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
         absent = not torch.cuda.is_available()
         fast = absent or torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        allowed = torch.backends.cpu.get_cpu_capability() != "AVX2"  # which a variable can limit
+        allowed = torch.backends.cpu.get_cpu_capability().startswith(
+            "AVX512"
+        )  # a variable can limit it
         supported = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         fast = allowed and supported
     return torch.bfloat16 if fast else torch.float32

@@ -106,8 +106,8 @@ def plain_sentence(evaluation: Evaluation) -> str:
     row = below[len(below) // 2]
     return (
         f"given relatives less than {row.identity:.0%} identical to a {terms.sequence} that it has "
-        f"not seen, the model hesitates among {row.model.perplexity.value:.1f} {terms.letter}s at "
-        f"each {terms.token} (a profile HMM of them: {row.best.perplexity.value:.1f}); without "
+        f"not seen, if there are any, the model hesitates among {row.model.perplexity.value:.1f} "
+        f"{terms.letter}s at each {terms.token} (a profile HMM of them: {row.best.perplexity.value:.1f}); without "
         f"relatives among {alone}"
     )
 

@@ -40,6 +40,7 @@ class PodState:
     exit_code: int | None = None
     container: str | None = None
     ended_at: str | None = None
+    has_completed: bool = False
 
     @property
     def is_at_work(self) -> bool:
@@ -81,6 +82,7 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
         number=metadata.get("labels", {}).get(kind.index_label, ""),
         node=pod.get("spec", {}).get("nodeName", ""),
         has_started=any(s["name"] in ours and "waiting" not in s["state"] for s in statuses),
+        has_completed=status.get("phase") == "Succeeded",
         # The node controller changes only the first of these, when the heartbeats stay away.
         is_cut_off=[conditions.get(one, {}).get("status") for one in ("Ready", "ContainersReady")]
         == ["False", "True"],

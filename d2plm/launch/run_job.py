@@ -218,7 +218,7 @@ class RunningJob:
                 self.report_stuck_pods()
                 raise ClusterError(
                     f"{self} was deleted while it was running; run the same command again to "
-                    "resume training from its checkpoint"
+                    "continue"
                 )
         if ended["type"] == self.kind.failed:
             what = f"failed: {_message(ended)}"
@@ -409,6 +409,14 @@ class RunningJob:
             self._reported_at[about] = now
             self.say(text)
 
+    @staticmethod
+    def _has_enough(job: TrainingJob, pods: list[PodState]) -> bool:
+        """Whether enough pods are at work; of shards, those that are done work for no other."""
+        working = [pod for pod in pods if pod.is_at_work]
+        if isinstance(job, ShardedJob) and len(working) < len(pods):
+            working = [pod for pod in working if not pod.has_completed]
+        return len(working) >= job.smallest
+
     def _wait(self, job: TrainingJob, state: Manifest, now: float) -> None:
         """Report what the job waits for, if it does, and give it up at its deadline.
 
@@ -421,7 +429,7 @@ class RunningJob:
             self._say_once(f"stuck {pod.uid}", self._how_to_end(pod))
         if is_suspended(self.kind, state):
             what, key, why = "left its queue", "queue_deadline_seconds", self._why_suspended(state)
-        elif sum(pod.is_at_work for pod in pods) >= job.smallest:
+        elif self._has_enough(job, pods):
             self._waiting = "", now
             return
         else:

@@ -96,7 +96,7 @@ class LauncherSettings(Settings):
     stall_deadline_seconds: float = key(3600, above=0)
     """time limit for a started job that lacks pods, such as a lost node's"""
     on_cancel: Literal["delete", "suspend"] = key("delete")
-    """action when d2plm job run is interrupted"""
+    """action when the launcher is interrupted, unless a pipeline in a cluster runs it"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

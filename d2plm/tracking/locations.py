@@ -60,7 +60,9 @@ def model_folder(
         ModelError: if the Hub does not have the model or cannot be reached.
         TrackingError: if the registry does not have the model or cannot be reached.
     """
-    text = str(shipped(pinned(location, tracking_uri, key=key)))
+    text = pinned(location, tracking_uri, key=key)
+    if (own := shipped(text)) != Path(text):
+        text = str(own)
     if is_hub_name(text):
         return _from_hub(text, hub)
     wanted = f"None for {text}, which is not on the Hugging Face Hub"
