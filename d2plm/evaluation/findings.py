@@ -107,8 +107,8 @@ def plain_sentence(evaluation: Evaluation) -> str:
     return (
         f"given relatives less than {row.identity:.0%} identical to a {terms.sequence} that it has "
         f"not seen, if there are any, the model hesitates among {row.model.perplexity.value:.1f} "
-        f"{terms.letter}s at each {terms.token} (a profile HMM of them: {row.best.perplexity.value:.1f}); without "
-        f"relatives among {alone}"
+        f"{terms.letter}s at each {terms.token} (a profile HMM of them: "
+        f"{row.best.perplexity.value:.1f}); without relatives among {alone}"
     )
 
 
