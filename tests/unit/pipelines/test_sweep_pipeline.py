@@ -1,7 +1,9 @@
 """Sweeps in a cluster: the compiled loop, its steps, and what is refused at submission."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from mlflow import MlflowClient
 
 from d2plm.cli import main as d2plm
 from d2plm.config import read
+from d2plm.core.files import write_text
 from d2plm.tracking.mlflow_run import begin_mlflow_run
 from pipelines import record, steps, sweep
 
@@ -75,7 +78,8 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("d2plm.assembly.dry_run.forecast", lambda config: {})
     monkeypatch.setattr("d2plm.export.exported_model.is_whole_export", lambda folder: True)
-    monkeypatch.setattr("d2plm.evaluation.result.read_evaluation", lambda folder: "an evaluation")
+    evaluation = SimpleNamespace(digests={"train": "1", "model": "2"})
+    monkeypatch.setattr("d2plm.evaluation.result.read_evaluation", lambda folder: evaluation)
 
     def configure(run_id: str, *words: str) -> Path:
         given = [SWEEP[2].replace(" ", ""), "seeds=[1,2]", *words]
@@ -115,6 +119,9 @@ def test_runs_that_have_finished_with_the_same_settings_are_not_repeated(
     again = configured("run-4", "tracking=none")
     assert names(sweep.plan(str(again))) == ["a, seed 1"]  # a loop over nothing is avoided
     assert len(sweep.plan(str(configured("run-5", "tracking=none", "trainer.resume=none")))) == 4
+    manifest = Path(one.data.prepared_dir, "manifest.json")
+    write_text(manifest, json.dumps({"digests": {"train": "of other data"}}))
+    assert len(sweep.plan(str(configured("run-6", "tracking=none")))) == 4
 
 
 def test_what_the_runs_have_left_is_ended_and_listed(
