@@ -1,10 +1,10 @@
 """The pipeline's steps as KFP components: each body imports d2plm and calls one function.
 
 `config` is the path of the run's configuration, which the first step composes; `modules` register
-what it names. Data are passed by
-path, on storage that the steps share. The returned value of a step (a digest, a folder, a figure)
-is an argument of the next one, which orders the steps; it and the artifacts, small documents with
-their metadata, are shown in the UI. The images are parameters of the pipeline.
+what it names. Data are passed by path, on storage that the steps share. The returned value of a
+step (a digest, a folder, a figure) is an argument of the next one, which orders the steps; it and
+the artifacts, small documents with their metadata, are shown in the UI. The images are parameters
+of the pipeline.
 """
 
 from functools import partial
@@ -151,6 +151,7 @@ def finish(
     run_id: str,
     time: str,
     work_dir: str,
+    modules: str,
     status: dsl.PipelineTaskFinalStatus,  # type: ignore[valid-type]  # KFP's own
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
@@ -160,9 +161,11 @@ def finish(
         run_id: id of the pipeline's run.
         time: when the run was scheduled.
         work_dir: folder of the run's outputs, with codes for the time.
+        modules: register what the configuration names.
         status: final status of the steps, from KFP.
         summary: how the steps ended, and why one failed.
     """
     from pipelines import steps
 
-    steps.finish(run_id, steps.dated(work_dir, time), status.state, summary=summary)
+    folder = steps.dated(work_dir, time)
+    steps.finish(run_id, folder, status.state, summary=summary, modules=modules)

@@ -104,7 +104,7 @@ def _steps(
     """
     settings = {name: value for name, value in locals().items() if name in PARAMETERS}
     run_id, time = dsl.PIPELINE_JOB_ID_PLACEHOLDER, dsl.PIPELINE_JOB_SCHEDULE_TIME_UTC_PLACEHOLDER
-    finished = components.finish(run_id=run_id, time=time, work_dir=work_dir)
+    finished = components.finish(run_id=run_id, time=time, work_dir=work_dir, modules=modules)
     with dsl.ExitHandler(finished, name="steps"):
         configured = components.configure(
             run_id=run_id,

@@ -75,8 +75,8 @@ def as_markdown(config: Path) -> str:
         message = failure.message or "its process was killed; its pod's log has no error"
         what = "did not end" if failure.state == "running" else failure.state
         lines.append(f"\n**`{failure.step}` {what}:**\n\n```\n{message}\n```")
-    if job_log(config).is_file():
-        lines.append(f"\nThe log of the training job: `{job_log(config)}`")
+    logs = [file for one in (config, *runs(config)) if (file := job_log(one)).is_file()]
+    lines += [f"\nThe log of a training job: `{file}`" for file in logs]
     return "\n".join(lines or ["No step has written to the volume."]) + "\n"
 
 

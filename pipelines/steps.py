@@ -178,6 +178,7 @@ def configure(
             config = shared_settings(sweep, given)
         else:
             config = compose("pipeline", given)
+            config = with_job_log(config, config_file(run_id, config.work_dir))
         check_paths("pipeline", config, INPUTS)
         if nested is not None:
             config = _below_parent_of(nested, config)
@@ -219,12 +220,18 @@ def save_configuration(config: PipelineSettings, run_id: str) -> Path:
         generation = replace(config.generation, relatives=str(IMAGE / relatives))
         config = replace(config, generation=generation)
     file = config_file(run_id, config.work_dir)
-    tags = {PIPELINE_RUN: run_id}
-    if POD_VARIABLE in os.environ and config.launcher.kind != "local":
-        tags["pipeline.job_log"] = str(job_log(file))
-    save(with_tags(config, **tags), file)
+    save(with_tags(config, **{PIPELINE_RUN: run_id}), file)
     done(f"wrote {file}")
     return file
+
+
+def with_job_log(config: PipelineSettings, file: Path) -> PipelineSettings:
+    """The configuration to be saved as `file`, with the log of its training job as a tag."""
+    from d2plm.assembly.tracked_run import with_tags
+
+    if POD_VARIABLE not in os.environ or config.launcher.kind == "local":
+        return config
+    return with_tags(config, **{"pipeline.job_log": str(job_log(file))})
 
 
 def dated(work_dir: str, time: str) -> str:
@@ -304,7 +311,14 @@ def generate(config: str) -> str:
     return str(output)
 
 
-def finish(run_id: str, work_dir: str, state: str, message: str = "", summary: Any = None) -> None:
+def finish(
+    run_id: str,
+    work_dir: str,
+    state: str,
+    message: str = "",
+    summary: Any = None,
+    modules: str = "",
+) -> None:
     """End the training job and the MLflow run that failed or cancelled steps left running.
 
     The run's record says whether they succeeded. An MLflow run that has ended keeps its status.
@@ -316,6 +330,7 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "", summary: A
         state: KFP's state of the steps, which is RUNNING in a cancelled run.
         message: why the steps failed, if the record does not say it.
         summary: artifact for a text on how the steps ended; the failed step's own are not kept.
+        modules: modules that register what the configuration names; see `load`.
     """
     file = config_file(run_id, work_dir)
     known = record.entries(file)
@@ -333,6 +348,7 @@ def finish(run_id: str, work_dir: str, state: str, message: str = "", summary: A
         return
 
     def clean_up() -> None:
+        load(modules)
         for one, entry in {**left, file: failure}.items():
             why = message
             if entry is not None and not is_cancelled:

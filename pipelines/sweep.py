@@ -19,7 +19,7 @@ from d2plm.core.files import read_json
 from d2plm.core.terminal import done
 from d2plm.settings.commands import PipelineSettings, SweepSettings
 from pipelines import record
-from pipelines.steps import step
+from pipelines.steps import step, with_job_log
 
 if TYPE_CHECKING:
     from d2plm.assembly.sweep import Sweep
@@ -80,7 +80,7 @@ def plan(config: str) -> list[str]:
     files = []
     for name, run in planned(sweep).items():
         file = Path(config).with_suffix("") / folder_name(name) / record.RUN
-        save(run, file)
+        save(with_job_log(run, file), file)
         files.append(file)
     left = [str(file) for file in files if not _is_finished(file)]
     done(f"{len(left)} of {len(files)} runs are to be executed")

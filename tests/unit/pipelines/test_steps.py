@@ -292,6 +292,7 @@ def test_the_exit_handler_says_what_failed_whether_or_not_there_is_a_configurati
         run_id="run-1",
         time="2026-11-30T03:00:00Z",
         work_dir=str(tmp_path),
+        modules="",
         status=dsl.PipelineTaskFinalStatus(state, "", "steps", None, None),
         summary=summary,
     )

@@ -13,6 +13,8 @@ from mlflow import MlflowClient
 from d2plm.cli import main as d2plm
 from d2plm.config import read
 from d2plm.core.files import write_text
+from d2plm.launch.job_log import job_log
+from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.tracking.mlflow_run import begin_mlflow_run
 from pipelines import record, steps, sweep
 
@@ -122,6 +124,19 @@ def test_runs_that_have_finished_with_the_same_settings_are_not_repeated(
     manifest = Path(one.data.prepared_dir, "manifest.json")
     write_text(manifest, json.dumps({"digests": {"train": "of other data"}}))
     assert len(sweep.plan(str(configured("run-6", "tracking=none")))) == 4
+
+
+def test_each_run_names_the_log_of_its_own_job(
+    configured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(POD_VARIABLE, "a-pod")
+    monkeypatch.setattr("d2plm.assembly.training_job.where_to_train", lambda config: "local")
+    config = configured("run-1", "tracking=none")
+    assert "pipeline.job_log" not in read("compare", config).tracking.tags
+    for file in map(Path, sweep.plan(str(config))):
+        assert read("train", file).tracking.tags["pipeline.job_log"] == str(job_log(file))
+        job_log(file).touch()
+    assert record.as_markdown(config).count("The log of a training job") == 4
 
 
 def test_what_the_runs_have_left_is_ended_and_listed(
