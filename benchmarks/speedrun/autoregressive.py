@@ -1,4 +1,4 @@
-"""The control: an autoregressive twin of the demo's model, which predicts from left to right.
+"""The control: an autoregressive twin of uniprot_20k's model, which predicts from left to right.
 
 The blocks, the number of parameters and the packing are the same. Attention sees no later token,
 and every residue of a row is a target, whereas a masked row has half as many. The likelihood is

@@ -1,6 +1,6 @@
 """Benchmark of docs/performance.md: the CPU seconds that training needs to reach a bound.
 
-An entry of `entries.yaml` is the demo's training with other settings. Each is run with several
+An entry of `entries.yaml` is uniprot_20k's training with other settings. Each is run with several
 seeds, on one thread each, and scored by the bound on every held-out protein, with the same masks.
 Only the CPU seconds of the training process count: neither the wall clock nor the evaluation. A
 result is a line of `results.jsonl`; existing results are not computed again.
@@ -113,7 +113,7 @@ def held_out_proteins(prepared: Path, max_residues: int) -> list[Values]:
 
 
 def settings_digest(overrides: Sequence[str]) -> str:
-    """Digest of all settings that the training depends on, the demo's own included."""
+    """Digest of all settings that the training depends on, uniprot_20k's included."""
     config = compose("train", [*ALONE, *overrides])
     chosen = {
         section: {

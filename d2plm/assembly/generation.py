@@ -3,10 +3,11 @@
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import torch
 
 from d2plm.core.errors import DataError, require, within
 from d2plm.core.files import is_writable, require_other_output, write_text, written_beside
@@ -39,109 +40,120 @@ def output_name(vocabulary: Vocabulary) -> str:
 
 
 def generate(
-    exported: ExportedModel,
-    settings: GenerationSettings,
-    output: Path,
-    precision: str,
-    shard: str | None = None,
-) -> list[str] | dict[str, Any]:
+    exported: ExportedModel, settings: GenerationSettings, output: Path, precision: str
+) -> list[str]:
     """Generate with an exported model and the settings of the `generation` section.
-
-    Each design has a seed of its own, so that those of all shards are those of one process.
-
-    Returns:
-        The sequences that were written; with a shard, the `output` and the `missing` shards.
 
     Raises:
         ConfigError: if a setting is invalid or would be ignored.
         DataError: if the templates are invalid or the output cannot be written.
         ModelError: if a template is too long or the model is damaged.
     """
-    vocabulary = exported.vocabulary
-    require_other_output("output", output, [settings.templates])
-    require_form(output, vocabulary, (".jsonl", ".txt"))
-    with within("generation"):
-        sampling = Sampling.of(settings).resolved(exported.paradigm)
-        for key in OF_A_FAMILY:
-            value, default = getattr(settings, key), getattr(GenerationSettings(), key)
-            require(value == default, key, value, f"{default!r} without generation.relatives")
-        designs = _designs(exported, settings)
-    require_writable(output)
-    part, began = Shard.of(shard), time.perf_counter()
-    draw = partial(_draw, exported, designs, sampling, precision, part)
-    write = partial(_write, exported, designs, sampling, precision, output)
-    if shard is None:
-        sequences = draw()
-        write(sequences, time.perf_counter() - began)
-        return sequences
+    generation = _Generation.of(exported, settings, output, precision)
+    began = time.perf_counter()
+    sequences = generation.draw(Shard())
+    generation.write(sequences, time.perf_counter() - began)
+    return sequences
+
+
+def generate_shard(
+    exported: ExportedModel,
+    settings: GenerationSettings,
+    output: Path,
+    precision: str,
+    shard: Shard,
+) -> dict[str, Any]:
+    """Generate a shard's designs; the last shard writes all, which are those of `generate`.
+
+    Each design has a seed of its own. Raises the errors of `generate` and `in_shards`.
+
+    Returns:
+        The `output`, the `shard` and the `missing` shards.
+    """
+    generation = _Generation.of(exported, settings, output, precision)
     templates = settings.templates and digest_of_files("generation.templates", settings.templates)
-    dtype = resolve_precision(precision, exported.model.device)
-    made_of = asdict(settings) | {"templates": templates, "precision": dtype}
+    made_of = asdict(settings) | {"templates": templates, "precision": generation.dtype}
     made_of["model"] = weights_digest(exported.folder)
 
     def join(files: list[Path]) -> None:
-        write([*interleaved(json.loads(file.read_text("utf-8")) for file in files)], None)
+        parts = (json.loads(file.read_text("utf-8")) for file in files)
+        generation.write([*interleaved(parts)])
 
     def compute(file: Path) -> None:
-        write_text(file, json.dumps(draw()))
+        write_text(file, json.dumps(generation.draw(shard)))
 
-    missing = in_shards(output, part, made_of, compute, join)
-    return {"output": str(output), "shard": str(part), "missing": missing}
-
-
-def _draw(
-    exported: ExportedModel,
-    designs: list[Named],
-    sampling: Sampling,
-    precision: str,
-    part: Shard,
-) -> list[str]:
-    """The sequences of a shard's own designs."""
-    own = [template for _, template in part.of_all(designs)]
-    if not own and designs:
-        return []  # fewer designs than shards
-    with Progress("generating") as progress:
-        rows = sample(
-            exported.denoiser(precision),
-            exported.paradigm,
-            own,
-            sampling,
-            max_length=exported.max_length,
-            ids=part.numbers(0, len(own)),
-            device=exported.model.device,
-            progress=progress.update,
-        )
-    return [exported.vocabulary.decode(row) for row in rows]
+    missing = in_shards(output, shard, made_of, compute, join)
+    return {"output": str(output), "shard": str(shard), "missing": missing}
 
 
-def _write(
-    exported: ExportedModel,
-    designs: list[Named],
-    sampling: Sampling,
-    precision: str,
-    output: Path,
-    sequences: list[str],
-    seconds: float | None,
-) -> None:
-    """Write the sequences of all designs, and how they were sampled; `seconds`: in one process."""
-    vocabulary, dtype = exported.vocabulary, resolve_precision(precision, exported.model.device)
-    described = sampling.described(exported.paradigm, dtype)
-    note = in_a_line(described)
-    names, lengths = [name for name, _ in designs], [len(template) for _, template in designs]
-    headers = [
-        f"{name} length={length} {note}" for name, length in zip(names, lengths, strict=True)
-    ]
-    if vocabulary.is_text:
-        _write_texts(output, zip(names, sequences, lengths, strict=True), note)
-    else:
-        write_fasta(output, zip(headers, sequences, strict=True))
-    wanted = sum(int((template == vocabulary.mask).sum()) for _, template in designs)
-    units, tokens = (f"{noun}s" for noun in vocabulary.nouns)
-    rates = seconds and (
-        f" ({len(sequences) / seconds:.3g} {units}, {wanted / seconds:.3g} {tokens} a second)"
-    )
-    done(f"wrote {len(sequences)} {units} to {output}{rates or ''}")
-    write_sampling(output, described)
+@dataclass(frozen=True)
+class _Generation:
+    exported: ExportedModel
+    designs: list[Named]
+    sampling: Sampling
+    output: Path
+    precision: str
+
+    @classmethod
+    def of(
+        cls, exported: ExportedModel, settings: GenerationSettings, output: Path, precision: str
+    ) -> Self:
+        """Check everything before hours of work; see `generate` for the errors."""
+        require_other_output("output", output, [settings.templates])
+        require_form(output, exported.vocabulary, (".jsonl", ".txt"))
+        with within("generation"):
+            sampling = Sampling.of(settings).resolved(exported.paradigm)
+            for key in OF_A_FAMILY:
+                value, default = getattr(settings, key), getattr(GenerationSettings(), key)
+                require(value == default, key, value, f"{default!r} without generation.relatives")
+            designs = _designs(exported, settings)
+        require_writable(output)
+        return cls(exported, designs, sampling, output, precision)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return resolve_precision(self.precision, self.exported.model.device)
+
+    def draw(self, shard: Shard) -> list[str]:
+        """The sequences of the shard's own designs."""
+        own = [template for _, template in shard.of_all(self.designs)]
+        if not own and self.designs:
+            return []  # fewer designs than shards
+        with Progress("generating") as progress:
+            rows = sample(
+                self.exported.denoiser(self.precision),
+                self.exported.paradigm,
+                own,
+                self.sampling,
+                max_length=self.exported.max_length,
+                ids=shard.numbers(0, len(own)),
+                device=self.exported.model.device,
+                progress=progress.update,
+            )
+        return [self.exported.vocabulary.decode(row) for row in rows]
+
+    def write(self, sequences: list[str], seconds: float | None = None) -> None:
+        """Write the sequences of all designs, drawn in `seconds`, and how they were sampled."""
+        vocabulary, output = self.exported.vocabulary, self.output
+        described = self.sampling.described(self.exported.paradigm, self.dtype)
+        note = in_a_line(described)
+        names = [name for name, _ in self.designs]
+        lengths = [len(template) for _, template in self.designs]
+        headers = [
+            f"{name} length={length} {note}" for name, length in zip(names, lengths, strict=True)
+        ]
+        if vocabulary.is_text:
+            _write_texts(output, zip(names, sequences, lengths, strict=True), note)
+        else:
+            write_fasta(output, zip(headers, sequences, strict=True))
+        units, tokens = (f"{noun}s" for noun in vocabulary.nouns)
+        said = f"wrote {len(sequences)} {units} to {output}"
+        if seconds is not None:
+            drawn = sum(int((template == vocabulary.mask).sum()) for _, template in self.designs)
+            rates = f"{len(sequences) / seconds:.3g} {units}, {drawn / seconds:.3g} {tokens}"
+            said += f" ({rates} a second)"
+        done(said)
+        write_sampling(output, described)
 
 
 def _write_texts(output: Path, texts: Iterable[tuple[str, str, int]], note: str) -> None:

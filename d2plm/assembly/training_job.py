@@ -10,7 +10,7 @@ from typing import Any
 
 from d2plm.assembly.training_run import build_plan, is_trained, trainer_keys
 from d2plm.core.errors import require, require_number, within
-from d2plm.core.shards import MOST
+from d2plm.core.shards import MAX_SHARDS
 from d2plm.core.terminal import done
 from d2plm.launch.client import JOB_KINDS, JobKind, connect, first_known_kind
 from d2plm.launch.job_log import job_log, logged
@@ -86,7 +86,7 @@ def sharded_job(
     Raises:
         ConfigError: if a value is invalid or would be ignored, naming its key.
     """
-    require_number("shards", shards, high=MOST)
+    require_number("shards", shards, high=MAX_SHARDS)
     for key, wanted in (("kind", "auto"), ("nodes", 1), ("min_nodes", None)):
         value = getattr(launcher, key)
         require(value == wanted, f"launcher.{key}", value, f"{wanted} unless command=train")

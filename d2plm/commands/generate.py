@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from d2plm.assembly.generation import generate, output_name
+from d2plm.assembly.generation import generate, generate_shard, output_name
 from d2plm.core.errors import require
+from d2plm.core.shards import Shard
 from d2plm.settings.commands import GenerateSettings
 
 
@@ -18,4 +19,7 @@ def run(config: GenerateSettings) -> list[str] | dict[str, Any]:
 
     exported = open_model(config.model_dir, config.device, config.tracking_uri, key="model_dir")
     output = Path(config.output or output_name(exported.vocabulary))
-    return generate(exported, config.generation, output, config.precision, config.shard)
+    given = exported, config.generation, output, config.precision
+    return (
+        generate(*given) if config.shard is None else generate_shard(*given, Shard.of(config.shard))
+    )

@@ -22,7 +22,7 @@ from d2plm.core.terminal import done
 
 T = TypeVar("T")
 
-MOST = 500  # shards, because the parts are open at once when they are joined
+MAX_SHARDS = 500  # because the parts are open at once when they are joined
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"  # Kubernetes sets it in the pods of an Indexed Job
 _ABSENT = object()
 
@@ -47,8 +47,8 @@ class Shard:
             return cls()
         given, _, number = text.partition("/")
         count, last = int(number), max(map(int, re.findall(r"\d+", given)))
-        indices = numbers_in(given) if last < count <= MOST else []
-        require(bool(indices), "shard", text, f"I/N with I from 0 to N - 1, and N ≤ {MOST}")
+        indices = parse_indices(given) if last < count <= MAX_SHARDS else []
+        require(bool(indices), "shard", text, f"I/N with I from 0 to N - 1, and N ≤ {MAX_SHARDS}")
         place = os.environ.get(INDEX_VARIABLE, "") if len(indices) > 1 else "0"
         fits = place.isdecimal() and int(place) < len(indices)
         wanted = f"one shard, such as {indices[0]}/{count}; only an Indexed Job's pods take several"
@@ -73,14 +73,14 @@ def interleaved(parts: Iterable[Iterable[T]]) -> Iterator[T]:
     return (one for one in chain.from_iterable(rounds) if one is not _ABSENT)  # type: ignore[misc]
 
 
-def numbers_in(text: str) -> list[int]:
+def parse_indices(text: str) -> list[int]:
     """[1, 3, 4, 5] for `1,3-5`, as Kubernetes writes the indices of a Job."""
     bounds = [one.partition("-") for one in text.split(",") if one]
     return [n for low, _, high in bounds for n in range(int(low), int(high or low) + 1)]
 
 
-def in_text(numbers: Sequence[int]) -> str:
-    """The inverse of `numbers_in`, for ascending numbers."""
+def format_indices(numbers: Sequence[int]) -> str:
+    """The inverse of `parse_indices`, for ascending numbers."""
     runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     ends = [[number for _, number in run] for _, run in runs]
     return ",".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in ends)
@@ -120,10 +120,10 @@ def in_shards(
         known = read_json(manifest)
         if known is None:
             write_text(manifest, json.dumps(content, indent=2))
-        elif {**known, "joined": None} != {**content, "joined": None}:
+        elif differing := [key for key, own in content.items() if known.get(key) != own]:
             raise DataError(
-                f"{folder}: contains shards of another model, input, setting or number of shards; "
-                "choose another output, or delete it"
+                f"{folder}: contains shards of another model, input, setting or number of shards "
+                f"({', '.join(differing)}); choose another output, or delete it"
             )
     own = parts[shard.index]
     with locked(own.with_name(f"{own.name}.lock"), f"another process computes shard {shard}"):
@@ -138,8 +138,8 @@ def in_shards(
         if missing:
             each = "" if len(missing) == 1 else ", …"
             done(
-                f"shard {shard} of {output} is complete; missing: {in_text(missing)}; run the same "
-                f"command with shard={missing[0]}/{shard.count}{each}"
+                f"shard {shard} of {output} is complete; missing: {format_indices(missing)}; run "
+                f"the same command with shard={missing[0]}/{shard.count}{each}"
             )
             return missing
         join(parts)

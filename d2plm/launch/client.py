@@ -81,7 +81,7 @@ class JobKind(Resource):
     """A kind of job.
 
     Attributes:
-        container: name of the container that trains.
+        container: name of the container that trains, or computes a shard.
         replica: follows the job's name in the names of its pods, and of a TrainJob's Job; or empty.
         job_label, index_label: labels of the pods with the job's name and their index.
         suspension: path below `spec` of the field that suspends the job.

@@ -15,7 +15,7 @@ from typing import Any
 from d2plm import __version__
 from d2plm.core.errors import ClusterError, ConfigError, from_extra, require, require_number
 from d2plm.core.processes import ALLOCATOR
-from d2plm.core.shards import in_text
+from d2plm.core.shards import format_indices
 from d2plm.launch.elastic import GRACE_SECONDS
 
 Manifest = dict[str, Any]
@@ -163,7 +163,7 @@ class ShardedJob(TrainingJob):
     @property
     def chosen(self) -> str:
         """The setting `shard` of all pods."""
-        return f"{in_text(self.shards)}/{self.count}"
+        return f"{format_indices(self.shards)}/{self.count}"
 
 
 def pytorchjob(job: TrainingJob) -> Manifest:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.core.number_text import duration
 from d2plm.core.processes import unwound_by_sigterm
-from d2plm.core.shards import in_text, numbers_in
+from d2plm.core.shards import format_indices, parse_indices
 from d2plm.core.terminal import done
 from d2plm.data.cache import digest_of
 from d2plm.launch.client import (
@@ -223,7 +223,7 @@ class RunningJob:
         if ended["type"] == self.kind.failed:
             what = f"failed: {_message(ended)}"
             if isinstance(job, ShardedJob):
-                missing = in_text(missing_shards(state))
+                missing = format_indices(missing_shards(state))
                 what += (
                     f"; shards {missing} of {job.count} are missing: correct the cause, and the "
                     "same command runs only these"
@@ -555,8 +555,8 @@ def _message(condition: Manifest) -> str:
 
 def missing_shards(job: Manifest) -> list[int]:
     """The shards that a Job has not completed."""
-    shards = numbers_in(job["metadata"]["annotations"][SHARDS].partition("/")[0])
-    completed = {*numbers_in(job.get("status", {}).get("completedIndexes", ""))}
+    shards = parse_indices(job["metadata"]["annotations"][SHARDS].partition("/")[0])
+    completed = {*parse_indices(job.get("status", {}).get("completedIndexes", ""))}
     return [shard for index, shard in enumerate(shards) if index not in completed]
 
 

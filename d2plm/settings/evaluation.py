@@ -41,7 +41,7 @@ class EvaluationSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         falling = self.relatives_below == sorted({*self.relatives_below}, reverse=True)
-        require(falling, "relatives_below", self.relatives_below, "falling numbers")
+        require(falling, "relatives_below", self.relatives_below, "strictly decreasing numbers")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import copy
 import json
 from datetime import UTC, datetime
 
-from d2plm.core.shards import in_text, numbers_in
+from d2plm.core.shards import format_indices, parse_indices
 from tests.cluster.kubelet import worker_of
 from tests.cluster.pytorchjob import is_true
 from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner, suffix
@@ -52,8 +52,8 @@ def reconcile(store: Store, job: Object) -> None:
 
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     metadata, spec = job["metadata"], job["spec"]
-    done = {*numbers_in(status.get("completedIndexes", ""))}
-    failed = {*numbers_in(status.get("failedIndexes", ""))}
+    done = {*parse_indices(status.get("completedIndexes", ""))}
+    failed = {*parse_indices(status.get("failedIndexes", ""))}
     known = json.loads(metadata.get("annotations", {}).get(FAILURES, "{}"))
     failures = {int(index): [*uids] for index, uids in known.items()}
     active: dict[int, Object] = {}
@@ -84,8 +84,8 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
             active[index] = {}
     status["active"] = len({*active} - done - failed)
     status["succeeded"], status["failed"] = len(done), len(last_failure)
-    status["completedIndexes"] = in_text(sorted(done))
-    status |= {"failedIndexes": in_text(sorted(failed))} if failed else {}
+    status["completedIndexes"] = format_indices(sorted(done))
+    status |= {"failedIndexes": format_indices(sorted(failed))} if failed else {}
     status.setdefault("startTime", now())
     if {**known} != {str(index): uids for index, uids in failures.items()}:
         with store.edit("jobs", metadata["namespace"], metadata["name"]) as edited:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from d2plm.core import shards
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.shards import Shard, in_shards, in_text, interleaved, numbers_in
+from d2plm.core.shards import Shard, format_indices, in_shards, interleaved, parse_indices
 from d2plm.settings.commands import EmbedSettings
 
 
@@ -29,8 +29,8 @@ def test_shards_have_every_record_once_and_are_joined_in_order(records: int, cou
 
 @given(st.sets(st.integers(0, 60)))
 def test_numbers_are_read_as_they_are_written(numbers: set[int]) -> None:
-    assert numbers_in(in_text(sorted(numbers))) == sorted(numbers)
-    assert in_text([1, 3, 4, 5, 7]) == "1,3-5,7", "as Kubernetes writes those of a Job"
+    assert parse_indices(format_indices(sorted(numbers))) == sorted(numbers)
+    assert format_indices([1, 3, 4, 5, 7]) == "1,3-5,7", "as Kubernetes writes those of a Job"
 
 
 @pytest.mark.parametrize(
