@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from d2plm.core.errors import DataError, require
-from d2plm.core.files import read_json, write_text
+from d2plm.core.files import files_digest, read_json, write_text
 from d2plm.core.locks import locked
 from d2plm.core.terminal import done
 
@@ -113,8 +113,13 @@ def in_shards(
     parts = [folder / "parts" / str(index) for index in range(shard.count)]
     content = json.loads(json.dumps({**made_of, "shards": shard.count}, default=str))
 
+    def digest() -> str | bool:
+        """Which file the output is; a folder is checked by `is_complete`."""
+        return files_digest(output) if output.is_file() else True
+
     def is_joined() -> bool:
-        return (is_complete or output.exists)() and bool((read_json(manifest) or {}).get("joined"))
+        there = (is_complete or output.exists)()
+        return there and (read_json(manifest) or {}).get("joined") == digest()
 
     with locked(folder / "manifest.lock", f"another shard begins {output}"):
         known = read_json(manifest)
@@ -143,7 +148,7 @@ def in_shards(
             )
             return missing
         join(parts)
-        write_text(manifest, json.dumps({**content, "joined": True}, indent=2))
+        write_text(manifest, json.dumps({**content, "joined": digest()}, indent=2))
         shutil.rmtree(folder / "parts", ignore_errors=True)
     done(f"joined {shard.count} shards")
     return []

@@ -103,6 +103,8 @@ def test_a_shard_is_computed_once_and_its_parts_are_removed_when_joined(output: 
     assert [file.name for file in output.with_name("all.txt.shards").iterdir()] == ["manifest.json"]
     output.unlink()
     assert compute(output, 1, text="again") == [0, 2], "the output was deleted to make it again"
+    output.write_text("of another model, in one process")
+    assert compute(output, 2) == [0], "whoever wrote it, it is not what the shards joined"
 
 
 def test_a_kill_before_the_parts_are_joined_leaves_them(output: Path) -> None:
