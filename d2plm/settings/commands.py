@@ -125,7 +125,7 @@ class JobSettings(PipelineSettings):
     """d2plm job."""
 
     command: Literal["train", "embed", "score", "generate"] = key("train")
-    """command of the pods, whose settings the others are"""
+    """the pods' command, to which other keys belong"""
     shards: int = key(1, low=1)
     """pods of embed, score, generate"""
     parallel: int | None = key(None, low=1)
