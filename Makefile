@@ -69,7 +69,7 @@ $(TOOLS): $(STAMP)
 demo: $(STAMP) ## Prepare, train, evaluate, register and generate with 8,000 proteins (PARADIGM=diffusion|flow_matching)
 	$(BIN)/d2plm pipeline run experiment=demo paradigm=$(PARADIGM)
 
-pretrained: $(STAMP) ## Train and evaluate examples/pretrained, the shipped model, again (an hour; SEED=0; then make results)
+pretrained: $(STAMP) ## Train and evaluate examples/pretrained, the shipped model, again (an hour or two; SEED=0; then make results)
 	$(BIN)/d2plm pipeline run experiment=pretrained trainer.seed=$(SEED) work_dir=runs/pretrained/seed$(SEED) data.prepared_dir=runs/pretrained/data
 
 test: $(TOOLS) ## Run all tests except the long matrices
