@@ -58,8 +58,7 @@ tools: $(TOOLS) ## Add everything else of requirements.lock: for tests, pipeline
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("D2PLM needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) hatchling editables
-	$(PIP) --no-build-isolation --editable '.[demo]'
+	$(PIP) --editable '.[demo]'
 	touch $@
 
 $(TOOLS): $(STAMP)

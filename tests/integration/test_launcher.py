@@ -827,11 +827,12 @@ def step(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def evicted(cluster: Cluster, config: str, act: Callable[[], None] = lambda: None) -> None:
-    """Run the step until it follows its job, call `act`, and end the step as a kubelet does."""
-    watches = cluster.count("watch", "pods")
+    """Run the step until it has read its job's log, call `act`, and end it as a kubelet does."""
+    watches, log = cluster.count("watch", "pods"), Path(config).with_suffix(".job.log")
 
     def end() -> None:
         cluster.wait_for(lambda: running(cluster, 0) and cluster.count("watch", "pods") > watches)
+        cluster.wait_for(lambda: log.exists() and "HF_TOKEN=***\n" in log.read_text())
         act()
         os.kill(os.getpid(), signal.SIGTERM)
 
