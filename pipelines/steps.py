@@ -257,14 +257,16 @@ def prepare(config: str) -> str:
 @step
 def train(config: str) -> str:
     """Train as the launcher section says; returns the folder of the exported model."""
-    from d2plm.assembly.training_job import launch_step, where_to_train
+    from d2plm.launch.client import where_to_train
 
     file = Path(config)
     settings: PipelineSettings = read("pipeline", file)
-    kind = where_to_train(settings)
+    kind = where_to_train(settings.launcher.kind)
     if kind == "local":
         train_locally(file, settings.distributed.processes, module_words())
     else:
+        from d2plm.assembly.training_job import launch_step
+
         launch_step(settings, kind, file)
     return str(settings.model_dir)
 

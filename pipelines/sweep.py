@@ -105,9 +105,10 @@ def _read(file: Path) -> "Sweep":
 def _check(config: PipelineSettings) -> None:
     """Check a run's settings, with the processes of its job."""
     from d2plm.assembly.dry_run import forecast
-    from d2plm.assembly.training_job import training_job, where_to_train
+    from d2plm.assembly.training_job import training_job
+    from d2plm.launch.client import where_to_train
 
-    if where_to_train(config) != "local":
+    if where_to_train(config.launcher.kind) != "local":
         job = training_job(config, ["-m", "d2plm", "train"], name="d2plm")
         processes = job.nodes * job.processes_per_node
         config = replace(config, distributed=replace(config.distributed, processes=processes))

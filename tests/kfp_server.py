@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -21,6 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 from google.protobuf.json_format import ParseDict
 from kfp.pipeline_spec import pipeline_spec_pb2
+
+from tests.http_server import Server
 
 API, LOGS = "/apis/v2beta1", "/apis/v1alpha1/runs/r1/nodes/"
 Answer = tuple[int, Any]  # status and body; text is sent as a page
@@ -214,7 +216,7 @@ def kfp_server(context: ssl.SSLContext | None = None) -> Iterator[KfpServer]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     if context is not None:
         server.socket = context.wrap_socket(server.socket, server_side=True)
     scheme = "https" if context else "http"

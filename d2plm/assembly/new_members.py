@@ -27,7 +27,7 @@ from d2plm.evaluation.new_members import (
     write_members,
 )
 from d2plm.evaluation.plots import plot_new_members
-from d2plm.evaluation.quality import GENERATED
+from d2plm.evaluation.result import GENERATED
 from d2plm.export.designs import write_sampling
 from d2plm.families.designs import Design, FamilyDesigns, Wishes
 from d2plm.generation.lengths import lengths_of, prompted

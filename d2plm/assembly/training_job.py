@@ -12,7 +12,7 @@ from d2plm.assembly.training_run import build_plan, is_trained, trainer_keys
 from d2plm.core.errors import require, require_number, within
 from d2plm.core.shards import MAX_SHARDS
 from d2plm.core.terminal import done
-from d2plm.launch.client import JOB_KINDS, JobKind, connect, first_known_kind
+from d2plm.launch.client import JOB_KINDS, JobKind, connect
 from d2plm.launch.job_log import job_log, logged
 from d2plm.launch.job_spec import IMAGE, ShardedJob, TrainingJob
 from d2plm.launch.kfp_server import POD_VARIABLE
@@ -28,24 +28,6 @@ from d2plm.training.plan import partition
 FORWARDED_VARIABLES = (
     *("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
 )
-
-
-def where_to_train(config: PipelineSettings) -> str:
-    """Resolve `launcher.kind` to `local`, `pytorchjob` or `trainjob`.
-
-    `auto` is a job in a step of a pipeline that runs in a cluster, and `local` elsewhere.
-
-    Raises:
-        ConfigError: if the kind is unknown.
-        ClusterError: if the pipeline's cluster has no training operator.
-    """
-    kind: str = config.launcher.kind
-    if kind != "auto":
-        return kind
-    if POD_VARIABLE not in os.environ:
-        return "local"
-    used = first_known_kind(connect())
-    return next(name for name, known in JOB_KINDS.items() if known is used)
 
 
 def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any) -> TrainingJob:

@@ -201,7 +201,7 @@ def last_lines(log: Path, number: int = 1, start: int = 0) -> str:
 
 
 def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] = ()) -> None:
-    """Run `d2plm train` under torchrun with the composed configuration in `config_file`.
+    """Run `d2plm train` with the composed configuration in `config_file`, under torchrun if needed.
 
     Args:
         options: further words of the command line, such as `--module mine.py`.
@@ -210,11 +210,12 @@ def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] 
         LaunchError: if training fails; its own message has been printed.
     """
     left = config_file.with_name(".torchrun")  # for its workers' errors, also of a killed run
-    command = [
-        *(sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--local-addr=localhost"),
+    torchrun = [
+        *("-m", "d2plm.launch.elastic", "--standalone", "--local-addr=localhost"),
         *(f"--log-dir={left}", f"--nproc-per-node={processes}"),
-        *("-m", "d2plm", "train", f"--config-file={config_file}", *options),
     ]
+    train = ["-m", "d2plm", "train", f"--config-file={config_file}", *options]
+    command = [sys.executable, *(torchrun if processes > 1 else ()), *train]
     try:
         code = run(command, {**_for_training(processes), **_through_loopback()})
     finally:

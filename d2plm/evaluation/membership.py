@@ -15,7 +15,8 @@ from pyhmmer.plan7 import HMM
 from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
 from d2plm.data.family import Family
 from d2plm.evaluation.new_members import NATURAL
-from d2plm.evaluation.quality import GENERATED, LOW_COMPLEXITY, simple_windows
+from d2plm.evaluation.quality import LOW_COMPLEXITY, simple_windows
+from d2plm.evaluation.result import GENERATED
 from d2plm.families.alignment import (
     GAP,
     Letters,

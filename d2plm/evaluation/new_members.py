@@ -12,7 +12,7 @@ from typing import Any
 
 from d2plm.core.files import files_digest, read_json, write_text, written_beside
 from d2plm.core.table import Table
-from d2plm.evaluation.quality import GENERATED
+from d2plm.evaluation.result import GENERATED
 
 NATURAL = "natural members"
 FEW = 3  # members; an HMM of fewer is little more than one protein's

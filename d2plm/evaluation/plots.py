@@ -30,9 +30,10 @@ from d2plm.core.palette import (
 )
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.new_members import NATURAL as NATURAL_MEMBERS
-from d2plm.evaluation.quality import GENERATED, LENGTH_BIN
+from d2plm.evaluation.quality import LENGTH_BIN
 from d2plm.evaluation.result import (
     ALIGNED,
+    GENERATED,
     MODEL,
     PROFILE,
     Bounds,

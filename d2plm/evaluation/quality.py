@@ -41,11 +41,16 @@ from d2plm.evaluation.baselines import (
     token_ranks,
 )
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
-from d2plm.evaluation.result import REPEATED_TOKENS, Quality, SequenceSet
+from d2plm.evaluation.result import (
+    GENERATED,
+    NATURAL,
+    REPEATED_TOKENS,
+    Quality,
+    SequenceSet,
+)
 from d2plm.evaluation.terms import REFERENCE, Terms
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings
 
-GENERATED, NATURAL = "generated", "natural, held out"  # how the sets are called
 LONGEST_KMER = 3
 LENGTH_BIN = 25  # residues, of the histogram that is drawn
 IDENTITY_BIN = 0.05

@@ -22,6 +22,7 @@ SEQUENCE_SCORES = "sequence_scores.npz"  # beside it
 MODEL = "this model"
 PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
 Kind = TypeVar("Kind")
+GENERATED, NATURAL = "generated", "natural, held out"  # names of sets of sequences
 REPEATED_TOKENS = 8  # a run of so many that has occurred before in the sequence is a repetition
 
 

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from d2plm.core.files import write_text
 from d2plm.core.number_text import short_number
-from d2plm.evaluation.quality import GENERATED, NATURAL
+from d2plm.evaluation.result import GENERATED, NATURAL
 from d2plm.export.model_card import covered
 from d2plm.export.report_content import SHOWN, Sources, gather
 from d2plm.export.report_figures import draw

@@ -28,6 +28,7 @@ from d2plm.launch.job_spec import (
     training_runtime,
     trainjob,
 )
+from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.launch.remedies import remedy_for
 
 TIMEOUT_SECONDS = 30  # of one request
@@ -430,6 +431,22 @@ def first_known_kind(cluster: Cluster) -> JobKind:
         f"launcher=auto: the cluster has neither {controllers}; install one, or set "
         "launcher=local to train in the step's own pod"
     )
+
+
+def where_to_train(kind: str) -> str:
+    """Resolve `launcher.kind` to `local`, `pytorchjob` or `trainjob`.
+
+    `auto` is a job in a step of a pipeline that runs in a cluster, and `local` elsewhere.
+
+    Raises:
+        ClusterError: if the pipeline's cluster has no training operator.
+    """
+    if kind != "auto":
+        return kind
+    if POD_VARIABLE not in os.environ:
+        return "local"
+    used = first_known_kind(connect())
+    return next(name for name, known in JOB_KINDS.items() if known is used)
 
 
 def is_suspended(kind: JobKind, job: Manifest) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 from tests.cluster.kubelet import Kubelet, Log
 from tests.cluster.selectors import by_fields, by_labels
 from tests.cluster.store import NAMESPACE, RESOURCES, Change, Object, Refusal, Resource, Store
+from tests.http_server import Server
 
 USER = "system:serviceaccount:d2plm:d2plm-launcher"
 POLL_SECONDS = 0.1  # a stream looks so often whether its client is still there
@@ -133,7 +134,7 @@ class ApiServer:
             self._server = None
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(Server):
     """One thread a connection, all of which end with `server_close`."""
 
     daemon_threads = False
@@ -150,13 +151,6 @@ class _Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         self._connections.discard(request)
         super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no error; anything else is one of the double's."""
-        import sys
-
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
 
     def drop_connections(self) -> None:
         for connection in list(self._connections):

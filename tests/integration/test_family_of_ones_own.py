@@ -10,7 +10,7 @@ from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.evaluation.family_bound import ADAPTED, FAMILY_PROFILE
 from d2plm.evaluation.new_members import NATURAL
-from d2plm.evaluation.quality import GENERATED
+from d2plm.evaluation.result import GENERATED
 from tests.commands import d2plm
 from tests.conftest import FASTA
 

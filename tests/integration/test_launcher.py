@@ -17,16 +17,22 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from d2plm.assembly.training_job import where_to_train
 from d2plm.cli import main
-from d2plm.config import compose, read, save
+from d2plm.config import read, save
 from d2plm.core.errors import ClusterError, LaunchError
 from d2plm.core.vocabulary import CANONICAL
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch import client as requests
 from d2plm.launch import job_log, logs, run_job
-from d2plm.launch.client import INDEXED_JOB, PYTORCHJOB, TRAINJOB, JobKind, connect
+from d2plm.launch.client import (
+    INDEXED_JOB,
+    PYTORCHJOB,
+    TRAINJOB,
+    JobKind,
+    connect,
+    where_to_train,
+)
 from d2plm.launch.job_spec import ShardedJob, TrainingJob, pytorchjob
 from d2plm.launch.run_job import RunningJob, train_in_cluster
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -935,17 +941,12 @@ def test_a_step_whose_training_is_complete_creates_no_job(
         assert len(cluster.store.list("pytorchjobs")) == created
 
 
-def launcher(kind: str) -> PipelineSettings:
-    config: PipelineSettings = compose("train", [f"launcher.kind={kind}"])
-    return config
-
-
 def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KFP_POD_NAME", raising=False)
-    assert where_to_train(launcher("auto")) == "local"
-    assert where_to_train(launcher("trainjob")) == "trainjob"
+    assert where_to_train("auto") == "local"
+    assert where_to_train("trainjob") == "trainjob"
     monkeypatch.setenv("KFP_POD_NAME", "step")
     for operators, expected in (
         (["pytorchjobs", "trainjobs"], "pytorchjob"),
@@ -953,11 +954,11 @@ def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
     ):
         with Cluster(tmp_path / expected, operators=operators) as double:
             monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
-            assert where_to_train(launcher("auto")) == expected
+            assert where_to_train("auto") == expected
     with Cluster(tmp_path / "none", operators=[]) as double:
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         with pytest.raises(ClusterError, match="neither the Kubeflow training operator"):
-            where_to_train(launcher("auto"))
+            where_to_train("auto")
 
 
 @pytest.mark.thorough

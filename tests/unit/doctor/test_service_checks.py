@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from d2plm.doctor import service_checks
 from d2plm.doctor.verdicts import Verdict, examine
 from d2plm.tracking.sqlite_store import create_store
+from tests.http_server import Server
 
 JSON = "application/json"
 HTML = "text/html; charset=utf-8"
@@ -52,7 +53,7 @@ def serve() -> Iterator[Serve]:
             def log_message(self, *_: object) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = Server(("127.0.0.1", 0), Handler)
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}"

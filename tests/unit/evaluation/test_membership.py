@@ -29,7 +29,7 @@ from d2plm.evaluation.new_members import (
     write_members,
 )
 from d2plm.evaluation.plots import plot_new_members
-from d2plm.evaluation.quality import GENERATED
+from d2plm.evaluation.result import GENERATED
 from d2plm.families.alignment import (
     GAP,
     aligned_columns,

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 
 from d2plm.evaluation.family_bound import plot_family
 from d2plm.evaluation.plots import plot, plot_new_members
-from d2plm.evaluation.quality import GENERATED, NATURAL
-from d2plm.evaluation.result import Evaluation, Quality, SequenceSet
+from d2plm.evaluation.result import GENERATED, NATURAL, Evaluation, Quality, SequenceSet
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.export.report_figures import DESCRIPTIONS, draw
 from d2plm.generation.lengths import LengthHistogram

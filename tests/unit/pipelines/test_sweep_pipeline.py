@@ -130,7 +130,7 @@ def test_each_run_names_the_log_of_its_own_job(
     configured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(POD_VARIABLE, "a-pod")
-    monkeypatch.setattr("d2plm.assembly.training_job.where_to_train", lambda config: "local")
+    monkeypatch.setattr("d2plm.launch.client.where_to_train", lambda kind: "local")
     config = configured("run-1", "tracking=none")
     assert "pipeline.job_log" not in read("compare", config).tracking.tags
     for file in map(Path, sweep.plan(str(config))):

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.trainjob_status import VARIABLES, TrainJobStatus
 from d2plm.training.trainer import Trainer
 from tests.cluster.schema import closed
+from tests.http_server import Server
 from tests.kfp_server import certified
 
 Build = Callable[..., Trainer]
@@ -50,7 +51,7 @@ def trainer_server(folder: Path, answer: int | None) -> Iterator[tuple[dict[str,
 
     context, certificate = certified(folder)
     (folder / "token").write_text("opensesame\n")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
