@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import (
-    EsmForMaskedLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import EsmForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measure import Turns

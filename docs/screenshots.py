@@ -51,10 +51,7 @@ def main(store: str, folder: str = str(IMAGES), *wanted: str) -> None:
         "mlflow_runs.png": (f"{experiment}/runs", "Created"),
         "mlflow_run.png": (path, "Description"),
         "mlflow_curves.png": (f"{path}/model-metrics", "Auto-refresh"),
-        "mlflow_evaluation.png": (
-            f"{path}/artifacts/evaluation/evaluation.png",
-            "evaluation.json",
-        ),
+        "mlflow_evaluation.png": (f"{path}/artifacts/evaluation/evaluation.png", "evaluation.json"),
         "mlflow_model.png": (f"/#/models/{MODEL}", "@ champion"),
         "mlflow_version.png": (f"/#/models/{MODEL}/versions/{version.version}", "Schema"),
     }

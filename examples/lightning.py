@@ -45,12 +45,7 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Paradigm, denoise
-from d2plm.settings.training import (
-    AdamWSettings,
-    MuonSettings,
-    OptimizerSettings,
-    TrainerSettings,
-)
+from d2plm.settings.training import AdamWSettings, MuonSettings, OptimizerSettings, TrainerSettings
 from d2plm.training.ema import EMA
 from d2plm.training.learning_rate import Schedule, cosine
 from d2plm.training.muon import build_muon

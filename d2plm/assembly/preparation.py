@@ -16,13 +16,7 @@ from d2plm.core.terminal import done
 from d2plm.core.vocabulary import Vocabulary, vocabulary
 from d2plm.data.prepare import prepare
 from d2plm.settings.commands import PipelineSettings
-from d2plm.settings.data import (
-    Reading,
-    Resources,
-    SplitSettings,
-    TextSettings,
-    VocabularySettings,
-)
+from d2plm.settings.data import Reading, Resources, SplitSettings, TextSettings, VocabularySettings
 from d2plm.settings.schema import part
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,7 @@ from d2plm.assembly.preparation import prepare_data
 from d2plm.assembly.sweep import Sweep, one_run, run_sweep
 from d2plm.config import changed
 from d2plm.core.errors import require
-from d2plm.evaluation.comparison import (
-    Comparison,
-    Run,
-    compare,
-    comparison_table,
-    plot_comparison,
-)
+from d2plm.evaluation.comparison import Comparison, Run, compare, comparison_table, plot_comparison
 from d2plm.export.model_evaluation import load_scores
 from d2plm.settings.commands import CompareSettings
 

@@ -17,12 +17,7 @@ from d2plm.data.megatron import DATA, INDEX, export_megatron
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore
-from d2plm.settings.commands import (
-    ExportDataSettings,
-    HeadSettings,
-    StatsSettings,
-    StoreSettings,
-)
+from d2plm.settings.commands import ExportDataSettings, HeadSettings, StatsSettings, StoreSettings
 
 log = logging.getLogger(__name__)
 

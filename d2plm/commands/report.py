@@ -38,18 +38,8 @@ def run(config: ReportSettings) -> Path:
     likely = (written.model_dir, written.data.prepared_dir) if written else (None, None)
     sources = Sources(
         output_dir,
-        model_dir=_folder(
-            PROVENANCE,
-            config.model_dir,
-            output_dir / "model",
-            likely[0],
-        ),
-        prepared_dir=_folder(
-            MANIFEST,
-            config.prepared_dir,
-            likely[1],
-            output_dir.parent / "data",
-        ),
+        model_dir=_folder(PROVENANCE, config.model_dir, output_dir / "model", likely[0]),
+        prepared_dir=_folder(MANIFEST, config.prepared_dir, likely[1], output_dir.parent / "data"),
     )
     describable = (
         output_dir / FASTA,

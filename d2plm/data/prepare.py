@@ -37,13 +37,7 @@ from d2plm.data.retrieval import find_relatives
 from d2plm.data.similarity import Finder, similarity_search
 from d2plm.data.split import Mask, cluster_count, hold_out
 from d2plm.data.split import describe as describe_split
-from d2plm.data.store import (
-    BLOCK_SEQUENCES,
-    MAX_RESIDUES,
-    SequenceStore,
-    array_digest,
-    clusters_of,
-)
+from d2plm.data.store import BLOCK_SEQUENCES, MAX_RESIDUES, SequenceStore, array_digest, clusters_of
 from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.settings.data import (
     ClusterSettings,
@@ -126,10 +120,7 @@ def prepare(
     seconds: dict[str, float] = {}
     busy, wait = f"another preparation is writing to {output_dir}", resources.max_wait_seconds
     lock, limit_key = output_dir / ".lock", "data.max_wait_seconds"
-    with (
-        writing(output_dir),
-        locked(lock, busy, max_wait_seconds=wait, limit_key=limit_key),
-    ):
+    with writing(output_dir), locked(lock, busy, max_wait_seconds=wait, limit_key=limit_key):
         if keep and (output_dir / MANIFEST).is_file():
             report(f"keeping the prepared data in {output_dir}")
             return open_prepared(output_dir).manifest

@@ -15,13 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.vocabulary import Tokens, Vocabulary
-from d2plm.data.homology import (
-    MMseqs,
-    find_mmseqs,
-    mmseqs_in,
-    mmseqs_version,
-    write_indexed_fasta,
-)
+from d2plm.data.homology import MMseqs, find_mmseqs, mmseqs_in, mmseqs_version, write_indexed_fasta
 from d2plm.data.near_duplicates import cluster_near_duplicates
 from d2plm.data.overlap import NgramIndex, find_overlaps
 from d2plm.data.sources import read_sequences

@@ -33,12 +33,7 @@ from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_
 from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
 from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
 from d2plm.data.record_checks import checked
-from d2plm.data.records import (
-    ALIAS_SEPARATOR,
-    WITHOUT_CONTROL,
-    RawRecords,
-    shown,
-)
+from d2plm.data.records import ALIAS_SEPARATOR, WITHOUT_CONTROL, RawRecords, shown
 from d2plm.data.store import MANIFEST, SequenceStore
 from d2plm.data.tables import NO_SEQUENCE, Table, is_missing, listed, open_table, usual_columns
 from d2plm.settings.data import Reading
@@ -532,10 +527,7 @@ def _binary(batch: Any, name: str, path: Path) -> list[bytes]:
 
 
 def _columns(
-    names: Sequence[str],
-    given: _Input,
-    where: str | Path,
-    cells: Mapping[str, Sequence[str]] = {},
+    names: Sequence[str], given: _Input, where: str | Path, cells: Mapping[str, Sequence[str]] = {}
 ) -> tuple[str, str | None]:
     """The columns (or fields) of the sequence and of the name, if any.
 

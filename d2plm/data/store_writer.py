@@ -94,10 +94,7 @@ class SequenceStoreWriter:
                 raise OSError(str(error)) from error
 
     def extend(
-        self,
-        names: Sequence[bytes],
-        sequences: Sequence[Any],
-        records: Sequence[bytes] = (),
+        self, names: Sequence[bytes], sequences: Sequence[Any], records: Sequence[bytes] = ()
     ) -> None:
         """Add sequences.
 

@@ -26,9 +26,7 @@ MISSING = frozenset(
         *("#div/0!", "#value!", "#ref!", "#num!", "#name?", "#null!"),
     ]
 )
-NO_SEQUENCE = MISSING | {
-    *("true", "false", "unavailable", "sequence unavailable", "not available"),
-}
+NO_SEQUENCE = MISSING | {*("true", "false", "unavailable", "sequence unavailable", "not available")}
 LONGEST_WORD = max(map(len, NO_SEQUENCE))
 
 _LONGEST = 64 << 20  # characters of a line, or of a quoted cell

@@ -128,11 +128,7 @@ def _arm(seeds: Mapping[int, Run], baseline: str, first: Mapping[int, Run] | Non
     over_seeds = seed_interval([*by_seed.values()])
     both = verdict(difference.interval, over_seeds)
     return replace(
-        arm,
-        difference=difference,
-        seed_differences=by_seed,
-        seed_interval=over_seeds,
-        verdict=both,
+        arm, difference=difference, seed_differences=by_seed, seed_interval=over_seeds, verdict=both
     )
 
 

@@ -14,12 +14,7 @@ from numpy.typing import NDArray
 from d2plm.core.progress import Progress
 from d2plm.core.vocabulary import Tokens
 from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex
-from d2plm.evaluation.likelihood import (
-    SequenceScores,
-    bound_of,
-    compared_with,
-    corpus_estimate,
-)
+from d2plm.evaluation.likelihood import SequenceScores, bound_of, compared_with, corpus_estimate
 from d2plm.evaluation.result import ALIGNED, PROFILE, Compared, GivenRelatives, RelativesBelow
 from d2plm.settings.evaluation import EvaluationSettings
 

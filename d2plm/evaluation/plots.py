@@ -103,9 +103,7 @@ def plot(
 
 
 def figures_of(
-    evaluation: Evaluation | None,
-    metrics: Sequence[dict[str, float]],
-    quality: Quality | None,
+    evaluation: Evaluation | None, metrics: Sequence[dict[str, float]], quality: Quality | None
 ) -> dict[str, Callable[[Any], None]]:
     """Name → a function that draws into an empty figure, for those that have data."""
     given = evaluation and evaluation.given_relatives

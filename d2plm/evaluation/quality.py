@@ -316,9 +316,7 @@ def training_counts(
         token_counts += np.bincount(block.tokens[places < limit], minlength=256)
     sampled = (train[index][:limit] for index in sorted(some_of(train, kmer_sequences)))
     return Counts(
-        of_lengths,
-        token_counts[CANONICAL_START:CANONICAL_STOP],
-        kmer_counts(sampled, LONGEST_KMER),
+        of_lengths, token_counts[CANONICAL_START:CANONICAL_STOP], kmer_counts(sampled, LONGEST_KMER)
     )
 
 

@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from d2plm.core.vocabulary import (
-    DNA,
-    FIRST,
-    SPECIAL,
-    Bytes,
-    Codons,
-    Letters,
-    Subwords,
-    Vocabulary,
-)
+from d2plm.core.vocabulary import DNA, FIRST, SPECIAL, Bytes, Codons, Letters, Subwords, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,10 +23,7 @@ from d2plm.data.cache import ArrayCache
 from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import Baselines, fit_baselines, sample_reference
-from d2plm.evaluation.given_relatives import (
-    PROFILES_VERSION,
-    evaluate_given_relatives,
-)
+from d2plm.evaluation.given_relatives import PROFILES_VERSION, evaluate_given_relatives
 from d2plm.evaluation.likelihood import MASKING_VERSION, SequenceScores, score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
 from d2plm.evaluation.nearest import nearest_search

@@ -357,10 +357,7 @@ class Service:
             sampling = law.sampling(Sampling.of(vars(params)))
             settings = f"{in_a_line(sampling.applied())} relatives={len(family.members)}"
             made = law.design(
-                templates,
-                sampling,
-                **lengths,
-                progress=lambda done, total: progress(done / total),
+                templates, sampling, **lengths, progress=lambda done, total: progress(done / total)
             )
             return _rows_of_designs(
                 [(decode(one.tokens), len(one.tokens)) for one in made], params, settings

@@ -40,11 +40,7 @@ class HubSettings(Settings):
 
 
 def model_folder(
-    location: object,
-    tracking_uri: str | None = None,
-    *,
-    key: str,
-    hub: HubSettings = HubSettings(),
+    location: object, tracking_uri: str | None = None, *, key: str, hub: HubSettings = HubSettings()
 ) -> Path:
     """Return the folder of the model at `location`, downloading it if necessary.
 

@@ -9,12 +9,7 @@ import math
 from collections.abc import Callable
 
 from d2plm.core.errors import ConfigError
-from d2plm.settings.training import (
-    ConstantSettings,
-    CosineSettings,
-    ScheduleSettings,
-    WsdSettings,
-)
+from d2plm.settings.training import ConstantSettings, CosineSettings, ScheduleSettings, WsdSettings
 
 Schedule = Callable[[int], float]
 

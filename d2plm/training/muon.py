@@ -37,9 +37,7 @@ ADAMW_RMS = 0.2  # root mean square of AdamW's steps at a learning rate of 1, as
 
 
 def build_muon(
-    model: DiT,
-    parameters: Mapping[str, Tensor] | None = None,
-    settings: MuonSettings | None = None,
+    model: DiT, parameters: Mapping[str, Tensor] | None = None, settings: MuonSettings | None = None
 ) -> "Muon":
     """Muon for the matrices of `model.blocks` and AdamW for all other trainable parameters.
 
