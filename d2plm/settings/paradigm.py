@@ -25,7 +25,6 @@ class DiffusionSettings(ParadigmSettings):
     """Absorbing discrete diffusion (D3PM, arXiv:2107.03006)."""
 
     type: str = key("diffusion")
-    """registered name of the paradigm"""
     num_train_timesteps: int | None = key(1000, low=1)
     """number T of noise steps; null: continuous time"""
     schedule: Literal["linear", "cosine", "linear_beta"] = key("linear")
@@ -54,7 +53,6 @@ class FlowMatchingSettings(ParadigmSettings):
     """Discrete flow matching (arXiv:2407.15595)."""
 
     type: str = key("flow_matching")
-    """registered name of the paradigm"""
     source: Literal["mask", "uniform"] = key("mask")
     """replacement of corrupted tokens: the mask, or random tokens"""
     schedule: Literal["linear", "polynomial", "cosine", "cubic"] = key("cosine")

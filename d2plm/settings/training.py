@@ -142,7 +142,6 @@ class AdamWSettings(OptimizerSettings):
     """AdamW (arXiv:1711.05101)."""
 
     type: str = key("adamw")
-    """registered name of the optimizer"""
     betas: list[float] = key([0.9, 0.98], low=0, below=1)
     """decay rates of AdamW's two moving averages"""
     eps: float = key(1e-8, above=0)
@@ -158,7 +157,6 @@ class MuonSettings(AdamWSettings):
     """Muon (kellerjordan.github.io/posts/muon) for the blocks' matrices, AdamW for the rest."""
 
     type: str = key("muon")
-    """registered name of the optimizer"""
     learning_rate: float = key(2e-3, above=0)
     """peak learning rate of both at base_width, multiplied by the schedule"""
     momentum: float = key(0.95, low=0, below=1)
@@ -184,7 +182,6 @@ class ConstantSettings(ScheduleSettings):
     """The peak learning rate from the warm-up to the end."""
 
     type: str = key("constant")
-    """registered name of the schedule"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +189,6 @@ class CosineSettings(ScheduleSettings):
     """Half a cosine, or a straight line, from the peak learning rate down to the floor."""
 
     type: str = key("cosine")
-    """registered name of the schedule"""
     floor_ratio: float = key(0.0, low=0, high=1)
     """final learning rate as a fraction of the peak"""
 
@@ -202,7 +198,6 @@ class WsdSettings(CosineSettings):
     """Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): at the peak until near the end."""
 
     type: str = key("wsd")
-    """registered name of the schedule"""
     decay_ratio: float = key(0.1, low=0, below=1)
     """fraction of the steps at the end in which the rate falls"""
     decay_steps: int | None = key(None, low=0)
