@@ -331,7 +331,7 @@ class SequenceModel:
         tokens, names = self._read(sequences)
         require_number("seed", seed, integer=True, low=0, high=MAX_SEED)
         if relatives is not None:
-            self.exported.require_taking_relatives("relatives")
+            self.exported.require_taking_relatives()
         draws = bound_draws(
             self._denoiser,
             self.exported.paradigm,

@@ -94,7 +94,7 @@ def score_proteins(config: ScoreSettings, exported: ExportedModel) -> dict[str, 
         return shard.of_all(once or every())
 
     if config.relatives is not None:
-        exported.require_taking_relatives("relatives")
+        exported.require_taking_relatives()
     families = _families(config, (record.name for record in once or every()))
     families = families and families[shard.index :: shard.count]
     tokens, check = 0, RelativesCheck(str(config.relatives), str(path))

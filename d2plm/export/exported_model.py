@@ -116,13 +116,13 @@ class ExportedModel:
                 f"out{cut}"
             )
 
-    def require_taking_relatives(self, key: str) -> None:
-        """Raise `ModelError` naming `key` unless the model takes relatives."""
-        self.require_proteins(key)
+    def require_taking_relatives(self) -> None:
+        """Raise `ModelError` unless the model takes relatives."""
+        self.require_proteins("relatives")
         if self.model.config.relatives_dim is None:
             raise ModelError(
-                f"{key}: not supported by {self.folder}, which was trained without relatives; use "
-                "a model trained with relatives, such as one of experiment=demo"
+                f"relatives: not supported by {self.folder}, which was trained without relatives; "
+                "use a model trained with relatives, such as one of experiment=demo"
             )
 
     def require_proteins(self, key: str) -> None:

@@ -77,10 +77,6 @@ class Sampling(SamplerSettings):
         name = str(dtype).removeprefix("torch.")
         return {"paradigm": paradigm.name, **self.applied(), "dtype": name}
 
-    def note(self, paradigm: Paradigm, dtype: torch.dtype) -> str:
-        """`described` in a line."""
-        return in_a_line(self.described(paradigm, dtype))
-
     def _steps(self, sampler: str, paradigm: Paradigm) -> int | None:
         if sampler == "first_hitting":
             wanted = "null with sampler='first_hitting', which fills in one residue at a time"

@@ -368,7 +368,8 @@ class Service:
     def _designing(self, templates: list[Tokens], params: Designing) -> Work:
         paradigm = self.exported.paradigm
         sampling = Sampling.of(vars(params)).resolved(paradigm)
-        settings = sampling.note(paradigm, resolve_precision("auto", self.device))
+        dtype = resolve_precision("auto", self.device)
+        settings = in_a_line(sampling.described(paradigm, dtype))
         masks = [int((one == self.vocabulary.mask).sum()) for one in templates]
         steps = sampling.steps or max(masks)
         # Where a residue is drawn once, no more passes than residues change anything.

@@ -49,10 +49,6 @@ class MeanLoss(Metric):
         if not trainer.skip_update:
             self.losses.append(trainer.loss)
 
-    def so_far(self) -> list[float]:
-        """The losses since the last row; waits for the device."""
-        return torch.stack(self.losses).tolist()
-
     def read(self, trainer: "Trainer") -> dict[str, float]:
         losses, self.losses = self.losses, []
         return {"loss": float(torch.stack(losses).mean())} if losses else {}

@@ -61,7 +61,7 @@ class MetricLogger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The losses since the last row: a run may be stopped between two."""
-        return {"losses": self.loss.so_far()} if self.loss.losses else {}
+        return {"losses": torch.stack(self.loss.losses).tolist()} if self.loss.losses else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss.losses = list(torch.tensor(state["losses"]).unbind())
