@@ -142,18 +142,11 @@ class MMseqs:
         np.minimum.at(first_members, representatives, np.arange(count, dtype=np.int32))
         return first_members[representatives]
 
-    def search(
-        self,
-        queries: Path,
-        targets: Path,
-        settings: SearchSettings,
-        max_e_value: float = MAX_E_VALUE,
-    ) -> Hits:
+    def search(self, queries: Path, targets: Path, settings: SearchSettings) -> Hits:
         """Search queries against targets, FASTA files with sequences named 0 … N - 1.
 
         Args:
-            settings: which alignments are hits.
-            max_e_value: largest E-value of a hit in all of `targets`.
+            settings: which alignments are hits, up to MAX_E_VALUE in all of `targets`.
 
         Raises:
             DataError: as `cluster`.
@@ -162,7 +155,7 @@ class MMseqs:
         either = settings.coverage_mode == EITHER
         asked = replace(settings, coverage=0, coverage_mode=0) if either else settings
         with self._workspace() as folder:
-            table = self._searched(folder, queries, targets, asked, max_e_value, _HIT_COLUMNS)
+            table = self._searched(folder, queries, targets, asked, MAX_E_VALUE, _HIT_COLUMNS)
             parts = [np.empty((0, 4))]
             for rows in _table(table, columns=9):
                 starts, ends, lengths = rows[:, 3:5], rows[:, 5:7], rows[:, 7:9]  # from 1
@@ -181,16 +174,13 @@ class MMseqs:
         )
 
     def alignments(
-        self,
-        queries: Path,
-        targets: Path,
-        settings: SearchSettings,
-        max_e_value: float = MAX_E_VALUE,
+        self, queries: Path, targets: Path, settings: SearchSettings, max_e_value: float
     ) -> Iterator[Alignment]:
         """Like `search`, with the alignments, grouped by query and sorted by significance.
 
         Args:
             settings: which alignments are hits; the coverage mode is one of MMseqs2.
+            max_e_value: largest E-value of a hit in all of `targets`.
         """
         with self._workspace() as folder:
             table = self._searched(

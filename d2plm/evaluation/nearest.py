@@ -124,7 +124,7 @@ def find_nearest(
         f"searching {len(train):,} training proteins for the nearest of {count:,} sequences with "
         f"MMseqs2; its log is {mmseqs.log}"
     )
-    hits = mmseqs.search(query_fasta, train_fasta, settings, MAX_E_VALUE)
+    hits = mmseqs.search(query_fasta, train_fasta, settings)
     best_first = np.lexsort((hits.targets, -hits.identities, hits.queries))
     queries_hit, places = np.unique(hits.queries[best_first], return_index=True)
     best = best_first[places]

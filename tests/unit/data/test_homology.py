@@ -246,13 +246,13 @@ def test_a_search_asks_for_proteins_and_for_the_e_value(tmp_path: Path) -> None:
         f"""echo "$*" >> '{tmp_path / "calls"}'
 if [ "$1" = convertalis ]; then echo 0 2 0.375 1 11 80 90 100 320 > "$5"; fi""",
     )
-    hits = _mmseqs(tmp_path, program).search(tmp_path / "x", tmp_path / "y", SearchSettings(), 1e-5)
+    hits = _mmseqs(tmp_path, program).search(tmp_path / "x", tmp_path / "y", SearchSettings())
     assert (hits.queries.tolist(), hits.targets.tolist()) == ([0], [2])
     assert hits.identities.tolist() == [0.375]
     assert hits.coverages.tolist() == [80 / 320]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert all(call.endswith("--dbtype 1") for call in calls if call.startswith("createdb"))
-    assert "-e 1e-05" in next(call for call in calls if call.startswith("search"))
+    assert "-e 0.001" in next(call for call in calls if call.startswith("search"))
 
 
 def test_coverage_of_either_sequence_is_that_of_mmseqs2s_modes_1_or_2(tmp_path: Path) -> None:
