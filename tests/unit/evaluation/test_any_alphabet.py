@@ -156,11 +156,7 @@ def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
     tokens, units, clusters = np.array([10, 30, 20]), np.array([40, 90, 70]), np.arange(3)
     scores = invented_scores(tokens, 2.0, noise=0)
     terms = terms_for(BYTES)
-    held_out = HeldOut(
-        *(tokens, clusters, {"unigram": tokens * 3.0}),
-        units=units,
-        terms=terms,
-    )
+    held_out = HeldOut(*(tokens, clusters, {"unigram": tokens * 3.0}), units=units, terms=terms)
     found = summarise(
         *(scores, {}, held_out, LengthHistogram.of(tokens, 40)),
         quality=None,

@@ -117,10 +117,7 @@ def test_a_sequence_beyond_its_positions_is_rejected(bert: Path) -> None:
 
 @pytest.mark.parametrize(
     "lost, message",
-    [
-        ("config.json", "config.json is missing"),
-        ("model.safetensors", "no .*safetensors"),
-    ],
+    [("config.json", "config.json is missing"), ("model.safetensors", "no .*safetensors")],
 )
 def test_a_folder_that_lacks_a_file_is_rejected(esm: Path, lost: str, message: str) -> None:
     (esm / lost).unlink()
