@@ -11,15 +11,15 @@ import yaml
 
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
-from d2plm.config import as_yaml, check_paths, flat, plain
+from d2plm.config import as_yaml, check_paths, flat, groups, plain
 from d2plm.core.errors import ClusterError, ConfigError, did_you_mean, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
-from d2plm.settings.commands import PipelineSettings
+from d2plm.settings.commands import SETTINGS, PipelineSettings
 from d2plm.settings.launcher import LABEL, QUANTITY
 from d2plm.settings.registry import loaded_modules
-from d2plm.settings.schema import Form
+from d2plm.settings.schema import Form, keys
 from pipelines.steps import INPUTS, PARAMETERS, WORKSPACE
-from pipelines.sweep import composed
+from pipelines.sweep import KINDS, composed
 
 ACTIONS = {name: action.summary for name, action in EXTERNAL["pipeline"].actions.items()}
 HELP = """usage: d2plm pipeline run|compile|submit [key=value ...]
@@ -138,7 +138,7 @@ def parse(action: str, words: list[str]) -> Request:
     Raises:
         ConfigError: if a word is not a setting.
     """
-    request = Request([], {}, {})
+    request, own = Request([], {}, {}), [*OPTIONS[action], *CLUSTER]
     for word in words:
         key, equals, value = word.partition("=")
         before = request.overrides[-1:]
@@ -147,15 +147,25 @@ def parse(action: str, words: list[str]) -> Request:
             request.options[key] = value
         elif equals and key in CLUSTER:
             request.cluster[key] = value
+        elif users := [name for name, options in OPTIONS.items() if key in options]:
+            raise ConfigError(f"{key}: belongs to d2plm pipeline {' or '.join(users)}")
+        elif equals and _is_unknown(key) and (near := did_you_mean(key, own)):
+            raise ConfigError(f"unknown key {key!r}{near}; see d2plm pipeline --help")
         elif key in ("--cfg", "--module") or (equals and not word.startswith("-")) or of_option:
             request.overrides.append(word)
         else:
-            near = did_you_mean(key.lstrip("-"), [*OPTIONS[action], *CLUSTER])
+            near = did_you_mean(key.lstrip("-"), own)
             raise ConfigError(
                 f"{word!r}{near}: d2plm pipeline takes settings as key=value; see d2plm pipeline "
                 "--help"
             )
     return request
+
+
+def _is_unknown(key: str) -> bool:
+    """Whether no command of a pipeline has a setting or a section `key`."""
+    known = [name for kind in ("pipeline", *KINDS) for name in keys(SETTINGS[kind])]
+    return key not in {*groups(), *known, *(name.partition(".")[0] for name in known)}
 
 
 def cluster_arguments(config: PipelineSettings, request: Request) -> dict[str, Any]:
@@ -207,6 +217,7 @@ def _compile(config: PipelineSettings, request: Request) -> dict[str, Any]:
     from pipelines.submit import compile_pipeline
 
     output = Path(request.options.get("output", "pipeline.yaml"))
+    require(output.suffix in (".yaml", ".yml"), "output", str(output), "a .yaml file")
     pipeline = define(request.options.get("sweep"), getattr(config, "parallel", 0))
     compile_pipeline(output, pipeline, cluster_arguments(config, request))
     done(f"wrote {output}; upload it to Kubeflow Pipelines, or use d2plm pipeline submit")
@@ -246,7 +257,8 @@ def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
 
 def _cancel(words: list[str]) -> dict[str, Any]:
     run_id = words[0] if len(words) == 1 else ""
-    require(bool(run_id), "d2plm pipeline cancel", " ".join(words), "given the id of one run")
+    if not run_id:
+        raise ConfigError("d2plm pipeline cancel RUN: give the id of one run")
     from d2plm.launch.kfp_server import connect, reaching
 
     server = connect()

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from d2plm.assembly.training_run import build_plan, is_trained, trainer_keys
 from d2plm.core.errors import require, require_number, within
 from d2plm.core.shards import MAX_SHARDS
 from d2plm.core.terminal import done
@@ -21,7 +20,6 @@ from d2plm.launch.workflow import is_ended
 from d2plm.settings.commands import PipelineSettings
 from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.registry import module_words
-from d2plm.training.plan import partition
 
 # Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
 # MLFLOW_RUN_ID is a user's, of a pipeline on this machine: steps in a cluster have dropped KFP's.
@@ -42,6 +40,9 @@ def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any
         ConfigError: if a value is invalid, naming its key, or the parallel dimensions do not fit
             the processes of the job's nodes, or these cannot share the bins of a step evenly.
     """
+    from d2plm.assembly.training_run import build_plan, trainer_keys
+    from d2plm.training.plan import partition
+
     launcher, device, gpus = config.launcher, config.trainer.device, config.launcher.gpus
     wanted = "≥ 1 for trainer.device=cuda" if device == "cuda" else "0, or set trainer=multi_gpu"
     require((device == "cuda") == bool(gpus), "launcher.gpus", gpus, wanted)
@@ -101,6 +102,8 @@ def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
         file: the configuration, on a volume that the job mounts. A retried step finds its job by
             the file's name.
     """
+    from d2plm.assembly.training_run import is_trained
+
     launcher = config.launcher
     own, cluster = connect(), connect(launcher.namespace)
     name, pod = job_name(config, file), os.environ.get(POD_VARIABLE)

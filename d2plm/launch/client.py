@@ -36,6 +36,7 @@ PATIENCE_SECONDS = 900  # for which a request that is not answered is repeated
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two of them
 REPORT_SECONDS = (1.0, 60.0)  # until repeated requests are reported, and between two reports
 LOG_SECONDS = 10  # for a node to answer, and for which a request for its logs is repeated
+MOST_LOG_BYTES = 2**16  # of a line of a log
 QUIET_LOG_SECONDS = 15  # until a log that is followed is requested again: its node may be lost
 WATCH_SECONDS = 10
 NOT_STARTED, ABSENT, CONFLICT, GONE = 400, 404, 409, 410
@@ -319,7 +320,7 @@ class Cluster:
             answers=[ABSENT, NOT_STARTED],
             read_seconds=QUIET_LOG_SECONDS if "follow" in query else LOG_SECONDS,
         )
-        return iter(()) if response is None else lines(response)
+        return iter(()) if response is None else lines(response, MOST_LOG_BYTES)
 
     def served(self, kind: Resource) -> Resource | None:
         """`kind` in the version that the server prefers; None if the group is not installed."""
@@ -489,8 +490,8 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
             current = context.get("namespace") or "default"
     except Exception as error:  # a malformed kube config raises arbitrary exceptions
         raise ClusterError(
-            f"no cluster is configured: {first_line(error)}; run this in a pod with a service "
-            "account, or set KUBECONFIG, or train on this machine"
+            f"no cluster is configured: {first_line(error).rstrip('.')}; run this in a pod with a "
+            "service account, or set KUBECONFIG, or train on this machine"
         ) from error
     configuration.retries = False  # `Cluster.call` repeats requests, for a limited time
     patience = PATIENCE_SECONDS if timeout_seconds is None else 0
@@ -498,10 +499,18 @@ def connect(namespace: str | None = None, *, timeout_seconds: float | None = Non
     return Cluster(client.ApiClient(configuration), namespace or current, timeout, patience)
 
 
-def lines(response: Any) -> Iterator[str]:
+def lines(response: Any, most_bytes: int | None = None) -> Iterator[str]:
+    """Yield the lines of a stream, each up to its first `most_bytes`."""
+    line = b""
     try:
-        for line in response:
-            yield line.decode(errors="replace").removesuffix("\n")
+        for part in response.stream():
+            first, *others = part.split(b"\n")
+            line = (line + first)[:most_bytes]
+            for other in others:
+                yield line.decode(errors="replace")
+                line = other[:most_bytes]
+        if line:
+            yield line.decode(errors="replace")
     finally:
         response.release_conn()
 

@@ -17,6 +17,7 @@ from d2plm.core.terminal import done
 MOST_BYTES = 5_000_000  # of a file; then it is renamed to .1, and that one to .2 …
 OLDER_FILES = 3
 MOST_CHARACTERS = 4_000  # of a line
+MOST_REDACTED = 2 * MOST_CHARACTERS  # so that a secret at the cut is seen whole
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ def logged(file: Path) -> Iterator[Callable[[str], None]]:
 
     def write(text: str) -> None:
         for line in text.splitlines() or [""]:
-            handler.handle(logging.makeLogRecord({"msg": redacted(line[:MOST_CHARACTERS])}))
+            text = redacted(line[:MOST_REDACTED])[:MOST_CHARACTERS]
+            handler.handle(logging.makeLogRecord({"msg": text}))
 
     def say(line: str) -> None:
         done(line)
@@ -52,6 +54,7 @@ def logged(file: Path) -> Iterator[Callable[[str], None]]:
         write(str(error))
         raise
     finally:
+        handler.addFilter(lambda _: False)  # a thread that still reads would open the file again
         with suppress(OSError):  # of what is still buffered, on a full disk
             handler.close()
 

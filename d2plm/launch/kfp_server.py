@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 HEALTH = "apis/v2beta1/healthz"
 LOG = "apis/v1alpha1/runs/{run}/nodes/{node}/log"
+MOST_LOG_BYTES = 2**20  # of a step
 TIMEOUT_SECONDS = 30  # for connecting, and between two parts of a response
 NAMESPACE = "kubeflow"  # of a server without profiles, and the client's own default
 REMEDIES = {
@@ -63,14 +64,16 @@ class Server:
         return f"{self.host}/#/{'recurringrun' if recurring else 'runs'}/details/{run_id}"
 
     def log(self, run_id: str, node: str) -> str:
-        """The log of a step's container, by its node's id; empty if the server does not have it.
+        """The end of the log of a step's container, by its node's id; empty if there is none.
 
         Raises:
             ClusterError: if the server cannot be reached.
         """
         with reaching(self.host):
-            response = _get(self.host, LOG.format(run=run_id, node=node))
-        return response.text if response.ok else ""
+            response, end = _get(self.host, LOG.format(run=run_id, node=node)), b""
+            for part in response.iter_content(2**16):
+                end = (end + part)[-MOST_LOG_BYTES:]
+        return end.decode(errors="replace") if response.ok else ""
 
     def require_id(self, created: str | None) -> str:
         """The id of a created object; other servers than Pipelines' answer without one.
@@ -212,6 +215,7 @@ def _get(host: str, path: str, timeout_seconds: float = TIMEOUT_SECONDS) -> "Res
         timeout=timeout_seconds,
         verify=os.environ.get("SSL_CERT_FILE") or True,
         proxies=None if _proxy(host) else {"no_proxy": "*"},
+        stream=True,  # read when its content is asked for
     )
 
 

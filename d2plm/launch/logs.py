@@ -28,7 +28,7 @@ def followed_log(
     """
     last: deque[str] = deque(maxlen=LAST_LINES)
     places: defaultdict[tuple[str, str], _Place] = defaultdict(_Place)  # by pod and container
-    ended, reasons = threading.Event(), set[str]()
+    ended, closed, reasons = threading.Event(), threading.Event(), set[str]()
 
     def run() -> None:
         from urllib3.exceptions import HTTPError
@@ -38,6 +38,8 @@ def followed_log(
             pause = PAUSE_SECONDS
             try:
                 for line in _unread(cluster, kind, name, places):
+                    if closed.is_set():
+                        return
                     last.append(line)
                     say(line)
             except ClusterError as error:
@@ -49,7 +51,7 @@ def followed_log(
                         say(f"the log cannot be read: {error}")
             except (HTTPError, OSError):
                 pass  # the next pass continues after the last line
-            if is_last:
+            if is_last or closed.is_set():
                 return
             ended.wait(pause)
 
@@ -57,9 +59,11 @@ def followed_log(
     thread.start()
     try:
         yield last
-    finally:
         ended.set()
-    thread.join(DRAIN_SECONDS)
+        thread.join(DRAIN_SECONDS)
+    finally:
+        closed.set()
+        ended.set()
 
 
 def _unread(

@@ -912,7 +912,7 @@ def test_a_steps_job_that_fails_leaves_its_log_and_its_report_on_the_volume(
 ) -> None:
     monkeypatch.setattr(job_log, "MOST_BYTES", 2000)
     lines = tuple(f"step {number}" for number in range(2000))
-    cluster.script(Script(lines=(*lines, "9" * 5000), exit_code=2))
+    cluster.script(Script(lines=(*lines, f"{'9' * 3980} db://me:{'s' * 1000}@host"), exit_code=2))
     with pytest.raises(SystemExit):
         pipeline_steps.train(step)
     log = Path(step).with_suffix(".job.log")
@@ -920,6 +920,7 @@ def test_a_steps_job_that_fails_leaves_its_log_and_its_report_on_the_volume(
     assert len(sizes) == 4 and max(sizes) < 5000
     said = "".join(Path(f"{log}{end}").read_text() for end in (".1", ""))
     assert "mine-worker-0: exit code 2" in said and "\n  step 1999\n" in said
+    assert "db://***@host" in said and "sss" not in said
     assert f"`{log}`" in record.as_markdown(Path(step))
     config: PipelineSettings = read("pipeline", Path(step))
     assert config.tracking.tags["pipeline.job_log"] == str(log)

@@ -1,9 +1,19 @@
-"""Reading a log again after a break gives every line once, in order."""
+"""Reading a log again after a break gives every line once, in order; nothing is read for ever."""
 
+import time
+import tracemalloc
+from itertools import count, repeat
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2plm.launch.logs import _Place
+from d2plm.launch import logs
+from d2plm.launch.client import PYTORCHJOB, lines
+from d2plm.launch.job_log import logged
+from d2plm.launch.logs import _Place, followed_log
 
 STAMPS = ["2026-01-02T03:04:05.1Z", "2026-01-02T03:04:05.12Z", "2026-01-02T03:04:06Z"]
 
@@ -23,3 +33,42 @@ def test_every_line_comes_once_however_often_the_connection_breaks(
         first = next((s for s in seconds if s <= len(read)), 0)
         read += list(place.new(iter(log[first : max(first, broken_at)])))
     assert read == [f"line {number}" for number in range(len(log))]
+
+
+@given(st.lists(st.binary(max_size=9)), st.none() | st.integers(1, 12))
+def test_lines_are_those_of_the_stream_up_to_their_bound(
+    parts: list[bytes], most: int | None
+) -> None:
+    content = b"".join(parts)
+    expected = content.removesuffix(b"\n").split(b"\n") if content else []
+    read = lines(Mock(stream=lambda: parts), most)
+    assert [*read] == [line[:most].decode(errors="replace") for line in expected]
+
+
+def test_a_line_without_an_end_takes_no_memory() -> None:
+    tracemalloc.start()
+    (line,) = lines(Mock(stream=lambda: repeat(b"9" * 2**16, 2000)), 2**16)
+    assert len(line) == 2**16 and tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+
+
+def test_nothing_follows_a_log_that_is_no_longer_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(logs, "_unread", lambda *_: map(str, count()))
+    said: list[str] = []
+
+    def hear(line: str) -> None:
+        said.append(line)
+        time.sleep(0.001)
+
+    with followed_log(Mock(), PYTORCHJOB, "mine", hear):
+        time.sleep(0.05)
+    number = len(said)
+    time.sleep(0.1)
+    assert number > 0 and len(said) <= number + 1
+    with logged(tmp_path / "log") as say:
+        say("before")
+    say("after")
+    assert (tmp_path / "log").read_text() == "before\n"

@@ -14,7 +14,7 @@ from kubernetes.client import ApiException
 from d2plm.cli import main as d2plm
 from d2plm.core.errors import ClusterError
 from d2plm.launch import kfp_server as kfp_server_module
-from d2plm.launch.kfp_server import SERVER_FAILS
+from d2plm.launch.kfp_server import MOST_LOG_BYTES, SERVER_FAILS
 from pipelines import follow
 from tests.cluster import Cluster
 from tests.kfp_server import KfpServer, certified, kfp_server, run, step
@@ -240,7 +240,8 @@ def test_waiting_reports_each_steps_changes_in_order_and_succeeds(
 def test_a_run_that_fails_is_reported_with_the_last_lines_of_its_steps_log(
     server: KfpServer, capsys: pytest.CaptureFixture[str], node: str
 ) -> None:
-    server.logs[node] = """\
+    server.logs[node] = f"""\
+{"9" * MOST_LOG_BYTES}
 I1126 03:00:00.123456      17 launcher_v2.go:151] PipelineSpec
 d2plm: error: of an earlier attempt
 ── train ──
@@ -520,6 +521,8 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
         (["prepare_memory=12Gx"], "prepare_memory='12Gx': must be a Kubernetes quantity"),
         (["evaluate_gpus=one"], "evaluate_gpus='one': must be a number of GPUs"),
         (["claim=BAD_NAME"], "claim='BAD_NAME': must be a name of up to 63"),
+        (["prepare_cpuu=1"], "unknown key 'prepare_cpuu' (did you mean 'prepare_cpu'?)"),
+        (["output=d2plm.yaml"], "output: belongs to d2plm pipeline compile"),
     ],
 )
 def test_what_cannot_be_meant_is_rejected_before_the_server_is_asked(
