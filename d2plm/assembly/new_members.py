@@ -215,8 +215,7 @@ def _columns(law: FamilyDesigns, member: int, text: str, whole: str) -> list[tup
         for position, column in zip(positions, law.columns_of(member, positions), strict=True):
             if column is None or letters[position] == len(CANONICAL):
                 raise ConfigError(
-                    f"residue {position + 1} is in no column of the family",
-                    {"keep": whole},
+                    f"residue {position + 1} is in no column of the family", {"keep": whole}
                 )
             found.append((column, int(letters[position])))
     return found

@@ -41,13 +41,7 @@ from d2plm.evaluation.baselines import (
     token_ranks,
 )
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_search, write_fasta_of_tokens
-from d2plm.evaluation.result import (
-    GENERATED,
-    NATURAL,
-    REPEATED_TOKENS,
-    Quality,
-    SequenceSet,
-)
+from d2plm.evaluation.result import GENERATED, NATURAL, REPEATED_TOKENS, Quality, SequenceSet
 from d2plm.evaluation.terms import REFERENCE, Terms
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings
 

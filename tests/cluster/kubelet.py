@@ -146,11 +146,7 @@ class Kubelet:
     """
 
     def __init__(
-        self,
-        store: Store,
-        folder: Path,
-        mounts: Mapping[str, Path],
-        environment: Mapping[str, str],
+        self, store: Store, folder: Path, mounts: Mapping[str, Path], environment: Mapping[str, str]
     ) -> None:
         self.store, self.folder, self.mounts = store, folder, dict(mounts)
         self.environment = dict(environment)

@@ -10,15 +10,7 @@ import re
 from datetime import UTC, datetime
 
 from tests.cluster.kubelet import worker_of
-from tests.cluster.store import (
-    Object,
-    Refusal,
-    Store,
-    delete_pod,
-    now,
-    owned_by,
-    owner,
-)
+from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner
 
 PORT = 23456
 CONTAINER = "pytorch"

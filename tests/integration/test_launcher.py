@@ -25,14 +25,7 @@ from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.launch import client as requests
 from d2plm.launch import job_log, logs, run_job
-from d2plm.launch.client import (
-    INDEXED_JOB,
-    PYTORCHJOB,
-    TRAINJOB,
-    JobKind,
-    connect,
-    where_to_train,
-)
+from d2plm.launch.client import INDEXED_JOB, PYTORCHJOB, TRAINJOB, JobKind, connect, where_to_train
 from d2plm.launch.job_spec import ShardedJob, TrainingJob, pytorchjob
 from d2plm.launch.run_job import RunningJob, train_in_cluster
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -1077,11 +1070,7 @@ def test_a_queue_holds_it_as_it_holds_training(cluster: Cluster) -> None:
     ids=["one-of-two", "two-of-eight"],
 )
 def test_killed_shards_give_the_vectors_of_one_machine(
-    cluster: Cluster,
-    tmp_path: Path,
-    tiny_dit: Callable[..., Any],
-    shards: int,
-    killed: list[int],
+    cluster: Cluster, tmp_path: Path, tiny_dit: Callable[..., Any], shards: int, killed: list[int]
 ) -> None:
     workspace, rng = tmp_path / "workspace", np.random.default_rng(0)
     texts = ["".join(rng.choice([*CANONICAL], size=n)) for n in rng.integers(3, 100, 1000)]

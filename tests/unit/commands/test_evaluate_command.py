@@ -248,10 +248,7 @@ def test_a_folder_that_is_not_a_model_is_rejected(
 
 
 def test_residues_that_are_not_protein_letters_are_not_scored(
-    export: Export,
-    run: Callable[..., Evaluation],
-    stores: dict[str, SequenceStore],
-    tmp_path: Path,
+    export: Export, run: Callable[..., Evaluation], stores: dict[str, SequenceStore], tmp_path: Path
 ) -> None:
     stores["validation"] = write_store(
         tmp_path / "with_x", [encode("MKXXBVLU"), encode("GGAVLKR")], [0, 1]

@@ -188,12 +188,7 @@ def test_permissions_for_a_job_kind_that_is_not_used_are_not_asked_for(api: Api)
 
 
 @pytest.mark.parametrize(
-    ("check", "path"),
-    [
-        ("permissions", REVIEWS),
-        (CLAIM_CHECK, CLAIM),
-        ("GPUs", NODES),
-    ],
+    ("check", "path"), [("permissions", REVIEWS), (CLAIM_CHECK, CLAIM), ("GPUs", NODES)]
 )
 def test_what_may_not_be_seen_is_skipped_and_the_rest_continues(
     api: Api, check: str, path: str
@@ -218,11 +213,7 @@ def test_a_missing_claim_fails(api: Api) -> None:
 
 @pytest.mark.parametrize(
     ("seen", "status"),
-    [
-        (claim(), "ok"),
-        (claim(mode="ReadWriteOnce"), "warning"),
-        (claim("Pending"), "warning"),
-    ],
+    [(claim(), "ok"), (claim(mode="ReadWriteOnce"), "warning"), (claim("Pending"), "warning")],
 )
 def test_a_claim_is_shown_with_its_phase_and_access_mode(
     api: Api, seen: dict[str, Any], status: str

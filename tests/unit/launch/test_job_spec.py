@@ -55,9 +55,7 @@ def test_the_patch_for_several_nodes_makes_what_its_settings_show(
     patch = K8S / "overlays" / "multi-node" / "job.yaml"
     overlay = {
         "resources": [os.path.relpath(K8S / "job", tmp_path)],
-        "patches": [
-            {"target": {"kind": "PyTorchJob"}, "path": os.path.relpath(patch, tmp_path)},
-        ],
+        "patches": [{"target": {"kind": "PyTorchJob"}, "path": os.path.relpath(patch, tmp_path)}],
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     words = SETTINGS["patched"]["overlays/multi-node/job.yaml"]

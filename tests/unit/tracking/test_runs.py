@@ -19,13 +19,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from d2plm.core.errors import DataError, TrackingError
 from d2plm.core.redaction import redacted
 from d2plm.tracking import mlflow_run
-from d2plm.tracking.mlflow_run import (
-    KEY_TAG,
-    RUN_FILE,
-    MLflowRun,
-    open_client,
-    written_here,
-)
+from d2plm.tracking.mlflow_run import KEY_TAG, RUN_FILE, MLflowRun, open_client, written_here
 from d2plm.tracking.runs import Run, Runs, tracking_run
 from d2plm.tracking.sqlite_store import create_store
 from d2plm.tracking.tracker_run import reaching
@@ -125,10 +119,7 @@ def test_a_run_that_cannot_be_finished_is_an_error(
     client: MlflowClient, refuse: Refuse, output_dir: Path
 ) -> None:
     refuse("set_terminated")
-    with (
-        pytest.raises(TrackingError, match="FINISHED"),
-        tracking_run(output_dir),
-    ):
+    with pytest.raises(TrackingError, match="FINISHED"), tracking_run(output_dir):
         pass
 
 

@@ -299,10 +299,7 @@ def test_anything_but_a_list_of_trackers_is_rejected_on_every_rank(
 ) -> None:
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with (
-            pytest.raises(ConfigError, match=message),
-            tracking_run(output_dir, trackers=trackers),
-        ):
+        with pytest.raises(ConfigError, match=message), tracking_run(output_dir, trackers=trackers):
             pass
     assert not output_dir.exists()
 
