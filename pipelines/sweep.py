@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2plm.config import Arguments, compose_arguments, parse_arguments, read, save
+from d2plm.config import Arguments, changed, compose_arguments, parse_arguments, read, save
 from d2plm.core.errors import ConfigError, require, require_choice
 from d2plm.core.files import read_json
 from d2plm.core.terminal import done
@@ -46,6 +46,9 @@ def composed(kind: str | None, words: list[str]) -> tuple[PipelineSettings, Argu
     require(len({*map(str, inputs)}) == 1, "data.input", inputs, "the same in all runs")
     wanted = f"false; for forecasts use d2plm {kind} --dry-run"
     require(not config.dry_run, "dry_run", config.dry_run, wanted)
+    for section in ("arms", "sizes"):  # of compare, of scaling
+        for name, changes in getattr(config, section, {}).items():
+            changed(config, changes, f"{section}.{name}")
     name = config.launcher.name
     require(name is None, "launcher.name", name, "null: each run has its own job")
     return config, arguments

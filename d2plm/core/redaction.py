@@ -19,9 +19,8 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")  # apiToken
-_ASSIGNED = re.compile(
-    r"""(?<![\w.\-])([\w.\-]{1,100})=(?!null\b)(['"]?)[^\s'"…]+?(?=[;:,]?(?:[\s'"]|$))"""
-)
+# Takes all up to a space or quotation mark, since a search from each `=` takes quadratic time.
+_ASSIGNED = re.compile(r"""(?<![\w.\-])([\w.\-]{1,100})=(?!null\b)(['"]?)([^\s'"…]+)(…?)""")
 # In JSON, in a dictionary's text, and in the header of a request.
 _QUOTED = re.compile(r"""(['"])([\w.\-]{1,100})\1: (['"])[^'"]+\3""")
 _HEADER = re.compile(r"(authorization: (?:\w+ )?)\S+", re.IGNORECASE)
@@ -36,7 +35,10 @@ def redacted(text: str) -> str:
     """`text` with `***` for tokens, for users and passwords in URIs, for values of secret keys."""
 
     def hidden(assigned: re.Match[str]) -> str:
-        return f"{assigned[1]}={assigned[2]}{HIDDEN}" if _is_secret(assigned[1]) else assigned[0]
+        key, quote, value, more = assigned.groups()
+        end = value[-1] if value[1:] and value[-1] in ";:," else ""
+        is_secret = _is_secret(key) and not more
+        return f"{key}={quote}{HIDDEN}{end}" if is_secret else assigned[0]
 
     def hidden_in_quotes(pair: re.Match[str]) -> str:
         quote, key, other = pair.groups()

@@ -549,7 +549,9 @@ def test_without_an_address_the_error_says_where_one_comes_from(
         ([*SWEEP, "dry_run=true"], "use d2plm compare --dry-run"),
         ([*SWEEP, "launcher.name=mine"], "launcher.name='mine': must be null"),
         (["sweep=train", "experiment=debug", "data.input=/a,/b"], "the same in all runs"),
-        ([*SWEEP, "arms.c.trainer.max_step=2", "work_dir=here"], "work_dir='here'"),
+        ([*SWEEP, "work_dir=here"], "work_dir='here'"),
+        ([*SWEEP, "arms.c.trainer.max_step=2"], "arms.c: unknown key 'trainer.max_step'"),
+        (["sweep=scaling", "sizes.a.model.hidden=2"], "sizes.a: unknown key 'model.hidden'"),
     ],
 )
 def test_what_cannot_be_a_sweep_is_refused_before_the_server_is_asked(
