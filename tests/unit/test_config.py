@@ -603,6 +603,8 @@ WRONG = {
     "train trainer.max_steps=abc": "trainer.max_steps='abc'",
     "evaluate model_dir=nowhere": "nowhere",
     "prepare nowhere.fasta": "nowhere.fasta",
+    "job show command=embed launcher.name=e input=a output=e": "output='e'",
+    "job show command=embed shards=501 launcher.name=e input=a output=/workspace/e": "shards=501",
 }
 
 
