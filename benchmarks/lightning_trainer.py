@@ -109,13 +109,7 @@ def train_packed(turns: Turns, *, workload: Workload, device: str, precision: st
 
 
 def train_padded(
-    turns: Turns,
-    *,
-    workload: Workload,
-    pad_to: int | None,
-    steps: int,
-    device: str,
-    precision: str,
+    turns: Turns, *, workload: Workload, pad_to: int | None, steps: int, device: str, precision: str
 ) -> None:
     """Arm: the example on a padded DiT."""
     module = PaddedModule(

@@ -107,11 +107,7 @@ def _token_dropout(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def _block(
-    block: Block,
-    x_BLD: Tensor,
-    time_BC: Tensor,
-    rope_L1K: tuple[Tensor, Tensor],
-    keys_B11L: Tensor,
+    block: Block, x_BLD: Tensor, time_BC: Tensor, rope_L1K: tuple[Tensor, Tensor], keys_B11L: Tensor
 ) -> Tensor:
     assert block.modulation is not None
     shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = block.modulation(time_BC)[:, None].chunk(

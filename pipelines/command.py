@@ -139,6 +139,8 @@ def parse(action: str, words: list[str]) -> Request:
         ConfigError: if a word is not a setting.
     """
     request, own = Request([], {}, {}), [*OPTIONS[action], *CLUSTER]
+    settings = [name for kind in ("pipeline", *KINDS) for name in keys(SETTINGS[kind])]
+    known = groups() | {name.partition(".")[0] for name in settings}
     for word in words:
         key, equals, value = word.partition("=")
         before = request.overrides[-1:]
@@ -149,7 +151,7 @@ def parse(action: str, words: list[str]) -> Request:
             request.cluster[key] = value
         elif users := [name for name, options in OPTIONS.items() if key in options]:
             raise ConfigError(f"{key}: belongs to d2plm pipeline {' or '.join(users)}")
-        elif equals and _is_unknown(key) and (near := did_you_mean(key, own)):
+        elif equals and key.partition(".")[0] not in known and (near := did_you_mean(key, own)):
             raise ConfigError(f"unknown key {key!r}{near}; see d2plm pipeline --help")
         elif key in ("--cfg", "--module") or (equals and not word.startswith("-")) or of_option:
             request.overrides.append(word)
@@ -160,12 +162,6 @@ def parse(action: str, words: list[str]) -> Request:
                 "--help"
             )
     return request
-
-
-def _is_unknown(key: str) -> bool:
-    """Whether no command of a pipeline has a setting or a section `key`."""
-    known = [name for kind in ("pipeline", *KINDS) for name in keys(SETTINGS[kind])]
-    return key not in {*groups(), *known, *(name.partition(".")[0] for name in known)}
 
 
 def cluster_arguments(config: PipelineSettings, request: Request) -> dict[str, Any]:
@@ -257,8 +253,7 @@ def _submit(config: PipelineSettings, request: Request) -> dict[str, Any]:
 
 def _cancel(words: list[str]) -> dict[str, Any]:
     run_id = words[0] if len(words) == 1 else ""
-    if not run_id:
-        raise ConfigError("d2plm pipeline cancel RUN: give the id of one run")
+    require(bool(run_id), "RUN", " ".join(words), "the id of one run")
     from d2plm.launch.kfp_server import connect, reaching
 
     server = connect()

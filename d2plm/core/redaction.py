@@ -37,8 +37,7 @@ def redacted(text: str) -> str:
     def hidden(assigned: re.Match[str]) -> str:
         key, quote, value, more = assigned.groups()
         end = value[-1] if value[1:] and value[-1] in ";:," else ""
-        is_secret = _is_secret(key) and not more
-        return f"{key}={quote}{HIDDEN}{end}" if is_secret else assigned[0]
+        return f"{key}={quote}{HIDDEN}{end}" if _is_secret(key) and not more else assigned[0]
 
     def hidden_in_quotes(pair: re.Match[str]) -> str:
         quote, key, other = pair.groups()

@@ -151,8 +151,7 @@ class FamilyDesigns:
         # The last row is of residues between columns.
         profile = column_profile(self.aligned_NL, self.weights)
         inserted = np.bincount(
-            np.concatenate([own[path == self.length] for path, own in along]),
-            minlength=GAP + 1,
+            np.concatenate([own[path == self.length] for path, own in along]), minlength=GAP + 1
         )[:GAP]
         between = (inserted + GAP * amino_frequencies()) / (inserted.sum() + GAP)
         self.log_profile = np.log(np.concatenate([profile, between[None]]))

@@ -66,8 +66,7 @@ class Server:
     def log(self, run_id: str, node: str) -> str:
         """The end of the log of a step's container, by its node's id; empty if there is none.
 
-        Raises:
-            ClusterError: if the server cannot be reached.
+        `ClusterError` if the server cannot be reached.
         """
         with reaching(self.host):
             response, end = _get(self.host, LOG.format(run=run_id, node=node)), b""
@@ -76,11 +75,7 @@ class Server:
         return end.decode(errors="replace") if response.ok else ""
 
     def require_id(self, created: str | None) -> str:
-        """The id of a created object; other servers than Pipelines' answer without one.
-
-        Raises:
-            ClusterError: if there is none.
-        """
+        """The id of a created object; `ClusterError` if another server than Pipelines' has none."""
         if created:
             return created
         raise ClusterError(
@@ -155,11 +150,7 @@ def reach(host: str, timeout_seconds: float = TIMEOUT_SECONDS) -> tuple[str, boo
 
 @contextmanager
 def reaching(host: str) -> Iterator[None]:
-    """Convert the client's errors to one line, suppress its output, and log a line a minute.
-
-    Raises:
-        ClusterError: if the server cannot be reached or denies access.
-    """
+    """Raise the client's errors as a `ClusterError`, hide its output, and log a line a minute."""
     try:
         with (
             waiting(f"Kubeflow Pipelines at {host}"),
