@@ -135,20 +135,6 @@ def test_training_continues_from_esm2_and_learns_the_time(build: Build, esm_fold
     assert np.mean(recorder.losses[-5:]) < np.mean(recorder.losses[:5]) - 0.05
 
 
-def test_an_exported_fine_tuned_esm2_keeps_every_logit(
-    build: Build, esm_folder: Path, tmp_path: Path
-) -> None:
-    trainer = build(model=load_esm(esm_folder))
-    trainer.train()
-    model = trainer.model.eval()
-    lengths = LengthHistogram.of(np.array([50]), 126)
-    save_export(tmp_path / "exported", model, trainer.paradigm, lengths, {})
-    again = load_export(tmp_path / "exported").model
-    tokens = torch.randint(4, 33, (60,), dtype=torch.uint8)
-    inputs = (tokens, torch.tensor([0, 25, 60], dtype=torch.int32), 60, torch.tensor([0.2, 0.9]))
-    assert torch.equal(again(*inputs), model(*inputs))
-
-
 # --- changes of low rank -----------------------------------------------------------------------
 
 
