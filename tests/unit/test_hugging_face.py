@@ -453,11 +453,7 @@ def test_options_of_the_call_and_of_the_config_are_honoured(exports: Path) -> No
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (
-            {"time": 0.5},
-            TypeError,
-            "unexpected keyword argument 'time' .did you mean 'times'",
-        ),
+        ({"time": 0.5}, TypeError, "unexpected keyword argument 'time' .did you mean 'times'"),
         ({"label": LABELS}, TypeError, "'label' .did you mean 'labels'"),
         ({"output_attentions": True}, TypeError, "'output_attentions'"),
         ({"inputs_embeds": torch.ones(2, 6, 16)}, TypeError, "'inputs_embeds'"),

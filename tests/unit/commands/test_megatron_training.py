@@ -93,10 +93,7 @@ def losses(config: TrainSettings) -> list[float]:
 
 @pytest.mark.thorough
 def test_a_resumed_training_in_place_equals_the_unbroken_one(
-    tmp_path: Path,
-    corpora: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, corpora: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registry._ENTRIES["callback"], "watch", Entry(WatchSettings, Watch))
     watched = ("callbacks.export=null", "callbacks.watch={}")

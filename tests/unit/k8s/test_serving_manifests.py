@@ -51,10 +51,7 @@ def pods(plain: dict[str, Manifest], kserve: dict[str, Manifest]) -> list[Manife
     template = plain["Deployment/d2plm-serving"]["spec"]["template"]
     predictor = kserve["InferenceService/d2plm-diffusion"]["spec"]["predictor"]
     spec = {key: value for key, value in predictor.items() if key not in EXTENSIONS}
-    return [
-        pod(template["metadata"]["labels"], template["spec"]),
-        pod(predictor["labels"], spec),
-    ]
+    return [pod(template["metadata"]["labels"], template["spec"]), pod(predictor["labels"], spec)]
 
 
 def pod(labels: dict[str, str], spec: Manifest) -> Manifest:

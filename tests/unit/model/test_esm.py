@@ -49,7 +49,7 @@ SHIPPED = {
 }
 
 
-def esm_like(layers: int, width: int, heads: int, inner: int) -> EsmConfig:
+def esm_like(layers: int, width: int, heads: int, inner: int, **more: Any) -> EsmConfig:
     """A configuration as the published checkpoints have them."""
     return EsmConfig(
         vocab_size=33,
@@ -65,6 +65,7 @@ def esm_like(layers: int, width: int, heads: int, inner: int) -> EsmConfig:
         layer_norm_eps=1e-5,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        **more,
     )
 
 

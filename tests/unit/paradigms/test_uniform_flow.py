@@ -391,10 +391,7 @@ def test_gradients_are_the_finite_differences(loss: str, kappa: float) -> None:
 @FLOWS
 @pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
 def test_the_bound_estimates_the_time_reversal_bound(
-    settings: dict[str, Any],
-    kappa: Curve,
-    control: Tensor | None,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], kappa: Curve, control: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The expectation of the code's own estimator: over its one draw of κ, and over all noise."""
     paradigm, protein = UniformFlowMatching(**settings), PROTEINS[1]

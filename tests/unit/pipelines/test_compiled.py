@@ -173,9 +173,7 @@ def test_lost_pods_are_replaced_within_seconds_and_the_first_and_the_last_know_t
         assert time == "{{$.pipeline_job_schedule_time_utc}}"
 
 
-def test_the_settings_are_composed_once_and_passed_on_by_path(
-    specification: Specification,
-) -> None:
+def test_the_settings_are_composed_once_and_passed_on_by_path(specification: Specification) -> None:
     for name, task in tasks(specification).items():
         if name in STEPS - {"configure"}:
             source = task["inputs"]["parameters"]["config"]["taskOutputParameter"]

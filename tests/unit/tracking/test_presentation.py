@@ -32,8 +32,7 @@ def evaluation() -> Evaluation:
 
 
 @pytest.mark.parametrize(
-    ("name", "title"),
-    [("demo", "demo flow matching"), ("flow_matching", "flow_matching")],
+    ("name", "title"), [("demo", "demo flow matching"), ("flow_matching", "flow_matching")]
 )
 def test_a_run_without_a_name_is_called_by_experiment_paradigm_and_time(
     name: str, title: str

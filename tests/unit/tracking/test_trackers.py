@@ -299,10 +299,7 @@ def test_anything_but_a_list_of_trackers_is_rejected_on_every_rank(
 ) -> None:
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with (
-            pytest.raises(ConfigError, match=message),
-            tracking_run(output_dir, trackers=trackers),
-        ):
+        with pytest.raises(ConfigError, match=message), tracking_run(output_dir, trackers=trackers):
             pass
     assert not output_dir.exists()
 
@@ -405,14 +402,9 @@ def config(
     return compose(
         "train",
         [
-            "experiment=debug",
-            "tracking=all",
-            f"work_dir={tmp_path / 'work'}",
-            "trainer.max_steps=6",
-            "trainer.precision=fp32",
-            "data.token_budget=512",
-            "callbacks.checkpoint.every=2",
-            "callbacks.metrics.every=1",
+            *("experiment=debug", "tracking=all", f"work_dir={tmp_path / 'work'}"),
+            *("trainer.max_steps=6", "trainer.precision=fp32", "data.token_budget=512"),
+            *("callbacks.checkpoint.every=2", "callbacks.metrics.every=1"),
         ],
     )
 

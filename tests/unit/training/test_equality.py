@@ -24,11 +24,7 @@ from d2plm.training.learning_rate import cosine
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
-from d2plm.training.shards import (
-    full_weights,
-    local,
-    sharded_like,
-)
+from d2plm.training.shards import full_weights, local, sharded_like
 from d2plm.training.tensor_parallel import splits_of
 from d2plm.training.trainer import Trainer
 from tests.conftest import randomise

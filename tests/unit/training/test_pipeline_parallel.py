@@ -19,14 +19,7 @@ from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.muon import build_muon
 from d2plm.training.plan import Plan
 from tests.ranks import run
-from tests.unit.training.test_equality import (
-    BUDGET,
-    SHORT,
-    Interrupt,
-    assert_close,
-    result,
-    train,
-)
+from tests.unit.training.test_equality import BUDGET, SHORT, Interrupt, assert_close, result, train
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,

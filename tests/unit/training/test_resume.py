@@ -106,12 +106,8 @@ class Moment:
 
 # Between a save's first file and its rename.
 IN_A_SAVE = [
-    "in_the_first_file",
-    "after_the_first_file",
-    "before_the_manifest",
-    "in_the_manifest",
-    "after_the_manifest",
-    "before_the_rename",
+    *("in_the_first_file", "after_the_first_file", "before_the_manifest", "in_the_manifest"),
+    *("after_the_manifest", "before_the_rename"),
 ]
 ELSEWHERE = ["before_the_first_file", "after_the_rename", "in_the_removal_of_an_old_one"]
 
@@ -180,10 +176,7 @@ ON_TWO_RANKS = [
 
 @pytest.mark.parametrize(
     "moments",
-    [
-        [("before_the_manifest", 0)],
-        pytest.param(ON_TWO_RANKS, marks=pytest.mark.thorough),
-    ],
+    [[("before_the_manifest", 0)], pytest.param(ON_TWO_RANKS, marks=pytest.mark.thorough)],
     ids=["once", "seven times"],
 )
 def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(

@@ -220,18 +220,9 @@ def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
 
     make_trainer(max_steps=1, gradient_accumulation_steps=2, callbacks=[Everything()]).train()
     assert seen == [
-        "on_init",
-        "on_train_begin",
-        "on_epoch_begin",
-        "on_step_begin",
-        "on_micro_step_begin",
-        "on_micro_step_end",
-        "on_micro_step_begin",
-        "on_micro_step_end",
-        "on_before_optimizer_step",
-        "on_step_end",
-        "on_train_end",
-        "on_stop",
+        *("on_init", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_micro_step_begin"),
+        *("on_micro_step_end", "on_micro_step_begin", "on_micro_step_end"),
+        *("on_before_optimizer_step", "on_step_end", "on_train_end", "on_stop"),
     ]
 
 
@@ -366,11 +357,7 @@ def test_impossible_settings_are_rejected_by_name(
     ],
 )
 def test_blocks_are_compiled_where_that_pays_in_the_whole_run(
-    setting: bool | str,
-    device: str,
-    flops: float,
-    compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    setting: bool | str, device: str, flops: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.compile", lambda function, **_: function)
     monkeypatch.setattr("torch.ones", lambda *_, **__: 1)  # on a device that is not here
