@@ -29,20 +29,13 @@ from d2plm.training.tensor_parallel import splits_of
 from d2plm.training.trainer import Trainer
 from tests.conftest import randomise
 from tests.ranks import run
+from tests.runs import SIZES as ONE_BLOCK
 from tests.runs import At, newest, tensors
 from tests.trainers import make_trainer
 
 BUDGET = 96
 BINS = 16
-# Odd sizes: no shard of 2 or 4 is even.
-SIZES: dict[str, Any] = {
-    "hidden_size": 18,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 25,
-    "time_embedding_dim": 10,
-    "max_position_embeddings": 48,
-}
+SIZES: dict[str, Any] = {**ONE_BLOCK, "num_hidden_layers": 2}
 SHAREABLE: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 26}
 SHORT: dict[str, Any] = {
     "max_steps": 10,
