@@ -28,6 +28,10 @@ torch.set_num_threads(1)  # these models are so small that threads only wait for
 
 Tokens = NDArray[np.uint8]
 DiTFactory = Callable[..., torch.nn.Module]
+# Fixtures of pytest by names with which most signatures are one line.
+Captured = pytest.CaptureFixture[str]
+Logged = pytest.LogCaptureFixture
+MonkeyPatch = pytest.MonkeyPatch
 
 TINY_SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -171,13 +175,14 @@ def randomised() -> Callable[[torch.nn.Module], None]:
 
 @dataclass(frozen=True)
 class Exports:
-    """Folders of two tiny exports, of which the first is of a mask, the second of no mask.
+    """Folders of tiny exports that take 126 residues: of a mask, of no mask, given relatives.
 
-    Both take 126 residues; their proteins had 10 to 40.
+    The proteins of the first two had 10 to 40 residues, those of the third 40 or 50.
     """
 
     masked: Path
     uniform: Path
+    related: Path
 
 
 @pytest.fixture(scope="session")
@@ -193,4 +198,11 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: DiTFactory) -> E
     return Exports(
         save_export(folder / "masked", tiny_dit(), AbsorbingDiffusion(), lengths, {}),
         save_export(folder / "uniform", tiny_dit(), UniformFlowMatching(), lengths, {}),
+        save_export(
+            folder / "related",
+            tiny_dit(relatives_dim=8),
+            AbsorbingDiffusion(),
+            LengthHistogram.of(np.array([40, 50]), 126),
+            {},
+        ),
     )

@@ -22,7 +22,7 @@ import yaml
 from google.protobuf.json_format import ParseDict
 from kfp.pipeline_spec import pipeline_spec_pb2
 
-from tests.http_server import Server
+from tests.http_server import JSON, listening
 
 API, LOGS = "/apis/v2beta1", "/apis/v1alpha1/runs/r1/nodes/"
 Answer = tuple[int, Any]  # status and body; text is sent as a page
@@ -190,43 +190,21 @@ def kfp_server(context: ssl.SSLContext | None = None) -> Iterator[KfpServer]:
     """The double, listening; with a context, over TLS."""
     double = KfpServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        def handle_any(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            text = self.rfile.read(length)
-            double.tokens.append(self.headers.get("Authorization"))
-            split = urlsplit(self.path)
-            kind = self.headers.get("Content-Type", "")
-            body = content(kind, text) if text else None
-            if double.silent is not None and split.path == API + double.silent:
-                double.ended.wait()
-                return
-            status, said = double.answer(self.command, split.path, parse_qs(split.query), body)
-            data = (said if isinstance(said, str) else json.dumps(said)).encode()
-            self.send_response(status)
-            page = "text/html" if data.startswith(b"<") else "text/plain"
-            kind = page if isinstance(said, str) else "application/json"
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(request: BaseHTTPRequestHandler, text: bytes) -> tuple[int, str, bytes] | None:
+        double.tokens.append(request.headers.get("Authorization"))
+        split = urlsplit(request.path)
+        body = content(request.headers.get("Content-Type", ""), text) if text else None
+        if double.silent is not None and split.path == API + double.silent:
+            double.ended.wait()
+            return None
+        status, said = double.answer(request.command, split.path, parse_qs(split.query), body)
+        if not isinstance(said, str):
+            return status, JSON, json.dumps(said).encode()
+        return status, "text/html" if said.startswith("<") else "text/plain", said.encode()
 
-        do_GET = do_POST = handle_any  # noqa: N815  # the base class's names
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = Server(("127.0.0.1", 0), Handler)
-    if context is not None:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    scheme = "https" if context else "http"
-    double.url = f"{scheme}://localhost:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield double
-    finally:
-        double.ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with listening(answer, context) as port:
+        double.url = f"{'https' if context else 'http'}://localhost:{port}"
+        try:
+            yield double
+        finally:
+            double.ended.set()

@@ -24,10 +24,7 @@ def reading(name: str, content: bytes) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("mistake", "quoted"),
     [
-        (
-            reading("a.fasta", b">one\nMKJ\n"),
-            "which is not a … letter; write … for an unknown …",
-        ),
+        (reading("a.fasta", b">one\nMKJ\n"), "which is not a … letter; write … for an unknown …"),
         (reading("a.fasta", b"MKV\n"), "not FASTA (text before the first '>': …)"),
         (
             reading("a.csv", b"number,weight\n1,2\n"),
@@ -40,9 +37,7 @@ def reading(name: str, content: bytes) -> Callable[[Path], object]:
     ],
 )
 def test_the_message_of_a_mistake_is_quoted(
-    mistake: Callable[[Path], object],
-    quoted: str,
-    tmp_path: Path,
+    mistake: Callable[[Path], object], quoted: str, tmp_path: Path
 ) -> None:
     assert f"| `{quoted}`" in PAGE
     with pytest.raises(D2PLMError) as error:

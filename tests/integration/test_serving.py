@@ -122,28 +122,6 @@ def test_it_generates_as_the_command_does(
         assert header.endswith(f"length={row['length']} {row['settings']}")
 
 
-def test_it_fills_in_what_is_masked_and_keeps_the_rest(server: httpx.Client) -> None:
-    first, second, third = rows(
-        server, [{"sequence": "MK__<mask>GG"}, {"sequence": "____"}], task="infill", steps=2
-    ) + rows(server, [{"sequence": "MK__<mask>GG"}], task="infill", steps=2)
-    assert first["sequence"][:2] + first["sequence"][5:] == "MKGG"
-    assert (first["length"], second["length"]) == (7, 4)
-    assert (first["row"], second["row"]) == (0, 1)
-    assert third == first
-
-
-@pytest.mark.parametrize("value", [None, True, float("nan"), 5])
-def test_a_value_that_is_not_a_text_is_not_scored_as_one(server: httpx.Client, value: Any) -> None:
-    for body in (
-        {"inputs": {"sequence": [value]}},
-        {"instances": [{"sequence": PROTEIN}, {"sequence": value}]},
-    ):
-        content = json.dumps(body)  # with NaN, which httpx does not write
-        response = server.post("/invocations", content=content, headers={"Content-Type": JSON})
-        assert response.status_code == 400
-        assert "Input should be a valid string" in response.json()["message"]
-
-
 def test_a_long_body_is_rejected_unread(server: httpx.Client) -> None:
     chunks = (b" " * 2**20 for _ in range(20))
     response = server.post("/invocations", content=chunks, headers={"Content-Type": JSON})

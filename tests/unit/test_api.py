@@ -23,12 +23,9 @@ from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError
 from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta
 from d2plm.evaluation.scoring import ProteinScore
-from d2plm.export.exported_model import save_export
-from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.training import TrainerSettings
 from d2plm.tracking import mlflow_run, registry
-from tests.conftest import DiTFactory, Exports
+from tests.conftest import Exports, MonkeyPatch
 
 PROTEINS = {"one": "MKTAYIAKQRQISFVKSHFSRQ", "two": "GSHMLEDPVAXLLK", "unknown": "XXX"}
 TABLE = pd.DataFrame({"name": ["a", "b"], "sequence": ["MKTAY", "GSHML"]})
@@ -244,9 +241,7 @@ def test_a_model_that_cannot_be_loaded_is_rejected(exports: Exports, tmp_path: P
         load_model(exports.masked, token_budget=0)
 
 
-def test_a_model_is_loaded_from_the_registry(
-    exports: Exports, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_loaded_from_the_registry(exports: Exports, monkeypatch: MonkeyPatch) -> None:
     asked = []
 
     def download(client: object, name: str, version: str) -> Path:
@@ -324,11 +319,9 @@ NO_LISTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def related(tmp_path_factory: pytest.TempPathFactory, tiny_dit: DiTFactory) -> SequenceModel:
+def related(exports: Exports) -> SequenceModel:
     """A model that takes relatives."""
-    folder, lengths = tmp_path_factory.mktemp("related"), LengthHistogram.uniform(126)
-    save_export(folder / "model", tiny_dit(relatives_dim=8), AbsorbingDiffusion(), lengths, {})
-    return load_model(folder / "model", device="cpu", precision="fp32")
+    return load_model(exports.related, device="cpu", precision="fp32")
 
 
 def calls_with_a_list(model: SequenceModel) -> dict[str, Callable[[Any], Any]]:

@@ -70,21 +70,8 @@ def test_the_settings_of_a_command_read_back_as_they_are(command: str) -> None:
 
 TEXTS = ["", " ", "true", "null", "~", "on", "1e3", "0x1f", "1:30", "2024_05", "2024-05-03", ".inf"]
 TEXTS += [
-    "\x85",
-    "a: b",
-    "- a",
-    "#a",
-    "'a'",
-    '"',
-    "\\",
-    "{a}",
-    "[a",
-    "é\n",
-    "*a",
-    "&a",
-    "!!str a",
-    "%a",
-    "@a",
+    *("\x85", "a: b", "- a", "#a", "'a'", '"', "\\", "{a}", "[a", "é\n", "*a", "&a", "!!str a"),
+    *("%a", "@a"),
 ]
 
 
@@ -443,12 +430,7 @@ def test_score_draws_as_evaluate_does() -> None:
         ["model_dir=x", "input=y", "mutations=v.csv", "evaluation.seed=3"],
         ["--model_dir", "x", "--input", "y", "--mutations", "v.csv", "--evaluation.seed", "3"],
         ["--model_dir=x", "input=y", "--mutations=v.csv", "--evaluation.seed=3"],
-        [
-            "--input=y",
-            "model_dir=x",
-            "mutations=v.csv",
-            "--evaluation.seed=3",
-        ],
+        ["--input=y", "model_dir=x", "mutations=v.csv", "--evaluation.seed=3"],
     ],
 )
 def test_options_say_the_same_as_settings(words: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,16 @@ from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.evaluation.new_members import read_members
 from d2plm.evaluation.scoring import bound_draws, mutational_effects
-from d2plm.export.exported_model import save_export
 from d2plm.families.variants import Variant, place_variants
-from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.masked import MaskedParadigm
+from tests.conftest import Captured, Exports, Logged
 
 MEMBERS = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
-    """An export that takes relatives, and 126 residues."""
-    lengths = LengthHistogram.of(np.array([40, 50]), 126)
-    model = tiny_dit(relatives_dim=8)
-    path = tmp_path_factory.mktemp("family") / "model"
-    return save_export(path, model, AbsorbingDiffusion(), lengths, {})
+def folder(exports: Exports) -> Path:
+    return exports.related
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +73,7 @@ def test_members_are_distinct_and_drawn_by_key(fasta: Path) -> None:
     ],
 )
 def test_a_protein_is_not_given_what_contains_it_or_is_a_part_of_it(
-    protein: str, given: str, away: str, caplog: pytest.LogCaptureFixture
+    protein: str, given: str, away: str, caplog: Logged
 ) -> None:
     family = Family.of([encode("MKTAYIA"), encode("WWWW")], 3, ["m", "w"])
     check = RelativesCheck("family.fasta", "in.fasta")
@@ -116,11 +109,7 @@ AWAY = {
 
 @pytest.mark.parametrize("away", AWAY.values(), ids=AWAY)
 def test_what_gives_a_protein_away_changes_no_score(
-    model: SequenceModel,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    away: str,
+    model: SequenceModel, folder: Path, tmp_path: Path, capsys: Captured, away: str
 ) -> None:
     (tmp_path / "in.fasta").write_text(f">wt\n{WILD_TYPE}\n>other\nMKTAYIAKQRLL\n")
     (tmp_path / "scan.csv").write_text("mutant,name\nK2A,wt\nV6K,wt\n")
@@ -195,7 +184,7 @@ def _members(file: Path) -> list[tuple[str, Any]]:
 
 
 def test_a_table_of_relatives_is_joined_by_names_in_headers(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, caplog: Logged
 ) -> None:
     names, table = ["sp|P02185|MYG_PHYMC", "plain", "lonely"], tmp_path / "t.csv"
     table.write_text(
@@ -238,9 +227,7 @@ def generated(tmp_path: Path, *words: str) -> tuple[int, Path]:
     return main([*command, *words]), out
 
 
-def test_new_members_are_judged_beside_natural_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_members_are_judged_beside_natural_ones(tmp_path: Path, capsys: Captured) -> None:
     status, out = generated(tmp_path, "generation.filter=true")
     assert status == 0
     printed = capsys.readouterr().out
@@ -301,7 +288,7 @@ def test_new_members_keep_avoid_and_stay_near_what_is_said(tmp_path: Path) -> No
     ],
 )
 def test_what_no_new_member_can_be_is_one_error(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, tmp_path: Path, capsys: Captured
 ) -> None:
     status, out = generated(tmp_path, *words)
     assert status == 2
@@ -310,7 +297,7 @@ def test_what_no_new_member_can_be_is_one_error(
 
 
 def test_without_a_family_its_wishes_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     words = [f"model_dir={folder}", f"output={tmp_path / 'out.fasta'}", "generation.avoid=C"]
     assert main(["generate", *words]) == 2
@@ -418,11 +405,7 @@ def test_the_model_s_effects_are_the_mean_over_draws_of_relatives(model: Sequenc
 
 
 def test_what_cannot_be_given_is_rejected_in_words(
-    model: SequenceModel,
-    tmp_path: Path,
-    tiny_dit: Callable[..., Any],
-    fasta: Path,
-    capsys: pytest.CaptureFixture[str],
+    model: SequenceModel, tmp_path: Path, exports: Exports, fasta: Path, capsys: Captured
 ) -> None:
     with pytest.raises(DataError, match="no relatives"):
         model.generate(relatives=["XX"])
@@ -430,11 +413,9 @@ def test_what_cannot_be_given_is_rejected_in_words(
         model.generate(relatives=["M1"])
     with pytest.raises(ConfigError, match="max_relatives"):
         model.score(MEMBERS, relatives=MEMBERS, max_relatives=0)
-    lengths = LengthHistogram.of(np.array([10]), 126)
-    plain = save_export(tmp_path / "plain", tiny_dit(), AbsorbingDiffusion(), lengths, {})
     with pytest.raises(ModelError, match="trained without relatives"):
-        load_model(plain).score("MKT", relatives=MEMBERS)
+        load_model(exports.masked).score("MKT", relatives=MEMBERS)
     words = ["score", f"input={fasta}", f"relatives={fasta}"]
-    assert main([*words, f"model_dir={plain}", f"output={tmp_path / 'out'}"]) == 1
+    assert main([*words, f"model_dir={exports.masked}", f"output={tmp_path / 'out'}"]) == 1
     assert "relatives: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

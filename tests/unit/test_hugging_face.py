@@ -39,20 +39,14 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from tests.conftest import ESM
 
 disable_progress_bar()
 PROTEINS = ["MKTA<mask>IAKQR", "GS", "<mask>W<mask>A"]
 TO_LEARN = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMLEDPVAGGLLMKWYNE", "ACDEFGHIKLMNPQRSTVWY"] * 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "esm": {
-        "head": "esm",
-        "qk_norm": False,
-        "feed_forward": "gelu",
-        "linear_bias": True,
-        "affine_norm": True,
-        "token_dropout": True,
-    },
+    "esm": ESM,
     "llama": {"norm": "rms", "parallel_residual": True, "time_embedding_dim": None},
     "experts": {"num_experts": 4, "shared_expert_size": 16, "auxiliary_loss": 0.01},
     "relatives": {"relatives_dim": 16},
@@ -453,11 +447,7 @@ def test_options_of_the_call_and_of_the_config_are_honoured(exports: Path) -> No
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (
-            {"time": 0.5},
-            TypeError,
-            "unexpected keyword argument 'time' .did you mean 'times'",
-        ),
+        ({"time": 0.5}, TypeError, "unexpected keyword argument 'time' .did you mean 'times'"),
         ({"label": LABELS}, TypeError, "'label' .did you mean 'labels'"),
         ({"output_attentions": True}, TypeError, "'output_attentions'"),
         ({"inputs_embeds": torch.ones(2, 6, 16)}, TypeError, "'inputs_embeds'"),

@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from d2plm.data.megatron import MegatronSequences
 from d2plm.data.prepare import prepare
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, SplitSettings
+from tests.conftest import Captured
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "data" / "uniprot_500.fasta.gz"
 ACTIONS = ("stats", "verify", "head", "export")
@@ -47,7 +46,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "prepared"))
 
 
-def refusal(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+def refusal(capsys: Captured, code: int, *words: str) -> str:
     """The error line of a rejected command; `code` is its exit status."""
     assert main(["data", *words]) == code
     captured = capsys.readouterr()
@@ -64,7 +63,7 @@ def change_a_residue(folder: Path) -> None:
     file.write_bytes(content.replace(first, bytes([first[0] ^ 1]) + first[1:]))
 
 
-def test_stats_of_a_store(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_of_a_store(prepared: Path, capsys: Captured) -> None:
     assert main(["data", "stats", f"store={prepared / 'raw_lmdb'}"]) == 0
     store, text = SequenceStore(prepared / "raw_lmdb"), capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
@@ -77,7 +76,7 @@ def test_stats_of_a_store(prepared: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_stats_of_prepared_data_are_a_column_for_each_split(
-    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepared: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     picture = tmp_path / "new" / "stats.svg"
     assert main(["data", "stats", f"store={prepared}", f"output={picture}"]) == 0
@@ -88,7 +87,7 @@ def test_stats_of_prepared_data_are_a_column_for_each_split(
     assert "<svg" in picture.read_text()
 
 
-def test_stats_as_json(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_as_json(prepared: Path, capsys: Captured) -> None:
     assert main(["data", "stats", f"store={prepared}", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     store = SequenceStore(prepared / "train_lmdb")
@@ -102,7 +101,7 @@ def test_stats_as_json(prepared: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert document["origin"]["records"] == 30
 
 
-def test_verify_names_each_whole_store(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_each_whole_store(prepared: Path, capsys: Captured) -> None:
     assert main(["data", "verify", f"store={prepared}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, line in zip(("train", "validation", "raw"), lines, strict=True):
@@ -140,25 +139,8 @@ def test_export_to_standard_output_contains_nothing_else(
     assert text == (tmp_path / "o.fasta").read_bytes()
 
 
-@pytest.mark.parametrize("words", [["head"], ["export", "output=-"]])
-def test_a_reader_that_goes_away_gets_no_traceback(words: list[str], prepared: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    result = subprocess.run(
-        [sys.executable, "-m", "d2plm", "data", *words, f"store={prepared / 'raw_lmdb'}"],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(writing)
-    assert (result.returncode, result.stderr) == (1, "")
-
-
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
-def test_the_actions_are_listed_with_an_example_each(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_actions_are_listed_with_an_example_each(words: list[str], capsys: Captured) -> None:
     assert main(["data", *words]) == 0
     text = capsys.readouterr().out
     for action in ACTIONS:
@@ -167,9 +149,7 @@ def test_the_actions_are_listed_with_an_example_each(
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_an_action_s_help_and_configuration(
-    action: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_action_s_help_and_configuration(action: str, capsys: Captured) -> None:
     assert main(["data", action, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"usage: d2plm data {action} " in text
@@ -179,7 +159,7 @@ def test_an_action_s_help_and_configuration(
     assert "store: x" in capsys.readouterr().out
 
 
-def test_help_shows_the_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_command_once(capsys: Captured) -> None:
     main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("  data ") for line in lines) == 1
@@ -201,14 +181,14 @@ def test_help_shows_the_command_once(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_a_wrong_setting_is_rejected_by_name(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: Captured
 ) -> None:
     assert message in refusal(capsys, 2, *words)
 
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_an_incomplete_store_is_rejected(
-    action: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    action: str, copy: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     def message(path: Path) -> str:
         return refusal(capsys, 1, action, f"store={path}", *GIVEN.get(action, []))
@@ -228,20 +208,20 @@ def test_an_incomplete_store_is_rejected(
 
 @pytest.mark.parametrize("action", ["head", "export"])
 def test_prepared_data_are_rejected_where_one_store_is_wanted(
-    action: str, prepared: Path, capsys: pytest.CaptureFixture[str]
+    action: str, prepared: Path, capsys: Captured
 ) -> None:
     line = refusal(capsys, 1, action, f"store={prepared}", *GIVEN.get(action, []))
     assert f"contains several stores; give one of {prepared / 'train_lmdb'}, " in line
 
 
-def test_verify_finds_a_changed_residue(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_a_changed_residue(copy: Path, capsys: Captured) -> None:
     change_a_residue(copy / "validation_lmdb")
     line = refusal(capsys, 1, "verify", f"store={copy}")
     assert str(copy / "validation_lmdb") in line
     assert "prepare the data again" in line
 
 
-def test_verify_finds_a_store_of_other_data(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_a_store_of_other_data(copy: Path, capsys: Captured) -> None:
     shutil.rmtree(copy / "validation_lmdb")
     shutil.copytree(copy / "raw_lmdb", copy / "validation_lmdb")
     line = refusal(capsys, 1, "verify", f"store={copy}")
@@ -249,7 +229,7 @@ def test_verify_finds_a_store_of_other_data(copy: Path, capsys: pytest.CaptureFi
 
 
 def test_an_output_that_cannot_be_written_is_named(
-    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prepared: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     output = tmp_path / "file" / "out"

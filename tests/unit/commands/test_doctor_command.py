@@ -80,10 +80,7 @@ def test_a_cluster_that_is_asked_for_and_unknown_fails(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "word",
     [
-        "fashion=yaml",
-        "cluster=maybe",
-        "launcher.kind=slurm",
-        "timeout_seconds=0",
+        *("fashion=yaml", "cluster=maybe", "launcher.kind=slurm", "timeout_seconds=0"),
         "launcher.nodez=2",
     ],
 )

@@ -20,7 +20,7 @@ from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
-from tests.conftest import DiTFactory, write_store
+from tests.conftest import Captured, DiTFactory, MonkeyPatch, write_store
 
 Export = Callable[..., Path]
 
@@ -50,7 +50,7 @@ def export(tmp_path: Path, tiny_dit: DiTFactory) -> Export:
 
 @pytest.fixture
 def run(
-    tmp_path: Path, stores: dict[str, SequenceStore], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stores: dict[str, SequenceStore], monkeypatch: MonkeyPatch
 ) -> Callable[..., Evaluation]:
     monkeypatch.setattr(evaluate, "open_stores", lambda config: stores)
     # The figures are tested elsewhere, and take seconds.
@@ -67,10 +67,7 @@ def run(
 
 
 def test_the_figures_are_written_and_used_again(
-    export: Export,
-    run: Callable[..., Evaluation],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    export: Export, run: Callable[..., Evaluation], tmp_path: Path, capsys: Captured
 ) -> None:
     model = export()
     first = run(model)
@@ -108,7 +105,7 @@ def test_results_on_a_model_of_another_run_are_written_beside_that_model(
     export: Export,
     of_a_demo: Callable[..., Evaluation],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     (tmp_path / "other").mkdir()
     if of_a_run:
@@ -134,8 +131,8 @@ def test_nothing_is_written_to_read_only_folders(
     export: Export,
     of_a_demo: Callable[..., Evaluation],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capsys: Captured,
 ) -> None:
     model, prepared = export("other/model"), tmp_path / "prepared"
     prepared.mkdir()
@@ -167,7 +164,7 @@ def test_nothing_is_written_to_read_only_folders(
 
 
 def test_a_folder_for_results_that_cannot_be_written_is_rejected_before_anything_is_computed(
-    export: Export, run: Callable[..., Evaluation], monkeypatch: pytest.MonkeyPatch
+    export: Export, run: Callable[..., Evaluation], monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "_evaluate", None)
     with pytest.raises(ConfigError, match="output_dir='/dev/null/out': cannot be written"):
@@ -229,7 +226,7 @@ def test_what_is_impossible_is_rejected_before_anything_is_computed(
     key: str,
     export: Export,
     run: Callable[..., Evaluation],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     def computed(*_: object, **__: object) -> None:
         raise AssertionError("the baselines were fitted")

@@ -17,7 +17,7 @@ from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.generation.sampler_settings import in_a_line
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from tests.conftest import Exports
+from tests.conftest import Captured, Exports
 
 LIMIT = 126  # residues
 
@@ -83,10 +83,10 @@ def test_templates_are_filled_in_and_kept(generate: Generate, tmp_path: Path, mo
 def test_designs_of_nameless_templates_have_names_of_their_own(
     generate: Generate, tmp_path: Path
 ) -> None:
-    (tmp_path / "t.fasta").write_text(">\nM_\n> \nK_\n>a\nK_\n>a_1\nK_\n")
+    (tmp_path / "t.fasta").write_text(">\nM_\n> \nK_\n>a\x01b\nK_\n>a_1\nK_\n>\n__\n")
     generate("number=2", f"templates={tmp_path / 't.fasta'}", "steps=1")
     headers, _ = written(tmp_path / "g.fasta")
-    names = ["template1", "template2", "a", "a_1"]
+    names = ["template1", "template2", "a", "a_1", "template5"]
     assert [h.split()[0] for h in headers] == [f"{one}_{n}" for one in names for n in (1, 2)]
 
 
@@ -121,9 +121,7 @@ def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) 
     assert {path.name for path in output.parent.iterdir()} == {"g.fasta", "g.sampling.json"}
 
 
-def test_it_says_how_fast_it_was(
-    generate: Generate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_how_fast_it_was(generate: Generate, tmp_path: Path, capsys: Captured) -> None:
     generate("number=2", "length=20", "steps=2")
     line = capsys.readouterr().out.strip()
     assert line.startswith(f"wrote 2 proteins to {tmp_path / 'g.fasta'} (")
@@ -190,14 +188,6 @@ def test_templates_that_cannot_be_used_are_named(
     with pytest.raises(error) as caught:
         generate(f"templates='{templates}'")
     assert message in str(caught.value)
-
-
-def test_templates_without_names_are_numbered(generate: Generate, tmp_path: Path) -> None:
-    (tmp_path / "t.fasta").write_text(">\nM_\n>a\x01b\nK_\n>\n__\n")
-    generate(f"templates='{tmp_path / 't.fasta'}'", "number=2", "steps=2")
-    headers, _ = written(tmp_path / "g.fasta")
-    names = [f"{name}_{number}" for name in ("template1", "a", "template3") for number in (1, 2)]
-    assert [header.split()[0] for header in headers] == names
 
 
 def test_an_output_of_another_form_is_rejected(generate: Generate, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from d2plm.evaluation.scoring import (
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.families.variants import parse_variant, place
 from d2plm.paradigms.masked import MaskedParadigm
-from tests.conftest import Exports
+from tests.conftest import Captured, Exports, MonkeyPatch
 
 PROTEINS = {"P1": "MKTAYIAKQR", "P2": "GSHMXLVAGGNP", "none": "XXBX", "P3": "WWW"}
 SCORED = ["name", "residues", "nats", "nats_low", "nats_high", "perplexity"]
@@ -49,7 +49,7 @@ def wild_type(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("form", ["fasta", "csv", "jsonl", "store"])
 def test_names_are_shown_without_control_characters(
-    exports: Exports, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+    exports: Exports, tmp_path: Path, form: str, capsys: Captured
 ) -> None:
     names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
     if form == "csv":
@@ -74,7 +74,7 @@ def written(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refusal(capsys: Captured, *words: str) -> str:
     """The error line of a rejected command."""
     assert main(["score", *words]) != 0
     lines = capsys.readouterr().err.splitlines()
@@ -87,7 +87,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_each_protein_has_a_row_in_the_order_of_the_file(
-    exports: Exports, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     output = tmp_path / "new" / "scores.csv"
     words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
@@ -118,7 +118,7 @@ def test_each_protein_has_a_row_in_the_order_of_the_file(
 
 
 def test_a_file_in_parts_is_scored_as_a_whole(
-    exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
     main(["score", *words, f"output={tmp_path / 'whole.csv'}"])
@@ -128,11 +128,7 @@ def test_a_file_in_parts_is_scored_as_a_whole(
 
 
 def test_compressed_and_standard_input_are_read(
-    exports: Exports,
-    fasta: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     packed = tmp_path / "proteins.fasta.gz"
     packed.write_bytes(gzip.compress(fasta.read_bytes()))
@@ -145,9 +141,7 @@ def test_compressed_and_standard_input_are_read(
     assert capsys.readouterr().out == from_file
 
 
-def test_the_bound_alone_of_any_paradigm(
-    exports: Exports, fasta: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bound_alone_of_any_paradigm(exports: Exports, fasta: Path, capsys: Captured) -> None:
     words = [f"model_dir={exports.uniform}", f"input={fasta}", "pseudo_log_likelihood=false"]
     assert main(["score", *words]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
@@ -156,7 +150,7 @@ def test_the_bound_alone_of_any_paradigm(
 
 
 def test_one_draw_leaves_the_interval_empty(
-    exports: Exports, fasta: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, capsys: Captured
 ) -> None:
     words = [f"model_dir={exports.masked}", f"input={fasta}", "pseudo_log_likelihood=false"]
     assert main(["score", *words, "evaluation.masks_per_sequence=1"]) == 0
@@ -165,11 +159,7 @@ def test_one_draw_leaves_the_interval_empty(
 
 
 def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_be_left_out(
-    exports: Exports,
-    fasta: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     known = len(fasta.read_text().split(">")) - 1
     with fasta.open("a") as file:
@@ -188,11 +178,7 @@ def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_b
 
 
 def test_a_run_that_fails_leaves_what_was_there(
-    exports: Exports,
-    fasta: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     def diverged(tokens: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.full((len(tokens), 33), float("nan"))
@@ -226,8 +212,8 @@ def test_a_wrong_setting_is_rejected(
     exports: Exports,
     fasta: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capsys: Captured,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("in the way")
@@ -235,9 +221,7 @@ def test_a_wrong_setting_is_rejected(
     assert message in line
 
 
-def test_what_is_read_is_not_overwritten(
-    exports: Exports, fasta: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_read_is_not_overwritten(exports: Exports, fasta: Path, capsys: Captured) -> None:
     before = fasta.read_text()
     line = refusal(capsys, f"model_dir={exports.masked}", f"input={fasta}", f"output={fasta}")
     assert "must be another file than those that are read" in line
@@ -245,7 +229,7 @@ def test_what_is_read_is_not_overwritten(
 
 
 def test_a_uniform_source_is_rejected_with_the_reason(
-    exports: Exports, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     words = [f"model_dir={exports.uniform}", f"input={fasta}"]
     line = refusal(capsys, *words)
@@ -255,7 +239,7 @@ def test_a_uniform_source_is_rejected_with_the_reason(
     assert "no masked prediction" in refusal(capsys, *words, f"mutations={tmp_path}/any.csv")
 
 
-def test_the_help_says_what_the_keys_mean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_says_what_the_keys_mean(capsys: Captured) -> None:
     assert main(["score", "--help"]) == 0
     assert "CSV or TSV of variants" in capsys.readouterr().out
 
@@ -284,7 +268,7 @@ def words_for(exports: Exports, wild_type: Path, table: Path, output: Path) -> l
 
 
 def test_a_table_of_variants_gets_a_column_of_scores(
-    exports: Exports, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     notes = ["plain", "a, b", 'say "x"', "", "Größe", "two\nlines", "0.10"]
@@ -322,7 +306,7 @@ def test_a_table_of_variants_gets_a_column_of_scores(
 
 
 def test_variants_of_several_proteins_keep_their_order(
-    exports: Exports, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     table, output = tmp_path / "variants.tsv", tmp_path / "effects.tsv"
     table.write_text(
@@ -386,11 +370,7 @@ CASES = {
 
 @pytest.mark.parametrize("content", CASES.values(), ids=CASES)
 def test_a_table_of_any_dialect_gets_the_same_scores(
-    content: str,
-    exports: Exports,
-    wild_type: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    content: str, exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text(content)
@@ -421,7 +401,7 @@ def test_rows_that_cannot_be_scored_are_left_out_unless_strict(
     exports: Exports,
     wild_type: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("\n".join(["mutant,score", *rows]))
@@ -438,7 +418,7 @@ def test_rows_that_cannot_be_scored_are_left_out_unless_strict(
 
 
 def test_rows_of_other_proteins_are_left_out_and_counted(
-    exports: Exports, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("name,mutant,score\nP1,M1A,1\nother,M1A,9\nP1,K2A,2\nother,K2A,8\n")
@@ -452,7 +432,7 @@ def test_rows_of_other_proteins_are_left_out_and_counted(
 
 
 def test_two_proteins_have_offsets_of_their_own(
-    exports: Exports, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, tmp_path: Path, capsys: Captured
 ) -> None:
     fasta, table, output = (tmp_path / name for name in ("two.fasta", "v.csv", "effects.csv"))
     fasta.write_text(">sp|P00001|ONE_TEST\nMKTAYIAKQR\n>Q2/11-20\nGSHMALVAGG\n")
@@ -470,7 +450,7 @@ def test_two_proteins_have_offsets_of_their_own(
 
 
 def test_whole_sequences_of_other_lengths_are_compared_by_their_bounds(
-    exports: Exports, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     sequences = ["MKTAYIAKQR", "MKTAYIAKQRW", "MKTAYIAKQRRRR", "TAYIAKQRKK"]
@@ -505,7 +485,7 @@ def test_columns_may_be_named(
     exports: Exports,
     wild_type: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("mutant,other,note,score,x\nM1A,K2A,first,1,3\nK2A,T3A,second,2,4\n")
@@ -518,7 +498,7 @@ def test_columns_may_be_named(
 
 
 def test_a_whole_sequence_that_contradicts_its_variant_is_a_mistake(
-    exports: Exports, wild_type: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     table.write_text("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n")
@@ -554,7 +534,7 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     exports: Exports,
     wild_type: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     if content is not None:
@@ -577,12 +557,7 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     ],
 )
 def test_invalid_wild_types_are_rejected(
-    records: str,
-    content: str,
-    message: str,
-    exports: Exports,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    records: str, content: str, message: str, exports: Exports, tmp_path: Path, capsys: Captured
 ) -> None:
     fasta, table = tmp_path / "wildtypes.fasta", tmp_path / "variants.csv"
     fasta.write_text(records)

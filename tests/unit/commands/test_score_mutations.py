@@ -17,20 +17,17 @@ from d2plm.export.exported_model import save_export
 from d2plm.families.mutation_effects import FamilyEffects
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from tests.conftest import Captured, Exports
 from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
 
 TERMS = ["d2plm_score", "d2plm_profile_score", "d2plm_pairs_score", "d2plm_blosum62_score"]
 COLUMNS = [*TERMS, "d2plm_model_score", "d2plm_model_alone_score"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
+@pytest.fixture
+def folder(exports: Exports) -> Path:
     """An export of random weights that takes relatives."""
-    path, lengths = (
-        tmp_path_factory.mktemp("scan") / "model",
-        LengthHistogram.of(np.array([9]), 126),
-    )
-    return save_export(path, tiny_dit(relatives_dim=8), MaskFlowMatching(), lengths, {})
+    return exports.related
 
 
 @pytest.fixture
@@ -59,7 +56,7 @@ def words(folder: Path, scan: Path, *more: str) -> list[str]:
 
 
 def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_scan(
-    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, scan: Path, capsys: Captured
 ) -> None:
     output = scan / "effects.csv"
     more = (f"relatives={scan / 'family.fasta'}", "max_relatives=2", f"output={output}")
@@ -94,7 +91,7 @@ def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_sc
 
 
 def test_the_correlations_are_numbers_for_another_program(
-    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, scan: Path, capsys: Captured
 ) -> None:
     assert main([*words(folder, scan), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -107,7 +104,7 @@ def test_the_correlations_are_numbers_for_another_program(
 
 
 def test_it_says_so_where_the_score_is_no_better_than_blosum62(
-    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, scan: Path, capsys: Captured
 ) -> None:
     """Measured effects with the wrong sign."""
     table = scan / "scan.csv"
@@ -119,13 +116,11 @@ def test_it_says_so_where_the_score_is_no_better_than_blosum62(
 
 
 def test_relatives_are_used_with_a_model_that_takes_none(
-    scan: Path, tmp_path: Path, tiny_dit: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    scan: Path, tmp_path: Path, exports: Exports
 ) -> None:
-    lengths = LengthHistogram.of(np.array([9]), 126)
-    plain = save_export(tmp_path / "plain", tiny_dit(), MaskFlowMatching(), lengths, {})
     output = tmp_path / "effects.csv"
     more = (f"relatives={scan / 'family.fasta'}", f"output={output}")
-    assert main(words(plain, scan, *more)) == 0
+    assert main(words(exports.masked, scan, *more)) == 0
     with output.open(newline="") as file:
         (header, *_) = csv.reader(file)
     assert header[4:] == [*TERMS, "d2plm_model_alone_score"]
@@ -133,11 +128,7 @@ def test_relatives_are_used_with_a_model_that_takes_none(
 
 @pytest.mark.parametrize("kind", ["a uniform source", "too short"])
 def test_relatives_score_what_the_model_cannot(
-    kind: str,
-    scan: Path,
-    tmp_path: Path,
-    tiny_dit: Callable[..., Any],
-    capsys: pytest.CaptureFixture[str],
+    kind: str, scan: Path, tmp_path: Path, tiny_dit: Callable[..., Any], capsys: Captured
 ) -> None:
     model = tiny_dit() if kind == "a uniform source" else tiny_dit(max_position_embeddings=32)
     paradigm = UniformFlowMatching() if kind == "a uniform source" else MaskFlowMatching()
@@ -152,7 +143,7 @@ def test_relatives_score_what_the_model_cannot(
 
 
 def test_columns_that_would_be_written_twice_are_rejected(
-    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, scan: Path, capsys: Captured
 ) -> None:
     (scan / "scan.csv").write_text("mutant,d2plm_profile_score\nM1A,1\n")
     assert main(words(folder, scan, f"output={scan / 'out.csv'}")) == 1

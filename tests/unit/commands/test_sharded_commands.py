@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +16,14 @@ from d2plm.assembly import generation
 from d2plm.cli import main
 from d2plm.commands import embed, score
 from d2plm.core.vocabulary import CANONICAL
-from d2plm.export.exported_model import save_export
-from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from tests.conftest import Captured, Exports, MonkeyPatch
 
 RECORDS = 11
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "masked"
-    lengths = LengthHistogram.of(np.array([10, 12, 40]), 126)
-    save_export(folder, tiny_dit(), AbsorbingDiffusion(), lengths, {})
-    return folder
+@pytest.fixture
+def model(exports: Exports) -> Path:
+    return exports.masked
 
 
 @pytest.fixture
@@ -169,13 +161,17 @@ def test_embeddings_need_a_folder_with_a_name(
 
 @pytest.mark.parametrize("command", ["embed", "score"])
 def test_shards_of_standard_input_are_refused(
-    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fasta: Path
+    command: str,
+    model: Path,
+    fasta: Path,
+    tmp_path: Path,
+    monkeypatch: MonkeyPatch,
+    capsys: Captured,
 ) -> None:
-    words = [f"model_dir={model}", f"output={tmp_path / 'out'}", "input=-", "shard=0/2"]
-    own = [sys.executable, "-m", "d2plm", command, *words, "device=cpu"]
-    done = subprocess.run(own, stdin=fasta.open(), capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "input='-': must be a file or a folder" in done.stderr
+    with fasta.open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert run(command, model, tmp_path / "out", "input=-", "shard=0/2") == 2
+    assert "input='-': must be a file or a folder" in capsys.readouterr().err
     assert not (tmp_path / "out.shards").exists()
 
 

@@ -23,6 +23,7 @@ from d2plm.settings.callbacks import CallbackSettings
 from d2plm.settings.registry import Entry
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
+from tests.conftest import Captured, Logged, MonkeyPatch
 
 
 def tiny(tmp_path: Path, *more: str) -> Any:
@@ -41,7 +42,7 @@ def tiny(tmp_path: Path, *more: str) -> Any:
 
 
 def test_a_training_whose_folder_is_deleted_reports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     chosen = Entry(CallbackSettings, DeleteFolder)
     monkeypatch.setitem(registry._ENTRIES["callback"], "delete_folder", chosen)
@@ -58,7 +59,7 @@ def test_a_training_whose_folder_is_deleted_reports_it(
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_before_processes_are_started(
-    setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setting: str, message: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d2plm.commands.train.train_locally", pytest.fail)
     with pytest.raises(ConfigError, match=message):
@@ -73,9 +74,7 @@ class DeleteFolder(Callback):
             shutil.rmtree(trainer.output_dir)
 
 
-def test_a_training_waits_for_another_one_in_its_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_training_waits_for_another_one_in_its_folder(tmp_path: Path, caplog: Logged) -> None:
     config = tiny(tmp_path)
     output_dir = Path(config.output_dir)
     held, ended = threading.Event(), []
@@ -108,12 +107,7 @@ def test_a_training_waits_for_another_one_in_its_folder(
     ],
 )
 def test_a_training_that_waits_says_what_it_holds_and_gives_up(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    processes: str,
-    more: str,
-    limit: str,
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged, processes: str, more: str, limit: str
 ) -> None:
     monkeypatch.setattr("d2plm.commands.train.resolve_device", lambda _: "cuda")
     monkeypatch.setattr("d2plm.core.waiting.REPORT_SECONDS", 0.02)
@@ -143,7 +137,7 @@ def damage(name: str, model: Path) -> None:
 
 
 def test_a_damaged_export_of_a_complete_run_is_written_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     config = tiny(tmp_path, "callbacks.export={}")
     run(config)
@@ -180,7 +174,7 @@ def test_other_steps_for_a_complete_run_name_what_trains_its_model_further(tmp_p
 
 
 def test_data_that_have_changed_since_the_run_are_said_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     run(tiny(tmp_path))
     identity = training_run._identity
@@ -196,9 +190,7 @@ def test_data_that_have_changed_since_the_run_are_said_in_words(
         run(tiny(tmp_path))
 
 
-def test_export_takes_the_run_s_own_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_takes_the_run_s_own_configuration(tmp_path: Path, capsys: Captured) -> None:
     config = tiny(tmp_path / "here", "callbacks.export={}")
     run(config)
     whole = weights_digest(Path(config.model_dir))
@@ -214,7 +206,7 @@ def test_export_takes_the_run_s_own_configuration(
 
 @pytest.mark.parametrize("precision", ["auto", "bf16"])
 def test_a_dry_run_says_the_precision_of_the_training(
-    precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    precision: str, tmp_path: Path, caplog: Logged
 ) -> None:
     config = tiny(tmp_path, f"trainer.precision={precision}")
     found = forecast(config)["model"].rpartition(", ")[2]

@@ -22,41 +22,7 @@ from d2plm.core.vocabulary import (
 )
 
 # facebook/esm2_* vocab.txt
-ESM2 = [
-    "<cls>",
-    "<pad>",
-    "<eos>",
-    "<unk>",
-    "L",
-    "A",
-    "G",
-    "V",
-    "S",
-    "E",
-    "R",
-    "T",
-    "I",
-    "D",
-    "P",
-    "K",
-    "Q",
-    "N",
-    "F",
-    "Y",
-    "M",
-    "H",
-    "W",
-    "C",
-    "X",
-    "B",
-    "U",
-    "Z",
-    "O",
-    ".",
-    "-",
-    "<null_1>",
-    "<mask>",
-]
+ESM2 = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 
 

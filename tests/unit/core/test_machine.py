@@ -38,10 +38,7 @@ def groups(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
             (2.0, 2048),
         ),
         (
-            {
-                "cpu/cpu.cfs_quota_us": "-1\n",
-                "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
-            },
+            {"cpu/cpu.cfs_quota_us": "-1\n", "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"},
             (None, None),
         ),
     ],

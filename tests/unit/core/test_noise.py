@@ -81,8 +81,7 @@ def test_draws_are_uniform(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    ["stream", "step", "seed", "sequence", "position", "swapped indices"],
+    "other", ["stream", "step", "seed", "sequence", "position", "swapped indices"]
 )
 def test_draws_are_independent_across(other: str) -> None:
     sequence, position = torch.arange(1, 251)[:, None], torch.arange(1000, 1400)

@@ -6,9 +6,10 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.core.files import nearest_path
+from tests.conftest import Captured, MonkeyPatch
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refusal(capsys: Captured, *words: str) -> str:
     assert main([*words, "--quiet"]) != 0
     (line,) = capsys.readouterr().err.splitlines()
     return line
@@ -38,7 +39,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["pipeline", "submit", "--wiat=true"], "wait"),
     ],
 )
-def test_a_mistyped_word(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_word(words: list[str], meant: str, capsys: Captured) -> None:
     assert f"did you mean '{meant}'?" in refusal(capsys, *words)
 
 
@@ -60,11 +61,7 @@ def test_a_mistyped_word(words: list[str], meant: str, capsys: pytest.CaptureFix
     ],
 )
 def test_a_mistyped_path(
-    words: list[str],
-    meant: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], meant: str, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     for folder in ("model", "data"):
         (tmp_path / "runs" / "demo" / folder).mkdir(parents=True)
@@ -82,7 +79,7 @@ def test_every_part_of_a_path_may_be_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["quite/another", "runs/xylophone", "", "."])
 def test_what_is_like_nothing_is_not_guessed(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

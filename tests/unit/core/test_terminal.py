@@ -25,12 +25,13 @@ from d2plm.core.terminal import (
     result,
     write_document,
 )
+from tests.conftest import Captured, MonkeyPatch
 
 FEW = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n>a2\nMKTAYIAKQR\n"
 
 
 @pytest.fixture(autouse=True)
-def default_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def default_output(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -43,7 +44,7 @@ def few(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("words", [["--json", "ingest"], ["ingest", "--json"]])
 def test_json_is_the_whole_of_standard_output(
-    words: list[str], few: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], few: Path, capsys: Captured
 ) -> None:
     assert main([*words, f"input={few}", f"output={few.parent / 'store'}"]) == 0
     captured = capsys.readouterr()
@@ -52,16 +53,12 @@ def test_json_is_the_whole_of_standard_output(
     assert "reading" in captured.err
 
 
-def test_quiet_says_nothing_of_a_command_that_writes_a_file(
-    few: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_says_nothing_of_a_command_that_writes_a_file(few: Path, capsys: Captured) -> None:
     assert main(["ingest", "--quiet", f"input={few}", f"output={few.parent / 'store'}"]) == 0
     assert capsys.readouterr() == ("", "")
 
 
-def test_quiet_leaves_what_was_asked_for_and_errors(
-    few: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_leaves_what_was_asked_for_and_errors(few: Path, capsys: Captured) -> None:
     store = few.parent / "store"
     main(["ingest", "--quiet", f"input={few}", f"output={store}"])
     assert main(["data", "head", "--quiet", f"store={store}", "number=1"]) == 0
@@ -71,7 +68,7 @@ def test_quiet_leaves_what_was_asked_for_and_errors(
 
 
 def test_a_command_that_fails_gives_its_findings_as_json_nevertheless(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     (tmp_path / "step-00000005").mkdir()
     assert main(["checkpoint", "verify", str(tmp_path), "--json"]) == 1
@@ -81,7 +78,7 @@ def test_a_command_that_fails_gives_its_findings_as_json_nevertheless(
     assert captured.err.startswith("d2plm: error: 1 of 1 checkpoints")
 
 
-def test_the_configuration_is_shown_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_is_shown_as_json(capsys: Captured) -> None:
     assert main(["train", "--cfg", "--json", "model=8m"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["hidden_size"] == 320
 
@@ -95,7 +92,7 @@ def test_output_modes_are_nested() -> None:
     assert output_modes() == set()
 
 
-def test_results_are_left_to_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_left_to_the_document(capsys: Captured) -> None:
     @dataclass
     class Found:
         where: Path
@@ -121,7 +118,7 @@ def warn_and_log() -> None:
 
 
 @pytest.mark.filterwarnings("always")
-def test_a_warning_is_one_line_and_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_one_line_and_shown_once(capsys: Captured) -> None:
     with output_in(set()):
         warn_and_log()
     assert capsys.readouterr().err.splitlines() == [
@@ -133,7 +130,7 @@ def test_a_warning_is_one_line_and_shown_once(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.filterwarnings("always")
-def test_quiet_leaves_warnings_out_and_debug_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_leaves_warnings_out_and_debug_shows_all(capsys: Captured) -> None:
     with output_in({"quiet"}):
         warn_and_log()
         logging.getLogger("d2plm").error("broken")
@@ -154,14 +151,14 @@ class Clock:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def time(monkeypatch: MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(progress_module, "time", clock)
     return clock
 
 
 def test_without_a_terminal_there_is_a_plain_line_every_so_often(
-    time: Clock, capsys: pytest.CaptureFixture[str]
+    time: Clock, capsys: Captured
 ) -> None:
     with Progress("scoring", 100_000, start=10_000, unit="tokens") as progress:
         for done_, seconds in ((11_000, 1), (20_000, 10), (30_000, 20), (31_000, 21)):
@@ -173,14 +170,14 @@ def test_without_a_terminal_there_is_a_plain_line_every_so_often(
     )
 
 
-def test_a_share_has_no_rate_of_its_own(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_share_has_no_rate_of_its_own(time: Clock, capsys: Captured) -> None:
     with Progress("ingesting", 100, unit="%") as progress:
         time.now = 30
         progress.update_share(0.25, "proteins.fasta")
     assert capsys.readouterr().err == "ingesting  25%  proteins.fasta  1 min 30 s left\n"
 
 
-def test_quiet_work_shows_no_progress(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_work_shows_no_progress(time: Clock, capsys: Captured) -> None:
     with output_in({"quiet"}), Progress("scoring", 100) as progress:
         time.now = 30
         progress.update(50)
@@ -196,7 +193,7 @@ class Terminal(io.StringIO):
 
 
 def test_on_a_terminal_there_is_a_bar_which_goes_away(
-    time: Clock, monkeypatch: pytest.MonkeyPatch
+    time: Clock, monkeypatch: MonkeyPatch
 ) -> None:
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
@@ -223,7 +220,7 @@ def test_a_duration_has_the_two_largest_units(seconds: float, text: str) -> None
 
 
 def test_control_characters_of_what_a_message_quotes_do_not_reach_the_terminal(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     LineHandler()._write("the cell '\x1b[31mred\x07' of é\ta\n")
     assert capsys.readouterr().err == "the cell '\\x1b[31mred\\x07' of é\ta\n\n"

@@ -83,10 +83,7 @@ def _sort_in_memory(records: list[Record]) -> list[tuple[bytes, bytes]]:
 @example(records=[], buffer_bytes=1, batch=1)
 @example(records=[(b"a", "M")] * 5, buffer_bytes=1, batch=1)
 def test_sorts_as_a_set_sorted_by_digest_in_memory(
-    tmp_path_factory: pytest.TempPathFactory,
-    records: list[Record],
-    buffer_bytes: int,
-    batch: int,
+    tmp_path_factory: pytest.TempPathFactory, records: list[Record], buffer_bytes: int, batch: int
 ) -> None:
     folder = tmp_path_factory.mktemp("sort") / "runs"
     pairs, duplicates = _sort(folder, records, buffer_bytes, batch)

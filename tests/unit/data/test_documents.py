@@ -136,11 +136,7 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, message: str)
             b"MMIDIDX\0\0",
             "a.idx: is by its name one file of a .* corpus, and .*a.bin is missing",
         ),
-        (
-            "a.bin",
-            b"\1\0",
-            "a.bin: is by its name .* corpus, and .*a.idx is missing",
-        ),
+        ("a.bin", b"\1\0", "a.bin: is by its name .* corpus, and .*a.idx is missing"),
     ],
 )
 def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(

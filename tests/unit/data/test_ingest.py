@@ -83,12 +83,7 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
         "max_residues": 8,
         "records": 9,
         "duplicates": 2,
-        "dropped": {
-            "illegal letter": 2,
-            "no sequence": 1,
-            "shorter than 3": 1,
-            "longer than 8": 1,
-        },
+        "dropped": {"illegal letter": 2, "no sequence": 1, "shorter than 3": 1, "longer than 8": 1},
     }
     assert (manifest["sequences"], manifest["residues"], manifest["kind"]) == (2, 10, "raw")
     assert _names(tmp_path / "out") == {"MKVLA": ["one", "same"], "ACDEF": ["two"]}

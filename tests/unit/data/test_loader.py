@@ -20,7 +20,7 @@ from scipy.stats import chisquare
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import CLS, EOS, PAD
-from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, framed, pack_all
+from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, pack_all
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
 from tests.conftest import write_store
@@ -303,11 +303,6 @@ def test_a_store_that_cannot_be_read_is_named_in_one_line(num_workers: int) -> N
 
 
 # --- the rest ----------------------------------------------------------------------------------
-
-
-def test_framing_adds_both_ends_and_cuts_a_window_of_the_whole() -> None:
-    residues = np.arange(4, 10, dtype=np.uint8)
-    assert framed(residues).tolist() == [CLS, 4, 5, 6, 7, 8, 9, EOS]
 
 
 def test_packing_all_gives_each_sequence_once_under_its_own_index(

@@ -120,11 +120,6 @@ def test_sampling_by_cluster_of_a_store_without_clusters_is_rejected(
         PackedLoader(unclustered, token_budget=1024, max_length=1024)
 
 
-def test_an_unknown_way_to_sample_is_rejected_by_name(stores: Stores) -> None:
-    with pytest.raises(ConfigError, match=r"data\.sampling='clusters'.*did you mean 'cluster'"):
-        collections(stores, "data.sampling=clusters")
-
-
 @pytest.mark.parametrize("sampling", ["sequence", "cluster"])
 def test_synthetic_sequences_are_drawn_as_the_prepared_ones(stores: Stores, sampling: str) -> None:
     chosen = [f"data.sampling={sampling}"]
@@ -169,11 +164,8 @@ def test_a_mixture_may_be_synthetic(stores: Stores, prepare: Prepare) -> None:
 @pytest.mark.parametrize(
     "member",
     [
-        "{prepared_dir: x}",
-        "{weight: 1}",
-        "{prepared_dir: x, weight: 1, seed: 2}",
-        "{prepared_dir: 5, weight: 1}",
-        "x",
+        *("{prepared_dir: x}", "{weight: 1}", "{prepared_dir: x, weight: 1, seed: 2}"),
+        *("{prepared_dir: 5, weight: 1}", "x"),
     ],
 )
 def test_a_member_of_another_form_is_rejected_by_name(stores: Stores, member: str) -> None:

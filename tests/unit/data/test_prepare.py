@@ -30,7 +30,7 @@ from d2plm.data.manifest import open_prepared
 from d2plm.data.split import choose_clusters, find_ids
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import EITHER, ClusterSettings, Resources, SearchSettings, SplitSettings
-from tests.conftest import write_store
+from tests.conftest import Logged, MonkeyPatch, write_store
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "data"
@@ -156,8 +156,7 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any, Any]) 
 
 
 @pytest.mark.parametrize(
-    "directions",
-    ["both", *(pytest.param(way, marks=pytest.mark.thorough) for way in EACH_WAY)],
+    "directions", ["both", *(pytest.param(way, marks=pytest.mark.thorough) for way in EACH_WAY)]
 )
 def test_what_contains_a_held_out_protein_or_is_contained_in_it_is_not_trained_on(
     tmp_path: Path, directions: str
@@ -205,7 +204,7 @@ def test_no_held_out_protein_of_uniprot_20k_stands_inside_a_training_protein(
 
 
 @pytest.fixture
-def fake_mmseqs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def fake_mmseqs(monkeypatch: MonkeyPatch) -> list[str]:
     """Stands in for MMseqs2: proteins of one length are homologs; lists the calls."""
     calls: list[str] = []
 
@@ -317,7 +316,7 @@ def test_damaged_prepared_data_are_prepared_again(
 
 
 def test_a_run_that_was_killed_is_done_again(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
 ) -> None:
     fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
     for leftover in (".scratch/mmseqs-x", "partial.raw_lmdb", "partial.train_lmdb"):
@@ -392,7 +391,7 @@ def test_a_raw_store_gives_the_split_of_its_fasta(tmp_path: Path, fake_mmseqs: l
 
 
 def test_leaks_that_a_search_cannot_end_are_an_error(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
 ) -> None:
     one = np.zeros(1, dtype=np.int64)
     hits = Hits(one, one, np.ones(1, np.float32), np.ones(1))
@@ -631,7 +630,7 @@ def test_a_damaged_stage_is_made_again(tmp_path: Path, fake_mmseqs: list[str]) -
 
 
 def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
 ) -> None:
     elsewhere, seen = tmp_path / "elsewhere", list[Path]()
 
@@ -648,7 +647,7 @@ def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
 
 
 def test_a_split_that_was_half_replaced_is_not_opened(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
 ) -> None:
     """Otherwise a new training split would stand beside an old validation split."""
     fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
@@ -672,7 +671,7 @@ def test_a_split_that_was_half_replaced_is_not_opened(
 
 
 def test_searches_of_other_sequences_are_not_taken_for_these(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
 ) -> None:
     """A clustering that was lost and came out otherwise holds out others."""
     fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
@@ -797,11 +796,7 @@ def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_fro
     [({}, "reusing"), ({"keep": True}, "keeping"), ({"validation_fraction": 0.3}, "")],
 )
 def test_of_two_preparations_the_second_waits_for_the_first(
-    settings: dict[str, Any],
-    taken: str,
-    tmp_path: Path,
-    fake_mmseqs: list[str],
-    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any], taken: str, tmp_path: Path, fake_mmseqs: list[str], caplog: Logged
 ) -> None:
     fasta, out = _fasta(tmp_path, _proteins()), tmp_path / "out"
     manifests, lines = [], list[str]()
@@ -851,8 +846,7 @@ def test_whatever_is_in_the_way_of_an_output_is_named(
 
 
 @pytest.mark.parametrize(
-    "records",
-    [[("a", b"MKV")], [("a", b"MKV"), ("b", b"MKV")], [("a", b"MKV"), ("b", b"MKL")]],
+    "records", [[("a", b"MKV")], [("a", b"MKV"), ("b", b"MKV")], [("a", b"MKV"), ("b", b"MKL")]]
 )
 def test_too_few_to_split(tmp_path: Path, fake_mmseqs: list[str], records: Records) -> None:
     with pytest.raises(DataError, match="too few"):

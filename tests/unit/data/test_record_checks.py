@@ -199,14 +199,8 @@ def test_titles_of_pir_are_no_sequence(tmp_path: Path, code: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "ss_pred",
-        "ss_dssp",
-        "sa_pred",
-        "aa_dssp",
-        "ss_conf PSIPRED",
-        "Consensus",
-        "T_consensus",
-        "101M:A:secstr",
+        *("ss_pred", "ss_dssp", "sa_pred", "aa_dssp", "ss_conf PSIPRED", "Consensus"),
+        *("T_consensus", "101M:A:secstr"),
     ],
 )
 def test_annotation_by_its_whole_name_is_left_out_and_told_of(

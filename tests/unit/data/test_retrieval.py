@@ -26,10 +26,8 @@ from d2plm.data.retrieval import (
     retrieve_relatives,
 )
 from d2plm.data.store import SequenceStore
-from d2plm.export.exported_model import save_export
-from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.data import ClusterSettings, RetrievalSettings, SplitSettings
+from tests.conftest import Captured, Exports, MonkeyPatch
 
 
 def mutated(text: str, share: float, seed: int) -> str:
@@ -140,9 +138,7 @@ def test_relatives_are_diverse_and_the_protein_is_not_one_of_them(
     ],
 )
 def test_each_setting_chooses(
-    settings: dict[str, Any],
-    expected: set[str],
-    retrieve: Callable[..., list[list[Relative]]],
+    settings: dict[str, Any], expected: set[str], retrieve: Callable[..., list[list[Relative]]]
 ) -> None:
     assert {*names(retrieve(**settings)[0])} == expected
 
@@ -175,7 +171,7 @@ def test_a_hit_is_compared_with_those_chosen_before_it_where_it_stands() -> None
 
 
 def test_a_result_is_kept_and_another_reference_or_setting_searched_again(
-    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     searches: list[Any] = []
     lines: list[str] = []
@@ -207,7 +203,7 @@ def test_a_store_is_searched_as_the_fasta_is_and_of_prepared_data_the_training_s
     reference: Path,
     tmp_path: Path,
     retrieve: Callable[..., list[list[Relative]]],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     ingest(reference, tmp_path / "raw")
     from_store = retrieve_relatives(PROTEINS, tmp_path / "raw", tmp_path)
@@ -235,7 +231,7 @@ def test_a_name_with_blanks_stays_in_its_cell(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_a_table_that_is_read_again(
-    proteins: Path, reference: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+    proteins: Path, reference: Path, folder: Path, capsys: Captured
 ) -> None:
     output = folder / "tables" / "relatives.tsv"
     words = [f"input={proteins}", f"reference={reference}", f"cache_dir={folder / 'kept'}"]
@@ -257,21 +253,8 @@ def test_the_command_writes_a_table_that_is_read_again(
     assert lonely.members == []
 
 
-@pytest.fixture(scope="module")
-def export(folder: Path, tiny_dit: Callable[..., Any]) -> Path:
-    """A model that takes relatives, and 126 residues."""
-    lengths = LengthHistogram.of(np.array([110]), 126)
-    return save_export(
-        folder / "model", tiny_dit(relatives_dim=8), AbsorbingDiffusion(), lengths, {}
-    )
-
-
 def test_each_protein_is_scored_given_its_own_relatives(
-    export: Path,
-    proteins: Path,
-    reference: Path,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    exports: Exports, proteins: Path, reference: Path, folder: Path, capsys: Captured
 ) -> None:
     texts = [PROTEIN, OTHER, LONELY]
     relatives = d2plm.retrieve_relatives(texts, reference, cache_dir=folder / "kept")
@@ -279,7 +262,7 @@ def test_each_protein_is_scored_given_its_own_relatives(
     with pytest.raises(ConfigError, match="did you mean 'identity_below'"):
         d2plm.retrieve_relatives(texts, reference, identity_belw=0.9)
     assert [len(own) for own in relatives] == [4, 1, 0]
-    model = d2plm.load_model(export, device="cpu", precision="fp32")
+    model = d2plm.load_model(exports.related, device="cpu", precision="fp32")
     settings: dict[str, Any] = {"masks_per_sequence": 2}
     given = model.score(texts, relatives=relatives, **settings)
     alone = model.score(texts, **settings)
@@ -296,17 +279,15 @@ def test_each_protein_is_scored_given_its_own_relatives(
     assert main(["relatives", f"input={proteins}", *kept, f"output={table}"]) == 0
     words = ["device=cpu", "precision=fp32", "evaluation.masks_per_sequence=2"]
     words += ["pseudo_log_likelihood=false", f"relatives={table}", f"output={output}"]
-    assert main(["score", f"model_dir={export}", f"input={proteins}", *words]) == 0
+    assert main(["score", f"model_dir={exports.related}", f"input={proteins}", *words]) == 0
     assert "1 of 3 proteins are scored without relatives: lonely" in capsys.readouterr().err
     rows = list(csv.DictReader(output.open(newline="")))
     expected = [one.nats for one in given]
     assert [float(row["nats"]) for row in rows] == pytest.approx(expected, rel=1e-4)
 
 
-def test_invalid_relatives_are_rejected(
-    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model: SequenceModel = d2plm.load_model(export, device="cpu", precision="fp32")
+def test_invalid_relatives_are_rejected(exports: Exports, tmp_path: Path, capsys: Captured) -> None:
+    model: SequenceModel = d2plm.load_model(exports.related, device="cpu", precision="fp32")
     none: list[Any] = [[PROTEIN], [[PROTEIN], []], [[], []]]
     for relatives in none:
         with pytest.raises(DataError, match=r"^relatives: contains no relatives of any protein"):
@@ -322,7 +303,7 @@ def test_invalid_relatives_are_rejected(
     table = tmp_path / "other.tsv"
     table.write_text(f"protein\tsequence\nanother\t{OTHER}\n")
     for file in (source, table):
-        words = [f"model_dir={export}", f"input={source}", f"relatives={file}"]
+        words = [f"model_dir={exports.related}", f"input={source}", f"relatives={file}"]
         assert main(["score", *words]) == 1
         assert f"{file}: contains no relatives of any protein" in capsys.readouterr().err
 
@@ -344,12 +325,12 @@ def test_a_table_is_joined_as_a_search_for_each_name_in_all_rows_does(
 
 @pytest.mark.parametrize("name", ["first", ""])
 def test_two_proteins_of_one_name_are_not_scored_with_a_table(
-    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    exports: Exports, tmp_path: Path, capsys: Captured, name: str
 ) -> None:
     source, table = tmp_path / "in.fasta", tmp_path / "t.tsv"
     source.write_text(f">{name}\n{PROTEIN}\n>second\n{LONELY}\n>{name}\n{LONELY}\n")
     table.write_text(f"protein\tsequence\nfirst\t{OTHER}\n")
-    words = [f"model_dir={export}", f"input={source}", "evaluation.masks_per_sequence=1"]
+    words = [f"model_dir={exports.related}", f"input={source}", "evaluation.masks_per_sequence=1"]
     words += ["device=cpu", "pseudo_log_likelihood=false"]
     assert main(["score", *words, f"relatives={table}"]) == 1
     err = capsys.readouterr().err
@@ -403,8 +384,8 @@ def test_bad_input_is_reported_plainly_and_nothing_is_written(
     code: int,
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capsys: Captured,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     fasta(Path("itself.fasta"), {"first": PROTEIN})

@@ -73,8 +73,7 @@ def _with_homologs(records: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["dna", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("rna", "codon"))],
+    "name", ["dna", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("rna", "codon"))]
 )
 def test_both_strands_of_held_out_nucleotides_and_fragments_of_them_are_not_trained_on(
     tmp_path: Path, name: str

@@ -34,6 +34,7 @@ from d2plm.data.ingest import ingest, source_digest
 from d2plm.data.sources import input_files, read_sequences, read_sources, resolve_inputs
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading
+from tests.conftest import Logged, MonkeyPatch
 
 ROOT = Path(__file__).parents[3]
 PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -229,16 +230,13 @@ def test_a_dataset_that_hugging_face_saved(few: list[Record]) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [
-        *("fasta.gz", "lmdb of letters", "lmdb of JSON"),
-        *("parquet", "csv", "Hugging Face dataset"),
-    ],
+    [*("fasta.gz", "lmdb of letters", "lmdb of JSON"), *("parquet", "csv", "Hugging Face dataset")],
 )
 def test_the_whole_example_gives_the_same_store_by_every_route(
     tmp_path: Path,
     records: list[Record],
     proteins: list[NDArray[np.uint8]],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
     form: str,
 ) -> None:
     names = defaultdict(list)
@@ -329,7 +327,7 @@ def test_the_digest_of_an_input_is_of_its_bytes(tmp_path: Path, few: list[Record
 
 
 def test_a_large_lmdb_is_read_in_several_passes(
-    tmp_path: Path, records: list[Record], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, records: list[Record], monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d2plm.data.sources._LMDB_PASS_BYTES", 5000)
     monkeypatch.setattr("d2plm.data.sources._ROWS", 7)
@@ -343,9 +341,7 @@ def test_rows_of_a_table_without_names_are_numbered(tmp_path: Path) -> None:
     assert _read(path) == [("row1", "MK"), ("row2", "AC")]
 
 
-def test_rows_without_a_sequence_are_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_without_a_sequence_are_left_out_and_counted(tmp_path: Path, caplog: Logged) -> None:
     caplog.set_level("INFO")
     words = ["NA", "nan", "None", "null", "TRUE", "", "#N/A"]
     rows = "".join(f"n{word},{word}\n" for word in words)
@@ -359,7 +355,7 @@ def test_rows_without_a_sequence_are_left_out_and_counted(
 
 @pytest.mark.parametrize("column", ["protein", "gene", "Protein"])
 def test_a_column_is_taken_for_sequences_by_its_content(
-    tmp_path: Path, column: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, column: str, caplog: Logged
 ) -> None:
     caplog.set_level("INFO")
     sequences = ["MKTAYIAKQRQISFVKSHFSRQLEE", "MKRTLVWGADENQSYPIHCFMKLLVV"]
@@ -372,10 +368,7 @@ def test_a_column_is_taken_for_sequences_by_its_content(
     names = _write(tmp_path / "b.csv", b"protein,x\nKRAS,1\nNRAS,2\n")
     said = "which column holds the sequence? "
     _refused(names, tmp_path / "out", said + "Set sequence_field to one of protein, x")
-    with pytest.raises(
-        DataError,
-        match=r"sequence\? Name it sequence; the columns are prot",
-    ):
+    with pytest.raises(DataError, match=r"sequence\? Name it sequence; the columns are prot"):
         list(read_sequences(names, PROTEIN))  # of commands that have no such setting
 
 
@@ -724,7 +717,7 @@ def test_an_offset_that_points_elsewhere_does_not_end_the_process(
 
 @pytest.mark.parametrize("form", ["proteins.fasta.zst", "proteins.parquet"])
 def test_an_input_that_needs_pyarrow_reports_it_where_there_is_none(
-    form: str, few: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, few: list[Record], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     path = tmp_path / form
     if form.endswith("parquet"):
@@ -750,11 +743,7 @@ RESIDUES_OF_A_PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
     ],
 )
 def test_content_decides_where_a_column_named_sequence_holds_names(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    header: str,
-    row: tuple[str, ...],
-    taken: str | None,
+    tmp_path: Path, caplog: Logged, header: str, row: tuple[str, ...], taken: str | None
 ) -> None:
     path = tmp_path / "table.csv"
     path.write_text(f"{header}\n{','.join(row)}\n")

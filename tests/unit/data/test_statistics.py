@@ -8,12 +8,7 @@ import pytest
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, RESIDUES, decode, encode
-from d2plm.data.statistics import (
-    StoreStatistics,
-    plot,
-    store_statistics,
-    table,
-)
+from d2plm.data.statistics import StoreStatistics, plot, store_statistics, table
 from tests.conftest import write_store
 
 PNG, SVG, PDF = b"\x89PNG", b"<?xml", b"%PDF"

@@ -4,7 +4,6 @@ It speaks real HTTP to the real client, and keeps what it was asked.
 """
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.http_server import Server
+from tests.http_server import JSON, listening
 
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 NAMESPACE = "/api/v1/namespaces/d2plm"
@@ -82,34 +81,13 @@ class Api:
 def serving(api: Api) -> Iterator[str]:
     """The API over HTTP on a free port; gives its address."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, str, bytes]:
+        given = json.loads(body) if body else None
+        status, said = api.answer(request.command, request.path, given)
+        return status, JSON, (said if isinstance(said, str) else json.dumps(said)).encode()
 
-        def _any(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            status, answer = api.answer(self.command, self.path, body)
-            content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_GET = do_POST = do_DELETE = _any  # noqa: N815  # names that http.server calls
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = Server(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(answer) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def write_kube_config(file: Path, address: str) -> Path:

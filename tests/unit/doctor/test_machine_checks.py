@@ -18,11 +18,12 @@ from d2plm.core.errors import DataError
 from d2plm.doctor import machine_checks
 from d2plm.doctor.machine_checks import GIB
 from d2plm.doctor.verdicts import Verdict, examine, ok
+from tests.conftest import MonkeyPatch
 
 Usage = namedtuple("Usage", "total used free")
 
 
-def disk_of(monkeypatch: pytest.MonkeyPatch, free: float, total: float = 100 * GIB) -> None:
+def disk_of(monkeypatch: MonkeyPatch, free: float, total: float = 100 * GIB) -> None:
     usage = Usage(int(total), int(total - free), int(free))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
@@ -32,7 +33,7 @@ def test_this_environment_has_what_d2plm_requires() -> None:
     assert machine_checks.mmseqs2().status == "ok"
 
 
-def test_a_package_that_does_not_fit_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_fit_fails_by_name(monkeypatch: MonkeyPatch) -> None:
     wanted = ["numpy>=99", "absent-package>=1", "rich>=1", "extra-package>=1; extra == 'dev'"]
     monkeypatch.setattr(machine_checks, "requires", lambda _: wanted)
     found = machine_checks.python()
@@ -41,7 +42,7 @@ def test_a_package_that_does_not_fit_fails_by_name(monkeypatch: pytest.MonkeyPat
     assert found.found == f"{numpy}, absent-package>=1 (installed: None)"
 
 
-def test_without_torch_the_check_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_check_reports_it(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     found = machine_checks.torch_and_device("auto")
     assert found.status == "failed" and "cannot be imported" in found.found
@@ -64,7 +65,7 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
     wanted: str,
     status: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     if driver:
         (tmp_path / "version").write_text("580.1\n")
@@ -76,7 +77,7 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
     assert ("driver 580.1" in found.found) is driver
 
 
-def cuda_machine(monkeypatch: pytest.MonkeyPatch, ones: Any) -> None:
+def cuda_machine(monkeypatch: MonkeyPatch, ones: Any) -> None:
     for name, answer in (
         *(("is_available", True), ("device_count", 2), ("get_device_name", "H100")),
         ("is_bf16_supported", True),
@@ -85,14 +86,14 @@ def cuda_machine(monkeypatch: pytest.MonkeyPatch, ones: Any) -> None:
     monkeypatch.setattr(torch, "ones", ones)
 
 
-def test_devices_are_counted_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted_and_described(monkeypatch: MonkeyPatch) -> None:
     square = torch.ones(2, 2)
     cuda_machine(monkeypatch, lambda *_, device: square)
     found = machine_checks.torch_and_device("cuda")
     assert found.status == "ok" and "2 × H100, trains in bf" in found.found
 
 
-def test_a_device_that_does_not_compute_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_does_not_compute_fails(monkeypatch: MonkeyPatch) -> None:
     def broken(*_: int, device: str) -> torch.Tensor:
         raise RuntimeError("no kernel image is available\nmore")
 
@@ -102,7 +103,7 @@ def test_a_device_that_does_not_compute_fails(monkeypatch: pytest.MonkeyPatch) -
     assert found.found.endswith("cuda:0: no kernel image is available")
 
 
-def test_without_mmseqs2_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mmseqs2_the_check_fails(monkeypatch: MonkeyPatch) -> None:
     def none() -> Path:
         raise DataError("MMseqs2 not found")
 
@@ -112,7 +113,7 @@ def test_without_mmseqs2_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_missing_compiler_is_a_warning_unless_nothing_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -123,7 +124,7 @@ def test_a_missing_compiler_is_a_warning_unless_nothing_is_compiled(
 
 
 def test_a_compiler_without_pythons_headers_is_not_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     compiler = tmp_path / "g++"
     compiler.touch(0o755)
@@ -134,7 +135,7 @@ def test_a_compiler_without_pythons_headers_is_not_enough(
     assert machine_checks.compiler("cpu", "auto").status == "ok"
 
 
-def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_than_cores_are_warned_of(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("d2plm.core.machine.available_cpus", lambda: 64)
     monkeypatch.setattr("d2plm.core.machine.cgroup_limits", lambda: (2.0, 2**50))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -147,7 +148,7 @@ def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) 
     assert machine_checks.processor_and_memory().status == "ok"
 
 
-def test_too_little_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_warned_of(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "cgroup_limits", lambda: (None, GIB))
     found = machine_checks.processor_and_memory()
     assert found.status == "warning" and " 1.0 of " in found.found
@@ -155,7 +156,7 @@ def test_too_little_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("free", "status"), [(50, "ok"), (5, "warning"), (0.1, "failed")])
 def test_a_full_disk_is_reported(
-    free: float, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: float, status: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     disk_of(monkeypatch, free * GIB)
     assert machine_checks.disk(tmp_path, "work_dir").status is status
@@ -168,9 +169,7 @@ def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -181,9 +180,7 @@ def test_a_folder_that_cannot_be_written_fails(
     assert "Permission denied" in machine_checks.file_locks(tmp_path).found
 
 
-def test_locks_that_do_not_lock_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locks_that_do_not_lock_are_warned_of(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(fcntl, "flock", lambda *_: None)
         assert "two processes can hold the same lock" in machine_checks.file_locks(tmp_path).found
@@ -195,7 +192,7 @@ def test_locks_that_do_not_lock_are_warned_of(
     assert "No locks available" in machine_checks.file_locks(tmp_path).found
 
 
-def test_little_shared_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_is_warned_of(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     disk_of(monkeypatch, free=1, total=64 * 2**20)
     found = machine_checks.shared_memory(tmp_path)
     assert found.status == "warning" and found.found.startswith("64 MiB")

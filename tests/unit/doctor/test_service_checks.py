@@ -2,9 +2,9 @@
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -14,9 +14,8 @@ import pytest
 from d2plm.doctor import service_checks
 from d2plm.doctor.verdicts import Verdict, examine
 from d2plm.tracking.sqlite_store import create_store
-from tests.http_server import Server
+from tests.http_server import JSON, listening
 
-JSON = "application/json"
 HTML = "text/html; charset=utf-8"
 Serve = Callable[..., str]
 
@@ -33,35 +32,16 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """(status, content type, content, token that is asked for) → address of such a server."""
-    servers = []
+    with ExitStack() as servers:
 
-    def start(status: int, kind: str, content: str, token: str | None = None) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def _any(self) -> None:
-                given = self.headers.get("Authorization")
-                refused = token is not None and given != f"Bearer {token}"
-                if "Transfer-Encoding" in self.headers:
-                    self.rfile.read(len(b"0\r\n\r\n"))  # an empty file
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                self.send_response(401 if refused else status)
-                self.send_header("Content-Type", kind)
-                self.end_headers()
-                self.wfile.write(content.encode())
+        def start(status: int, kind: str, content: str, token: str | None = None) -> str:
+            def answer(request: BaseHTTPRequestHandler, _: bytes) -> tuple[int, str, bytes]:
+                refused = token and request.headers.get("Authorization") != f"Bearer {token}"
+                return 401 if refused else status, kind, content.encode()
 
-            do_GET = do_POST = do_PUT = do_DELETE = _any  # noqa: N815  # names that http.server calls
+            return f"http://127.0.0.1:{servers.enter_context(listening(answer))}"
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        server = Server(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
 def mlflow(trackers: list[str], uri: str, timeout_seconds: float) -> Verdict:

@@ -218,12 +218,7 @@ class Recorder:
     def run(self, paradigm: Paradigm, template: Tokens, copies: int, **options: Any) -> None:
         sampling = Sampling(**options)
         sample(
-            self,
-            paradigm,
-            [template] * copies,
-            sampling,
-            max_length=self.row,
-            token_budget=WHOLE,
+            self, paradigm, [template] * copies, sampling, max_length=self.row, token_budget=WHOLE
         )
 
 

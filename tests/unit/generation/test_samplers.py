@@ -47,8 +47,7 @@ CASES: list[tuple[Paradigm, dict[str, Any]]] = [
 EVERY = pytest.mark.parametrize(("paradigm", "options"), CASES)
 # Confidence sharpens what it samples: see test_sampled_distributions.
 FAITHFUL = pytest.mark.parametrize(
-    ("paradigm", "options"),
-    [case for case in CASES if case[1].get("sampler") != "confidence"],
+    ("paradigm", "options"), [case for case in CASES if case[1].get("sampler") != "confidence"]
 )
 
 
@@ -197,10 +196,7 @@ def test_plain_euler_from_the_mask_is_ancestral() -> None:
     ],
 )
 def test_a_real_model_gives_the_same_proteins_twice(
-    tiny_dit: Callable[..., Any],
-    paradigm: Paradigm,
-    options: dict[str, Any],
-    dtype: torch.dtype,
+    tiny_dit: Callable[..., Any], paradigm: Paradigm, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     model = tiny_dit(hidden_size=64, num_attention_heads=2, intermediate_size=128).to(dtype)
     templates = [masks(length) for length in (20, 18, 18, 15, 7)] + [encode("MKVXLAGGSDE")]
@@ -412,8 +408,7 @@ def test_progress_counts_every_evaluation_of_every_batch(
 # --- what goes through the model ---------------------------------------------------------------
 
 FROM_MASKS = pytest.mark.parametrize(
-    ("paradigm", "options"),
-    [case for case in CASES if case[0].source == "mask"],
+    ("paradigm", "options"), [case for case in CASES if case[0].source == "mask"]
 )
 
 

@@ -19,6 +19,7 @@ from d2plm.launch.job_spec import (
     training_runtime,
     trainjob,
 )
+from tests.conftest import Captured
 from tests.manifests import K8S, documents, render
 
 JOB = TrainingJob(
@@ -42,15 +43,13 @@ SETTINGS = json.loads((K8S / "job_settings.json").read_text())
 
 
 @pytest.mark.parametrize("file", SETTINGS["written"])
-def test_a_shipped_manifest_is_what_its_settings_show(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shipped_manifest_is_what_its_settings_show(file: str, capsys: Captured) -> None:
     assert main(["job", "show", *SETTINGS["written"][file]]) == 0
     assert capsys.readouterr().out == (K8S / file).read_text()
 
 
 def test_the_patch_for_several_nodes_makes_what_its_settings_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     patch = K8S / "overlays" / "multi-node" / "job.yaml"
     overlay = {
@@ -177,9 +176,7 @@ def test_the_trainjob_says_what_its_runtime_does_not() -> None:
     assert runtime["metadata"]["name"] == job.name
 
 
-def test_settings_go_to_the_pods_without_those_of_the_launcher(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_settings_go_to_the_pods_without_those_of_the_launcher(capsys: Captured) -> None:
     words = ["launcher=pytorchjob", "launcher.name=mine", "model=35m"]
     assert main(["job", "show", *words, "data.input=/proteins/a b.fasta"]) == 0
     document = yaml.safe_load(capsys.readouterr().out)
@@ -194,7 +191,7 @@ def test_settings_go_to_the_pods_without_those_of_the_launcher(
 
 
 def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_rejected(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
     words.append("trainer.global_batch_tokens=131072")
@@ -207,7 +204,7 @@ def test_gpus_without_a_trainer_for_them_and_the_other_way_round_are_rejected(
 
 
 def test_dimensions_that_do_not_fit_the_pods_are_rejected_before_there_are_any(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
     assert main([*words, "launcher.nodes=3", "distributed.tensor=2"]) == 2
@@ -224,7 +221,7 @@ def test_dimensions_that_do_not_fit_the_pods_are_rejected_before_there_are_any(
 
 
 def test_settings_that_would_not_reach_the_pods_are_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     words = ["job", "show", "launcher=pytorchjob", "launcher.name=mine", "launcher.prepare=false"]
     assert main([*words, "--config-name", "train"]) == 2

@@ -25,6 +25,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.model.flops import token_parameters
 from d2plm.settings.model import ModelSettings
+from tests.conftest import ESM
 
 disable_progress_bar()
 
@@ -49,7 +50,7 @@ SHIPPED = {
 }
 
 
-def esm_like(layers: int, width: int, heads: int, inner: int) -> EsmConfig:
+def esm_like(layers: int, width: int, heads: int, inner: int, **more: Any) -> EsmConfig:
     """A configuration as the published checkpoints have them."""
     return EsmConfig(
         vocab_size=33,
@@ -65,6 +66,7 @@ def esm_like(layers: int, width: int, heads: int, inner: int) -> EsmConfig:
         layer_norm_eps=1e-5,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        **more,
     )
 
 
@@ -463,19 +465,7 @@ def test_a_set_dropout_is_applied_and_saved(folder: Path, sequences: list[Row]) 
 # --- the options by themselves -----------------------------------------------------------------
 
 
-@pytest.fixture(params=["gelu", "biases", "affine", "no qk-norm", "token dropout", "esm head"])
-def option(request: pytest.FixtureRequest) -> dict[str, Any]:
-    options: dict[str, dict[str, Any]] = {
-        "gelu": {"feed_forward": "gelu"},
-        "biases": {"linear_bias": True},
-        "affine": {"affine_norm": True},
-        "no qk-norm": {"qk_norm": False},
-        "token dropout": {"token_dropout": True},
-        "esm head": {"head": "esm"},
-    }
-    return options[request.param]
-
-
+@pytest.mark.parametrize("option", [{name: value} for name, value in ESM.items()], ids=ESM)
 def test_each_option_changes_the_model_and_every_weight_of_it_learns(
     option: dict[str, Any], tiny_dit: Callable[..., DiT], sequences: list[Row]
 ) -> None:

@@ -48,8 +48,5 @@ KAPPAS: list[tuple[dict[str, Any], Curve]] = [
     ({"schedule": "polynomial", "polynomial_degree": 0.7}, lambda t: t**0.7),
     ({"schedule": "cosine"}, lambda t: 1 - math.cos(math.pi * t / 2)),
     ({"schedule": "cubic"}, hermite(0, 0)),
-    (
-        {"schedule": "cubic", "cubic_start_slope": 3.0, "cubic_end_slope": 0.5},
-        hermite(3, 0.5),
-    ),
+    ({"schedule": "cubic", "cubic_start_slope": 3.0, "cubic_end_slope": 0.5}, hermite(3, 0.5)),
 ]

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from scipy.special import log_softmax
@@ -23,6 +22,7 @@ from d2plm.core.vocabulary import PROTEIN as PROTEINS
 from d2plm.data.loader import framed
 from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.paradigm import Paradigm
+from tests.conftest import MonkeyPatch
 from tests.unit.paradigms.closed_forms import Curve
 
 LENGTH = 4
@@ -120,10 +120,7 @@ def random_joint(seed: int) -> NDArray[np.float64]:
 
 
 def force(
-    monkeypatch: pytest.MonkeyPatch,
-    paradigm: Paradigm,
-    times: Tensor,
-    masks: Iterable[Iterable[bool]],
+    monkeypatch: MonkeyPatch, paradigm: Paradigm, times: Tensor, masks: Iterable[Iterable[bool]]
 ) -> None:
     """Make `corrupt` draw these times [S] and exactly these masks of the four residues."""
     rows = torch.tensor([[False, *mask, False] for mask in masks]).flatten()
@@ -133,7 +130,7 @@ def force(
 
 
 def expected_loss(
-    monkeypatch: pytest.MonkeyPatch, paradigm: Paradigm, toy: Toy, time: float, fraction: float
+    monkeypatch: MonkeyPatch, paradigm: Paradigm, toy: Toy, time: float, fraction: float
 ) -> float:
     """The paradigm's own loss at `time`, averaged over the 2^4 masks by their exact chances."""
     batch = toy_batch(len(SUBSETS), vocabulary=toy.vocabulary)

@@ -18,7 +18,7 @@ from d2plm.core.noise import Key
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
-from tests.unit.paradigms.closed_forms import CONTINUOUS_ALPHA_BARS, KAPPAS
+from tests.unit.paradigms.closed_forms import CONTINUOUS_ALPHA_BARS, KAPPAS, Curve
 from tests.unit.paradigms.four_residues import (
     LENGTH,
     PROTEIN,
@@ -86,22 +86,25 @@ def test_a_model_without_time_has_the_exact_k_bound_under_every_schedule(
     assert integral == pytest.approx(exact_k(toy), rel=1e-6)
 
 
-@SCHEDULES
+def kept_share(kind: type[MaskedParadigm], settings: dict[str, Any]) -> Curve:
+    """The share of residues that is not corrupted, at each time."""
+    if kind is AbsorbingDiffusion:
+        return CONTINUOUS_ALPHA_BARS[settings["schedule"]]
+    return next(kappa for known, kappa in KAPPAS if known == settings)
+
+
+@pytest.mark.parametrize("kind, settings", masked_processes())
 def test_the_expected_loss_is_the_bounds_integral(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[MaskedParadigm], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """∫ −ᾱ′/(1 − ᾱ)·E Σ_masked CE dt of a model that receives the time, through the code's loss."""
-    paradigm, toy = (
-        AbsorbingDiffusion(num_train_timesteps=None, schedule=schedule),
-        Toy(2, time_slope=0.5),
-    )
-    alpha_bar, h = CONTINUOUS_ALPHA_BARS[schedule], 1e-7
+    """∫ |ᾱ′|/(1 − ᾱ)·E Σ_masked CE dt of a model told the time, through the code's loss."""
+    paradigm, toy, kept = build(kind, settings), Toy(2, time_slope=0.5), kept_share(kind, settings)
     found = expected = 0.0
     for t, width in zip(*logistic_nodes(step=1.0, reach=12.0), strict=True):
-        masked_share = 1 - alpha_bar(t)
+        masked_share = 1 - kept(t)
         found += width * expected_loss(monkeypatch, paradigm, toy, float(t), masked_share)
-        step = min(h, t / 8, (1 - t) / 8)
-        rate = (alpha_bar(t - step) - alpha_bar(t + step)) / (2 * step)
+        step = min(1e-7, t / 8, (1 - t) / 8)
+        rate = abs(kept(t - step) - kept(t + step)) / (2 * step)
         expected += sum(
             width * rate / masked_share * mask_probability(masked, masked_share)
             * sum(toy.nats(PROTEIN, masked, float(t)))
@@ -110,13 +113,13 @@ def test_the_expected_loss_is_the_bounds_integral(
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@SCHEDULES
+@pytest.mark.parametrize("kind, settings", masked_processes())
 @pytest.mark.parametrize("time_sampling", ["uniform", "low_variance"])
-def test_random_corruption_estimates_the_exact_k_bound(schedule: str, time_sampling: str) -> None:
+def test_random_corruption_estimates_the_exact_k_bound(
+    kind: type[MaskedParadigm], settings: dict[str, Any], time_sampling: str
+) -> None:
     toy, batch, losses = Toy(3), toy_batch(1000), []
-    paradigm = AbsorbingDiffusion(
-        num_train_timesteps=None, schedule=schedule, time_sampling=time_sampling
-    )
+    paradigm = build(kind, settings, time_sampling=time_sampling)
     for step in range(16):
         corrupted = paradigm.corrupt(batch, Key(2, step))
         logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
@@ -124,23 +127,6 @@ def test_random_corruption_estimates_the_exact_k_bound(schedule: str, time_sampl
         assert count == 1000 * LENGTH
         losses.append(float(nats) / 1000)
     assert stats.ttest_1samp(losses, exact_k(toy)).pvalue > 1e-3
-
-
-def test_with_exact_posteriors_the_continuous_bound_is_minus_log_p() -> None:
-    joint = random_joint(1)
-    sizes = nats_by_size(conditional_model(joint))
-    for schedule in CONTINUOUS_ALPHA_BARS:
-        paradigm = AbsorbingDiffusion(num_train_timesteps=None, schedule=schedule)
-        nodes, widths = logistic_nodes()
-        times = torch.from_numpy(nodes)
-        rates, fractions = paradigm.corruption_rate(times), paradigm.corrupted_fraction(times)
-        integral = sum(
-            width * rate / fraction * expected_nats(sizes, fraction)
-            for width, rate, fraction in zip(
-                widths, rates.tolist(), fractions.tolist(), strict=True
-            )
-        )
-        assert integral == pytest.approx(-math.log(joint[PROTEIN]), rel=1e-6)
 
 
 # --- T steps -----------------------------------------------------------------------------------
@@ -191,18 +177,9 @@ def test_in_t_steps_the_bound_of_exact_posteriors_is_looser_by_one_over_t(schedu
     assert min(gaps) > 0
     slope = np.polyfit(np.log(STEPS), np.log(gaps), 1)[0]
     assert slope == pytest.approx(-1, abs=0.05)
-
-
-@SCHEDULES
-@pytest.mark.parametrize("steps", [1, 2, 5, 20])
-def test_in_few_steps_the_bound_of_exact_posteriors_is_above_the_entropy(
-    schedule: str, steps: int
-) -> None:
-    sizes, entropy = exact_over_the_data()
-    assert (
-        bound_in_steps(AbsorbingDiffusion(num_train_timesteps=steps, schedule=schedule), sizes)
-        > entropy + 1e-3
-    )
+    for few in (1, 2, 5, 20):
+        paradigm = AbsorbingDiffusion(num_train_timesteps=few, schedule=schedule)
+        assert bound_in_steps(paradigm, sizes) > entropy + 1e-3
 
 
 def test_a_model_that_context_misleads_is_bounded_more_tightly_in_fewer_steps() -> None:
@@ -221,14 +198,6 @@ def test_a_model_that_context_misleads_is_bounded_more_tightly_in_fewer_steps() 
 
 
 # --- low-variance times ------------------------------------------------------------------------
-
-
-def slope_at_the_data(settings: dict[str, Any]) -> float:
-    """|d corrupted fraction / dt| where nothing is corrupted yet."""
-    for known, kappa in KAPPAS:
-        if known == settings:
-            return (1 - kappa(1 - 1e-6)) * 1e6
-    return (1 - CONTINUOUS_ALPHA_BARS[settings["schedule"]](1e-6)) * 1e6
 
 
 @pytest.mark.parametrize("power", [1, 2, 5])
@@ -258,4 +227,6 @@ def test_low_variance_times_keep_the_expectation_and_make_the_second_moment_fini
     assert high == pytest.approx(low, rel=0.01)
     uniform_low, uniform_high = (second["uniform", reach] for reach in (7.0, 13.0))
     assert uniform_high > 4 - 1e-2
-    assert uniform_high - uniform_low == pytest.approx(6 * slope_at_the_data(settings), abs=0.1)
+    near_data = 1e-6 if kind is AbsorbingDiffusion else 1 - 1e-6
+    slope = (1 - kept_share(kind, settings)(near_data)) * 1e6
+    assert uniform_high - uniform_low == pytest.approx(6 * slope, abs=0.1)

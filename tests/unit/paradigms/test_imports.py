@@ -42,14 +42,6 @@ def test_neither_a_paradigm_nor_what_they_share_imports_a_paradigm() -> None:
         assert not named & PARADIGMS, file
 
 
-def test_nothing_in_the_package_imports_the_pipelines() -> None:
-    files = sorted(PACKAGE.rglob("*.py"))
-    assert len(files) > 20
-    for file in files:
-        roots = {module.split(".")[0] for module in imported_modules(file)}
-        assert "pipelines" not in roots, file
-
-
 def test_importing_the_package_loads_nothing_heavy() -> None:
     roots = {module.split(".")[0] for module in loaded_by("import d2plm")}
     assert "d2plm" in roots

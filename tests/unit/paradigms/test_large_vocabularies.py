@@ -16,7 +16,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
 from d2plm.training.forecast import counting_saved
-from tests.conftest import DiTFactory
+from tests.conftest import DiTFactory, MonkeyPatch
 from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 VOCABULARY = NumberedTokens(5000)
@@ -76,10 +76,7 @@ def gradients(
 
 @EVERY
 def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(
-    paradigm_class: type[Paradigm],
-    settings: dict[str, Any],
-    model: DiT,
-    monkeypatch: pytest.MonkeyPatch,
+    paradigm_class: type[Paradigm], settings: dict[str, Any], model: DiT, monkeypatch: MonkeyPatch
 ) -> None:
     paradigm = build(paradigm_class, settings)
     micro_batches = [batch_of([11, 30, 4]), batch_of([25, 9], first=3)]
@@ -105,10 +102,7 @@ def test_a_batch_without_targets_has_no_loss_and_a_gradient_of_zero(
 
 @EVERY
 def test_autograd_keeps_no_logits(
-    paradigm_class: type[Paradigm],
-    settings: dict[str, Any],
-    model: DiT,
-    monkeypatch: pytest.MonkeyPatch,
+    paradigm_class: type[Paradigm], settings: dict[str, Any], model: DiT, monkeypatch: MonkeyPatch
 ) -> None:
     paradigm, batch = build(paradigm_class, settings), batch_of([11, 30, 4])
     monkeypatch.setattr(base, "CHUNK_LOGITS", CHUNK * VOCABULARY.size)

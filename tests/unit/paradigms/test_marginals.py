@@ -19,12 +19,7 @@ from d2plm.data.loader import framed
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
-from tests.unit.paradigms.closed_forms import (
-    ALPHA_BARS,
-    CONTINUOUS_ALPHA_BARS,
-    KAPPAS,
-    Curve,
-)
+from tests.unit.paradigms.closed_forms import ALPHA_BARS, CONTINUOUS_ALPHA_BARS, KAPPAS, Curve
 
 LEVEL = 1e-3
 SEQUENCES, REPEATS = 400, 6  # each of the twenty residues REPEATS times in each sequence

@@ -80,12 +80,6 @@ def test_the_time_at_a_corrupted_fraction_inverts_the_schedule(
     np.testing.assert_allclose([1 - curve(float(t)) for t in times], fractions, atol=1e-12)
 
 
-@EVERY
-def test_inverting_what_is_kept_returns_the_time(schedule: NoiseSchedule, curve: Curve) -> None:
-    times = grid(0.02, 0.98, 97)
-    np.testing.assert_allclose(schedule.time_at(1 - schedule.kept(times)), times, atol=1e-9)
-
-
 # --- T steps -----------------------------------------------------------------------------------
 
 
@@ -129,12 +123,6 @@ def test_linear_beta_in_continuous_time_is_that_of_a_thousand_steps() -> None:
     """ln Π(1 − β_s) and −∫β differ by Σβ²/2 and by the end points' half steps."""
     times, schedule = grid(0, 1, 1001), LinearBeta(1e-4, 0.02)
     np.testing.assert_allclose(InSteps(schedule, 1000).kept(times), schedule.kept(times), atol=3e-3)
-
-
-def test_linear_beta_masks_as_measured() -> None:
-    masked = 1 - LinearBeta(1e-4, 0.02).table(1000)
-    for step, share in ((100, 0.10), (260, 0.50), (400, 0.80), (700, 0.993)):
-        assert float(masked[step]) == pytest.approx(share, abs=0.015)
 
 
 # --- the paradigms' own time axes --------------------------------------------------------------

@@ -1,19 +1,14 @@
 """Corruption, losses and bounds, against enumeration of every mask of a four-residue protein."""
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
-from scipy.integrate import quad
-from scipy.special import log_softmax
 from torch import Tensor
 
 from d2plm.core.batch import PackedBatch
@@ -28,7 +23,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import random_subsets
 from d2plm.paradigms.paradigm import Paradigm
-from tests.unit.paradigms.closed_forms import ALPHA_BARS, KAPPAS, Curve
+from tests.unit.paradigms.closed_forms import ALPHA_BARS, Curve
 from tests.unit.paradigms.four_residues import (
     FP32,
     LENGTH,
@@ -196,17 +191,6 @@ def test_only_canonical_residues_are_ever_corrupted_or_weighted(
     assert torch.equal(corrupted.targets[canonical], batch.tokens[canonical].long() - 4)
 
 
-@EITHER
-def test_targets_and_weights_sit_at_masked_residues_alone(paradigm_class: type[Paradigm]) -> None:
-    batch = PackedBatch.pack([framed(encode("ACDEFGHIKLXXMNPQRSTVWY" * 4))] * 10)
-    corrupted = paradigm_class().corrupt(batch, Key(1))
-    masked = corrupted.tokens == MASK
-    assert 0 < int(masked.sum()) < batch.num_tokens
-    assert (corrupted.weights[masked] > 0).all()
-    assert (corrupted.weights[~masked] == 0).all()
-    assert torch.equal(corrupted.tokens[~masked], batch.tokens[~masked])
-
-
 # --- losses ------------------------------------------------------------------------------------
 
 
@@ -227,61 +211,6 @@ def test_the_expected_diffusion_loss_is_the_discrete_elbo(
             expected += chance * weight * sum(toy.nats(PROTEIN, masked, t / steps))
         found += expected_loss(monkeypatch, paradigm, toy, t / steps, 1 - a[t]) / steps
     assert found == pytest.approx(expected, rel=FP32)
-
-
-@pytest.mark.parametrize("settings, kappa", KAPPAS[:2] + KAPPAS[3:5])
-def test_the_expected_flow_loss_is_the_bounds_integral(
-    settings: dict[str, Any], kappa: Curve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """∫ κ̇/(1−κ)·E Σ_masked CE dt of a model that receives the time, by quadrature."""
-    toy, paradigm = Toy(2, time_slope=0.5), MaskFlowMatching(**settings)
-
-    def code(t: float) -> float:
-        return expected_loss(monkeypatch, paradigm, toy, t, 1 - kappa(t))
-
-    def formula(t: float) -> float:
-        rate = (kappa(t + 1e-6) - kappa(t - 1e-6)) / 2e-6
-        return sum(
-            mask_probability(masked, 1 - kappa(t)) * rate / (1 - kappa(t))
-            * sum(toy.nats(PROTEIN, masked, t))
-            for masked in SUBSETS
-            if any(masked)
-        )  # fmt: skip
-
-    low, high = 1e-5, 1 - 1e-5  # fp32 times: omits both ends
-    found = quad(code, low, high, epsabs=1e-5, epsrel=1e-5, limit=20)[0]
-    expected = quad(formula, low, high, epsabs=1e-6, epsrel=1e-6, limit=50)[0]
-    assert found == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "paradigm", [AbsorbingDiffusion(num_train_timesteps=8), MaskFlowMatching()]
-)
-def test_the_loss_of_random_corruption_estimates_the_same_elbo(paradigm: Paradigm) -> None:
-    toy = Toy(3)
-    copies = 10_000
-    batch = toy_batch(copies)
-    corrupted = paradigm.corrupt(batch, Key(1, 1))
-    logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
-    nats, count = paradigm.loss(logits, batch, corrupted)
-    assert count == copies * LENGTH
-    if isinstance(paradigm, AbsorbingDiffusion):
-        expected = sum(
-            mask_probability(masked, t / 8) * 8 * (1 / 8) / (t / 8) / 8
-            * sum(toy.nats(PROTEIN, masked))
-            for t in range(1, 9)
-            for masked in SUBSETS
-        )  # fmt: skip
-    else:
-        expected = exact_k(toy)
-    single = -log_softmax(logits.numpy()[:, 4:24], axis=-1)[
-        np.arange(batch.num_tokens), corrupted.targets.numpy()
-    ]
-    per_copy = (single * corrupted.weights.numpy()).reshape(copies, -1).sum(axis=1)
-    standard_error = per_copy.std() / math.sqrt(copies)
-    assert float(nats) == pytest.approx(per_copy.sum(), rel=1e-4)
-    assert abs(float(nats) / copies - expected) < 4 * standard_error
-    assert standard_error < 0.02 * expected
 
 
 @EITHER
@@ -430,35 +359,6 @@ def test_the_control_variate_makes_a_unigram_models_estimate_exact() -> None:
     assert len(plain) > 10
 
 
-def test_flow_diffusion_and_exact_k_bounds_agree_for_a_model_without_time() -> None:
-    toy = Toy(8)
-    exact = exact_k(toy)
-    nats = np.array([sum(toy.nats(PROTEIN, masked)) for masked in SUBSETS])
-
-    def expectation(paradigm: Paradigm, time: float) -> float:
-        at = torch.tensor([time], dtype=torch.float64)
-        fraction = paradigm.corrupted_fraction(at)
-        weight = paradigm.time_weights(paradigm.corruption_rate(at), fraction).item()
-        chances = [mask_probability(masked, fraction.item()) for masked in SUBSETS]
-        return weight * float(nats @ np.array(chances))
-
-    for settings, _ in KAPPAS:
-        flow = MaskFlowMatching(**settings)
-        integral = quad(partial(expectation, flow), 0, 1, epsrel=1e-9, limit=200)[0]
-        assert integral == pytest.approx(exact, rel=1e-6)
-
-    def at_rate(size: int) -> float:
-        """Summed cross-entropy of the masks of one residue, or of the mask of all."""
-        return sum(n for n, masked in zip(nats, SUBSETS, strict=True) if sum(masked) == size)
-
-    # A right Riemann sum of f exceeds the integral by (f(1) − f(0))/2T, and f(u) = E Σ CE / u.
-    leading = (at_rate(LENGTH) - at_rate(1)) / 2
-    for steps, tolerance in ((100, 0.1), (1000, 0.01)):
-        diffusion = AbsorbingDiffusion(num_train_timesteps=steps, schedule="linear")
-        discrete = sum(expectation(diffusion, t / steps) for t in range(1, steps + 1)) / steps
-        assert steps * (discrete - exact) == pytest.approx(leading, rel=tolerance)
-
-
 @EITHER
 @VOCABULARIES
 def test_the_bound_of_exact_posteriors_is_the_log_likelihood(
@@ -472,28 +372,6 @@ def test_the_bound_of_exact_posteriors_is_the_log_likelihood(
         for protein in ((0, 2, 1, 1), (2, 2, 0, 1), (1, 0, 0, 0)):
             found = bound_by_enumeration(monkeypatch, paradigm, toy, protein=protein)
             assert found == pytest.approx(-math.log(distribution[protein]), rel=1e-5)
-
-
-def test_the_bound_is_never_below_minus_log_p_of_the_any_order_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """p(x) = E over orders of Π p(x_i | what came before), normalised whatever the table."""
-    toy = Toy(9)
-
-    def likelihood(protein: tuple[int, ...]) -> float:
-        total = 0.0
-        for order in itertools.permutations(range(LENGTH)):
-            nats, masked = 0.0, [True] * LENGTH
-            for place in order:
-                index = sum(masked[:place])
-                nats += toy.nats(protein, tuple(masked))[index]
-                masked[place] = False
-            total += math.exp(-nats)
-        return total / math.factorial(LENGTH)
-
-    for protein in ((0, 2, 1, 1), (2, 2, 2, 2), (0, 1, 2, 0)):
-        found = bound_by_enumeration(monkeypatch, AbsorbingDiffusion(), toy, protein=protein)
-        assert found > -math.log(likelihood(protein)) + 1e-3
 
 
 def test_random_subsets_are_uniform_and_of_the_asked_size() -> None:

@@ -8,7 +8,6 @@ the closed forms that the package uses. κ is the time axis; a denoiser is a fun
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from scipy.linalg import expm
@@ -22,6 +21,7 @@ from d2plm.paradigms import flow_matching
 from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.paradigm import Denoiser
+from tests.conftest import MonkeyPatch
 from tests.unit.paradigms.closed_forms import Curve
 
 Array = NDArray[np.float64]
@@ -188,9 +188,7 @@ def protein_batch(protein: Protein, copies: int) -> PackedBatch:
     return PackedBatch.pack([framed(tokens)] * copies)
 
 
-def show_every_state(
-    patch: pytest.MonkeyPatch, paradigm: UniformFlowMatching, times: Tensor
-) -> None:
+def show_every_state(patch: MonkeyPatch, paradigm: UniformFlowMatching, times: Tensor) -> None:
     """Make `corrupt` draw these times [n · 400], and show the 400 states one by one, all noise."""
     rows = np.pad(STATES + CANONICAL_START, ((0, 0), (1, 1)))
     tokens = torch.from_numpy(np.tile(rows, (len(times) // N**2, 1)).flatten())

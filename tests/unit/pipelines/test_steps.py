@@ -18,6 +18,7 @@ from d2plm.core.errors import ClusterError, ConfigError, DataError, TrackingErro
 from d2plm.core.vocabulary import PROTEIN
 from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run, end_left_running
 from pipelines import components, record, retries, steps
+from tests.conftest import Captured, Logged, MonkeyPatch
 
 Configure = Callable[..., str]
 
@@ -87,7 +88,7 @@ def test_each_recurring_run_has_the_folder_of_its_time(
 
 
 def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     family = "examples/data/family_abc_importers.fasta.gz"
     (tmp_path / "image" / family).parent.mkdir(parents=True)
@@ -114,7 +115,7 @@ def test_relatives_for_what_takes_none_are_rejected_before_the_first_step(
 
 @pytest.mark.parametrize("key", ["data.input", "init_from", "data.tokenizer"])
 def test_inputs_that_do_not_exist_are_refused_by_the_first_step(
-    configure: Configure, capfd: pytest.CaptureFixture[str], key: str
+    configure: Configure, capfd: Captured, key: str
 ) -> None:
     with pytest.raises(SystemExit):
         configure(f"{key}=/workspace/nope")
@@ -125,7 +126,7 @@ def test_inputs_that_do_not_exist_are_refused_by_the_first_step(
     ("error", "code"), [(ConfigError("not this"), 2), (ZeroDivisionError("a defect"), 1)]
 )
 def test_a_step_that_fails_says_why_in_its_last_line_and_keeps_its_traceback_in_a_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], error: Exception, code: int
+    tmp_path: Path, capfd: Captured, error: Exception, code: int
 ) -> None:
     def fail() -> None:
         raise error
@@ -156,11 +157,7 @@ def test_a_step_that_fails_says_why_in_its_last_line_and_keeps_its_traceback_in_
     ],
 )
 def test_only_temporary_failures_are_tried_again_and_only_in_a_pod(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    is_temporary: bool,
-    in_cluster: bool,
+    tmp_path: Path, monkeypatch: MonkeyPatch, error: Exception, is_temporary: bool, in_cluster: bool
 ) -> None:
     if in_cluster:
         monkeypatch.setenv("KFP_POD_NAME", "prepare")
@@ -182,7 +179,7 @@ def test_only_temporary_failures_are_tried_again_and_only_in_a_pod(
 
 
 def test_a_copy_for_the_ui_that_fails_does_not_fail_or_repeat_the_step(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    configure: Configure, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     monkeypatch.setenv("KFP_POD_NAME", "prepare")
     done = []
@@ -210,7 +207,7 @@ def test_a_run_that_was_cancelled_before_it_wrote_makes_no_folder(tmp_path: Path
 
 
 def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configure: Configure
+    tmp_path: Path, monkeypatch: MonkeyPatch, configure: Configure
 ) -> None:
     def write(exported: object, settings: object, output: Path, precision: str) -> None:
         output.write_text(">a\nMKV\n")
@@ -238,7 +235,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def work(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, configure: Configure) -> Path:
+def work(tmp_path: Path, store: str, monkeypatch: MonkeyPatch, configure: Configure) -> Path:
     """The work folder of a run whose steps have started."""
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -351,7 +348,7 @@ def test_a_training_of_no_pipeline_in_the_same_folder_is_left_alone(
 
 
 def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    work: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     steps.finish("run-2", str(work), "FAILED")  # whose first step has failed
     left_running(work)
@@ -363,7 +360,7 @@ def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
 
 
 def test_without_a_run_the_store_is_not_asked(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    work: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
     steps.finish("run-1", str(work), "FAILED")
@@ -371,7 +368,7 @@ def test_without_a_run_the_store_is_not_asked(
 
 
 def test_the_experiment_that_kubeflow_pipelines_sets_is_taken(
-    work: Path, monkeypatch: pytest.MonkeyPatch, store: str
+    work: Path, monkeypatch: MonkeyPatch, store: str
 ) -> None:
     client = MlflowClient(tracking_uri=store)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", client.create_experiment("of KFP"))
@@ -381,7 +378,7 @@ def test_the_experiment_that_kubeflow_pipelines_sets_is_taken(
 
 
 def test_the_steps_share_one_run_beside_those_that_kfps_plugin_makes_for_each(
-    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, configure: Configure
+    tmp_path: Path, store: str, monkeypatch: MonkeyPatch, configure: Configure
 ) -> None:
     client = MlflowClient(tracking_uri=store)
     experiment = client.create_experiment("of the plugin")
@@ -423,7 +420,7 @@ def test_a_run_that_the_store_does_not_have_is_reported(work: Path) -> None:
 
 
 def test_a_job_that_its_step_has_left_behind_is_deleted(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     from d2plm.assembly.training_job import job_name
     from d2plm.launch.client import PYTORCHJOB, connect

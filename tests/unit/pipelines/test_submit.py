@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from kubernetes.client import ApiException
@@ -17,6 +18,7 @@ from d2plm.launch import kfp_server as kfp_server_module
 from d2plm.launch.kfp_server import MOST_LOG_BYTES, SERVER_FAILS
 from pipelines import follow
 from tests.cluster import Cluster
+from tests.conftest import Captured, MonkeyPatch
 from tests.kfp_server import KfpServer, certified, kfp_server, run, step
 
 SUBMIT = ("pipeline", "submit", "experiment=debug")
@@ -25,18 +27,20 @@ LOGIN = "<!doctype html><html><title>Log in to Your Account</title></html>"
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
+def server(monkeypatch: MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
     for name in ("KFP_TOKEN", "KFP_NAMESPACE", "D2PLM_REGISTRY", "D2PLM_TAG", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.02)
     monkeypatch.setattr("kfp.Client._LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
+    # It reads the source of every caller at every setting of a step, for the sake of a message.
+    monkeypatch.setattr("kfp.dsl.pipeline_task.inspect", Mock(stack=lambda: [[""] * 4] * 2))
     with kfp_server() as double:
         monkeypatch.setenv("KFP_HOST", double.url)
         yield double
 
 
 def test_a_submission_sends_the_compiled_pipeline_and_prints_the_runs_address_alone(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     words = ("model=35m", "trainer.max_steps=7", "launcher.gpus=4", "data.max_length=256")
     assert d2plm([*SUBMIT, *words, "registry=registry.example/us", "claim=mine"]) == 0
@@ -85,9 +89,7 @@ def test_the_steps_ask_for_what_the_experiment_needs(
     assert sent["runtime_config"]["parameters"].get("prepare_memory") == memory  # None: 4Gi
 
 
-def test_the_token_and_the_namespace_are_sent(
-    server: KfpServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_and_the_namespace_are_sent(server: KfpServer, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("KFP_TOKEN", "secret")
     monkeypatch.setenv("KFP_NAMESPACE", "team-proteins")
     server.multi_user = True
@@ -97,7 +99,7 @@ def test_the_token_and_the_namespace_are_sent(
 
 
 def test_a_server_with_a_namespace_for_each_user_reports_it_and_no_other_does(
-    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     server.multi_user = True
     assert d2plm([*SUBMIT]) == 1
@@ -120,11 +122,7 @@ def test_a_server_with_a_namespace_for_each_user_reports_it_and_no_other_does(
     ],
 )
 def test_a_refusal_is_one_line_that_says_what_and_how_to_fix_it(
-    server: KfpServer,
-    capsys: pytest.CaptureFixture[str],
-    status: int,
-    body: object,
-    said: list[str],
+    server: KfpServer, capsys: Captured, status: int, body: object, said: list[str]
 ) -> None:
     server.refusals["/"] = (1000, (status, body))
     assert d2plm([*SUBMIT]) == 1
@@ -137,7 +135,7 @@ def test_a_refusal_is_one_line_that_says_what_and_how_to_fix_it(
 
 
 def test_a_refusal_of_the_run_itself_is_reported_in_the_servers_words(
-    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setenv("KFP_TOKEN", "secret")
     refusal = {"message": "User alice is not authorized to create runs in team-proteins"}
@@ -150,7 +148,7 @@ def test_a_refusal_of_the_run_itself_is_reported_in_the_servers_words(
 
 @pytest.mark.parametrize("words", [["wait=true"], ["cron=0 0 3 * * 1"]])
 def test_a_server_that_accepts_anything_is_no_pipelines_server(
-    server: KfpServer, capsys: pytest.CaptureFixture[str], words: list[str]
+    server: KfpServer, capsys: Captured, words: list[str]
 ) -> None:
     server.refusals["/"] = (1000, (200, {}))
     assert d2plm([*SUBMIT, *words]) == 1
@@ -160,7 +158,7 @@ def test_a_server_that_accepts_anything_is_no_pipelines_server(
 
 
 def test_a_proxy_is_not_used_for_this_machine_and_named_where_it_refuses(
-    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     with kfp_server() as proxy:
         proxy.refusals[""] = (1000, (503, "no upstream"))
@@ -185,7 +183,7 @@ def test_a_proxy_is_not_used_for_this_machine_and_named_where_it_refuses(
 
 
 def test_a_server_that_is_down_is_reported(
-    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -200,10 +198,7 @@ def test_a_server_that_is_down_is_reported(
 
 
 def test_a_certificate_of_an_unknown_authority_is_reported_and_taken_with_its_authority(
-    server: KfpServer,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    server: KfpServer, monkeypatch: MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
     context, certificate = certified(tmp_path)
     with kfp_server(context) as secured:
@@ -217,7 +212,7 @@ def test_a_certificate_of_an_unknown_authority_is_reported_and_taken_with_its_au
 
 
 def test_waiting_reports_each_steps_changes_in_order_and_succeeds(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     server.script = [
         {"state": "PENDING"},
@@ -228,17 +223,14 @@ def test_waiting_reports_each_steps_changes_in_order_and_succeeds(
     ]
     assert d2plm([*SUBMIT, "wait=true"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "prepare: running",
-        "prepare: succeeded",
-        "train: running",
-        "train: succeeded",
+        *("prepare: running", "prepare: succeeded", "train: running", "train: succeeded"),
         f"the run has succeeded: {server.url}/#/runs/details/r1",
     ]
 
 
 @pytest.mark.parametrize("node", ["d2plm-wrq7f-train", "d2plm-wrq7f-train(0)", "task-train(0)"])
 def test_a_run_that_fails_is_reported_with_the_last_lines_of_its_steps_log(
-    server: KfpServer, capsys: pytest.CaptureFixture[str], node: str
+    server: KfpServer, capsys: Captured, node: str
 ) -> None:
     server.logs[node] = f"""\
 {"9" * MOST_LOG_BYTES}
@@ -263,7 +255,7 @@ time="2026-11-26T03:10:01.000Z" level=info msg="sub-process exited" argo=true
 
 @pytest.mark.parametrize(("log", "said"), [("100/500 steps\n", "100/500 steps"), (None, "its log")])
 def test_a_step_that_was_killed_is_reported_with_the_end_of_its_log_if_there_is_one(
-    server: KfpServer, capsys: pytest.CaptureFixture[str], log: str | None, said: str
+    server: KfpServer, capsys: Captured, log: str | None, said: str
 ) -> None:
     server.logs |= {} if log is None else {"d2plm-wrq7f-prepare": log}
     server.script = [run("FAILED", step("prepare", "FAILED"))]
@@ -272,7 +264,7 @@ def test_a_step_that_was_killed_is_reported_with_the_end_of_its_log_if_there_is_
 
 
 def test_a_cancelled_run_is_said_to_be_cancelled_although_it_ends_as_failed(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     server.script = [
         run("CANCELING", step("train", "RUNNING")),
@@ -285,11 +277,7 @@ def test_a_cancelled_run_is_said_to_be_cancelled_although_it_ends_as_failed(
 
 @pytest.mark.parametrize("may_read", [True, False])
 def test_a_step_that_waits_says_why_and_is_not_followed_for_longer_than_it_may_wait(
-    server: KfpServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    may_read: bool,
+    server: KfpServer, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured, may_read: bool
 ) -> None:
     monkeypatch.setenv("KFP_NAMESPACE", "d2plm")
     server.multi_user = True
@@ -315,9 +303,7 @@ def test_a_step_that_waits_says_why_and_is_not_followed_for_longer_than_it_may_w
     assert ("within start_deadline_seconds=0.2: Unschedulable: 0/1 nodes" in error) == may_read
 
 
-def following_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], report_seconds: float
-) -> list[str]:
+def following_lines(monkeypatch: MonkeyPatch, capsys: Captured, report_seconds: float) -> list[str]:
     """The lines of a run that is followed with such an interval between two about a wait."""
     monkeypatch.setattr(follow, "REPORT_SECONDS", report_seconds)
     d2plm([*SUBMIT, "wait=true"])
@@ -325,10 +311,7 @@ def following_lines(
 
 
 def test_a_wait_without_readable_pods_says_in_every_interval_what_is_waited_for(
-    server: KfpServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    server: KfpServer, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     monkeypatch.setattr("d2plm.launch.client._ACCOUNT", tmp_path)
@@ -340,7 +323,7 @@ def test_a_wait_without_readable_pods_says_in_every_interval_what_is_waited_for(
 
 
 def test_a_run_whose_first_step_does_not_start_is_not_followed_for_ever(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     server.script = [{"state": "PENDING"}]
     assert d2plm([*SUBMIT, "wait=true", "launcher.start_deadline_seconds=0.1"]) == 1
@@ -382,8 +365,8 @@ def held(reason: str) -> dict[str, object]:
 )
 def test_every_wait_for_a_pod_has_an_end_and_lines_about_it(
     server: KfpServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capsys: Captured,
     answers: list[dict[str, object] | int],
     said: str | None,
 ) -> None:
@@ -400,10 +383,7 @@ def test_every_wait_for_a_pod_has_an_end_and_lines_about_it(
 
 @pytest.mark.parametrize("words", [["wait=true"], []])
 def test_a_server_that_accepts_a_request_and_stays_silent_is_given_up(
-    server: KfpServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured, words: list[str]
 ) -> None:
     monkeypatch.setattr(kfp_server_module, "TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(follow, "PATIENCE_SECONDS", 0.0)
@@ -418,7 +398,7 @@ def test_a_server_that_accepts_a_request_and_stays_silent_is_given_up(
 
 
 def test_a_run_that_kfp_itself_rejects_is_reported_with_its_message(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     server.script = [{"state": "FAILED", "error": {"code": 3, "message": "no such claim"}}]
     assert d2plm([*SUBMIT, "wait=true"]) == 1
@@ -426,7 +406,7 @@ def test_a_run_that_kfp_itself_rejects_is_reported_with_its_message(
 
 
 def test_a_server_that_is_away_for_a_while_is_asked_again(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     server.script = [run("SUCCEEDED", step("prepare", "SUCCEEDED"))]
     server.refusals["/runs/r1"] = (3, (502, "<html>bad gateway</html>"))
@@ -438,11 +418,7 @@ def test_a_server_that_is_away_for_a_while_is_asked_again(
 
 @pytest.mark.parametrize(("status", "patience"), [(401, 600.0), (502, 0.0)])
 def test_following_ends_where_the_token_has_expired_or_patience_has(
-    server: KfpServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    status: int,
-    patience: float,
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured, status: int, patience: float
 ) -> None:
     monkeypatch.setattr(follow, "PATIENCE_SECONDS", patience)
     server.script = [run("RUNNING")]
@@ -452,7 +428,7 @@ def test_following_ends_where_the_token_has_expired_or_patience_has(
 
 
 def test_a_server_that_stays_away_is_reported_in_every_interval(
-    server: KfpServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     server.script = [run("SUCCEEDED")]
     server.refusals["/runs/r1"] = (3, (502, "<html>bad gateway</html>"))
@@ -461,7 +437,7 @@ def test_a_server_that_stays_away_is_reported_in_every_interval(
 
 
 def test_an_interrupt_ends_the_following_and_not_the_run(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     server.script = [run("RUNNING", step("train", "RUNNING"))]
 
@@ -482,9 +458,7 @@ def test_an_interrupt_ends_the_following_and_not_the_run(
     assert not server.posted("/runs/r1:terminate")
 
 
-def test_cancelling_asks_the_server_to_end_the_run(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cancelling_asks_the_server_to_end_the_run(server: KfpServer, capsys: Captured) -> None:
     assert d2plm(["pipeline", "cancel", "r1"]) == 0
     assert server.posted("/runs/r1:terminate") == [None]
     assert "runs/details/r1" in capsys.readouterr().out
@@ -493,7 +467,7 @@ def test_cancelling_asks_the_server_to_end_the_run(
 
 
 def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     weekly = "work_dir=/workspace/weekly-%Y-%m-%d"
     assert d2plm([*SUBMIT, weekly, "cron=0 0 3 * * 1", "service_account=mine"]) == 0
@@ -526,7 +500,7 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
     ],
 )
 def test_what_cannot_be_meant_is_rejected_before_the_server_is_asked(
-    server: KfpServer, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    server: KfpServer, capsys: Captured, words: list[str], said: str
 ) -> None:
     assert d2plm([*SUBMIT, *words]) == 2
     assert said in capsys.readouterr().err
@@ -534,7 +508,7 @@ def test_what_cannot_be_meant_is_rejected_before_the_server_is_asked(
 
 
 def test_without_an_address_the_error_says_where_one_comes_from(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.delenv("KFP_HOST", raising=False)
     assert d2plm([*SUBMIT]) == 1
@@ -555,7 +529,7 @@ def test_without_an_address_the_error_says_where_one_comes_from(
     ],
 )
 def test_what_cannot_be_a_sweep_is_refused_before_the_server_is_asked(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, capsys: Captured
 ) -> None:
     assert d2plm(["pipeline", "submit", *words]) == 2
     error = capsys.readouterr().err
@@ -563,7 +537,7 @@ def test_what_cannot_be_a_sweep_is_refused_before_the_server_is_asked(
 
 
 def test_keys_that_vary_reach_the_pods_as_they_were_written(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
+    server: KfpServer, capsys: Captured
 ) -> None:
     words = ["paradigm=diffusion,flow_matching", "trainer.seed=1,2"]
     given = ["sweep=train", "experiment=debug", "tracking=none", "launcher.nodes=2"]
@@ -575,9 +549,7 @@ def test_keys_that_vary_reach_the_pods_as_they_were_written(
     assert [one["display_name"] for one in server.pipelines] == ["d2plm-sweep-train"]
 
 
-def test_steps_of_several_runs_are_numbered(
-    server: KfpServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_several_runs_are_numbered(server: KfpServer, capsys: Captured) -> None:
     server.logs["d2plm-wrq7f-train"] = "d2plm: error: b,_seed_1: no memory\n"
     early, late = ({"create_time": f"2026-11-30T03:00:0{n}Z", "task_id": n} for n in "01")
     first = step("train", "SUCCEEDED", **early)

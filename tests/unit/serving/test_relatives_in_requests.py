@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from d2plm import load_model
 from d2plm.api import SequenceModel
-from d2plm.export.exported_model import load_export, save_export
-from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.export.exported_model import load_export
 from d2plm.serving.service import Service
+from tests.conftest import Exports
 from tests.unit.serving import conftest
 
 FAMILY = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
@@ -21,21 +19,14 @@ Ask = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
-    """An export that takes relatives, and 126 residues; training proteins have 40 or 50."""
-    path, lengths = tmp_path_factory.mktemp("served"), LengthHistogram.of(np.array([40, 50]), 126)
-    return save_export(path / "model", tiny_dit(relatives_dim=8), MaskFlowMatching(), lengths, {})
+def library(exports: Exports) -> SequenceModel:
+    return load_model(exports.related)
 
 
 @pytest.fixture(scope="module")
-def library(folder: Path) -> SequenceModel:
-    return load_model(folder)
-
-
-@pytest.fixture(scope="module")
-def ask(folder: Path) -> Iterator[Ask]:
+def ask(exports: Exports) -> Iterator[Ask]:
     """(columns, **params) → (status, document)."""
-    with conftest.asking(Service(load_export(folder), 65536)) as ask:
+    with conftest.asking(Service(load_export(exports.related), 65536)) as ask:
         yield lambda columns, **params: ask({"inputs": columns, "params": params})
 
 
@@ -137,8 +128,8 @@ def test_a_model_that_takes_none_rejects_them_without_a_word_of_the_server(
     assert document["message"] == "relatives: not supported by this model; omit them"
 
 
-def test_the_limit_on_residues_is_that_of_the_server(folder: Path) -> None:
-    with conftest.asking(Service(load_export(folder), 30)) as ask:
+def test_the_limit_on_residues_is_that_of_the_server(exports: Exports) -> None:
+    with conftest.asking(Service(load_export(exports.related), 30)) as ask:
         status, document = ask({"inputs": {"sequence": ["MKT"]}, "params": {"relatives": FAMILY}})
     assert status == 400
     assert "relatives: the request has" in document["message"]

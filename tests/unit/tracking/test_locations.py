@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from mlflow import MlflowClient
-from transformers import EsmConfig, EsmForMaskedLM
+from transformers import EsmForMaskedLM
 
 from d2plm.assembly.training_run import refuse_adapter
 from d2plm.core.errors import ConfigError, ModelError, TrackingError
-from d2plm.core.vocabulary import MASK, PAD
 from d2plm.export.exported_model import save_export, weights_digest
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
@@ -27,6 +26,7 @@ from d2plm.tracking.mlflow_run import open_client
 from d2plm.tracking.pyfunc_model import PyfuncModel
 from d2plm.tracking.registry import download, export_digest, register
 from d2plm.tracking.runs import tracking_run
+from tests.unit.model.test_esm import esm_like
 from tests.unit.tracking.test_registry import whole
 
 CONTENT = AbsorbingDiffusion(), LengthHistogram.of(np.array([5, 9]), 126)
@@ -108,15 +108,7 @@ def test_a_missing_version_is_named(client: MlflowClient) -> None:
 @pytest.fixture
 def esm(tmp_path: Path) -> Path:
     """A small ESM-2 checkpoint with weights as transformers draws them."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = EsmConfig(
-        **{"vocab_size": 33, "mask_token_id": MASK, "pad_token_id": PAD, **sizes},
-        intermediate_size=32,
-        position_embedding_type="rotary",
-        token_dropout=True,
-        max_position_embeddings=130,
-        emb_layer_norm_before=False,
-    )
+    config = esm_like(2, 16, 2, 32, max_position_embeddings=130)
     EsmForMaskedLM(config).eval().save_pretrained(tmp_path / "esm")
     return tmp_path / "esm"
 

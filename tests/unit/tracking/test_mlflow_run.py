@@ -25,6 +25,7 @@ from d2plm.settings.commands import TrainSettings
 from d2plm.tracking import mlflow_run
 from d2plm.tracking.mlflow_run import VERSION_TAG, end_left_running, system_metrics
 from d2plm.tracking.runs import tracking_run
+from tests.conftest import Logged, MonkeyPatch
 
 COUNTS = {
     f"{split}_{what}": number
@@ -171,7 +172,7 @@ def test_a_pipeline_that_fails_spoils_only_a_run_whose_model_is_not_registered(
 
 
 def test_the_machine_is_watched_and_no_thread_is_left(
-    client: MlflowClient, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+    client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", raising=False)
     before = {*threading.enumerate()}
@@ -190,10 +191,7 @@ def test_the_machine_is_watched_and_no_thread_is_left(
 
 
 def test_the_machine_is_not_watched_where_the_key_is_null_or_psutil_is_missing(
-    client: MlflowClient,
-    config: TrainSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    client: MlflowClient, config: TrainSettings, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     off = replace(config, tracking=replace(config.tracking, system_metrics=None))
     before = {*threading.enumerate()}

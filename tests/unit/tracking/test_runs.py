@@ -23,6 +23,7 @@ from d2plm.tracking.mlflow_run import KEY_TAG, RUN_FILE, MLflowRun, open_client,
 from d2plm.tracking.runs import Run, Runs, tracking_run
 from d2plm.tracking.sqlite_store import create_store
 from d2plm.tracking.tracker_run import reaching
+from tests.conftest import Logged, MonkeyPatch
 from tests.unit.tracking.conftest import repeat
 
 Refuse = Callable[..., None]
@@ -72,7 +73,7 @@ def test_a_rejected_call_is_one_line_that_names_the_store(
 
 
 def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
-    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     run = Runs([MLflowRun(client, begun(output_dir))])
     whole = MlflowClient.log_batch
@@ -89,7 +90,7 @@ def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
 
 
 def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
-    client: MlflowClient, refuse: Refuse, output_dir: Path, caplog: pytest.LogCaptureFixture
+    client: MlflowClient, refuse: Refuse, output_dir: Path, caplog: Logged
 ) -> None:
     refuse("set_terminated")
     refuse("log_batch")
@@ -128,7 +129,7 @@ def test_the_run_on_file_is_taken_up_again(client: MlflowClient, output_dir: Pat
 
 
 def test_a_run_that_the_store_does_not_know_is_replaced_and_said(
-    client: MlflowClient, output_dir: Path, caplog: pytest.LogCaptureFixture
+    client: MlflowClient, output_dir: Path, caplog: Logged
 ) -> None:
     output_dir.mkdir()
     (output_dir / RUN_FILE).write_text(json.dumps({"run_id": "0" * 32}))
@@ -140,10 +141,7 @@ def test_a_run_that_the_store_does_not_know_is_replaced_and_said(
 
 
 def test_a_store_without_the_run_is_named_in_full(
-    output_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    output_dir: Path, tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     create_store(tmp_path / "first.db")
     shutil.copy(tmp_path / "first.db", tmp_path / "second.db")
@@ -165,7 +163,7 @@ def test_a_passing_failure_of_the_store_begins_no_second_run(
 
 
 def test_a_given_run_is_missing_only_if_the_store_says_so(
-    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_RUN_ID", "1" * 32)
     with pytest.raises(TrackingError, match=r"not found.* correct or unset MLFLOW_RUN_ID"):
@@ -198,7 +196,7 @@ def test_an_output_folder_that_cannot_be_written_is_named_and_begins_no_run(
 
 
 def test_a_store_whose_folder_cannot_be_made_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "file").write_text("in the way")
@@ -237,7 +235,7 @@ def test_user_and_password_of_an_address_are_not_shown(text: str, shown: str) ->
 
 
 def test_an_unreachable_store_is_named_without_its_password(
-    client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+    client: MlflowClient, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:s3cret@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -254,7 +252,7 @@ def test_passwords_in_parameters_are_not_logged(client: MlflowClient, output_dir
     assert logged == {"uri": "http://***@host:5000", "lr": "0.1", "all": "['s3://***@b/x']"}
 
 
-def test_a_server_that_never_answers_is_reported_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_reported_soon(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_run, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted by the system
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -263,7 +261,7 @@ def test_a_server_that_never_answers_is_reported_soon(monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def closed_address(monkeypatch: pytest.MonkeyPatch) -> str:
+def closed_address(monkeypatch: MonkeyPatch) -> str:
     """An address that refuses connections, as the tracking store; it is waited for briefly."""
     with socket.create_server(("127.0.0.1", 0)) as port:
         address = f"http://127.0.0.1:{port.getsockname()[1]}"
@@ -273,7 +271,7 @@ def closed_address(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_absent_server_is_reported_after_one_warning(
-    closed_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    closed_address: str, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(mlflow_run.time, "sleep", lambda s: (pauses.append(s), pause(0.2)))
@@ -284,7 +282,7 @@ def test_an_absent_server_is_reported_after_one_warning(
 
 
 def test_a_server_that_is_starting_is_waited_for(
-    closed_address: str, monkeypatch: pytest.MonkeyPatch
+    closed_address: str, monkeypatch: MonkeyPatch
 ) -> None:
     port = int(closed_address.rpartition(":")[2])
     servers: list[HTTPServer] = []
@@ -301,7 +299,7 @@ def test_a_server_that_is_starting_is_waited_for(
 
 
 def test_after_a_slow_failure_full_batches_wait_before_they_are_sent_again(
-    output_dir: Path, monkeypatch: pytest.MonkeyPatch
+    output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     now, attempts = [0.0], []
 
@@ -354,7 +352,7 @@ def test_an_error_names_the_remedy_of_its_cause(said: str, remedy: str) -> None:
 
 
 def test_a_deleted_run_is_replaced_and_a_deleted_experiment_names_its_restoring(
-    client: MlflowClient, output_dir: Path, caplog: pytest.LogCaptureFixture
+    client: MlflowClient, output_dir: Path, caplog: Logged
 ) -> None:
     first = begun(output_dir)
     client.delete_run(first)
@@ -395,7 +393,7 @@ def test_many_parameters_are_kept_and_values_that_are_cut_are_marked(
 
 
 def test_a_repeated_request_begins_one_run(
-    client: MlflowClient, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+    client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     repeat(monkeypatch, SqlAlchemyStore, "create_run")
     run_id = begun(output_dir)
@@ -407,7 +405,7 @@ def test_a_repeated_request_begins_one_run(
 
 
 def test_a_run_that_the_search_does_not_show_yet_is_the_one_created(
-    client: MlflowClient, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+    client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(MlflowClient, "search_runs", lambda *_: [])

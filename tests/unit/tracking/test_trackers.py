@@ -402,14 +402,9 @@ def config(
     return compose(
         "train",
         [
-            "experiment=debug",
-            "tracking=all",
-            f"work_dir={tmp_path / 'work'}",
-            "trainer.max_steps=6",
-            "trainer.precision=fp32",
-            "data.token_budget=512",
-            "callbacks.checkpoint.every=2",
-            "callbacks.metrics.every=1",
+            *("experiment=debug", "tracking=all", f"work_dir={tmp_path / 'work'}"),
+            *("trainer.max_steps=6", "trainer.precision=fp32", "data.token_budget=512"),
+            *("callbacks.checkpoint.every=2", "callbacks.metrics.every=1"),
         ],
     )
 

@@ -52,13 +52,9 @@ def test_a_configuration_names_the_class_of_the_trainer(
 @pytest.mark.parametrize(
     "override",
     [
-        "trainer.gradient_accumulation_steps=3",
-        "trainer.freeze=[nothing.*]",
-        "data.token_budget=100",
-        "distributed.replicate=3",
-        "distributed.context=2",
-        "schedule.warmup_steps=1000",
-        "callbacks.early_stopping.mode=up",
+        *("trainer.gradient_accumulation_steps=3", "trainer.freeze=[nothing.*]"),
+        *("data.token_budget=100", "distributed.replicate=3", "distributed.context=2"),
+        *("schedule.warmup_steps=1000", "callbacks.early_stopping.mode=up"),
     ],
 )
 def test_an_impossible_setting_is_rejected_by_its_key(

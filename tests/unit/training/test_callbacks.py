@@ -28,6 +28,7 @@ from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 from tests.trainers import make_trainer
+from tests.unit.training.conftest import Recorder
 
 Build = Callable[..., Trainer]
 ALANINE = int(encode("A")[0])
@@ -37,17 +38,6 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
-class StopAfter(Callback):
-    """Stands for a kill."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.step == self.step:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     every: int, build: Build, tmp_path: Path
@@ -55,7 +45,9 @@ def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(
     """Also where it was stopped between two rows, of which the loss is a mean."""
     settings, saved = MetricsSettings(every=every), CheckpointSettings(every=2)
     with pytest.raises(KeyboardInterrupt):
-        build(MetricLogger(settings=settings), SaveCheckpoint(saved), StopAfter(5)).train()
+        build(
+            MetricLogger(settings=settings), SaveCheckpoint(saved), Recorder(stop_after=5)
+        ).train()
     assert [row["step"] for row in rows(tmp_path)] == [*range(every, 6, every)]
     with (tmp_path / "run" / METRICS_FILE).open("a") as stream:
         stream.write('{"step": 6, "lo')  # cut off by the kill

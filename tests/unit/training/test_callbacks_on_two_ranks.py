@@ -15,7 +15,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import Position
-from d2plm.model.dit_config import DiTConfig
 from d2plm.settings.callbacks import EarlyStoppingSettings
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.gradient_health import dump_step
@@ -23,8 +22,6 @@ from d2plm.training.distributed import Process, setup_process
 from d2plm.training.metrics import StepState
 from d2plm.training.plan import Plan
 from d2plm.training.shards import LocalParameters
-from d2plm.training.throughput import Throughput
-from tests.conftest import TINY_SIZES
 from tests.ranks import run
 
 RANKS = 2
@@ -105,21 +102,6 @@ def a_failed_step_is_kept_by_all_ranks_together(process: Process, folder: Path) 
     assert gradients["norms"]["1.weight"] == pytest.approx(3 * 3**0.5)
 
 
-def the_rates_are_of_all_ranks(process: Process, folder: Path) -> None:
-    trainer: Any = SimpleNamespace(
-        process=process,
-        model=SimpleNamespace(config=DiTConfig(**TINY_SIZES)),
-        batch=SimpleNamespace(segment_lengths=[100, 100] if process.is_main else [50]),
-        data_wait=0.0,
-        dtype=torch.float32,
-    )
-    metric = Throughput()
-    metric.begin(trainer)
-    metric.started -= 1000.0  # so that the time of this test is next to nothing
-    metric.see(trainer)
-    assert metric.read(trainer)["tokens_per_second"] == pytest.approx(0.25, rel=0.01)
-
-
 def both_ranks_stop_together(process: Process, folder: Path) -> None:
     ended: list[str] = []
     trainer: Any = SimpleNamespace(process=process, end_training=ended.append)
@@ -133,7 +115,6 @@ def both_ranks_stop_together(process: Process, folder: Path) -> None:
 CHECKS = (
     the_norm_is_of_all_shards,
     a_failed_step_is_kept_by_all_ranks_together,
-    the_rates_are_of_all_ranks,
     both_ranks_stop_together,
 )
 

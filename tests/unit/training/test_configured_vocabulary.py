@@ -17,6 +17,7 @@ from d2plm.data.synthetic import SyntheticSequences, plausible_lengths
 from d2plm.export.exported_model import load_export
 from d2plm.settings.commands import TrainSettings
 from d2plm.training.trainer import Trainer
+from tests.conftest import MonkeyPatch
 
 
 def configuration(folder: Path, *overrides: str) -> TrainSettings:
@@ -47,7 +48,7 @@ def test_a_run_of_codons_is_exported_with_its_vocabulary(tmp_path: Path) -> None
     assert all(torch.equal(one.cpu(), other) for one, other in weights)
 
 
-def prepared(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
+def prepared(monkeypatch: MonkeyPatch, vocabulary: Vocabulary) -> None:
     store = SyntheticSequences(plausible_lengths(9), vocabulary=vocabulary)
     data = SimpleNamespace(splits={"train": store})
     monkeypatch.setattr(training_run, "open_prepared", lambda folder: data)
@@ -62,20 +63,14 @@ def prepared(monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary) -> None:
     ],
 )
 def test_data_of_another_vocabulary_are_refused(
-    vocabulary: Vocabulary,
-    configured: str,
-    settings: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    vocabulary: Vocabulary, configured: str, settings: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     prepared(monkeypatch, vocabulary)
     with pytest.raises(ConfigError, match=f"data.alphabet='{configured}': .*with {settings}; set"):
         open_stores(configuration(tmp_path, f"data.alphabet={configured}"))
 
 
-def test_prepared_data_contain_their_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_data_contain_their_tokenizer(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     config = configuration(tmp_path, "data.alphabet=tokenizer")
     file = "examples/data/king_james_bible_bpe.json"
     own = build_vocabulary(replace(config.data, tokenizer=file))

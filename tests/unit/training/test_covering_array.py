@@ -19,17 +19,11 @@ from d2plm.training.optimizer import build_adamw
 from tests.conftest import LLAMA, randomise
 from tests.covering import covering_array
 from tests.ranks import run
-from tests.unit.training.test_equality import BUDGET, assert_close, result, train_each
+from tests.unit.training import test_equality
+from tests.unit.training.test_equality import BUDGET, SHAREABLE, assert_close, result, train_each
 
 # Sizes of which no shard of 4 is even, nor one of 2 of what tensor parallelism has split.
-SIZES: dict[str, Any] = {
-    "hidden_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 26,
-    "time_embedding_dim": 10,
-    "max_position_embeddings": 48,
-}
+SIZES = {**test_equality.SIZES, **SHAREABLE, "num_hidden_layers": 4}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "own": {},

@@ -14,16 +14,7 @@ import pytest
 from d2plm.data.store import SequenceStore
 from d2plm.training.trainer import Trainer
 from tests.ranks import Ranks, run
-from tests.runs import (
-    At,
-    assert_same_run,
-    build,
-    checkpoints,
-    history,
-    newest,
-    progress,
-    train,
-)
+from tests.runs import At, assert_same_run, build, checkpoints, history, newest, progress, train
 
 SETTINGS: dict[str, Any] = {"max_steps": 12, "every": 2, "save_total_limit": 10}
 
@@ -217,11 +208,7 @@ def test_a_full_disk(
     ],
 )
 def test_one_rank_that_cannot_write(
-    on_save_error: str,
-    rank: int,
-    runs: dict[str, Path],
-    tiny_store: SequenceStore,
-    tmp_path: Path,
+    on_save_error: str, rank: int, runs: dict[str, Path], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
     arguments = (tiny_store.path, output, on_save_error, rank)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +91,4 @@ def test_a_run_that_has_stopped_ends_at_once_when_started_again(build: Build) ->
     stopping.load_state_dict({"best": 1.0, "waited": 3})
     trainer = build(stopping)
     stopping.on_train_begin(trainer)
-    assert trainer.is_last_step
-
-
-def test_every_rank_follows_rank_0(build: Build) -> None:
-    class Ranks(type(build().process)):  # type: ignore[misc]  # the trainer's own class of process
-        """Rank 1, to which rank 0 says 1.0 each time."""
-
-        def on_main(self, action: Any, group: Any = None) -> float:
-            return 1.0
-
-    stopping = EarlyStopping(EarlyStoppingSettings(patience=2))
-    trainer = build(Evaluations([6, 5, 4, 3, 2, 1]), stopping)
-    trainer.process = Ranks(**vars(replace(trainer.process, rank=1)))
-    for trainer.step in (1, 2, 3):
-        trainer.notify("on_evaluate", {"validation_nelbo": -trainer.step})
-    assert stopping.best == 1.0
     assert trainer.is_last_step

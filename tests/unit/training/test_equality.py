@@ -24,29 +24,18 @@ from d2plm.training.learning_rate import cosine
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
-from d2plm.training.shards import (
-    full_weights,
-    local,
-    sharded_like,
-)
+from d2plm.training.shards import full_weights, local, sharded_like
 from d2plm.training.tensor_parallel import splits_of
 from d2plm.training.trainer import Trainer
 from tests.conftest import randomise
 from tests.ranks import run
-from tests.runs import newest, tensors
+from tests.runs import SIZES as ONE_BLOCK
+from tests.runs import At, newest, tensors
 from tests.trainers import make_trainer
 
 BUDGET = 96
 BINS = 16
-# Odd sizes: no shard of 2 or 4 is even.
-SIZES: dict[str, Any] = {
-    "hidden_size": 18,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 25,
-    "time_embedding_dim": 10,
-    "max_position_embeddings": 48,
-}
+SIZES: dict[str, Any] = {**ONE_BLOCK, "num_hidden_layers": 2}
 SHAREABLE: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 26}
 SHORT: dict[str, Any] = {
     "max_steps": 10,
@@ -303,22 +292,6 @@ def test_the_loss_of_two_ranks_is_the_mean_that_was_chosen(
     assert_close(found["gradients"], gradients, 1e-10, "gradients")
 
 
-def test_frozen_parameters_stay_and_the_rest_trains_as_on_one_rank(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    frozen = ["blocks.0.*", "token_embedding.*"]
-    settings = {"run": {"freeze": frozen, "model": dense_model}}
-    for ranks in (1, 2):
-        run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
-    one, two = (result(tmp_path / str(ranks) / "run") for ranks in (1, 2))
-    assert_close(two, one, 1e-10)
-    for name, before in dense_model().named_parameters():
-        is_frozen = name.startswith(("blocks.0.", "token_embedding."))
-        assert torch.equal(two["weights"][name], before) == is_frozen, name
-        assert torch.equal(two["averages"][name], before) == is_frozen, name
-        assert (name in two["gradients"]) != is_frozen, name
-
-
 def tied_model() -> DiT:
     model = dense_model()
     model.head.proj.weight = model.token_embedding.weight
@@ -379,15 +352,10 @@ class Overflow(Callback):
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-class Interrupt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.step == self.step:
-            trainer.save()
-            trainer.saver.wait()
-            raise KeyboardInterrupt
+def interrupt(trainer: Trainer) -> None:
+    trainer.save()
+    trainer.saver.wait()
+    raise KeyboardInterrupt
 
 
 def train_in_fp16(store: Path, output: Path) -> None:
@@ -395,7 +363,8 @@ def train_in_fp16(store: Path, output: Path) -> None:
     settings = {**SHORT, "precision": "fp16"}
     train(store, output / "unbroken", {}, callbacks=[Overflow(3)], **settings)
     try:
-        train(store, output / "broken", {}, callbacks=[Overflow(3), Interrupt(6)], **settings)
+        broken_off = [Overflow(3), At("on_step_end", 6, interrupt)]
+        train(store, output / "broken", {}, callbacks=broken_off, **settings)
     except KeyboardInterrupt:
         train(store, output / "broken", {}, **settings)
 
@@ -419,25 +388,3 @@ def test_fp16_leaves_an_overflown_step_out_and_continues(
         exact = result(tmp_path / "exact")["losses"]
         assert_close(unbroken["losses"][:4], exact[:4], 2**-9, "fp16 has 11 bits")
         assert torch.isfinite(unbroken["losses"]).all()
-
-
-# --- the beginning -------------------------------------------------------------------------------
-
-
-def write_initial_weights(store: Path, output: Path) -> None:
-    trainer = build(store, output, precision="fp32", max_steps=1)
-    weights = full_weights(trainer.model, trainer.process)
-    if trainer.process.is_main:
-        torch.save(weights, output / f"{trainer.process.world_size}.pt")
-
-
-def test_initial_weights_are_the_same_on_any_number_of_ranks_bit_for_bit(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    for ranks in (1, 2):
-        run(write_initial_weights, tiny_store.path, tmp_path, world_size=ranks)
-    one, two = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
-    assert one.keys() == two.keys()
-    assert any(tensor.abs().max() > 0 for tensor in one.values())
-    for name, tensor in one.items():
-        assert torch.equal(tensor, two[name]), name

@@ -11,14 +11,13 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from transformers import EsmConfig, EsmForMaskedLM
+from transformers import EsmForMaskedLM
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm.assembly import training_run
 from d2plm.commands import train
 from d2plm.config import compose, read
 from d2plm.core.errors import CheckpointError, ConfigError, D2PLMError, ModelError
-from d2plm.core.vocabulary import MASK, PAD
 from d2plm.data.store import SequenceStore
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
@@ -34,6 +33,7 @@ from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
+from tests.unit.model.test_esm import esm_like
 from tests.unit.training.conftest import Recorder
 
 disable_progress_bar()
@@ -59,20 +59,7 @@ def build(build: Build) -> Build:
 def esm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small ESM-2 checkpoint with weights as transformers draws them."""
     torch.manual_seed(0)
-    config = EsmConfig(
-        vocab_size=33,
-        mask_token_id=MASK,
-        pad_token_id=PAD,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        position_embedding_type="rotary",
-        token_dropout=True,
-        emb_layer_norm_before=False,
-        layer_norm_eps=1e-5,
-        max_position_embeddings=130,
-    )
+    config = esm_like(2, 16, 2, 32, max_position_embeddings=130)
     folder = tmp_path_factory.mktemp("esm")
     EsmForMaskedLM(config).save_pretrained(folder)
     return folder
@@ -135,20 +122,6 @@ def test_training_continues_from_esm2_and_learns_the_time(build: Build, esm_fold
     assert np.mean(recorder.losses[-5:]) < np.mean(recorder.losses[:5]) - 0.05
 
 
-def test_an_exported_fine_tuned_esm2_keeps_every_logit(
-    build: Build, esm_folder: Path, tmp_path: Path
-) -> None:
-    trainer = build(model=load_esm(esm_folder))
-    trainer.train()
-    model = trainer.model.eval()
-    lengths = LengthHistogram.of(np.array([50]), 126)
-    save_export(tmp_path / "exported", model, trainer.paradigm, lengths, {})
-    again = load_export(tmp_path / "exported").model
-    tokens = torch.randint(4, 33, (60,), dtype=torch.uint8)
-    inputs = (tokens, torch.tensor([0, 25, 60], dtype=torch.int32), 60, torch.tensor([0.2, 0.9]))
-    assert torch.equal(again(*inputs), model(*inputs))
-
-
 # --- changes of low rank -----------------------------------------------------------------------
 
 
@@ -182,10 +155,7 @@ def test_changes_of_low_rank_of_split_matrices_are_rejected(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frozen_parameters_stay_as_they_are_and_the_others_move(
-    precision: str,
-    build: Build,
-    tiny_dit: Callable[..., DiT],
-    caplog: pytest.LogCaptureFixture,
+    precision: str, build: Build, tiny_dit: Callable[..., DiT], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         trainer = build(

@@ -229,26 +229,6 @@ def test_swapping_in_shows_the_average_and_restores_after_an_exception() -> None
     assert torch.equal(average.shadow["weight"], shadow)
 
 
-def test_a_restored_average_continues_as_the_first_would_have() -> None:
-    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-    first, second = (EMA(dict(model.named_parameters()), 0.9) for model in models)
-    for _ in range(4):
-        with torch.no_grad():
-            models[0].weight.mul_(1.5)
-        first.update()
-    models[1].load_state_dict(models[0].state_dict())
-    for name, shadow in second.shadow.items():
-        shadow.copy_(first.shadow[name])
-    second.updates = first.updates
-    for model, average in zip(models, (first, second), strict=True):
-        with torch.no_grad():
-            model.weight.sub_(2.0)
-        average.update()
-    states = [average.shadow for average in (first, second)]
-    for name in states[0]:
-        assert torch.equal(states[0][name], states[1][name])
-
-
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
 def test_an_impossible_decay_is_rejected_by_name(decay: float) -> None:
     with pytest.raises(ConfigError, match=r"^ema_decay="):

@@ -19,23 +19,19 @@ from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.muon import build_muon
 from d2plm.training.plan import Plan
 from tests.ranks import run
+from tests.runs import At
 from tests.unit.training.test_equality import (
     BUDGET,
+    SHAREABLE,
     SHORT,
-    Interrupt,
     assert_close,
+    interrupt,
     result,
     train,
 )
+from tests.unit.training.test_equality import SIZES as ODD
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 24,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "intermediate_size": 20,
-    "time_embedding_dim": 10,
-    "max_position_embeddings": 48,
-}
+SIZES = {**ODD, **SHAREABLE, "num_hidden_layers": 5, "intermediate_size": 20}
 SHARED: dict[str, Any] = {
     **SHORT,
     "model": DiTConfig(**SIZES),
@@ -62,7 +58,7 @@ def train_measured(store: Path, output: Path, plan: dict[str, Any]) -> None:
 def train_until(store: Path, output: Path, plan: dict[str, Any], step: int) -> None:
     settings = {**SHARED, "optimizer": build_muon}
     try:
-        train(store, output, plan, callbacks=[Interrupt(step)], **settings)
+        train(store, output, plan, callbacks=[At("on_step_end", step, interrupt)], **settings)
     except KeyboardInterrupt:
         return
 

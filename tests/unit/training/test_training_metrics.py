@@ -30,7 +30,7 @@ from d2plm.training.metrics import MeanLoss, Metric, PeakMemory, StepState
 from d2plm.training.throughput import CrowdedCores, Throughput, peak_of
 from d2plm.training.trainer import Trainer
 from tests import runs
-from tests.conftest import TINY_SIZES
+from tests.conftest import TINY_SIZES, Logged, MonkeyPatch
 from tests.ranks import run
 
 Build = Callable[..., Trainer]
@@ -95,7 +95,7 @@ def test_the_peak_of_the_resident_memory_is_the_kernel_s() -> None:
     assert found > len(held) / 2**30
 
 
-def test_on_cuda_the_peak_is_the_allocator_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_peak_is_the_allocator_s(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 2**30)
     stub: Any = SimpleNamespace(process=Ranks(device=torch.device("cuda")))
@@ -107,7 +107,7 @@ def test_on_cuda_the_peak_is_the_allocator_s(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, ranks: int = 1, peak_tflops: float | None = None
+    monkeypatch: MonkeyPatch, ranks: int = 1, peak_tflops: float | None = None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Two readings: of two steps of 300 tokens in 4 s, 1 s of it waited; and of none in 2 s."""
     now = [10.0]
@@ -129,7 +129,7 @@ def measured(
     return first, metric.read(stub)
 
 
-def test_the_rates_are_of_what_was_seen_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rates_are_of_what_was_seen_since_the_last_row(monkeypatch: MonkeyPatch) -> None:
     first, second = measured(monkeypatch)
     assert first == {
         "tokens_per_second": 150.0,
@@ -141,9 +141,7 @@ def test_the_rates_are_of_what_was_seen_since_the_last_row(monkeypatch: pytest.M
     assert set(second.values()) == {0.0}
 
 
-def test_the_rates_are_of_all_ranks_and_the_shares_are_means(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_rates_are_of_all_ranks_and_the_shares_are_means(monkeypatch: MonkeyPatch) -> None:
     one, _ = measured(monkeypatch, 1, peak_tflops=1e-6)
     four, _ = measured(monkeypatch, 4, peak_tflops=1e-6)
     assert four["tokens_per_second"] == 4 * one["tokens_per_second"]
@@ -175,9 +173,7 @@ def test_the_peak_of_a_device_is_known_by_its_name(name: str, peak: float | None
     assert peak_of(name) == peak
 
 
-def test_the_peak_is_of_bf16_and_named_in_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_peak_is_of_bf16_and_named_in_the_log(monkeypatch: MonkeyPatch, caplog: Logged) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     stub: Any = SimpleNamespace(
         process=Ranks(device=torch.device("cuda")), dtype=torch.float32, model=None
@@ -204,12 +200,7 @@ def test_the_peak_is_of_bf16_and_named_in_the_log(
     ],
 )
 def test_a_training_that_others_slow_down_reports_it_once(
-    share: float,
-    load: float,
-    device: str,
-    slowed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    share: float, load: float, device: str, slowed: bool, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     now = [10.0]
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
@@ -269,7 +260,7 @@ class LongestSequence(Metric):
 
 
 def test_a_metric_of_the_user_s_is_in_the_row(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registered("metric"), "longest", Entry(Settings, LongestSequence))
     build(MetricLogger(MetricsSettings(every=6, more=["longest"]))).train()
@@ -296,7 +287,7 @@ def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> 
 
 
 def test_an_outage_of_the_tracker_does_not_end_training(
-    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    build: Build, tmp_path: Path, caplog: Logged
 ) -> None:
     class Down(Runs):
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

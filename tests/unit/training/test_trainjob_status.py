@@ -22,7 +22,8 @@ from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.trainjob_status import VARIABLES, TrainJobStatus
 from d2plm.training.trainer import Trainer
 from tests.cluster.schema import closed
-from tests.http_server import Server
+from tests.conftest import Logged, MonkeyPatch
+from tests.http_server import listening
 from tests.kfp_server import certified
 
 Build = Callable[..., Trainer]
@@ -35,34 +36,21 @@ def trainer_server(folder: Path, answer: int | None) -> Iterator[tuple[dict[str,
     received: Received = []
     ended = threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            authorization = self.headers["Authorization"]
-            received.append((time.monotonic(), self.path, authorization, content))
-            if answer is None:
-                ended.wait()
-            else:
-                self.send_response(answer)
-                self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
+    def take(request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, str, bytes] | None:
+        authorization = request.headers["Authorization"]
+        received.append((time.monotonic(), request.path, authorization, json.loads(body)))
+        if answer is None:
+            ended.wait()
+        return None if answer is None else (answer, "text/plain", b"")
 
     context, certificate = certified(folder)
     (folder / "token").write_text("opensesame\n")
-    server = Server(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
-    url = f"https://localhost:{server.server_port}/apis/v1/status"
-    values = (url, str(certificate), str(folder / "token"))
-    try:
-        yield dict(zip(VARIABLES, values, strict=True)), received
-    finally:
-        ended.set()
-        server.shutdown()
-        server.server_close()
+    with listening(take, context) as port:
+        values = (f"https://localhost:{port}/apis/v1/status", str(certificate))
+        try:
+            yield dict(zip(VARIABLES, (*values, str(folder / "token")), strict=True)), received
+        finally:
+            ended.set()
 
 
 class Pause(Callback):
@@ -79,7 +67,7 @@ def callback(variables: dict[str, str]) -> TrainJobStatus:
 
 
 def test_the_progress_is_sent_at_intervals_and_at_the_end(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Build, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainjob_status, "SECONDS", 0.25)
     logger = MetricLogger(settings=MetricsSettings(every=1))
@@ -106,11 +94,7 @@ def test_the_progress_is_sent_at_intervals_and_at_the_end(
 
 @pytest.mark.parametrize("fault", ["hangs", "refuses", "500", "no token", "another certificate"])
 def test_a_server_that_takes_nothing_is_said_once_and_delays_no_step(
-    build: Build,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
+    build: Build, tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged, fault: str
 ) -> None:
     monkeypatch.setattr(trainjob_status, "SECONDS", 0.02)
     monkeypatch.setattr(trainjob_status, "TIMEOUT_SECONDS", 3)
