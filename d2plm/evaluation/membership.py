@@ -24,6 +24,7 @@ from d2plm.families.alignment import (
     aligned_rows,
     columns_hmm,
     family_hmm,
+    in_threads,
     one_hot,
     sequence_weights,
     text_of,
@@ -150,9 +151,11 @@ class Judge:
         hot = one_hot(aligned)
         same = hot @ self.every.T
         hits = domain_hits(self.hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
-        for number, member in enumerate(left_out):
-            if (place := self.place_of.get(member)) is not None:
-                hits[number] = self._hit(proteins[number], place)
+        without = [
+            (i, self.place_of[one]) for i, one in enumerate(left_out) if one in self.place_of
+        ]
+        found = in_threads(lambda pair: self._hit(proteins[pair[0]], pair[1]), without)
+        hits |= {number: hit for (number, _), hit in zip(without, found, strict=True)}
         if of_itself:
             same[np.arange(len(proteins)), np.array(left_out, dtype=np.int64)] = -1
         plane = np.pad((hot - self.centre) @ self.axes.T, ((0, 0), (0, 2 - len(self.axes))))
