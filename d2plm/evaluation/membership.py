@@ -47,10 +47,6 @@ PARENTS, SWITCHES = 8, 1 / 20  # of a mosaic, and how often it goes on with anot
 SHOWN = 10  # proteins of a set in the alignment
 
 
-def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != name}
-
-
 class Judge:
     """The HMM, the alignment and the conserved columns of the given members.
 
@@ -61,8 +57,7 @@ class Judge:
     """
 
     def __init__(self, given: Family, held_out: Family | None = None, *, seed: int = 0) -> None:
-        self.seed, self.given = seed, len(given.members)
-        self.family = given
+        self.seed, self.given, self.family = seed, len(given.members), given
         places = given.some(MOST_MEMBERS)
         self.place_of = {int(place): i for i, place in enumerate(places)}
         core = given.only(places)
@@ -114,6 +109,10 @@ class Judge:
             first members of each.
         """
         sets = {GENERATED: self.described(generated, names, parents), **self.others}
+        rows = {
+            name: [{key: one[key] for key in one if key != "columns"} for one in own["proteins"]]
+            for name, own in sets.items()
+        }
         return {
             "seed": self.seed,
             "given": self.given,
@@ -128,10 +127,7 @@ class Judge:
                 for name in (GENERATED, NATURAL)
                 for one in sets[name]["proteins"][:SHOWN]
             ],
-            "sets": {
-                name: {**own, "proteins": [_without(one, "columns") for one in own["proteins"]]}
-                for name, own in sets.items()
-            },
+            "sets": {name: {**own, "proteins": rows[name]} for name, own in sets.items()},
         }
 
     def described(

@@ -9,7 +9,6 @@ Shape suffixes: N members, L columns, 20 letters.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -141,7 +140,7 @@ def _aligned(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
     part = max(1, -(-len(block) // usable_cores()))
     parts = [block[start : start + part] for start in range(0, len(block), part)]
     each = in_threads(lambda own: TraceAligner().compute_traces(hmm, own), parts)
-    traces = Traces(chain.from_iterable(each))
+    traces = Traces(trace for own in each for trace in own)
     alignment = TraceAligner().align_traces(
         hmm, block, traces, digitize=False, all_consensus_cols=True
     )
