@@ -24,6 +24,7 @@ from d2plm.families.alignment import (
     aligned_rows,
     columns_hmm,
     family_hmm,
+    in_threads,
     one_hot,
     sequence_weights,
     text_of,
@@ -46,10 +47,6 @@ PARENTS, SWITCHES = 8, 1 / 20  # of a mosaic, and how often it goes on with anot
 SHOWN = 10  # proteins of a set in the alignment
 
 
-def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != name}
-
-
 class Judge:
     """The HMM, the alignment and the conserved columns of the given members.
 
@@ -60,8 +57,7 @@ class Judge:
     """
 
     def __init__(self, given: Family, held_out: Family | None = None, *, seed: int = 0) -> None:
-        self.seed, self.given = seed, len(given.members)
-        self.family = given
+        self.seed, self.given, self.family = seed, len(given.members), given
         places = given.some(MOST_MEMBERS)
         self.place_of = {int(place): i for i, place in enumerate(places)}
         core = given.only(places)
@@ -113,6 +109,10 @@ class Judge:
             first members of each.
         """
         sets = {GENERATED: self.described(generated, names, parents), **self.others}
+        rows = {
+            name: [{key: one[key] for key in one if key != "columns"} for one in own["proteins"]]
+            for name, own in sets.items()
+        }
         return {
             "seed": self.seed,
             "given": self.given,
@@ -127,10 +127,7 @@ class Judge:
                 for name in (GENERATED, NATURAL)
                 for one in sets[name]["proteins"][:SHOWN]
             ],
-            "sets": {
-                name: {**own, "proteins": [_without(one, "columns") for one in own["proteins"]]}
-                for name, own in sets.items()
-            },
+            "sets": {name: {**own, "proteins": rows[name]} for name, own in sets.items()},
         }
 
     def described(
@@ -150,9 +147,11 @@ class Judge:
         hot = one_hot(aligned)
         same = hot @ self.every.T
         hits = domain_hits(self.hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
-        for number, member in enumerate(left_out):
-            if (place := self.place_of.get(member)) is not None:
-                hits[number] = self._hit(proteins[number], place)
+        without = [
+            (i, self.place_of[one]) for i, one in enumerate(left_out) if one in self.place_of
+        ]
+        found = in_threads(lambda pair: self._hit(proteins[pair[0]], pair[1]), without)
+        hits |= {number: hit for (number, _), hit in zip(without, found, strict=True)}
         if of_itself:
             same[np.arange(len(proteins)), np.array(left_out, dtype=np.int64)] = -1
         plane = np.pad((hot - self.centre) @ self.axes.T, ((0, 0), (0, 2 - len(self.axes))))

@@ -7,14 +7,16 @@ all else.
 Shape suffixes: N members, L columns, 20 letters.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pyhmmer.easel import AA, Alphabet, DigitalSequenceBlock, TextMSA, TextSequence, VectorD
-from pyhmmer.plan7 import HMM, Background, Builder, TraceAligner
+from pyhmmer.plan7 import HMM, Background, Builder, TraceAligner, Traces
 
+from d2plm.core.machine import usable_cores
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, PAD, Tokens, decode
 from d2plm.data.relatives import aligned_part
 
@@ -27,6 +29,8 @@ _BLOCK = 500  # members compared or aligned at once
 
 Letters = NDArray[np.int8]
 Floats = NDArray[np.float32]
+T = TypeVar("T")
+R = TypeVar("R")
 
 ALPHABET: AA = Alphabet.amino()
 SYMBOLS = np.frombuffer(f"{CANONICAL}-".encode(), dtype=np.uint8)
@@ -111,6 +115,12 @@ def columns_hmm(
     return hmm_builder(simulated, **settings).build_msa(alignment, Background(ALPHABET))[0]
 
 
+def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """The results in order; HMMER lets other threads run."""
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        yield from pool.map(function, items)
+
+
 def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> Letters:
     """int8 [N, L]: the letter of each protein in each column of the HMM, without insertions."""
     text = "".join(aligned_rows(hmm, proteins)).encode().translate(None, _INSERTED)
@@ -127,9 +137,12 @@ def aligned_rows(hmm: HMM, proteins: Sequence[Tokens]) -> list[str]:
 
 def _aligned(hmm: HMM, block: "DigitalSequenceBlock[AA]") -> TextMSA:
     """The sequences aligned to each other through the HMM, with all its columns."""
-    aligner = TraceAligner()
-    alignment = aligner.align_traces(
-        hmm, block, aligner.compute_traces(hmm, block), digitize=False, all_consensus_cols=True
+    part = max(1, -(-len(block) // usable_cores()))
+    parts = [block[start : start + part] for start in range(0, len(block), part)]
+    each = in_threads(lambda own: TraceAligner().compute_traces(hmm, own), parts)
+    traces = Traces(trace for own in each for trace in own)
+    alignment = TraceAligner().align_traces(
+        hmm, block, traces, digitize=False, all_consensus_cols=True
     )
     alignment.name = b"family"
     return alignment

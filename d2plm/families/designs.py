@@ -286,9 +286,7 @@ class FamilyDesigns:
             draws = random.random((len(row), 1)) * cumulative[:, -1:]
             letters[row, column] = np.minimum((cumulative <= draws).sum(1), GAP - 1)
         same = (one_hot(letters) @ one_hot(self.aligned_NL).T).max(1)
-        lengths = np.array([len(self.paths[i]) for i in chosen])
-        same += (1 - share) * (lengths - (own < GAP).sum(1))  # of the residues between columns
-        return float(np.median(same / lengths))
+        return float(np.median(same / np.maximum((own < GAP).sum(1), 1)))
 
     def _pairs(self, profile: Floats, note: Callable[[str], None]) -> "PairTerms | None":
         if len(self.members) < FEWEST_MEMBERS:

@@ -10,24 +10,20 @@ captures their common features but depends on the quality of the alignment.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM, Background, Hit, Pipeline
 
-from d2plm.core.machine import usable_cores
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens, is_canonical
-from d2plm.families.alignment import ALPHABET, digital_block, family_hmm
+from d2plm.families.alignment import ALPHABET, digital_block, family_hmm, in_threads
 
 BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
 
 NO_DOMAIN = 0.0  # nats of a pair without a domain, for which HMMER reports no score
 
-T = TypeVar("T")
-R = TypeVar("R")
 Pair = tuple[int, int]
 
 
@@ -58,7 +54,7 @@ def log_ratios(
         return {pair: ratio for pair, ratio in zip(pairs, ratios.tolist(), strict=True) if ratio}
 
     found: dict[Pair, float] = {}
-    for done, ratios in enumerate(_in_threads(of_one, list(of_relative)), 1):
+    for done, ratios in enumerate(in_threads(of_one, list(of_relative)), 1):
         found |= ratios
         progress(done, len(of_relative))
     return found
@@ -123,7 +119,7 @@ def alignment_nats(
 
     nats = _background_nats(targets)
     pairs = list(zip(targets, relatives, strict=True))
-    for target, found in enumerate(_in_threads(ratio, pairs)):
+    for target, found in enumerate(in_threads(ratio, pairs)):
         nats[target] -= _with_background(found)
         progress(target + 1, len(targets))
     return nats
@@ -139,12 +135,6 @@ def _with_background(log_ratio: float) -> float:
     """log(0.98 · p + 0.02 · the background) − log of the background, of log p − log background."""
     given = math.log(1 - BACKGROUND_SHARE) + log_ratio
     return float(np.logaddexp(given, math.log(BACKGROUND_SHARE)))
-
-
-def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """The results in order; HMMER lets other threads run."""
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        yield from pool.map(function, items)
 
 
 def _background_nats(targets: Sequence[Tokens]) -> NDArray[np.float64]:
