@@ -54,9 +54,9 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 # Chosen by measurement, docs/science.md.
 TEMPERATURE, HALF_OF_TEMPERATURE = 0.7, 5.0  # and the effective number that halves it
 MOST_PAIRS, HALF_OF_PAIRS = 7.0, 15.0  # the sum of a residue's couplings: at most, and N of half
-MOST_MUTATED = 0.8  # of a member's residues, unless another identity is asked for
-# Identity to the nearest given member: natural members', within these, and a little less.
-LEAST_IDENTITY, MOST_IDENTITY, FURTHER = 0.68, 0.88, 0.03
+MOST_MUTATED = 0.8  # of a member's residues, before the pairs get weaker
+# Identity to the nearest given member: a little less than natural members', within these.
+FURTHER, LEAST_IDENTITY, MOST_IDENTITY = 0.03, 0.7, 0.85
 FEWEST_MEMBERS = 4  # from which pairs are counted
 LONGEST_INSERTIONS = 1.0  # share of the columns; a member with more lends no path, if others can
 
@@ -155,8 +155,14 @@ class FamilyDesigns:
         )[:GAP]
         between = (inserted + GAP * amino_frequencies()) / (inserted.sum() + GAP)
         self.log_profile = np.log(np.concatenate([profile, between[None]]))
-        self.denoiser = FamilyDenoiser(self.log_profile, self._pairs(profile, note))
-        self._mutated = dict[tuple[float, float], float]()
+        self.pairs = self._pairs(profile, note)
+        self._closeness = dict[tuple[float, float], tuple[float, float]]()
+
+    def denoiser_of(
+        self, factor: float, avoid: frozenset[int] = frozenset(), temperature: float = 1.0
+    ) -> "FamilyDenoiser":
+        """The denoiser of designs, see there; its pairs are multiplied by `factor`."""
+        return FamilyDenoiser(self.log_profile, self.pairs, factor, avoid, temperature)
 
     @property
     def effective_number(self) -> float:
@@ -190,11 +196,8 @@ class FamilyDesigns:
             law.start(template, place, np.random.default_rng((sampling.seed, place)))
             for place, template in enumerate(templates)
         ]
-        denoiser = FamilyDenoiser(
-            self.log_profile, self.denoiser.pairs, wishes.avoid, sampling.temperature or 1.0
-        )
         rows = sample(
-            denoiser,  # type: ignore[arg-type]  # it is given sites as relatives
+            law.denoiser,  # type: ignore[arg-type]  # it is given sites as relatives
             AbsorbingDiffusion(),
             [one.template for one in starts],
             sampling,
@@ -247,33 +250,35 @@ class FamilyDesigns:
         filled = (self.aligned_NL[chosen] < GAP).sum(1)
         return float(np.median(same.max(1) / np.maximum(filled, 1)))
 
-    def mutated_share(self, temperature: float, identity: float | None) -> float:
-        """μ, with which the designs have this identity to the member that they begin from."""
-        asked = identity is not None
-        if identity is None:
-            natural = min(max(LEAST_IDENTITY, self.natural_identity), MOST_IDENTITY)
-            identity = natural - FURTHER
-        if (temperature, identity) in self._mutated:
-            return self._mutated[temperature, identity]
-        low, high = 0.0, 1.0
-        for _ in range(TRIALS):
-            share = (low + high) / 2
-            is_near = self._trial(temperature, share) > identity
-            low, high = (share, high) if is_near else (low, share)
-        found = (low + high) / 2
-        if high == 1:
-            found = 1.0 if asked else MOST_MUTATED
-            if asked and (least := self._trial(temperature, 1.0)) > identity + 0.02:
-                log.warning(
-                    "identity=%g cannot be reached: at temperature %g the designs have %.2g at "
-                    "least; raise generation.temperature",
-                    *(identity, temperature, least),
-                )
-        return self._mutated.setdefault((temperature, identity), found)
+    def closeness(self, temperature: float, identity: float | None) -> tuple[float, float]:
+        """μ, and the factor of the pairs, with which the designs have this identity to members.
 
-    def _trial(self, temperature: float, share: float) -> float:
+        Few members make pairs that repeat them. So μ grows up to MOST_MUTATED, then the pairs get
+        weaker, and where an identity is asked for, the last residues are mutated.
+        """
+        most = 2.0 if identity is None else 3.0
+        if identity is None:
+            identity = self.natural_identity - FURTHER
+            identity = min(max(LEAST_IDENTITY, identity), MOST_IDENTITY)
+        if (found := self._closeness.get((temperature, identity))) is not None:
+            return found
+        low, high = 0.0, most
+        for _ in range(TRIALS):
+            place = (low + high) / 2
+            is_near = self._trial(temperature, *_along(place)) > identity
+            low, high = (place, high) if is_near else (low, place)
+        found = _along(high if high == most else (low + high) / 2)
+        if high == 3 and (least := self._trial(temperature, *found)) > identity + 0.02:
+            log.warning(
+                "identity=%g cannot be reached: at temperature %g the designs have %.2g at "
+                "least; raise generation.temperature",
+                *(identity, temperature, least),
+            )
+        return self._closeness.setdefault((temperature, identity), found)
+
+    def _trial(self, temperature: float, share: float, factor: float) -> float:
         """The median identity of designs to the nearest member, from rough ones, in few steps."""
-        random = np.random.default_rng(0)
+        random, denoiser = np.random.default_rng(0), self.denoiser_of(factor)
         chosen = random.permutation(np.flatnonzero(self.usual))[:CALIBRATED]
         own = self.aligned_NL[chosen]
         # In which step a residue is drawn; before the first if it is kept.
@@ -281,7 +286,7 @@ class FamilyDesigns:
         letters = np.where((step >= 0) & (own < GAP), GAP, own).astype(np.int8)
         for number in range(TRIAL_STEPS):
             row, column = np.nonzero((step == number) & (own < GAP))
-            log_p = self.denoiser.log_probabilities(letters)[row, column]
+            log_p = denoiser.log_probabilities(letters)[row, column]
             cumulative = _tempered(log_p, temperature).cumsum(1)
             draws = random.random((len(row), 1)) * cumulative[:, -1:]
             letters[row, column] = np.minimum((cumulative <= draws).sum(1), GAP - 1)
@@ -358,6 +363,7 @@ class FamilyDenoiser:
     each residue (L: none) plus the letter that it may not become (GAP: none).
 
     Args:
+        factor: of the pairs.
         avoid: letters that none may become.
         temperature: by which a sampler divides the logits.
     """
@@ -366,11 +372,12 @@ class FamilyDenoiser:
         self,
         log_profile: Floats,
         pairs: PairTerms | None,
+        factor: float = 1.0,
         avoid: frozenset[int] = frozenset(),
         temperature: float = 1.0,
     ) -> None:
         self.log_profile = torch.from_numpy(log_profile).float()
-        self.pairs, self.avoid = pairs, list(avoid)
+        self.pairs, self.factor, self.avoid = pairs, factor, list(avoid)
         self.impossible = IMPOSSIBLE * max(1.0, temperature)
 
     def log_probabilities(self, letters: Letters) -> Floats:
@@ -402,7 +409,7 @@ class FamilyDenoiser:
         """float32 [S, L + 1, 20] of int64 letters [S, L]."""
         logits = self.log_profile.repeat(len(letters), 1, 1)
         if self.pairs is not None:
-            logits[:, :-1] += self.pairs(letters)
+            logits[:, :-1] += self.factor * self.pairs(letters)
         return logits
 
 
@@ -419,7 +426,8 @@ class _Law:
         assert sampling.temperature is not None
         temperature = self.temperature = sampling.temperature
         self.designs, self.wishes = designs, wishes
-        self.mutated = designs.mutated_share(temperature, wishes.identity)
+        self.mutated, factor = designs.closeness(temperature, wishes.identity)
+        self.denoiser = designs.denoiser_of(factor, wishes.avoid, temperature)
         self.first = np.random.default_rng(sampling.seed).random()
         self.p = _tempered(designs.log_profile, temperature)
         self.allowed = np.ones((designs.length + 1, GAP), dtype=np.bool_)
@@ -536,7 +544,7 @@ class _Law:
                 {"near": f"{designs.names[member]}:{changes}"},
             )
         allowed, filled = self.allowed[path], own < GAP
-        log_p = designs.denoiser.log_probabilities(designs.aligned_NL[member][None])[0]
+        log_p = self.denoiser.log_probabilities(designs.aligned_NL[member][None])[0]
         p = _tempered(log_p, self.temperature)[path] * allowed
         p_own = np.where(filled, p[np.arange(len(own)), np.minimum(own, GAP - 1)], 1.0)
         stay, _ = self._weights(path, own, allowed)
@@ -559,6 +567,12 @@ class _Law:
 
 def _sites(path: FamilyPath, excluded: Letters | int = GAP) -> NDArray[np.int32]:
     return ((GAP + 1) * path + excluded).astype(np.int32)
+
+
+def _along(place: float) -> tuple[float, float]:
+    """μ and the factor of the pairs at a place from 0, a member itself, to 3, none of it."""
+    share = MOST_MUTATED * min(place, 1.0) + (1 - MOST_MUTATED) * max(place - 2, 0.0)
+    return share, 1 - min(max(place - 1, 0.0), 1.0)
 
 
 def _tempered(log_p: Floats, temperature: float) -> Floats:

@@ -15,7 +15,7 @@ from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, PROTEIN, decode, e
 from d2plm.data.family import Family
 from d2plm.families import designs as designs_module
 from d2plm.families.alignment import GAP, family_hmm, letters_of, one_hot
-from d2plm.families.designs import FamilyDenoiser, FamilyDesigns, PairTerms, Wishes
+from d2plm.families.designs import FamilyDesigns, PairTerms, Wishes
 from d2plm.families.pairs import PairTable
 from d2plm.families.paths import PathSampler, in_columns, paths_of
 from d2plm.generation.sampler_settings import Sampling
@@ -95,7 +95,7 @@ def test_designs_are_drawn_from_the_mixture_over_the_members(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Avoided letters and kept residues condition the law, and are not mended afterwards."""
-    monkeypatch.setattr(toy, "mutated_share", lambda temperature, identity: 0.4)
+    monkeypatch.setattr(toy, "closeness", lambda temperature, identity: (0.4, 1.0))
     sampling = Sampling(temperature=1.0, seed=3, **settings)
     drawn = toy.design([None] * DRAWS, sampling, Wishes(keep, AVOIDED))
     require_drawn_from(mixture(toy, 0.4, lambda i, a: keep.get(i, a) == a), drawn)
@@ -105,7 +105,7 @@ def test_designs_are_drawn_from_the_mixture_over_the_members(
 def test_a_member_is_mutated_at_as_many_places_as_is_said(
     toy: FamilyDesigns, keep: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toy, "mutated_share", lambda temperature, identity: 0.3)
+    monkeypatch.setattr(toy, "closeness", lambda temperature, identity: (0.3, 1.0))
     profile, own = np.exp(toy.log_profile[:-1]), [CANONICAL.index(one) for one in MEMBERS[1]]
     p = np.zeros(len(SEQUENCES))
     for number, sequence in enumerate(SEQUENCES):
@@ -153,8 +153,8 @@ def test_residues_that_depend_on_each_other_are_drawn_from_their_joint_law(
                 found[chosen, i, LETTERS[b]] = float(np.log(max(chance, 1e-30)))
         return found - log_profile
 
-    toy.denoiser = FamilyDenoiser(toy.log_profile, exact)  # type: ignore[arg-type]  # as callable
-    monkeypatch.setattr(toy, "mutated_share", lambda temperature, identity: 1.0)
+    toy.pairs = exact  # type: ignore[assignment]  # as callable
+    monkeypatch.setattr(toy, "closeness", lambda temperature, identity: (1.0, 1.0))
     drawn = toy.design([None] * DRAWS, Sampling(temperature=1.0, seed=5, **settings))
     require_drawn_from(joint, drawn)
 
