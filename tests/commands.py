@@ -23,7 +23,7 @@ CLOSED_PIPE = "a closed pipe"
 
 
 def d2plm(
-    *words: str, folder: Path = ROOT, seconds: float = 600, stdout: str = "", **changes: str
+    *words: str, folder: Path = ROOT, seconds: float = 1200, stdout: str = "", **changes: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command as a user would.
 
@@ -42,7 +42,7 @@ def d2plm(
 
 
 def python_c(
-    program: str, *words: str, environment: Mapping[str, str] | None = None, seconds: float = 600
+    program: str, *words: str, environment: Mapping[str, str] | None = None, seconds: float = 1200
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program as `python -c` does, in this environment or another one."""
     given = {**(os.environ if environment is None else environment), **THREADS}

@@ -68,7 +68,7 @@ def test_the_first_weights_follow_from_the_seed_alone(base: DiT) -> None:
 def test_merged_weights_are_the_same_function(base: DiT) -> None:
     model, plain = changed(base), copy.deepcopy(base)
     plain.load_state_dict(merged(dict(model.named_parameters())))
-    assert (logits(plain) - logits(model)).abs().max() < 1e-6 * logits(model).abs().max()
+    assert (logits(plain) - logits(model)).abs().max() < 1e-5 * logits(model).abs().max()
     assert (logits(model) - logits(base)).abs().max() > 0.01
 
 
@@ -90,7 +90,7 @@ def adapter(base: DiT, tmp_path: Path) -> Path:
 
 def test_an_adapter_alone_is_the_changed_model(base: DiT, adapter: Path) -> None:
     found, expected = logits(load_export(adapter).model), logits(changed(base))
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     assert not (adapter / "model.safetensors").exists()
     size = sum(tensor.numel() for tensor in load_file(adapter / WEIGHTS).values())
     assert size < base.num_parameters()
