@@ -149,7 +149,7 @@ def parse(action: str, words: list[str]) -> Request:
             request.options[key] = value
         elif equals and key in CLUSTER:
             request.cluster[key] = value
-        elif users := [name for name, options in OPTIONS.items() if key in options]:
+        elif equals and (users := [name for name, options in OPTIONS.items() if key in options]):
             raise ConfigError(f"{key}: belongs to d2plm pipeline {' or '.join(users)}")
         elif equals and key.partition(".")[0] not in known and (near := did_you_mean(key, own)):
             raise ConfigError(f"unknown key {key!r}{near}; see d2plm pipeline --help")

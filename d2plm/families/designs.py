@@ -11,8 +11,8 @@ A design is drawn in three steps, each given the one before:
 
 Without pairs and at temperature 1 its law given a path is the mixture over the members m of
 Π_i [(1 − μ)·(x_i = m_i) + μ·D_i(x_i)], and what is given of a design conditions this law: residues,
-letters to avoid, the number of mutations. μ follows from how far from the nearest given member the
-designs are to be.
+letters to avoid, the number of mutations. μ, and how much weaker the pairs are where it is at its
+largest, follow from how far from the nearest given member the designs are to be.
 
 Shape suffixes: N members, L columns, n residues, 20 letters.
 """
@@ -156,7 +156,7 @@ class FamilyDesigns:
         between = (inserted + GAP * amino_frequencies()) / (inserted.sum() + GAP)
         self.log_profile = np.log(np.concatenate([profile, between[None]]))
         self.pairs = self._pairs(profile, note)
-        self._closeness = dict[tuple[float, float], tuple[float, float]]()
+        self._closeness = dict[tuple[float, float | None], tuple[float, float]]()
 
     def denoiser_of(
         self, factor: float, avoid: frozenset[int] = frozenset(), temperature: float = 1.0
@@ -256,12 +256,13 @@ class FamilyDesigns:
         Few members make pairs that repeat them. So μ grows up to MOST_MUTATED, then the pairs get
         weaker, and where an identity is asked for, the last residues are mutated.
         """
+        asked = temperature, identity
+        if asked in self._closeness:
+            return self._closeness[asked]
         most = 2.0 if identity is None else 3.0
         if identity is None:
             identity = self.natural_identity - FURTHER
             identity = min(max(LEAST_IDENTITY, identity), MOST_IDENTITY)
-        if (found := self._closeness.get((temperature, identity))) is not None:
-            return found
         low, high = 0.0, most
         for _ in range(TRIALS):
             place = (low + high) / 2
@@ -274,7 +275,7 @@ class FamilyDesigns:
                 "least; raise generation.temperature",
                 *(identity, temperature, least),
             )
-        return self._closeness.setdefault((temperature, identity), found)
+        return self._closeness.setdefault(asked, found)
 
     def _trial(self, temperature: float, share: float, factor: float) -> float:
         """The median identity of designs to the nearest member, from rough ones, in few steps."""

@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 900  # for which a request that is not answered is repeated
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two of them
 REPORT_SECONDS = (1.0, 60.0)  # until repeated requests are reported, and between two reports
 LOG_SECONDS = 10  # for a node to answer, and for which a request for its logs is repeated
-MOST_LOG_BYTES = 2**16  # of a line of a log
+MOST_LINE_BYTES = 2**16  # of a log
 QUIET_LOG_SECONDS = 15  # until a log that is followed is requested again: its node may be lost
 WATCH_SECONDS = 10
 NOT_STARTED, ABSENT, CONFLICT, GONE = 400, 404, 409, 410
@@ -320,7 +320,7 @@ class Cluster:
             answers=[ABSENT, NOT_STARTED],
             read_seconds=QUIET_LOG_SECONDS if "follow" in query else LOG_SECONDS,
         )
-        return iter(()) if response is None else lines(response, MOST_LOG_BYTES)
+        return iter(()) if response is None else lines(response, MOST_LINE_BYTES)
 
     def served(self, kind: Resource) -> Resource | None:
         """`kind` in the version that the server prefers; None if the group is not installed."""

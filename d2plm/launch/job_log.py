@@ -39,8 +39,8 @@ def logged(file: Path) -> Iterator[Callable[[str], None]]:
 
     def write(text: str) -> None:
         for line in text.splitlines() or [""]:
-            text = redacted(line[:MOST_REDACTED])[:MOST_CHARACTERS]
-            handler.handle(logging.makeLogRecord({"msg": text}))
+            shown = redacted(line[:MOST_REDACTED])[:MOST_CHARACTERS]
+            handler.handle(logging.makeLogRecord({"msg": shown}))
 
     def say(line: str) -> None:
         done(line)

@@ -66,7 +66,8 @@ class Server:
     def log(self, run_id: str, node: str) -> str:
         """The end of the log of a step's container, by its node's id; empty if there is none.
 
-        `ClusterError` if the server cannot be reached.
+        Raises:
+            ClusterError: if the server cannot be reached.
         """
         with reaching(self.host):
             response, end = _get(self.host, LOG.format(run=run_id, node=node)), b""
@@ -75,7 +76,11 @@ class Server:
         return end.decode(errors="replace") if response.ok else ""
 
     def require_id(self, created: str | None) -> str:
-        """The id of a created object; `ClusterError` if another server than Pipelines' has none."""
+        """The id of a created object; other servers than Pipelines' answer without one.
+
+        Raises:
+            ClusterError: if there is none.
+        """
         if created:
             return created
         raise ClusterError(

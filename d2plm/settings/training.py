@@ -122,7 +122,7 @@ class DistributedSettings(Parallelism):
     """The processes on this machine, and what they share."""
 
     processes: int = key(1, low=1)
-    """processes that d2plm starts on this machine with torchrun"""
+    """processes that d2plm starts on this machine; several, with torchrun"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,13 @@ from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, PROTEIN, decode, e
 from d2plm.data.family import Family
 from d2plm.families import designs as designs_module
 from d2plm.families.alignment import GAP, family_hmm, letters_of, one_hot
-from d2plm.families.designs import FamilyDesigns, PairTerms, Wishes
+from d2plm.families.designs import (
+    LEAST_IDENTITY,
+    MOST_MUTATED,
+    FamilyDesigns,
+    PairTerms,
+    Wishes,
+)
 from d2plm.families.pairs import PairTable
 from d2plm.families.paths import PathSampler, in_columns, paths_of
 from d2plm.generation.sampler_settings import Sampling
@@ -157,6 +163,18 @@ def test_residues_that_depend_on_each_other_are_drawn_from_their_joint_law(
     monkeypatch.setattr(toy, "closeness", lambda temperature, identity: (1.0, 1.0))
     drawn = toy.design([None] * DRAWS, Sampling(temperature=1.0, seed=5, **settings))
     require_drawn_from(joint, drawn)
+
+
+def test_where_pairs_repeat_a_few_unlike_members_they_get_weaker() -> None:
+    random = np.random.default_rng(0)
+    root = random.integers(GAP, size=100)
+    changed = random.random((16, 100)) < 0.4
+    rows = np.where(changed, random.integers(GAP, size=(16, 100)), root)
+    found = FamilyDesigns(family(["".join(CANONICAL[a] for a in row) for row in rows]))
+    share, factor = found.closeness(0.5, None)
+    assert share == MOST_MUTATED and 0 < factor < 1
+    assert found._trial(0.5, share, factor) < LEAST_IDENTITY + 0.05 < found._trial(0.5, share, 1.0)
+    assert found.closeness(0.5, 0.3) == pytest.approx((1, 0))  # as far as it goes
 
 
 def test_a_template_and_a_length_are_drawn_along_a_path_of_the_profile() -> None:
