@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from d2plm.core.estimate import difference_text
 from d2plm.core.palette import BLUE, SKY, new_figure, save_figure
 from d2plm.core.vocabulary import Tokens
+from d2plm.data.family import Family
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.likelihood import bound_of, compared_with
@@ -20,7 +21,7 @@ from d2plm.evaluation.plots import plot_bounds
 from d2plm.evaluation.result import Bounds, Compared
 
 ADAPTED, BASE = "adapted model", "base model"
-FAMILY_PROFILE = "profile HMM"
+FAMILY_PROFILE, ALIGNMENT = "profile HMM", "path, columns and pairs"  # as new members are drawn
 SHOWN = ("unigram", "5-gram", "composition", "composition × 5-gram")  # of the counting baselines
 
 
@@ -34,13 +35,17 @@ def baseline_nats(
         proteins: uint8 residue tokens.
         longest: number of residues counted of a training member, from its start.
     """
-    from d2plm.families.profile_hmm import members_nats  # HMMER, where it is needed
+    from d2plm.families.designs import FamilyDesigns  # HMMER, where it is needed
+    from d2plm.families.profile_hmm import members_nats
 
+    law = FamilyDesigns(Family.of(list(train), 1, [str(i) for i in range(len(train))]))
+    random = np.random.default_rng(0)
     baselines = fit_baselines(train, max_residues=longest)
     counted = [baselines.score(tokens) for tokens in proteins]
     return {
         **{name: np.array([scores[name] for scores in counted]) for name in SHOWN},
         FAMILY_PROFILE: members_nats(list(train), proteins),
+        ALIGNMENT: np.array([law.bound(tokens, random) for tokens in proteins]),
     }
 
 

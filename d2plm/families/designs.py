@@ -241,6 +241,30 @@ class FamilyDesigns:
         return usual if usual.any() else np.ones(len(filled), dtype=np.bool_)
 
     @cached_property
+    def path_sampler(self) -> PathSampler:
+        return PathSampler(self.hmm, [self.paths[i] for i in np.flatnonzero(self.usual)])
+
+    def bound(self, protein: Tokens, random: np.random.Generator) -> float:
+        """−log p(path) − log p(residues | path), nats: in expectation at least −log p(protein).
+
+        The path is drawn from its posterior. Each residue is predicted from those before it in
+        random order, at temperature 1 and with nothing kept: the number of residues times the mean
+        over random numbers of visible ones (Hoogeboom et al., arXiv:2110.02037).
+        """
+        letters = letters_of(protein)
+        path = self.path_sampler.sample(letters, 1, random)[0]
+        known, log_p = np.flatnonzero(letters < GAP), self.path_sampler.log_p(path)
+        denoiser = self.denoiser_of(1.0)
+        for part in range(TRIAL_STEPS if len(known) else 0):
+            visible = int((part + random.random()) / TRIAL_STEPS * len(known))
+            hidden, shown = random.permutation(known)[visible:], letters.copy()
+            shown[hidden] = GAP
+            row = in_columns(path, shown, self.length)[None]
+            found = denoiser.log_probabilities(row)[0, path[hidden], letters[hidden]]
+            log_p += len(known) / TRIAL_STEPS * float(found.mean())
+        return -log_p
+
+    @cached_property
     def natural_identity(self) -> float:
         """Median over members of the share of their columns in which the nearest other is equal."""
         chosen = np.random.default_rng(0).permutation(len(self.members))[:MEMBERS]
@@ -441,9 +465,6 @@ class _Law:
             avoided = "".join(CANONICAL[a] for a in sorted(wishes.avoid))
             raise ConfigError("leaves no residue to draw", {"avoid": avoided})
         self.lengths = lengths
-        self.paths = PathSampler(
-            designs.hmm, [designs.paths[i] for i in np.flatnonzero(designs.usual)]
-        )
 
     def start(self, template: Tokens | None, place: int, random: np.random.Generator) -> _Start:
         """The design at this place; members take turns, each as often as its probability says."""
@@ -480,7 +501,7 @@ class _Law:
     def _paths(self, letters: Letters, random: np.random.Generator) -> Iterator[FamilyPath]:
         """Paths of a template; many only where the first does not do."""
         for number in (1, 100, 1000):
-            yield from self.paths.sample(letters, number, random)
+            yield from self.designs.path_sampler.sample(letters, number, random)
 
     @cached_property
     def _shares(self) -> Floats:

@@ -83,6 +83,16 @@ class PathSampler:
             following = transitions[:, drawn].T
         return paths
 
+    def log_p(self, path: FamilyPath) -> float:
+        """log p(path): of its columns, its insertions and its length."""
+        inside = path < self.length
+        last = np.maximum.accumulate(np.where(inside, path + 1, 0))  # 0 before the first column
+        state = np.where(inside | (last == 0), last, self.length + last)
+        state[len(path) - inside[::-1].argmax() :] = 2 * self.length
+        steps = self.transitions_SS[np.append(0, state[:-1]), state]
+        with np.errstate(divide="ignore"):
+            return float(np.log(steps).sum() + np.log(self.stop_S[state[-1]]))
+
     def _forward(self, letters: Letters) -> NDArray[np.float64]:
         """float64 [n, S]: p(state of residue i | the letters up to it)."""
         known = letters < GAP

@@ -25,6 +25,7 @@ from d2plm.families.designs import (
 from d2plm.families.pairs import PairTable
 from d2plm.families.paths import PathSampler, in_columns, paths_of
 from d2plm.generation.sampler_settings import Sampling
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
 
 THOROUGH = pytest.mark.thorough
 P_VALUE = 0.001
@@ -140,29 +141,85 @@ def test_residues_that_depend_on_each_other_are_drawn_from_their_joint_law(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exact denoiser of a known law in the place of the pairs."""
+    toy, joint = exact_toy()
+    monkeypatch.setattr(toy, "closeness", lambda temperature, identity: (1.0, 1.0))
+    drawn = toy.design([None] * DRAWS, Sampling(temperature=1.0, seed=5, **settings))
+    require_drawn_from(joint, drawn)
+
+
+def exact_toy(joint: Floats | None = None) -> tuple[FamilyDesigns, Floats]:
     toy = FamilyDesigns(family(MEMBERS))
-    equal = (SEQUENCES[:, 1:] == SEQUENCES[:, :-1]).sum(1)
-    joint = 3.0**equal * (1 + SEQUENCES[:, 0])
-    joint /= joint.sum()
+    if joint is None:
+        joint = 3.0 ** (SEQUENCES[:, 1:] == SEQUENCES[:, :-1]).sum(1) * (1 + SEQUENCES[:, 0])
+    law = joint / joint.sum()
     log_profile = torch.from_numpy(toy.log_profile[:-1]).float()
 
     def exact(letters: torch.Tensor) -> torch.Tensor:
         found = torch.full((*letters.shape, GAP), -1e4)
         rows, inverse = np.unique(letters.numpy(), axis=0, return_inverse=True)
         for place, row in enumerate(rows):
-            fits = np.ones(len(SEQUENCES), dtype=np.bool_)
-            for i, a in enumerate(row.tolist()):
-                fits &= True if a == GAP else SEQUENCES[:, i] == LETTERS.index(a)
+            digits = np.array([-1 if a == GAP else LETTERS.index(a) for a in row])
+            agrees = (digits == SEQUENCES) | (digits < 0)
             chosen = np.flatnonzero(inverse.ravel() == place)
             for i, b in product(range(LENGTH), range(3)):
-                chance = joint[fits & (SEQUENCES[:, i] == b)].sum() / joint[fits].sum()
+                fits = np.delete(agrees, i, 1).all(1)  # whatever the letter at i
+                chance = law[fits & (SEQUENCES[:, i] == b)].sum() / law[fits].sum()
                 found[chosen, i, LETTERS[b]] = float(np.log(max(chance, 1e-30)))
         return found - log_profile
 
     toy.pairs = exact  # type: ignore[assignment]  # as callable
+    return toy, law
+
+
+@pytest.mark.parametrize("remask", [False, True])
+def test_the_most_confident_residues_come_first_as_enumerated(
+    remask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`confidence` sharpens a law, so what it draws is enumerated step by step."""
+    toy, _ = exact_toy(np.random.default_rng(0).gamma(0.5, size=len(SEQUENCES)))
     monkeypatch.setattr(toy, "closeness", lambda temperature, identity: (1.0, 1.0))
-    drawn = toy.design([None] * DRAWS, Sampling(temperature=1.0, seed=5, **settings))
-    require_drawn_from(joint, drawn)
+    settings = Sampling(temperature=1.0, seed=7, sampler="confidence", steps=4, remask=remask)
+    drawn = toy.design([None] * DRAWS, settings, Wishes(avoid=AVOIDED))
+    paradigm, masks, law = AbsorbingDiffusion(), LENGTH, {(-1,) * LENGTH: 1.0}
+    for stop in np.linspace(paradigm.prior_time, paradigm.data_time, 5)[1:]:
+        masks = max(0, min(masks - 1, int(np.ceil(LENGTH * (1 - paradigm.kept(stop)) - 1e-9))))
+        following: dict[tuple[int, ...], float] = {}
+        states = np.array([*law])
+        shown = np.where(states < 0, GAP, np.array(LETTERS)[states]).astype(np.int8)
+        p_SLA = np.exp(toy.denoiser_of(1.0).log_probabilities(shown))[:, :LENGTH, LETTERS]
+        p_SLA /= p_SLA.sum(-1, keepdims=True)
+        for state, chance, p in zip(states, law.values(), p_SLA, strict=True):
+            for new in product(*(range(3) if a < 0 else [a] for a in state)):
+                own = p[range(LENGTH), new]
+                confidence = np.where((state < 0) | remask, own, np.inf)
+                left = np.array(new)
+                left[np.argsort(confidence)[:masks]] = -1
+                place = tuple(left.tolist())
+                following[place] = following.get(place, 0) + chance * own[state < 0].prod()
+        law = following
+    assert masks == 0
+    require_drawn_from(np.array([law.get(tuple(one), 0.0) for one in SEQUENCES.tolist()]), drawn)
+
+
+def test_the_bound_of_a_protein_is_at_least_its_information() -> None:
+    """Equal where its path is given; the letters that are predicted are not visible."""
+    toy, joint = exact_toy()
+    number, random = int(joint.argmin()), np.random.default_rng(0)
+    protein = encode("".join("ACD"[one] for one in SEQUENCES[number]))
+    sampler, path = toy.path_sampler, np.arange(LENGTH, dtype=np.int32)
+    paths, p = np.array(list(product(range(LENGTH + 1), repeat=LENGTH)), dtype=np.int32), 0.0
+    p_path = np.exp([sampler.log_p(one) for one in paths])
+    for one, chance in zip(paths[p_path > 1e-12], p_path[p_path > 1e-12], strict=True):
+        fits, inside = np.ones(len(SEQUENCES), dtype=np.bool_), one < LENGTH
+        for i, a in zip(one[inside], SEQUENCES[number][inside], strict=True):
+            fits &= SEQUENCES[:, i] == a
+        between = toy.log_profile[-1][[LETTERS[a] for a in SEQUENCES[number][~inside]]]
+        p += chance * joint[fits].sum() * np.exp(between.sum())
+    drawn = np.array([toy.bound(protein, random) for _ in range(200)])
+    assert drawn.mean() > -np.log(p) - 3 * drawn.std() / 200**0.5
+    sampler.sample = lambda letters, number, random: path[None]  # type: ignore[method-assign]
+    drawn = np.array([toy.bound(protein, random) for _ in range(200)]) + sampler.log_p(path)
+    assert abs(drawn.mean() + np.log(joint[number])) < 4 * drawn.std() / 200**0.5
 
 
 def test_where_pairs_repeat_a_few_unlike_members_they_get_weaker() -> None:
@@ -245,6 +302,10 @@ def test_paths_are_drawn_from_their_posterior(shown: list[int]) -> None:
     letters = np.full(4, GAP, dtype=np.int8)
     letters[shown] = letters_of(encode("ACDE"))[shown]
     expected = brute_force(hmm, sampler, letters)
+    if not shown:
+        log_p = np.array([sampler.log_p(np.array(path)) for path in expected])
+        ratios = np.exp(log_p) / [*expected.values()]  # p(length)
+        np.testing.assert_allclose(ratios, ratios[0], rtol=1e-6)
     drawn = sampler.sample(letters, 20_000, np.random.default_rng(0))
     counts: dict[tuple[int, ...], int] = {}
     for path in map(tuple, drawn.tolist()):
