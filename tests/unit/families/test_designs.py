@@ -1,6 +1,7 @@
 """New members of a family: their law by enumeration, their paths, and families of any kind."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -154,17 +155,21 @@ def exact_toy(joint: Floats | None = None) -> tuple[FamilyDesigns, Floats]:
     law = joint / joint.sum()
     log_profile = torch.from_numpy(toy.log_profile[:-1]).float()
 
+    letter = np.eye(3)[SEQUENCES]
+
+    @cache
+    def log_p(row: tuple[int, ...]) -> Floats:
+        """float64 [LENGTH, 3]: of a letter given the others."""
+        digits = np.array([-1 if a == GAP else LETTERS.index(a) for a in row])
+        differs = (digits != SEQUENCES) & (digits >= 0)
+        others_agree = differs.sum(1, keepdims=True) - differs == 0
+        p = np.einsum("s,si,sib->ib", law, others_agree, letter)
+        return np.asarray(np.log(np.maximum(p / p.sum(1, keepdims=True), 1e-30)))
+
     def exact(letters: torch.Tensor) -> torch.Tensor:
         found = torch.full((*letters.shape, GAP), -1e4)
-        rows, inverse = np.unique(letters.numpy(), axis=0, return_inverse=True)
-        for place, row in enumerate(rows):
-            digits = np.array([-1 if a == GAP else LETTERS.index(a) for a in row])
-            agrees = (digits == SEQUENCES) | (digits < 0)
-            chosen = np.flatnonzero(inverse.ravel() == place)
-            for i, b in product(range(LENGTH), range(3)):
-                fits = np.delete(agrees, i, 1).all(1)  # whatever the letter at i
-                chance = law[fits & (SEQUENCES[:, i] == b)].sum() / law[fits].sum()
-                found[chosen, i, LETTERS[b]] = float(np.log(max(chance, 1e-30)))
+        rows = np.array([log_p(tuple(row)) for row in letters.tolist()])
+        found[..., LETTERS] = torch.from_numpy(rows).float()
         return found - log_profile
 
     toy.pairs = exact  # type: ignore[assignment]  # as callable
@@ -207,14 +212,15 @@ def test_the_bound_of_a_protein_is_at_least_its_information() -> None:
     number, random = int(joint.argmin()), np.random.default_rng(0)
     protein = encode("".join("ACD"[one] for one in SEQUENCES[number]))
     sampler, path = toy.path_sampler, np.arange(LENGTH, dtype=np.int32)
-    paths, p = np.array(list(product(range(LENGTH + 1), repeat=LENGTH)), dtype=np.int32), 0.0
-    p_path = np.exp([sampler.log_p(one) for one in paths])
-    for one, chance in zip(paths[p_path > 1e-12], p_path[p_path > 1e-12], strict=True):
+    p = 0.0
+    for one in map(np.array, product(range(LENGTH + 1), repeat=LENGTH)):
+        if (np.diff(one[one < LENGTH]) <= 0).any():
+            continue  # columns have an order
         fits, inside = np.ones(len(SEQUENCES), dtype=np.bool_), one < LENGTH
         for i, a in zip(one[inside], SEQUENCES[number][inside], strict=True):
             fits &= SEQUENCES[:, i] == a
         between = toy.log_profile[-1][[LETTERS[a] for a in SEQUENCES[number][~inside]]]
-        p += chance * joint[fits].sum() * np.exp(between.sum())
+        p += np.exp(sampler.log_p(one) + between.sum()) * joint[fits].sum()
     drawn = np.array([toy.bound(protein, random) for _ in range(200)])
     assert drawn.mean() > -np.log(p) - 3 * drawn.std() / 200**0.5
     sampler.sample = lambda letters, number, random: path[None]  # type: ignore[method-assign]
