@@ -82,6 +82,11 @@ def evaluate_given_relatives(
             )
         )
     widest = chosen[settings.relatives_below[0]]
+    near = [index.below(number, settings.relatives_below[0]).tolist() for number in scored]
+    by_depth = {}
+    for depth in settings.relatives_depths:
+        scores = score(f"given at most {depth}", targets, of([own[:depth] for own in near]))
+        by_depth[depth] = bound_of(scores.nats, *within)
     unrelated = unrelated_of_same_length(scored, widest, index, collection, clusters)
     with_unrelated = score("given unrelated proteins", targets, of(unrelated))
     change = corpus_estimate(with_unrelated.nats - alone.nats, *within)
@@ -93,6 +98,7 @@ def evaluate_given_relatives(
         below=rows,
         unrelated=Compared(**vars(bound_of(with_unrelated.nats, *within)), difference=change),
         order_difference=_order_matters_by(score, several, of(widest), targets),
+        by_depth=by_depth,
     )
 
 

@@ -107,6 +107,7 @@ class GivenRelatives:
         alone: without relatives.
         unrelated: given unrelated proteins of the same lengths, and the difference from `alone`.
         order_difference: largest difference that another order makes, nats per residue.
+        by_depth: given at most so many relatives below the first of the identities.
     """
 
     most: int
@@ -115,6 +116,7 @@ class GivenRelatives:
     below: list[RelativesBelow]
     unrelated: Compared
     order_difference: float | None
+    by_depth: dict[int, Bound] = field(default_factory=dict)
 
 
 def shown(label: str, form: str, **default: Any) -> Any:

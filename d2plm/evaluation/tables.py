@@ -45,6 +45,8 @@ def relatives_table(given: GivenRelatives) -> Table:
         below = f"below {row.identity:.0%}"
         bounds[f"{below} ({row.with_relatives:,} proteins have any): {MODEL}"] = row.model
         bounds |= {f"{below}: {name}": bound for name, bound in row.baselines.items()}
+    for depth, bound in given.by_depth.items():
+        bounds[f"at most {depth} below {given.below[0].identity:.0%}: {MODEL}"] = bound
     bounds[f"none: {MODEL}"] = given.alone
     table = bounds_table(bounds)
     note = (

@@ -29,6 +29,8 @@ class EvaluationSettings(Settings):
     """identities below which relatives are given, to a model that takes them; []: none"""
     max_relatives: int = key(8, low=1)
     """maximum number of relatives per protein, the most significant first"""
+    relatives_depths: list[int] = key([], low=1)
+    """numbers of relatives, for the bound by depth below the first of the identities; []: none"""
     relatives_proteins: int | None = key(None, low=1)
     """evenly spaced proteins for the bounds given relatives; null: all"""
     relatives_masks: int = key(2, low=1)

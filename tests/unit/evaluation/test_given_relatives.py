@@ -100,7 +100,8 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     base = [tokens[:120] for tokens in proteins[:40] if len(tokens) > 120][:6]
     sequences = [*base[:4], changed(base[0], 0.2, 1), changed(base[0], 0.5, 2)]
     index = index_of({0: [(4, 0.8), (5, 0.5)], 4: [(0, 0.8)], 5: [(0, 0.5), (4, 0.6)]}, 6)
-    score, choice = Scores(), EvaluationSettings(relatives_below=[0.9, 0.55], max_relatives=1)
+    settings = {"relatives_below": [0.9, 0.55], "max_relatives": 1, "relatives_depths": [1, 5]}
+    score, choice = Scores(), EvaluationSettings(**settings)  # type: ignore[arg-type]
     clusters = np.array([0, 1, 2, 3, 0, 0])
     found = evaluate_given_relatives(score, sequences, clusters, index, choice)
     assert [row.with_relatives for row in found.below] == [3, 2]
@@ -108,6 +109,8 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
         [3 - 30 / 720, 3 - 20 / 720]
     )
     assert found.alone.nelbo.value == pytest.approx(3.0)
+    by_depth = {depth: bound.nelbo.value for depth, bound in found.by_depth.items()}
+    assert by_depth == pytest.approx({1: 3 - 30 / 720, 5: 3 - 50 / 720})
     for baseline in (PROFILE, ALIGNED):
         wide, narrow = (row.baselines[baseline].nelbo.value for row in found.below)
         assert wide < narrow < 2.95
@@ -120,7 +123,7 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     assert found.order_difference is None
     text = relatives_table(found).text()
     assert "below 90% (3 proteins have any): this model" in text
-    assert "unrelated proteins of the same lengths" in text
+    assert "at most 5 below 90%" in text and "unrelated proteins of the same lengths" in text
 
 
 def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> None:
