@@ -58,7 +58,7 @@ class SamplerSettings(Settings):
     """steps, each at most one model evaluation; null: the paradigm's default; first_hitting has
     none"""
     temperature: float | None = key(None, above=0)
-    """divides the logits; below 1 is more conservative; null: 1, for new members 0.7, less in small
+    """divides the logits; below 1 is more conservative; null: 1, for new members 0.76, less in small
     families"""
     top_k: int | None = key(None, low=1)
     """keep only the k most likely tokens; null: all"""
