@@ -312,15 +312,6 @@ def real_text() -> bytes:
         return stream.read(20_000)
 
 
-def test_corrupted_fasta_is_read_to_the_last_valid_record_or_rejected(
-    tmp_path: Path, real_text: bytes
-) -> None:
-    for seed in range(40):
-        content = _corrupted(real_text, random.Random(seed))
-        (tmp_path / "in.fasta").write_bytes(content)
-        _check_against_lines(tmp_path / "in.fasta", content, tmp_path / "out")
-
-
 _zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
 
 

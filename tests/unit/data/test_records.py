@@ -40,6 +40,10 @@ TEXTS = st.lists(
 )
 
 
+SURROUNDINGS = ((b"", b""), (b"M", b"K"), (b"MK", b""))
+EVERY_BYTE = [start + bytes([n]) + end for n in range(256) for start, end in SURROUNDINGS]
+
+
 def _clean_slowly(text: bytes) -> list[int] | None:
     """Tokens of a text, letter by letter; None where a letter is no residue."""
     letters = [chr(byte) for byte in text if chr(byte) not in " \t\r\n\v\f-."]
@@ -70,6 +74,7 @@ def _records(*texts: bytes) -> RawRecords:
 @example([b"MK**", b"M*K", b"*M", b"MK*\n*"])
 @example([b"\0", b"MK", b"\0\0M\0"])
 @example([b"MK\xfe", b"\xff", b"MK"])
+@example(EVERY_BYTE)
 def test_texts_are_cleaned_as_letter_by_letter(texts: list[bytes]) -> None:
     cleaned = PROTEIN.tokenise(texts)
     assert len(cleaned.starts) == len(cleaned.lengths) == len(cleaned.illegal) == len(texts)
@@ -78,22 +83,6 @@ def test_texts_are_cleaned_as_letter_by_letter(texts: list[bytes]) -> None:
         if expected is not None:
             assert cleaned[index].tolist() == expected
             assert cleaned.lengths[index] == len(expected)
-
-
-def test_every_byte_alone_and_within_a_sequence() -> None:
-    letters = [bytes([byte]) for byte in range(256)]
-    texts = [text for letter in letters for text in (letter, b"M" + letter + b"K", b"MK" + letter)]
-    cleaned = PROTEIN.tokenise(texts)
-    for index, expected in enumerate(map(_clean_slowly, texts)):
-        assert cleaned.illegal[index] == (expected is None)
-        if expected is not None:
-            assert cleaned[index].tolist() == expected
-
-
-def test_a_bad_record_does_not_touch_its_neighbours() -> None:
-    cleaned = PROTEIN.tokenise([b"MK", b"A\0C", b"LV*", b"", b"W!", b"Y"])
-    assert cleaned.illegal.tolist() == [False, True, False, False, True, False]
-    assert [decode(cleaned[index]) for index in (0, 2, 3, 5)] == ["MK", "LV", "", "Y"]
 
 
 @pytest.mark.parametrize(
@@ -126,18 +115,6 @@ def test_whatever_is_illegal_or_empty_is_rejected_in_one_line(texts: list[bytes]
         assert ("has no sequence" in str(caught.value)) == is_none
 
 
-@pytest.mark.parametrize("text", [b"", b"\r\n \n", b"*", b"-..-\n*\n"])
-def test_a_record_without_sequence_is_named(text: bytes) -> None:
-    with pytest.raises(DataError, match="record 0, offset None: record 'p0' has no sequence"):
-        refuse(_records(text), 0, PROTEIN)
-
-
-def test_a_name_that_is_not_a_text_is_shown_on_one_line() -> None:
-    records = RawRecords([b"a\n\xff"], [b""], lambda record, offset: "here", 1.0)
-    with pytest.raises(DataError, match=r"here: record 'a\\n\ufffd' has no sequence"):
-        refuse(records, 0, PROTEIN)
-
-
 def test_a_sequence_from_elsewhere_is_cleaned_like_a_record() -> None:
     assert decode(PROTEIN.encode("mk v\n*", "reference")) == "MKV"
     assert decode(PROTEIN.encode("-mk-v..", "relative", aligned=True)) == "MKV"
@@ -146,23 +123,13 @@ def test_a_sequence_from_elsewhere_is_cleaned_like_a_record() -> None:
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        ("MK...V", "holds a gap or an abbreviation"),
-        ("MJ", "holds 'J', which is not a residue letter"),
-        ("mα?", "holds 'α'"),
-        (" ", "is empty"),
+        *(("MK...V", "a gap"), ("MJ", "'J'"), ("mα?", "'α'"), (" ", "empty"), (None, "NoneType")),
+        *((["MKT"], "list"),),
     ],
 )
-def test_a_bad_sequence_from_elsewhere_is_rejected(sequence: str, message: str) -> None:
-    with pytest.raises(DataError) as caught:
+def test_a_bad_sequence_from_elsewhere_is_rejected(sequence: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"^reference 3: .*{message}"):
         PROTEIN.encode(sequence, "reference 3")
-    assert str(caught.value).startswith("reference 3: the sequence ")
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("value", [5, None, ["MKT"]])
-def test_what_is_not_a_string_is_rejected(value: Any) -> None:
-    with pytest.raises(DataError, match=r"^protein 3: .* is not a string"):
-        PROTEIN.encode(value, "protein 3")
 
 
 UNIPROT = ["sp|P02185|MYG_PHYMC", "tr|A0A0A0MRZ7|A0A0A0MRZ7_HUMAN", "UniRef90_Q9Y5X2", "toy/11-47"]
@@ -204,20 +171,18 @@ def test_a_name_that_may_mean_two_records_is_refused_with_the_lines_of_both(
     source.write_text("".join(f">{name} words\nMKT\nAYI\n" for name in names))
     place_of = places_by_name(names, source)
     assert place_of("x" if "x" in names else "other") == 1
-    message = f"{source}: '{wanted}' names the record on line 1 and the record on line 7, "
-    with pytest.raises(DataError, match=re.escape(message)):
-        place_of(wanted)
-    with pytest.raises(DataError, match="names record 1 and record 3"):
-        places_by_name(names, "proteins.csv")(wanted)
+    for place, lines in ((place_of, "line 1 .*line 7"), (places_by_name(names, "x.csv"), "1 .*3")):
+        with pytest.raises(DataError, match=lines):
+            place(wanted)
     for name in {*names} - {"enz"}:  # whole, it means one
         assert place_of(name) == names.index(name)
 
 
 def test_records_without_names_of_their_own_are_refused_where_names_matter(tmp_path: Path) -> None:
     (tmp_path / "in.fasta").write_text(">a\nMK\n>\nMK\n")
-    with pytest.raises(DataError, match="no name: the record on line 3;"):
+    with pytest.raises(DataError, match="line 3"):
         require_distinct(["a", ""], tmp_path / "in.fasta")
-    with pytest.raises(DataError, match="'a' names record 1 and record 2,"):
+    with pytest.raises(DataError, match="'a' names"):
         require_distinct(["a", "a"], "x.csv")
     require_distinct(UNIPROT, "x.csv")
 
