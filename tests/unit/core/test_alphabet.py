@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EsmTokenizer
@@ -28,15 +27,8 @@ AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 
 def test_the_tokens_are_esm2s_in_its_order() -> None:
     assert list(ESM2_TOKENS) == ESM2
-    named = (CLS, PAD, EOS, UNK, MASK)
-    assert named == (0, 1, 2, 3, 32)
-
-
-def test_the_canonical_range_contains_the_twenty_amino_acids_and_nothing_else() -> None:
     tokens = np.arange(33, dtype=np.uint8)
-    inside = {ESM2[t] for t in tokens[is_canonical(tokens)]}
-    assert inside == set(AMINO_ACIDS)
-    assert sorted(CANONICAL) == sorted(AMINO_ACIDS)
+    assert {ESM2[t] for t in tokens[is_canonical(tokens)]} == {*AMINO_ACIDS} == {*CANONICAL}
 
 
 @given(st.text(alphabet=AMINO_ACIDS + "XBUZO", max_size=60))
@@ -60,14 +52,8 @@ def test_decoding_leaves_special_tokens_out_and_shows_masks() -> None:
     assert decode(np.array([*row, PAD, UNK], dtype=np.uint8)) == "MK_"
 
 
-def test_encoding_gives_a_fresh_writable_array() -> None:
-    tokens = encode("MKV")
-    tokens[0] = MASK
-    assert decode(encode("MKV")) == "MKV"
-
-
-@pytest.mark.parametrize("letters", ["MKVLAAGXX", AMINO_ACIDS, "XBUZO"])
-def test_the_tokenizer_of_esm2_agrees(letters: str, tmp_path: Path) -> None:
+def test_the_tokenizer_of_esm2_agrees(tmp_path: Path) -> None:
+    letters = f"{AMINO_ACIDS}XBUZO"
     (tmp_path / "vocab.txt").write_text("\n".join(ESM2))
     hugging_face = EsmTokenizer(str(tmp_path / "vocab.txt"))
     ids = hugging_face(letters)["input_ids"]

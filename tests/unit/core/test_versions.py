@@ -19,8 +19,5 @@ def test_the_versions_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["python"] == platform.python_version()
     assert rows["torch"].startswith(torch.__version__)
     assert rows["transformers"] == transformers.__version__
-
-
-def test_the_versions_are_json_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["python"] == platform.python_version()

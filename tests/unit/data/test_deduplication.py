@@ -99,7 +99,7 @@ def many() -> list[Record]:
     return [(b"p%d" % draw.randrange(1900), draw.choice(sequences)) for _ in range(2000)]
 
 
-@pytest.mark.parametrize("buffer_bytes", [1, 3000, 40_000, 1 << 20])
+@pytest.mark.parametrize("buffer_bytes", [3000, 1 << 20])
 def test_a_buffer_of_any_size_gives_the_same(
     tmp_path: Path, many: list[Record], buffer_bytes: int
 ) -> None:
@@ -107,32 +107,6 @@ def test_a_buffer_of_any_size_gives_the_same(
     assert pairs == _sort_in_memory(many)
     assert len(pairs) + duplicates == 2000
     assert any((tmp_path / "runs").iterdir()) == (buffer_bytes < 1 << 20)
-
-
-@pytest.mark.parametrize("buffer_bytes", [3000, 1 << 20])
-def test_the_order_of_the_input_is_of_no_influence(
-    tmp_path: Path, many: list[Record], buffer_bytes: int
-) -> None:
-    shuffled = random.Random(1).sample(many, len(many))
-    one = _sort(tmp_path / "a", many, buffer_bytes, batch=50)
-    assert one == _sort(tmp_path / "b", shuffled, buffer_bytes, batch=33)
-    assert one == _sort(tmp_path / "c", many[::-1], 1 << 20, batch=500)
-
-
-def test_only_the_records_that_are_kept_are_taken(tmp_path: Path) -> None:
-    sorter = Deduplicator(tmp_path)
-    cleaned = PROTEIN.tokenise([b"MK*", b"JJ", b"", b"A-C", b"WY"])
-    _add(sorter, [b"a", b"d"], cleaned, [0, 3])
-    _add(sorter, [], PROTEIN.tokenise([b"1"]), [])
-    (part,) = sorter.sorted()
-    expected = sorted([encode("MK"), encode("AC")], key=lambda s: hashlib.sha256(s).digest())
-    assert part.sequences == [tokens.tobytes() for tokens in expected]
-    assert sorted(part.names) == [b"a", b"d"]
-    assert part.duplicates == 0
-
-
-def test_nothing_gives_nothing(tmp_path: Path) -> None:
-    assert list(Deduplicator(tmp_path).sorted()) == []
 
 
 def test_duplicates_are_merged_before_they_are_written(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from d2plm.core.errors import DataError, SplitError
-from d2plm.core.vocabulary import DNA, PROTEIN, vocabulary
+from d2plm.core.vocabulary import DNA, vocabulary
 from d2plm.data.ingest import ingest
 from d2plm.data.sources import read_sources, resolve_inputs
 from d2plm.data.split import hold_out
@@ -71,13 +71,6 @@ def test_a_plain_text_is_read_whole_in_parts_of_any_size(
     monkeypatch.setattr("d2plm.data.documents._BLOCK_BYTES", part)
     path = _write(tmp_path / "a.txt", "\ufeff" + TEXT)
     assert _read(path, in_parts=True, format=form) == _expected(TEXT, form)
-
-
-def test_a_long_document_needs_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d2plm.data.documents._WHOLE_BYTES", 100)
-    path = _write(tmp_path / "a.txt", TEXT)
-    with pytest.raises(DataError, match=r"a.txt, line 1: a record of more than 100 .* window"):
-        ingest(path, tmp_path / "out", vocabulary=BYTES)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "ndjson"])
@@ -157,13 +150,6 @@ def test_one_record_in_pieces_is_too_few_to_split(tmp_path: Path) -> None:
     selected, clusters = np.ones(len(store), np.bool_), np.zeros(len(store), np.int32)
     with pytest.raises(SplitError, match="format=paragraphs"):
         hold_out(store, selected, clusters, SplitSettings(), "near_duplicate_similarity")
-
-
-def test_proteins_may_come_as_json_lines(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.jsonl", '{"sequence": "MKV", "id": 7}\n')
-    ingest(path, tmp_path / "out")
-    store = SequenceStore(tmp_path / "out")
-    assert (store.vocabulary, store.names(0), PROTEIN.decode(store[0])) == (PROTEIN, ["7"], "MKV")
 
 
 def _pieces(path: Path) -> dict[str, list[str]]:

@@ -5,14 +5,13 @@ import gzip
 import lzma
 import os
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pyarrow
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
@@ -23,7 +22,6 @@ from d2plm.data.fasta import (
     read_template_fasta,
     write_fasta,
 )
-from d2plm.data.records import WITHOUT_CONTROL
 from d2plm.data.tables import NO_SEQUENCE
 
 TWO = b">a\nMK\n>b\nAC\n"
@@ -55,11 +53,6 @@ def _refusal(path: Path) -> str:
     assert "\n" not in message
     assert str(path) in message
     return message
-
-
-def test_lower_case_whitespace_gaps_and_one_stop_are_cleaned(tmp_path: Path) -> None:
-    path = _file(tmp_path, b"\n>sp|P1 a\r\nm k v\r\nL\r\nUOBZX*\r\n\r\n>two\nA\tC")
-    assert _read(path) == [("sp|P1", "MKVLUOBZX"), ("two", "AC")]
 
 
 @pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS)
@@ -106,48 +99,6 @@ def test_written_records_are_read_back(
     assert max(len(line) for line in path.read_text().splitlines() if line[0] != ">") <= 60
 
 
-def _read_by_lines(content: bytes) -> list[tuple[bytes, bytes]]:
-    """(name, text without line breaks) of each record, the slow and obvious way."""
-    records: list[tuple[bytes, bytes]] = []
-    content = content.rstrip(b"\0\x1a").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    for line in content.split(b"\n"):
-        if line.startswith(b">"):
-            headers = line[1:].translate(WITHOUT_CONTROL).split(b"\x01")
-            records.append((b"\x01".join((h.split() or [b""])[0] for h in headers), b""))
-        elif records:
-            records[-1] = (records[-1][0], records[-1][1] + line)
-    return records
-
-
-@settings(deadline=None)
-@given(
-    lines=st.lists(
-        st.one_of(
-            st.sampled_from([b"", b">", b">a", b">b c", b"MK", b"M>K", b" >x", b"\r", b"*", b">>"]),
-            st.binary(max_size=12),
-        ),
-        max_size=12,
-    ),
-    block=st.integers(1, 40),
-)
-@example(lines=[b">a", b"MK"], block=6)
-@example(lines=[b"MK", b""], block=1)
-def test_records_are_cut_as_line_by_line_whatever_the_size_of_a_block(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], block: int
-) -> None:
-    content = b"\n".join([b">first", *lines])
-    path = tmp_path_factory.mktemp("fasta") / "in.fasta"
-    path.write_bytes(content)
-    read: list[tuple[bytes, bytes]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("d2plm.data.fasta._BLOCK_BYTES", block)
-        for records in read_fasta_blocks(path):
-            texts = (text.replace(b"\n", b"") for text in records.sequences)
-            read += zip(records.names, texts, strict=True)
-            assert 0 < records.done <= 1
-    assert read == _read_by_lines(content)
-
-
 def test_places_are_right_in_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", 16)
     content = b"\n\n" + b"".join(b">p%d\nMK\nAC%d\n\n" % (i, i) for i in range(30))
@@ -180,22 +131,6 @@ def test_templates_are_read_as_they_stand(tmp_path: Path) -> None:
     path = _file(tmp_path, b">a b\nMK__\n v?*\n>\n\n")
     lines = [f"{path}, line {number}" for number in (1, 4)]
     assert [*read_template_fasta(path)] == [("a", "MK__v?*", lines[0]), ("", "", lines[1])]
-
-
-def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    content = gzip.compress(TWO)
-
-    def write() -> None:
-        with open(path, "wb", buffering=0) as pipe:
-            pipe.write(content[:7])
-            pipe.write(content[7:])
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert _read(path) == [("a", "MK"), ("b", "AC")]
-    writer.join()
 
 
 def test_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,17 +174,6 @@ def test_truncated_compressed_file(
     whole = compress(b">a\n" + os.urandom(5000).hex().encode().translate(LETTERS) + b"\n")
     cut = int(left * len(whole)) if isinstance(left, float) else left
     assert "truncated or corrupt compressed file" in _refusal(_file(tmp_path, whole[:cut]))
-
-
-def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _file(tmp_path, b">a\nMK\n")
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("builtins.open", refuse)  # root may read everything, so ask no real file
-    with pytest.raises(DataError, match="Permission denied"):
-        list(read_fasta(path))
 
 
 @pytest.mark.parametrize("line", [b"M" * 300_000, b"MKV\n" * 100_000], ids=["a line", "many"])

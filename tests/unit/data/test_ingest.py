@@ -8,14 +8,12 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -105,14 +103,6 @@ def test_the_store_does_not_depend_on_the_order_or_the_division_of_the_input(
     two = ingest(str(tmp_path / "b*.fasta"), tmp_path / "b")
     assert one["digests"] == two["digests"]
     assert one["provenance"]["duplicates"] == two["provenance"]["duplicates"] >= 500
-
-
-def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
-    seen: list[float] = []
-    ingest(PROTEINS, tmp_path / "out", progress=lambda done, note: seen.append(done))
-    assert seen == sorted(seen)
-    assert 0 < seen[0] < 0.2
-    assert seen[-1] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -285,69 +275,6 @@ def test_no_valid_record_is_lost_among_corrupt_ones(
         _check_against_lines(folder / "in.fasta", content, folder / "out")
 
 
-def _corrupted(content: bytes, draw: random.Random) -> bytes:
-    """Some bytes flipped, cut off, taken out, or put in; random ones, or some of its own."""
-    damaged = bytearray(content)
-    for _ in range(draw.choice([1, 1, 2, 5])):
-        place = draw.randrange(len(damaged) + 1)
-        size = draw.choice([1, 2, 30, 500])
-        kind = draw.choice(["flip", "cut", "take", "put", "repeat"])
-        if kind == "flip" and place < len(damaged):
-            damaged[place] ^= draw.randrange(1, 256)
-        elif kind == "cut":
-            del damaged[max(place, 20) :]
-        elif kind == "take":
-            del damaged[place : place + size]
-        elif kind == "put":
-            damaged[place:place] = draw.randbytes(size)
-        elif kind == "repeat":
-            damaged[place:place] = damaged[-size:]
-    return bytes(damaged)
-
-
-@pytest.fixture(scope="module")
-def real_text() -> bytes:
-    """The first records of the example file, some twenty kilobytes."""
-    with gzip.open(PROTEINS) as stream:
-        return stream.read(20_000)
-
-
-_zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
-
-
-def _unzstd(content: bytes) -> bytes:
-    return pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd").read()
-
-
-@pytest.mark.parametrize(
-    ("compress", "decompress"),
-    [(gzip.compress, gzip.decompress), (_zstd, _unzstd)],
-    ids=["gz", "zst"],
-)
-def test_corrupted_compressed_fasta_is_rejected_unless_it_can_be_decompressed(
-    tmp_path: Path,
-    real_text: bytes,
-    compress: Callable[[bytes], bytes],
-    decompress: Callable[[bytes], bytes],
-) -> None:
-    refused = 0
-    # In two parts, as some compressors write them, so that damage between them occurs.
-    whole = compress(real_text[:9000]) + compress(real_text[9000:])
-    for seed in range(60):
-        packed = _corrupted(whole, random.Random(seed))
-        (tmp_path / "in").write_bytes(packed)
-        try:
-            content = decompress(packed)
-        except Exception:  # whatever a library raises
-            with pytest.raises(DataError) as caught:
-                ingest(tmp_path / "in", tmp_path / "out", reading=DROP)
-            assert "\n" not in str(caught.value)
-            refused += 1
-        else:
-            _check_against_lines(tmp_path / "in", content, tmp_path / "out")
-    assert refused > 20
-
-
 SMALL_BUFFER = "from d2plm.data import deduplication; deduplication._BUFFER_BYTES = 300_000"
 
 
@@ -414,22 +341,6 @@ def test_no_room_on_the_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> N
     assert process.returncode == 1
     assert said.decode().splitlines()[-1].startswith(f"d2plm: error: {tmp_path / 'out'}: ")
     assert not any(tmp_path.iterdir())
-
-
-def test_no_room_on_the_disk_leaves_the_store_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("d2plm.core.files.os.fsync", full)
-        with pytest.raises(DataError, match="No space left on device"):
-            ingest(PROTEINS, tmp_path / "out")
-    assert SequenceStore(tmp_path / "out").manifest == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.fasta", "out"]
 
 
 @pytest.mark.parametrize(

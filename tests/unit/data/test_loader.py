@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.vocabulary import CLS, EOS, PAD
+from d2plm.core.vocabulary import CLS, EOS
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, pack_all
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
@@ -99,17 +99,7 @@ def test_an_epoch_gives_each_sequence_once_framed_or_cropped_inside_it(
     assert len(moved) > 0.9 * len(cropped)
 
 
-def test_what_no_sequence_fills_is_a_padding_segment(tiny_store: SequenceStore) -> None:
-    for batch in islice(loader(tiny_store).stream(Position()), 20):
-        (packed,) = batch.micro_batches
-        bounds, count = packed.cu_seqlens.tolist(), len(batch.segment_lengths)
-        assert np.diff(bounds[: count + 1]).tolist() == batch.segment_lengths
-        assert bounds[count + 1 :] == [BUDGET] * (packed.num_segments - count)
-        assert set(packed.tokens[bounds[count] :].tolist()) <= {PAD}
-        assert packed.sequence_ids[count:].unique().tolist() == [-1]
-
-
-@pytest.mark.parametrize("max_length", [3, 4, 20, 21, 22])
+@pytest.mark.parametrize("max_length", [3, 21, 22])
 def test_windows_start_anywhere_with_equal_chances_and_frame_true_ends_alone(
     max_length: int, make_store: Callable[[list[np.ndarray]], SequenceStore]
 ) -> None:
@@ -117,31 +107,12 @@ def test_windows_start_anywhere_with_equal_chances_and_frame_true_ends_alone(
     stream = loader(
         make_store([protein]), max_length=max_length, token_budget=max(max_length, 16)
     ).stream(Position())
-    rows = [batch.micro_batches[0].split()[0].tolist() for batch in islice(stream, 400)]
+    rows = [batch.micro_batches[0].split()[0].tolist() for batch in islice(stream, 200)]
     whole = [CLS, *protein.tolist(), EOS]
     starts = range(len(whole) - max_length + 1)
     counts = [rows.count(whole[start : start + max_length]) for start in starts]
     assert sum(counts) == len(rows)
     assert len(counts) == 1 or chisquare(counts).pvalue > 1e-3
-
-
-def test_every_batch_has_the_same_shapes(tiny_store: SequenceStore) -> None:
-    shapes = {
-        (packed.tokens.shape, packed.cu_seqlens.shape, packed.sequence_ids.shape, packed.max_seqlen)
-        for batch in islice(loader(tiny_store, micro_batches=3).stream(Position()), 40)
-        for packed in batch.micro_batches
-    }
-    assert len(shapes) == 1
-    assert {longest for *_, longest in shapes} == {MAX_LENGTH}
-
-
-def test_another_seed_gives_other_windows_at_the_same_place() -> None:
-    one = SyntheticSequences(np.array([5000], dtype=np.int32))
-    windows = {
-        bytes(next(loader(one, seed=seed).stream(Position())).micro_batches[0].tokens.tolist())
-        for seed in range(20)
-    }
-    assert len(windows) == 20
 
 
 # --- resuming ----------------------------------------------------------------------------------
@@ -173,18 +144,10 @@ def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceS
     assert following[count - 1 :] == [Position(1, 0), Position(1, 2)]
 
 
-def test_epochs_done_grows_evenly_through_an_epoch(tiny_store: SequenceStore) -> None:
-    ours = loader(tiny_store)
-    count = ours.batches_in_epoch(3)
-    assert ours.epochs_done(Position(3, 0)) == 3
-    assert ours.epochs_done(Position(3, 1)) == pytest.approx(3 + 1 / count)
-    assert ours.epochs_done(Position(3, count)) == 4
-
-
 # --- ranks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("world_size", "micro_batches"), [(2, 2), (4, 1)])
 def test_ranks_partition_the_same_global_batch(
     tiny_store: SequenceStore, world_size: int, micro_batches: int
 ) -> None:
@@ -259,7 +222,7 @@ def start_method() -> Iterator[Callable[[str], None]]:
     multiprocessing.set_start_method(usual, force=True)
 
 
-@pytest.mark.parametrize(("method", "num_workers"), [("fork", 3), ("spawn", 1)])
+@pytest.mark.parametrize(("method", "num_workers"), [("fork", 2), ("spawn", 1)])
 def test_worker_processes_change_nothing(
     tiny_store: SequenceStore,
     proteins: list[np.ndarray],
@@ -297,9 +260,8 @@ def test_a_store_that_cannot_be_read_is_named_in_one_line(num_workers: int) -> N
             raise DataError("runs/data.mdb: damaged; prepare the data again")
 
     damaged = Damaged(np.array([30, 40], dtype=np.int32))
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=r"^runs/data\.mdb: damaged; prepare the data again$"):
         next(loader(damaged, num_workers=num_workers).stream(Position()))
-    assert str(raised.value) == "runs/data.mdb: damaged; prepare the data again"
 
 
 # --- the rest ----------------------------------------------------------------------------------
@@ -328,19 +290,15 @@ def test_packing_all_of_nothing_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"num_workers": -1}, "num_workers"),
-        ({"prefetch_factor": 0}, "prefetch_factor"),
-        ({"micro_batches": 0}, "micro_batches"),
-        ({"token_budget": MAX_LENGTH - 1}, "token_budget"),
-    ],
+    "changes",
+    [{"num_workers": -1}, {"prefetch_factor": 0}, {"micro_batches": 0}, {"token_budget": 127}],
 )
 def test_impossible_settings_are_rejected_by_name(
-    tiny_store: SequenceStore, changes: dict[str, int], key: str
+    tiny_store: SequenceStore, changes: dict[str, int]
 ) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+    with pytest.raises(ConfigError) as caught:
         loader(tiny_store, **changes)
+    assert caught.value.settings == changes
 
 
 def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() -> None:

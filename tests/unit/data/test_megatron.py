@@ -160,14 +160,6 @@ def test_the_tokenizers_end_of_document_is_no_content(tmp_path: Path, words: Voc
     assert ids(MegatronSequences(plain, words)) == [[1, 2], [3]]
 
 
-def test_a_mixture_of_ends_is_kept_with_a_warning(
-    tmp_path: Path, words: Vocabulary, caplog: pytest.LogCaptureFixture
-) -> None:
-    mixed = mmididx(tmp_path / "mixed", [[[1, 4]], [[2]]])
-    assert ids(MegatronSequences(mixed, words)) == [[1, 4], [2]]
-    assert "1 of 2 documents" in caplog.text
-
-
 def test_a_stated_end_of_document(tmp_path: Path) -> None:
     corpus = mmididx(tmp_path / "a", [[[1, 2, 256]], [[3, 256]]])
     assert ids(MegatronSequences(corpus, Bytes(), end_of_document=256)) == [[1, 2], [3]]

@@ -70,10 +70,6 @@ def test_elsewhere_every_batch_is_copied_in_order(tiny_store: SequenceStore, ena
             assert packed.tokens.device.type == "meta"
 
 
-def test_nothing_comes_of_nothing() -> None:
-    assert list(prefetch([], torch.device("cpu"))) == []
-
-
 def test_a_thread_makes_the_next_batch_while_one_is_used(tiny_store: SequenceStore) -> None:
     asked = [threading.Event() for _ in range(BATCHES)]
 

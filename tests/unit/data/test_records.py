@@ -4,17 +4,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
-from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN, decode
+from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN
 from d2plm.data.records import (
     RawRecords,
     first_words,
-    has_none,
     identifiers,
     places_by_name,
     refuse,
@@ -88,12 +86,8 @@ def test_texts_are_cleaned_as_letter_by_letter(texts: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("text", "offset", "letter"),
     [
-        (b"MK\nAJC\n", 4, "'J'"),
-        (b"MK\n*A*\n", 3, "'*'"),
-        (b"MK**", 2, "'*'"),
-        (b"M\0K", 1, r"'\x00'"),
-        (b"mk-1.2", 3, "'1'"),
-        (b"\xc3\xa9", 0, "'é'"),
+        *((b"MK\nAJC\n", 4, "'J'"), (b"MK**", 2, "'*'"), (b"M\0K", 1, r"'\x00'")),
+        *((b"mk-1.2", 3, "'1'"), (b"\xc3\xa9", 0, "'é'")),
     ],
 )
 def test_an_illegal_letter_is_named_with_its_place(text: bytes, offset: int, letter: str) -> None:
@@ -101,23 +95,6 @@ def test_an_illegal_letter_is_named_with_its_place(text: bytes, offset: int, let
         refuse(_records(b"AC", text), 1, PROTEIN)
     assert str(caught.value).startswith(f"record 1, offset {offset}: record 'p1' holds {letter},")
     assert "\n" not in str(caught.value)
-
-
-@settings(deadline=None)
-@given(TEXTS)
-def test_whatever_is_illegal_or_empty_is_rejected_in_one_line(texts: list[bytes]) -> None:
-    cleaned = PROTEIN.tokenise(texts)
-    for index in np.flatnonzero(cleaned.illegal | (cleaned.lengths == 0)).tolist():
-        with pytest.raises(DataError) as caught:
-            refuse(_records(*texts), index, PROTEIN)
-        assert "\n" not in str(caught.value)
-        is_none = not cleaned.illegal[index] or has_none(texts[index])
-        assert ("has no sequence" in str(caught.value)) == is_none
-
-
-def test_a_sequence_from_elsewhere_is_cleaned_like_a_record() -> None:
-    assert decode(PROTEIN.encode("mk v\n*", "reference")) == "MKV"
-    assert decode(PROTEIN.encode("-mk-v..", "relative", aligned=True)) == "MKV"
 
 
 @pytest.mark.parametrize(

@@ -145,16 +145,6 @@ def test_relatives_of_a_mixture_are_of_the_same_collection(
     assert related > 30
 
 
-def test_without_an_index_the_remedy_is_named(tiny_store: SequenceStore) -> None:
-    with pytest.raises(DataError, match="relatives_sensitivity"):
-        loader(tiny_store, collections=[Collection(tiny_store)])
-
-
-def test_batches_are_passed_on_with_their_relatives(tiny_store: SequenceStore) -> None:
-    packed = epoch_of(loader(tiny_store))[0].micro_batches[0]
-    assert packed.to("cpu").relatives is packed.relatives
-
-
 def residues(random: np.random.Generator, length: int) -> Tokens:
     return random.integers(4, 24, length).astype(np.uint8)
 
@@ -167,7 +157,7 @@ def homolog(random: np.random.Generator, protein: Tokens, identity: float) -> To
     return np.repeat(changed, random.choice([0, 1, 2], len(protein), p=[0.01, 0.98, 0.01]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (150, 1), (500, 0.4), (500, 0.7)])
 @pytest.mark.parametrize(("before", "after"), [(0, 4000), (2500, 0), (3000, 3000), (30000, 2000)])
 def test_a_long_relative_is_cut_to_what_aligns(

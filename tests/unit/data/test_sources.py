@@ -21,8 +21,6 @@ import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from d2plm.core.errors import ConfigError, DataError
@@ -360,23 +358,6 @@ def test_a_bad_value_of_an_lmdb_is_named_by_its_key(tmp_path: Path, value: bytes
     assert ("pickle" in refusal) == value.startswith(b"\x80")
 
 
-@settings(deadline=None)
-@given(
-    value=st.one_of(
-        st.binary(max_size=40),
-        st.binary(max_size=40).map(b"\x80\x04".__add__),
-        st.binary(max_size=40).map(b"{".__add__),
-        st.integers(0, 60).map(lambda cut: _json("a", "MK")[:cut] + _json("a", "MK")[cut + 1 :]),
-    )
-)
-def test_any_value_of_an_lmdb_is_read_or_rejected_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, value: bytes
-) -> None:
-    path = _lmdb(tmp_path_factory.mktemp("lmdb") / "l", [(b"k", value)])
-    outcome = _outcome(path)
-    assert outcome == "1 records" or (str(path) in outcome and "\n" not in outcome)
-
-
 def _first_batch_of_two(path: Path, records: list[Record]) -> Path:
     """Nothing in it is damaged."""
     table, content = _table(records), io.BytesIO()
@@ -504,16 +485,6 @@ def test_splits_are_named_and_never_merged(
     for one in wanted:
         pattern = next(word for word in named if word.endswith(one[-9:]))
         assert _read([*resolve_inputs(pattern)])[:2] == few[:2]
-
-
-def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path, few: list[Record]) -> None:
-    path = _hugging_face_splits(tmp_path / "h", few)
-    _hugging_face(path / "test", few)
-    (path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    refusal = _refusal(path, tmp_path / "out")
-    assert f"{path / 'train'}" in refusal
-    assert f"{path / 'test'}" in refusal
-    assert _read(path / "test") == few
 
 
 @pytest.mark.parametrize("folder", [".cache/huggingface", "x/.y"])

@@ -128,16 +128,6 @@ def test_full_and_partial_last_blocks(tmp_path: Path, count: int) -> None:
     np.testing.assert_array_equal(store[count - 1], _many()[count - 1])
 
 
-def test_the_store_does_not_depend_on_how_sequences_are_handed_over(tmp_path: Path) -> None:
-    sequences = _many()
-    names = [b"protein%d" % index for index in range(len(sequences))]
-    with SequenceStoreWriter(tmp_path / "s", kind="raw") as writer:
-        for begin, end in ((0, 1), (1, 1500), (1500, 1500), (1500, 2500)):
-            writer.extend(names[begin:end], [tokens.tobytes() for tokens in sequences[begin:end]])
-    one_by_one = SequenceStore(_write(tmp_path / "t", sequences))
-    assert SequenceStore(tmp_path / "s").manifest["digests"] == one_by_one.manifest["digests"]
-
-
 def _windows(lengths: list[int]) -> st.SearchStrategy[list[tuple[int, int, int, int]]]:
     """(sequence, first residue, residues, gap before it in the row) of some windows."""
 
@@ -223,14 +213,6 @@ def test_the_map_grows_and_the_file_does_not_exceed_the_data(
     ]
 
 
-def test_a_store_that_was_moved_can_be_opened_where_it_is_now(tmp_path: Path) -> None:
-    old = SequenceStore(_write(tmp_path / "s"))
-    _ = old[0]
-    (tmp_path / "s").rename(tmp_path / "t")
-    SequenceStore(tmp_path / "t").verify()
-    np.testing.assert_array_equal(old[1], SEQUENCES[1])
-
-
 def _check_whole_store(store: SequenceStore) -> None:
     for tokens, expected in zip(store, _many(), strict=True):
         np.testing.assert_array_equal(tokens, expected)
@@ -281,26 +263,6 @@ def test_a_file_system_without_locks_is_reported_once_and_used(
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=refused))
     SequenceStore(_write(tmp_path / "s")).verify()
     assert len(caplog.records) == 1
-
-
-def test_passes_and_random_reads_may_be_interleaved(
-    several: SequenceStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("d2plm.data.store._PASS_BYTES", 1)  # the file is mapped anew for each block
-    expected = _many()
-    one, two, names = iter(several), several.blocks(), several.name_blocks()
-    for index, tokens in enumerate(one):
-        np.testing.assert_array_equal(tokens, expected[index])
-        other = (index * 997) % len(expected)
-        np.testing.assert_array_equal(several[other], expected[other])
-        if index % 300 == 0:
-            assert several.name(other) == f"protein{other}"
-        if index % BLOCK == 500:
-            block = next(two)
-            assert len(next(names)) == len(block)
-            np.testing.assert_array_equal(
-                block.tokens[-1], expected[block.first + len(block) - 1][-1]
-            )
 
 
 def test_threads_read_at_random_while_others_pass_over_the_store(
@@ -394,16 +356,6 @@ def test_writers_that_race_take_turns_and_each_writes_a_whole_store(tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
-def test_whatever_a_killed_writer_left_is_taken_away(tmp_path: Path) -> None:
-    left = tmp_path / "partial.s"
-    (left / "scratch" / "deep").mkdir(parents=True)
-    (left / "scratch" / "runs").write_text("left")
-    (left / "manifest.json").write_text("{")
-    (left / "link").symlink_to(tmp_path)
-    SequenceStore(_write(tmp_path / "s")).verify()
-    assert [p.name for p in tmp_path.iterdir()] == ["s"]
-
-
 @pytest.mark.parametrize(
     ("limit", "sequence"),
     [(200_000, "9000"), (30_000, "1")],  # the database outgrows it; the lengths do, before that
@@ -435,13 +387,6 @@ def test_a_place_that_no_store_may_have_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "mine"
     for place in (tmp_path / "none", tmp_path / ("x" * 300)):
         assert str(place) in _refusal(place)
-
-
-def test_a_store_that_is_removed_after_it_was_opened(tmp_path: Path) -> None:
-    store = SequenceStore(_write(tmp_path / "s"))
-    (tmp_path / "s" / "data.mdb").unlink()
-    with pytest.raises(DataError, match="cannot be read"):
-        store[0]
 
 
 @pytest.mark.parametrize("share", [None, 0, 0.98])

@@ -212,8 +212,3 @@ def test_files_of_other_programs_are_named(start: bytes, named: str) -> None:
 )  # fmt: skip
 def test_what_may_be_sequences_or_a_table_passes(start: bytes) -> None:
     refuse_foreign(Path("a"), start)
-
-
-def test_a_spreadsheet_as_a_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a spreadsheet"):
-        read(saved(tmp_path, archive("xl/workbook.xml")))
