@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from d2plm.core.errors import DataError
-from d2plm.core.files import write_text, written_beside
+from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.files import require_other_output, write_text, written_beside
 
 
 @pytest.fixture
@@ -103,3 +103,16 @@ def test_two_writers_of_one_path_take_turns(tmp_path: Path) -> None:
     thread.join()
     assert (seen, file.read_text()) == (["first, whole"], "second")
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_output_that_is_read_is_rejected_however_it_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "family.fasta").touch()
+    (tmp_path / "linked.fasta").symlink_to("family.fasta")
+    for output in ("family.fasta", "./family.fasta", tmp_path / "family.fasta", "linked.fasta"):
+        with pytest.raises(ConfigError, match=r"output='[^(]*': .*another file"):
+            require_other_output("output", output, [None, "family.fasta"])
+    require_other_output("output", "other.fasta", [None, "family.fasta"])
+    require_other_output("output", None, ["family.fasta"])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import platform
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from d2plm import __version__
 from d2plm.cli import main
 from d2plm.core import progress as progress_module
 from d2plm.core.progress import Progress
@@ -147,3 +149,17 @@ def test_control_characters_of_what_a_message_quotes_do_not_reach_the_terminal(
 ) -> None:
     LineHandler()._write("the cell '\x1b[31mred\x07' of é\ta\n")
     assert capsys.readouterr().err == "the cell '\\x1b[31mred\\x07' of é\ta\n\n"
+
+
+def test_the_versions_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    import transformers
+
+    assert main(["--version"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["d2plm"].startswith(__version__)
+    assert rows["python"] == platform.python_version()
+    assert rows["torch"].startswith(torch.__version__)
+    assert rows["transformers"] == transformers.__version__
+    assert main(["--version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["python"] == platform.python_version()

@@ -11,13 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import EsmTokenizer
 
 from d2plm.core.errors import ConfigError, DataError, ModelError
 from d2plm.core.vocabulary import (
+    CANONICAL,
     CLS,
     DNA,
     EOS,
+    ESM2_TOKENS,
     FIRST,
+    MASK,
     PAD,
     PROTEIN,
     RNA,
@@ -27,6 +31,9 @@ from d2plm.core.vocabulary import (
     Codons,
     Subwords,
     Vocabulary,
+    decode,
+    encode,
+    is_canonical,
     open_vocabulary,
     vocabulary,
     vocabulary_of,
@@ -211,3 +218,45 @@ def test_a_signal_while_texts_are_tokenised_ends_the_process(
     monkeypatch.setattr(subwords, "_tokenizer", stopped)
     with pytest.raises(SystemExit):
         subwords.tokenise([b"the"])
+
+
+# facebook/esm2_* vocab.txt
+ESM2 = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
+AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
+
+
+def test_the_tokens_are_esm2s_in_its_order() -> None:
+    assert list(ESM2_TOKENS) == ESM2
+    tokens = np.arange(33, dtype=np.uint8)
+    assert {ESM2[t] for t in tokens[is_canonical(tokens)]} == {*AMINO_ACIDS} == {*CANONICAL}
+
+
+@given(st.text(alphabet=AMINO_ACIDS + "XBUZO", max_size=60))
+def test_letters_survive_the_round_trip_in_either_case_and_type(letters: str) -> None:
+    tokens = encode(letters)
+    assert tokens.dtype == np.uint8
+    assert tokens.tolist() == [ESM2.index(letter) for letter in letters]
+    np.testing.assert_array_equal(encode(letters.lower()), tokens)
+    np.testing.assert_array_equal(encode(letters.encode()), tokens)
+    assert decode(tokens) == letters
+
+
+@given(st.text(max_size=30))
+def test_anything_else_is_unknown_and_keeps_its_place(text: str) -> None:
+    legal = set((AMINO_ACIDS + "XBUZO") + (AMINO_ACIDS + "XBUZO").lower())
+    assert [t != UNK for t in encode(text)] == [letter in legal for letter in text]
+
+
+def test_decoding_leaves_special_tokens_out_and_shows_masks() -> None:
+    row = [CLS, *encode("MK"), MASK, ESM2.index("<null_1>"), EOS]
+    assert decode(np.array([*row, PAD, UNK], dtype=np.uint8)) == "MK_"
+
+
+def test_the_tokenizer_of_esm2_agrees(tmp_path: Path) -> None:
+    letters = f"{AMINO_ACIDS}XBUZO"
+    (tmp_path / "vocab.txt").write_text("\n".join(ESM2))
+    hugging_face = EsmTokenizer(str(tmp_path / "vocab.txt"))
+    ids = hugging_face(letters)["input_ids"]
+    assert ids == [CLS, *encode(letters).tolist(), EOS]
+    special = (hugging_face.mask_token_id, hugging_face.pad_token_id, hugging_face.unk_token_id)
+    assert special == (MASK, PAD, UNK)

@@ -125,23 +125,6 @@ def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
     ingest(_write(tmp_path / "persian.fa", "سلام"), tmp_path / "persian", vocabulary=BYTES)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "alphabet", "remedy"),
-    [
-        ("a.txt", "In the beginning\nwas\n", "protein", "alphabet=bytes"),
-        ("a.jsonl", '{"text": "the word, and"}', "codon", "'the word, and'"),
-        ("a.fasta", ">a\nMK?\n", "protein", "on_illegal=drop"),
-        ("a.fasta", ">a\nMKVLE\n", "codon", "alphabet=protein"),
-        ("a.fasta", ">a\nACGT\n", "codon", "on_illegal=drop"),
-    ],
-)
-def test_an_input_of_another_alphabet_is_refused_with_the_remedy(
-    tmp_path: Path, name: str, content: str, alphabet: str, remedy: str
-) -> None:
-    with pytest.raises(DataError, match=remedy):
-        ingest(_write(tmp_path / name, content), tmp_path / "out", vocabulary=vocabulary(alphabet))
-
-
 def test_one_record_in_pieces_is_too_few_to_split(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     path = _write(tmp_path / "a", "".join(random.choice([*"ACGT"], 2000)))

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from d2plm.cli import main
-from d2plm.core.errors import ConfigError, DataError
+from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import decode, vocabulary
 from d2plm.data.ingest import ingest
 from d2plm.data.records import WITHOUT_CONTROL
@@ -103,16 +102,6 @@ def test_the_store_does_not_depend_on_the_order_or_the_division_of_the_input(
     two = ingest(str(tmp_path / "b*.fasta"), tmp_path / "b")
     assert one["digests"] == two["digests"]
     assert one["provenance"]["duplicates"] == two["provenance"]["duplicates"] >= 500
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("min_residues", 0), ("max_residues", 1.5)],
-)
-def test_impossible_bounds_are_named(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ingest(tmp_path / "none", tmp_path / "out", **{key: value})
-    assert caught.value.settings == {key: value}
 
 
 def test_a_sequence_longer_than_a_store_takes_is_cut_left_out_or_refused(tmp_path: Path) -> None:

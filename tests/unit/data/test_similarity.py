@@ -239,13 +239,3 @@ def test_a_store_of_another_alphabet_is_rejected(tmp_path: Path) -> None:
     split = {"validation_fraction": 0.5, "exclude_homologs_of": [str(tmp_path / "raw")]}
     with pytest.raises(DataError, match="of the alphabet dna, where bytes is wanted"):
         _split(_jsonl(tmp_path / "in.jsonl", _texts(4)), tmp_path / "out", BYTES, split=split)
-
-
-def test_everything_alike_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
-    texts = {f"t{i}": "the same words again and again " * 9 + "x" * i for i in range(9)}
-    corpus = _jsonl(tmp_path / "in.jsonl", texts)
-    with pytest.raises(DataError, match="raise near_duplicate_similarity"):
-        _split(corpus, tmp_path / "out", BYTES, split={"validation_fraction": 0.2})
-    (tmp_path / "ids").write_text("t0")
-    with pytest.raises(DataError, match="raise overlap_share"):
-        _split(corpus, tmp_path / "out", BYTES)

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -144,23 +145,17 @@ def test_a_measured_value_is_read(cell: str, value: float) -> None:
     assert is_missing(cell) == math.isnan(value)
 
 
-def test_what_looks_like_thousands_depends_on_the_delimiter() -> None:
-    assert number("1,234", ";") == pytest.approx(1.234)
-    with pytest.raises(DataError):
-        number("1,234", ",")
-
-
 @pytest.mark.parametrize(
     "cell",
     [
-        *("inf", "1e400", "1 000", "1_000", "1.234,5", "1,234.5", "1,2,3", "0x10", "high"),
+        *("inf", "1e400", "1 000", "1_000", "1.234,5", "1,234.5", "1,2,3", "1,234", "high"),
         *("<0.1", "50%", "--1", "1e", ",", "TRUE"),
     ],
 )
 def test_what_is_no_finite_number_is_refused(cell: str) -> None:
-    with pytest.raises(DataError) as caught:
-        number(cell)
-    assert repr(cell) in str(caught.value)
+    assert number("1,234", ";") == pytest.approx(1.234)  # else like thousands
+    with pytest.raises(DataError, match=re.escape(repr(cell))):
+        number(cell, ",")
 
 
 def archive(*names: str) -> bytes:
