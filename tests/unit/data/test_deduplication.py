@@ -91,24 +91,6 @@ def test_sorts_as_a_set_sorted_by_digest_in_memory(
     assert len(pairs) + duplicates == len(records)
 
 
-@pytest.fixture(scope="module")
-def many() -> list[Record]:
-    """Two thousand records, a third of them duplicates, some under the same name."""
-    draw = random.Random(0)
-    sequences = ["".join(draw.choices("ACDEFGHIKL", k=draw.randint(1, 60))) for _ in range(1400)]
-    return [(b"p%d" % draw.randrange(1900), draw.choice(sequences)) for _ in range(2000)]
-
-
-@pytest.mark.parametrize("buffer_bytes", [3000, 1 << 20])
-def test_a_buffer_of_any_size_gives_the_same(
-    tmp_path: Path, many: list[Record], buffer_bytes: int
-) -> None:
-    pairs, duplicates = _sort(tmp_path / "runs", many, buffer_bytes, batch=50)
-    assert pairs == _sort_in_memory(many)
-    assert len(pairs) + duplicates == 2000
-    assert any((tmp_path / "runs").iterdir()) == (buffer_bytes < 1 << 20)
-
-
 def test_duplicates_are_merged_before_they_are_written(tmp_path: Path) -> None:
     sorter = Deduplicator(tmp_path)
     cleaned = PROTEIN.tokenise([b"MKV" * 1000] * 1000)

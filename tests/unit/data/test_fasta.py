@@ -4,7 +4,6 @@ import bz2
 import gzip
 import lzma
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -131,12 +130,6 @@ def test_templates_are_read_as_they_stand(tmp_path: Path) -> None:
     path = _file(tmp_path, b">a b\nMK__\n v?*\n>\n\n")
     lines = [f"{path}, line {number}" for number in (1, 4)]
     assert [*read_template_fasta(path)] == [("a", "MK__v?*", lines[0]), ("", "", lines[1])]
-
-
-def test_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(DataError, match="standard input: is closed"):
-        list(read_fasta(Path("-")))
 
 
 def test_writing_leaves_nothing_behind_when_the_records_fail(tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ if [ "$1" = convertalis ]; then echo 0 2 0.375 1 11 80 90 100 320 > "$5"; fi""",
     assert "-e 0.001" in next(call for call in calls if call.startswith("search"))
 
 
+@pytest.mark.thorough
 def test_coverage_of_either_sequence_is_that_of_mmseqs2s_modes_1_or_2(tmp_path: Path) -> None:
     """Parts of proteins, some in invented surroundings, against the proteins and such parts."""
     draw = np.random.default_rng(0)

@@ -155,12 +155,11 @@ def test_a_list_with_a_pattern_and_settings_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.csv").write_text("clone,heavy\nx,MKV\ny,M1\n")
-    (tmp_path / "b.csv").write_text("clone,heavy\nz,ACD\n")
-    (tmp_path / "c.tsv").write_text("clone\theavy\nz\tWYW\n")
+    (tmp_path / "b.tsv").write_text("clone\theavy\nz\tWYW\n")
     monkeypatch.chdir(tmp_path)
-    words = ["input=[?.csv,c.tsv]", "output=out", "sequence_field=heavy", "name_field=clone"]
+    words = ["input=[?.csv,b.tsv]", "output=out", "sequence_field=heavy", "name_field=clone"]
     assert main(["ingest", *words, "on_illegal=drop"]) == 0
-    assert _names(tmp_path / "out") == {"MKV": ["x"], "ACD": ["z"], "WYW": ["z"]}
+    assert _names(tmp_path / "out") == {"MKV": ["x"], "WYW": ["z"]}
 
 
 def test_standard_input_is_an_input(tmp_path: Path) -> None:

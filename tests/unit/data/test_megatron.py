@@ -33,9 +33,7 @@ WHOLE = [[1, 2, 3], [4, 5, 6], [7, 0, 119, 8, 9], [10]]
 NUMBERS = [0, 1, 4, 5]  # of the documents that are not empty
 
 
-def mmididx(
-    prefix: Path, documents: Sequence[Document], code: int = 8, modes: Sequence[int] | None = None
-) -> Path:
+def mmididx(prefix: Path, documents: Sequence[Document], code: int = 8) -> Path:
     sequences = [list(sequence) for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]
     width = struct.calcsize("<" + CODES[code])
@@ -47,7 +45,6 @@ def mmididx(
         struct.pack("<q", n * width) for n in [0, *accumulate(lengths)][: len(lengths)]
     )
     index += b"".join(struct.pack("<q", bound) for bound in bounds)
-    index += b"".join(struct.pack("<b", mode) for mode in modes or [])
     return _written(prefix, index, sequences, code)
 
 
@@ -126,16 +123,6 @@ def test_windows_hold_every_token_once(tmp_path: Path, window: int) -> None:
     if window == 2:
         assert names[:2] == ["document0/1", "document0/2"]
         assert names[-4:] == ["document4/1", "document4/2", "document4/3", "document5"]
-
-
-def test_the_text_mode_is_read_and_others_are_refused(tmp_path: Path) -> None:
-    documents: list[Document] = [[[1]], [[2], [3]]]
-    assert ids(MegatronSequences(mmididx(tmp_path / "a", documents, modes=[0, 0, 0]), Bytes())) == [
-        [1],
-        [2, 3],
-    ]
-    with pytest.raises(DataError, match="sequence 1 has mode 2"):
-        MegatronSequences(mmididx(tmp_path / "b", documents, modes=[0, 2, 0]), Bytes())
 
 
 @pytest.fixture(scope="module")

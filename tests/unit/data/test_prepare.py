@@ -426,33 +426,17 @@ def test_lists_of_identifiers_are_held_out_by_name_accession_or_duplicate(
         prepare(fasta, out, validation_ids=str(test), test_ids=str(test))
 
 
-@pytest.mark.parametrize(
-    ("listed", "found"),
-    [
-        *((part, None) for part in ("extdb", "gnl", "gnl|extdb", "sp", "gb", "words", "", "P1 p9")),
-        ("gnl|extdb|two P1\nQ9.1", {1, 2, 6}),
-        (None, None),
-    ],
-)
-def test_an_identifier_is_a_whole_one(
-    tmp_path: Path, listed: str | None, found: set[int] | None
-) -> None:
-    names = ["gnl|extdb|one", "gnl|extdb|two", "sp|P1|A_B", "lcl|sp", "Homo|extdb|three", "nr|x"]
-    names = [*names, "nr\x01gb|Q9.1|\x01other words"]
-    texts = ["".join(CANONICAL[i : i + 9]) for i in range(len(names))]
-    ingest(_fasta(tmp_path, [*zip(names, texts, strict=True)]), tmp_path / "store")
-    store, ids = SequenceStore(tmp_path / "store"), tmp_path / "ids"
-    if listed is not None:
-        ids.write_text(listed)
-    everything = np.ones(len(store), dtype=np.bool_)
-    if found is None:
-        with pytest.raises(DataError, match=str(ids)):
-            find_ids(store, ids, everything)
-        return
-    held = np.flatnonzero(find_ids(store, ids, everything))
-    assert {texts.index(decode(store[int(i)])) for i in held} == found
+def test_identifiers_that_name_nothing_are_rejected(tmp_path: Path) -> None:
+    store, ids = _store(tmp_path, 5), tmp_path / "ids.txt"
+    everything = np.ones(5, dtype=bool)
+    ids.write_text("protein1\n")
+    assert find_ids(store, ids, everything).tolist() == [False, True, False, False, False]
     with pytest.raises(DataError, match="length bounds"):
         find_ids(store, ids, ~everything)
+    for listed in ("protein1 p9\np8\n", "protein\n", "\n"):
+        ids.write_text(listed)
+        with pytest.raises(DataError, match=str(ids)):
+            find_ids(store, ids, everything)
 
 
 def test_homologs_of_excluded_sequences_are_not_trained_on(

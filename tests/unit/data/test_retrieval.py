@@ -270,21 +270,6 @@ def test_each_protein_is_scored_given_its_own_relatives(
     assert [float(row["nats"]) for row in rows] == pytest.approx(given, rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_table_is_joined_as_a_search_for_each_name_in_all_rows_does(
-    tmp_path: Path, seed: int
-) -> None:
-    draw = random.Random(seed)
-    names = [f"p{number}" for number in draw.sample(range(30), 12)]
-    rows = [(f"p{draw.randrange(30)}", "".join(draw.choices("AKV", k=3))) for _ in range(60)]
-    lines = ["protein\tsequence", *map("\t".join, rows), *map("\t".join, rows[:9])]
-    (tmp_path / "t.tsv").write_text("\n".join(lines))
-    found = read_families(tmp_path / "t.tsv", 8, names, "in.fasta")
-    for name, family in zip(names, found, strict=True):
-        expected = dict.fromkeys(text for protein, text in rows if protein == name)
-        assert [decode(one) for one in family.members] == [*expected]
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,7 +1,6 @@
 """Every form of input gives the same proteins, and every kind of bad input one clear line."""
 
 import gzip
-import hashlib
 import io
 import json
 import logging
@@ -9,7 +8,6 @@ import os
 import pickle
 import shlex
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,6 @@ import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from numpy.typing import NDArray
 
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.ingest import ingest, source_digest
@@ -206,36 +203,6 @@ def test_every_form_gives_the_same_names_and_sequences(
 
 def test_a_dataset_that_hugging_face_saved(few: list[Record]) -> None:
     assert _read(HUGGING_FACE) == few
-
-
-@pytest.mark.parametrize("form", ["fasta.gz", "lmdb of letters", "parquet"])
-def test_the_whole_example_gives_the_same_store_by_every_route(
-    tmp_path: Path,
-    records: list[Record],
-    proteins: list[NDArray[np.uint8]],
-    monkeypatch: MonkeyPatch,
-    form: str,
-) -> None:
-    names = defaultdict(list)
-    for (name, _), tokens in zip(records, proteins, strict=True):
-        names[tokens.tobytes()].append(name.encode())
-    ordered = sorted(names, key=lambda tokens: hashlib.sha256(tokens).digest())
-    of_sequences, of_names = hashlib.sha256(), hashlib.sha256()
-    for first in range(0, len(ordered), 1024):
-        block = ordered[first : first + 1024]
-        of_sequences.update(b"".join(len(tokens).to_bytes(4, "big") for tokens in block))
-        of_sequences.update(b"".join(block))
-        of_names.update(b"".join(b"\x01".join(sorted(names[t])) + b"\n" for t in block))
-
-    monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", 2 << 20)
-    path = PROTEINS if form == "fasta.gz" else FORMS[form](tmp_path, records)
-    manifest = ingest(path, tmp_path / "store")
-    assert manifest["digests"] == {
-        "sequences": of_sequences.hexdigest(),
-        "names": of_names.hexdigest(),
-    }
-    assert manifest["sequences"] == len(ordered)
-    assert manifest["provenance"]["records"] == len(records) == 20_000
 
 
 def test_several_inputs_of_several_forms_are_read_one_after_another(

@@ -8,7 +8,7 @@ import pytest
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, RESIDUES, decode, encode
-from d2plm.data.statistics import StoreStatistics, plot, store_statistics, table
+from d2plm.data.statistics import StoreStatistics, plot, store_statistics
 from tests.conftest import write_store
 
 Tokens = np.ndarray
@@ -50,19 +50,10 @@ def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[
     assert found.summary()["digests"] == store.manifest["digests"]
 
 
-def test_the_table_has_a_column_for_each_store(tmp_path: Path) -> None:
-    stores = {
-        "train": _statistics(tmp_path / "a", "LLLA", "LA", "LLLLLLLLLLLLX"),
-        "test": _statistics(tmp_path / "b", "GG"),
-    }
-    rows = [line.split() for line in table(stores).splitlines()]
-    assert rows[0] == ["train", "test"]
-    assert ["sequences", "3", "1"] in rows
-    assert ["median", "4", "2"] in rows
-    assert ["train", "84.21", "10.53", *["0.00"] * 8] in rows
-    token = write_store(tmp_path / "s", [np.array([29], dtype=np.uint8)])
+def test_a_store_of_other_tokens_has_no_statistics(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", [np.array([29], dtype=np.uint8)])
     with pytest.raises(DataError, match="no sequence of residues"):
-        store_statistics(token)
+        store_statistics(store)
 
 
 @pytest.mark.parametrize("ending", [".png", ".svg"])

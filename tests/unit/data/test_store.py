@@ -96,8 +96,13 @@ def test_round_trip(tmp_path: Path) -> None:
     assert clusters.tolist() == [7, 7, 1, 2]
 
 
-def test_several_blocks_of_sequences_the_last_one_partial(several: SequenceStore) -> None:
+def test_several_blocks_of_sequences_the_last_one_full_or_partial(
+    several: SequenceStore, tmp_path: Path
+) -> None:
     expected = _many()
+    full = SequenceStore(_write(tmp_path / "full", expected[:BLOCK]))
+    full.verify()
+    assert [len(block) for block in full.blocks()] == [BLOCK]
     for tokens, wanted in zip(several, expected, strict=True):
         np.testing.assert_array_equal(tokens, wanted)
     for index in (0, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, len(expected) - 1, -1, -BLOCK):
@@ -118,14 +123,6 @@ def test_several_blocks_of_sequences_the_last_one_partial(several: SequenceStore
     done: list[int] = []
     several.verify(done.append)
     assert done == [BLOCK, 2 * BLOCK, len(several)]
-
-
-@pytest.mark.parametrize("count", [BLOCK, BLOCK + 1])
-def test_full_and_partial_last_blocks(tmp_path: Path, count: int) -> None:
-    store = SequenceStore(_write(tmp_path / "s", _many()[:count]))
-    store.verify()
-    assert len(store) == sum(len(block) for block in store.blocks()) == count
-    np.testing.assert_array_equal(store[count - 1], _many()[count - 1])
 
 
 def _windows(lengths: list[int]) -> st.SearchStrategy[list[tuple[int, int, int, int]]]:
@@ -292,26 +289,20 @@ def test_threads_read_at_random_while_others_pass_over_the_store(
         reader.result()
 
 
-def test_replacing_a_store(tmp_path: Path) -> None:
+def test_a_store_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = _write(tmp_path / "s")
     old = SequenceStore(path)
-    _ = old[0]
+    with pytest.raises(RuntimeError), SequenceStoreWriter(path, kind="raw") as writer:
+        writer.extend([b"p"], [bytes(9)])
+        raise RuntimeError("stop")
+    assert len(SequenceStore(path)) == 4
+    np.testing.assert_array_equal(old[0], SEQUENCES[0])
     _write(path, SEQUENCES[2:])
-    assert len(SequenceStore(path)) == 2
     np.testing.assert_array_equal(SequenceStore(path)[0], SEQUENCES[2])
     np.testing.assert_array_equal(old[0], SEQUENCES[0])
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
     with pytest.raises(DataError, match="was replaced"):
         list(old)
-
-
-def test_an_exception_leaves_the_previous_store_and_no_partial_one(tmp_path: Path) -> None:
-    path = _write(tmp_path / "s")
-    with pytest.raises(RuntimeError), SequenceStoreWriter(path, kind="raw") as writer:
-        writer.extend([b"p"], [bytes(9)])
-        raise RuntimeError("stop")
-    assert [p.name for p in tmp_path.iterdir()] == ["s"]
-    assert len(SequenceStore(path)) == 4
 
 
 WAITING = """
