@@ -107,9 +107,7 @@ def test_ids_and_limits_are_kept_as_given() -> None:
 
 @given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
 @settings(deadline=None)
-def test_a_batch_of_a_written_row_is_the_packed_one(
-    rows: list[np.ndarray], padding: int, empty: int
-) -> None:
+def test_a_written_row_is_the_packed_one(rows: list[np.ndarray], padding: int, empty: int) -> None:
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     written = np.array([t for row in rows for t in row] + [PAD] * padding, dtype=np.uint8)
     segments = len(rows) + (padding > 0) + empty
@@ -123,9 +121,7 @@ def test_a_batch_of_a_written_row_is_the_packed_one(
 @pytest.mark.parametrize(
     ("lengths", "pins"), [([3, 4], {}), ([3, 2], {"max_segments": 2}), ([6], {"max_segments": 0})]
 )
-def test_a_row_that_does_not_hold_its_sequences_is_rejected(
-    lengths: list[int], pins: dict[str, int]
-) -> None:
+def test_a_row_of_other_lengths_is_rejected(lengths: list[int], pins: dict[str, int]) -> None:
     with pytest.raises(DataError):
         PackedBatch.of_row(np.zeros(6, dtype=np.uint8), np.array(lengths), **pins)
 

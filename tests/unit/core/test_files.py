@@ -9,6 +9,7 @@ import pytest
 
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.files import require_other_output, write_text, written_beside
+from tests.conftest import MonkeyPatch
 
 
 @pytest.fixture
@@ -42,9 +43,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, leftover: bool) -> None
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077], indirect=True)
-def test_the_umask_says_who_may_read_what_a_library_made_private(
-    umask: int, tmp_path: Path
-) -> None:
+def test_the_umask_applies_to_files_of_a_library(umask: int, tmp_path: Path) -> None:
     with written_beside(tmp_path / "model") as partial:
         (partial / "inside").mkdir(parents=True)
         for file in (partial / "weights", partial / "inside" / "weights"):
@@ -105,9 +104,7 @@ def test_two_writers_of_one_path_take_turns(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_an_output_that_is_read_is_rejected_however_it_is_spelt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_is_read_is_rejected(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "family.fasta").touch()
     (tmp_path / "linked.fasta").symlink_to("family.fasta")

@@ -15,6 +15,7 @@ import pytest
 from d2plm.core import waiting
 from d2plm.core.errors import DataError
 from d2plm.core.locks import locked
+from tests.conftest import Logged, MonkeyPatch
 
 ROOT = Path(__file__).parents[3]
 HOLDER = """
@@ -29,7 +30,7 @@ with locked(Path(sys.argv[1]), "busy"):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_second_holder_waits_and_finds_what_the_first_has_left(
-    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fails: bool, tmp_path: Path, caplog: Logged
 ) -> None:
     file = tmp_path / "new" / "deeper" / "lock"
     found: list[list[str]] = []
@@ -74,7 +75,7 @@ def test_a_lock_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) ->
 
 
 def test_a_wait_is_reported_every_minute_and_ends_at_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     file = tmp_path / "lock"
@@ -90,9 +91,7 @@ def test_a_wait_is_reported_every_minute_and_ends_at_its_limit(
     assert not file.exists()
 
 
-def test_progress_starts_a_wait_anew(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_progress_starts_a_wait_anew(monkeypatch: MonkeyPatch, caplog: Logged) -> None:
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.02)
     done = count()
     with caplog.at_level(logging.INFO), waiting.waiting("steps", lambda: next(done)):

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from d2plm.core import machine
+from tests.conftest import MonkeyPatch
 
 
 def groups(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
@@ -58,7 +59,7 @@ def test_a_quota_limits_cores_and_threads_but_never_against_the_user(
     usable: int,
     given: str | None,
     threads: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "available_cpus", lambda: 8)
     monkeypatch.setattr(machine, "cgroup_limits", lambda: (quota, None))
@@ -84,7 +85,7 @@ def test_threads_soon_sleep_while_they_wait_unless_the_user_says_otherwise(
         assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
-def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 2**31)
     machine.configure_home()
     assert Path.home() != Path(tempfile.gettempdir())

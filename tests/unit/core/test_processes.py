@@ -30,6 +30,7 @@ from d2plm.core.processes import (
     run_program,
     train_locally,
 )
+from tests.conftest import MonkeyPatch
 
 # A program of ours, and one that has a child of its own and ends orderly on SIGTERM.
 CHILD = """
@@ -173,7 +174,7 @@ def test_a_child_of_a_parent_that_is_gone_already_ends_at_once() -> None:
     assert run([sys.executable, "-c", CHILD], environment) == 128 + signal.SIGKILL
 
 
-def test_only_a_child_is_told_whom_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_child_is_told_whom_to_watch(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv(*next(iter(for_children().items())))
     end_with_parent()  # this very process, which goes on
     assert processes.PARENT not in os.environ
@@ -207,7 +208,7 @@ def test_what_a_program_leaves_running_is_killed_and_its_output_kept(tmp_path: P
 
 @pytest.mark.parametrize("code", [137, 255, 2])
 def test_training_that_ends_early_passes_on_its_exit_code(
-    code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    code: int, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     ran = []
     monkeypatch.setattr(processes, "run", lambda *words: ran.append(words) or code)
@@ -253,7 +254,7 @@ def test_a_signal_waits_for_the_end_of_the_block(number: int) -> None:
 
 @pytest.mark.parametrize("error", [SystemExit, ValueError])
 def test_a_handler_may_be_kept_for_the_way_out(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], monkeypatch: MonkeyPatch
 ) -> None:
     at_exit = []
     monkeypatch.setattr(atexit, "register", lambda *words: at_exit.append(words))

@@ -15,6 +15,7 @@ from d2plm.core import shards
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.shards import Shard, format_indices, in_shards, interleaved, parse_indices
 from d2plm.settings.commands import EmbedSettings
+from tests.conftest import MonkeyPatch
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -44,7 +45,7 @@ def test_what_is_no_shard_is_refused_by_its_key(text: str) -> None:
         EmbedSettings(model_dir="model", input="proteins.fasta", shard=text)
 
 
-def test_the_pods_of_a_job_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pods_of_a_job_take_turns(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
     assert Shard.of("0,4-7/64") == Shard(5, 64)
     assert Shard.of("3/64") == Shard(3, 64), "given by hand, or the only one that is missing"
@@ -102,9 +103,7 @@ def test_a_kill_before_the_parts_are_joined_leaves_them(output: Path) -> None:
     assert output.read_text() == "own 0 own 1 own 2"
 
 
-def test_a_kill_after_the_parts_are_joined_leaves_none_for_long(
-    output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_after_joining_leaves_no_parts(output: Path, monkeypatch: MonkeyPatch) -> None:
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -117,9 +116,7 @@ def test_a_kill_after_the_parts_are_joined_leaves_none_for_long(
     assert [file.name for file in output.with_name("all.txt.shards").iterdir()] == ["manifest.json"]
 
 
-def test_shards_of_two_settings_that_begin_at_once_are_not_mixed(
-    output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_settings_at_once_are_not_mixed(output: Path, monkeypatch: MonkeyPatch) -> None:
     both, read = threading.Barrier(2), shards.read_json
 
     def slow(file: Path) -> Any:

@@ -58,9 +58,7 @@ def test_every_part_of_a_path_may_be_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["quite/another", "runs/xylophone", "", "."])
-def test_what_is_like_nothing_is_not_guessed(
-    path: str, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_what_is_like_nothing_is_left(path: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert nearest_path(path) == ""

@@ -40,9 +40,7 @@ def few(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", [["--json", "ingest"], ["ingest", "--json"]])
-def test_json_is_the_whole_of_standard_output(
-    words: list[str], few: Path, capsys: Captured
-) -> None:
+def test_json_is_all_of_standard_output(words: list[str], few: Path, capsys: Captured) -> None:
     assert main([*words, f"input={few}", f"output={few.parent / 'store'}"]) == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out)
@@ -60,9 +58,7 @@ def test_quiet_leaves_what_was_asked_for_and_errors(few: Path, capsys: Captured)
     assert str(few.parent / "stoer") in capsys.readouterr().err
 
 
-def test_a_command_that_fails_gives_its_findings_as_json_nevertheless(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_command_that_fails_prints_its_findings_as_json(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "step-00000005").mkdir()
     assert main(["checkpoint", "verify", str(tmp_path), "--json"]) == 1
     captured = capsys.readouterr()
@@ -133,9 +129,7 @@ def time(monkeypatch: MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize("modes", [set(), {"quiet"}])
-def test_without_a_terminal_there_is_a_plain_line_every_so_often(
-    modes: set[str], time: Clock, capsys: Captured
-) -> None:
+def test_without_a_terminal_lines_are_plain(modes: set[str], time: Clock, capsys: Captured) -> None:
     with output_in(modes), Progress("scoring", 100_000, start=10_000, unit="tokens") as progress:
         for done_, seconds in ((11_000, 1), (20_000, 10), (30_000, 20), (31_000, 21)):
             time.now = seconds
@@ -144,14 +138,12 @@ def test_without_a_terminal_there_is_a_plain_line_every_so_often(
     assert capsys.readouterr() == ("", "" if modes else line)
 
 
-def test_control_characters_of_what_a_message_quotes_do_not_reach_the_terminal(
-    capsys: Captured,
-) -> None:
+def test_control_characters_in_messages_do_not_reach_the_terminal(capsys: Captured) -> None:
     LineHandler()._write("the cell '\x1b[31mred\x07' of é\ta\n")
     assert capsys.readouterr().err == "the cell '\\x1b[31mred\\x07' of é\ta\n\n"
 
 
-def test_the_versions_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_versions_are_a_line_each(capsys: Captured) -> None:
     import torch
     import transformers
 

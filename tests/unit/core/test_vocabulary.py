@@ -38,6 +38,7 @@ from d2plm.core.vocabulary import (
     vocabulary,
     vocabulary_of,
 )
+from tests.conftest import MonkeyPatch
 
 CODONS = ["".join(bases) for bases in product("ACGT", repeat=3)]
 
@@ -161,7 +162,7 @@ def test_another_vocabulary_than_was_saved_is_refused(subwords: Subwords, tmp_pa
 
 @pytest.mark.parametrize("letters", [1, 7, 1 << 20])
 def test_texts_are_tokenised_in_batches_of_any_size(
-    subwords: Subwords, monkeypatch: pytest.MonkeyPatch, letters: int
+    subwords: Subwords, monkeypatch: MonkeyPatch, letters: int
 ) -> None:
     texts = [b"in the beginning", b"", b"was", b"\xff", b"", b"the word, and the word was"]
     expected = [subwords.encode(text.decode(), "").tolist() for text in texts if text.isalnum()]
@@ -211,9 +212,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
         vocabulary("tokenizer", tokenizer=path).encode("x" * 60, "it")
 
 
-def test_a_signal_while_texts_are_tokenised_ends_the_process(
-    subwords: Subwords, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_the_tokenisation(subwords: Subwords, monkeypatch: MonkeyPatch) -> None:
     stopped = Mock(encode_batch_fast=Mock(side_effect=SystemExit(143)))
     monkeypatch.setattr(subwords, "_tokenizer", stopped)
     with pytest.raises(SystemExit):

@@ -142,9 +142,7 @@ def test_batches_hold_the_stores_tokens(any_vocabulary: Vocabulary, tmp_path: Pa
     assert seen == {i: [CLS, *tokens.tolist(), EOS] for i, tokens in enumerate(store)}
 
 
-def test_a_store_without_its_tokenizer_or_with_half_a_token_is_damaged(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_a_store_without_its_tokenizer_is_damaged(tmp_path: Path, tokenizer: Path) -> None:
     store = _store(tmp_path, vocabulary("tokenizer", tokenizer=tokenizer))
     path = store.path
     (saved,) = path.glob("*tokenizer.json")

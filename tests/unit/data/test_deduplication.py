@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from d2plm.core.vocabulary import PROTEIN, Tokenised, encode
 from d2plm.data.deduplication import Deduplicator
+from tests.conftest import MonkeyPatch
 
 Record = tuple[bytes, str]
 
@@ -23,7 +24,7 @@ def _add(sorter: Deduplicator, names: list[bytes], found: Tokenised, kept: list[
 
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
 def test_equal_pieces_have_the_numbers_of_all_their_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+    tmp_path: Path, monkeypatch: MonkeyPatch, buffer_bytes: int
 ) -> None:
     monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", buffer_bytes)
     sorter, draw = Deduplicator(tmp_path), random.Random(0)

@@ -21,6 +21,7 @@ from d2plm.data.sources import read_sources, resolve_inputs
 from d2plm.data.split import hold_out
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading, SplitSettings
+from tests.conftest import MonkeyPatch
 
 BYTES = vocabulary("bytes")
 TEXT = "In the beginning\nwas the Wörd.\n\n \t\nAnd the word\r\nwas “with” God;\n\n\nand\n" * 40
@@ -65,7 +66,7 @@ def _expected(text: str, form: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("part", [7, 64, 1 << 20])
 @pytest.mark.parametrize("form", ["text", "lines", "paragraphs"])
 def test_a_plain_text_is_read_whole_in_parts_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, part: int
+    tmp_path: Path, monkeypatch: MonkeyPatch, form: str, part: int
 ) -> None:
     monkeypatch.setattr("d2plm.data.documents._PART_BYTES", part)
     monkeypatch.setattr("d2plm.data.documents._BLOCK_BYTES", part)
@@ -115,7 +116,7 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, place: str) -
         *(("a.idx", b"MMIDIDX\0\0"), ("a.bin", b"\1\0")),
     ],
 )
-def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
+def test_a_file_of_another_form_is_no_text_unasked(
     tmp_path: Path, name: str, content: bytes
 ) -> None:
     path = _write(tmp_path / name, content)
@@ -146,9 +147,7 @@ def _pieces(path: Path) -> dict[str, list[str]]:
     return {name: [one[number] for number in sorted(one)] for name, one in found.items()}
 
 
-def test_pieces_of_a_text_in_parts_are_the_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_parts_are_the_text(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     text = TEXT.replace("“", '"').replace("”", '"').replace("ö", "o")
     path = _write(tmp_path / "a.txt", text)
     manifest = ingest(path, tmp_path / "whole", vocabulary=BYTES, window=50)
@@ -163,8 +162,8 @@ def test_pieces_of_a_text_in_parts_are_the_text(
 
 
 @pytest.mark.parametrize("width", [60, 10**6])
-def test_a_long_record_of_fasta_may_come_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+def test_long_records_of_fasta_are_parts(
+    tmp_path: Path, monkeypatch: MonkeyPatch, width: int
 ) -> None:
     records = {
         "short": "ACGT" * 9,
@@ -192,14 +191,14 @@ def test_a_long_record_of_fasta_may_come_in_parts(
         ingest(path, tmp_path / "out", vocabulary=DNA)
 
 
-def test_the_hub_needs_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_needs_its_library(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in ("hf://datasets/a/b", "hf://datasets/a"):
         with pytest.raises(DataError, match=f"^{name}: "):
             ingest(name, tmp_path / "out", vocabulary=BYTES)
 
 
-def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -22,6 +22,7 @@ from d2plm.data.fasta import (
     write_fasta,
 )
 from d2plm.data.tables import NO_SEQUENCE
+from tests.conftest import MonkeyPatch
 
 TWO = b">a\nMK\n>b\nAC\n"
 
@@ -69,7 +70,7 @@ def test_xz_streams_may_be_padded_with_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS)
-def test_a_damaged_second_stream_does_not_pass_for_the_end(
+def test_a_damaged_second_stream_is_refused(
     tmp_path: Path, compress: Callable[[bytes], bytes]
 ) -> None:
     first = compress(b">a\n" + os.urandom(100_000).hex().encode().translate(LETTERS) + b"M")
@@ -98,7 +99,7 @@ def test_written_records_are_read_back(
     assert max(len(line) for line in path.read_text().splitlines() if line[0] != ">") <= 60
 
 
-def test_places_are_right_in_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_right_in_every_block(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", 16)
     content = b"\n\n" + b"".join(b">p%d\nMK\nAC%d\n\n" % (i, i) for i in range(30))
     path = _file(tmp_path, content)
@@ -161,9 +162,7 @@ def test_what_is_not_fasta_is_refused(tmp_path: Path, content: bytes, said: str)
 
 @pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS)
 @pytest.mark.parametrize("left", [-1, 0.5, 8])
-def test_truncated_compressed_file(
-    tmp_path: Path, compress: Callable[[bytes], bytes], left: float
-) -> None:
+def test_truncated_file(tmp_path: Path, compress: Callable[[bytes], bytes], left: float) -> None:
     whole = compress(b">a\n" + os.urandom(5000).hex().encode().translate(LETTERS) + b"\n")
     cut = int(left * len(whole)) if isinstance(left, float) else left
     assert "truncated or corrupt compressed file" in _refusal(_file(tmp_path, whole[:cut]))
@@ -171,7 +170,7 @@ def test_truncated_compressed_file(
 
 @pytest.mark.parametrize("line", [b"M" * 300_000, b"MKV\n" * 100_000], ids=["a line", "many"])
 def test_a_record_far_longer_than_any_protein_is_rejected_before_it_is_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+    tmp_path: Path, monkeypatch: MonkeyPatch, line: bytes
 ) -> None:
     monkeypatch.setattr("d2plm.data.fasta._MAX_RECORD_BYTES", 100_000)
     monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", 10_000)

@@ -12,6 +12,7 @@ from d2plm.data.fasta_export import export_sequences
 from d2plm.data.ingest import ingest
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
+from tests.conftest import MonkeyPatch
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "data" / "uniprot_500.fasta.gz"
 AWKWARD = (
@@ -29,9 +30,7 @@ def _store(path: Path, names: list[str]) -> SequenceStore:
 
 @pytest.mark.parametrize("ending", [".fasta", ".fasta.gz"])
 @pytest.mark.parametrize("content", [AWKWARD, None])
-def test_an_export_ingests_to_the_same_store(
-    content: bytes | None, ending: str, tmp_path: Path
-) -> None:
+def test_an_export_ingests_to_its_store(content: bytes | None, ending: str, tmp_path: Path) -> None:
     source = EXAMPLE
     if content is not None:
         source = tmp_path / "in.fasta"
@@ -58,8 +57,8 @@ def test_blanks_in_names_are_written_so_that_no_name_is_lost(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", [".fasta.gz"])
-def test_a_broken_off_export_leaves_what_was_there(
-    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_export_leaves_the_old(
+    ending: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     store, output = _store(tmp_path / "s", ["a", "b"]), tmp_path / f"out{ending}"
     output.write_bytes(b"old")

@@ -25,6 +25,7 @@ from d2plm.data.records import WITHOUT_CONTROL
 from d2plm.data.store import SequenceStore
 from d2plm.data.tables import NO_SEQUENCE
 from d2plm.settings.data import Reading
+from tests.conftest import MonkeyPatch
 
 ROOT = Path(__file__).parents[3]
 PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -75,9 +76,7 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
     ("sequence", "message"),
     [("MK\nVJ", "line 5: record 'bad' holds 'J'"), ("*", "line 3: record 'bad' has no sequence")],
 )
-def test_a_bad_record_is_rejected_unless_it_may_be_dropped(
-    tmp_path: Path, sequence: str, message: str
-) -> None:
+def test_bad_records_are_rejected_or_dropped(tmp_path: Path, sequence: str, message: str) -> None:
     fasta = _fasta(tmp_path / "in.fasta", ("good", "MK"), ("bad", sequence), ("next", "AC"))
     with pytest.raises(DataError) as caught:
         ingest(fasta, tmp_path / "out")
@@ -88,7 +87,7 @@ def test_a_bad_record_is_rejected_unless_it_may_be_dropped(
 
 
 def test_the_store_does_not_depend_on_the_order_or_the_division_of_the_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     with gzip.open(PROTEINS, "rt") as stream:
         texts = list(islice(stream.read()[1:].split("\n>"), 1500))
@@ -115,9 +114,7 @@ def test_a_sequence_longer_than_a_store_takes_is_cut_left_out_or_refused(tmp_pat
 
 
 @pytest.mark.parametrize(("alphabet", "window"), [("protein", 3), ("dna", 4), ("bytes", 7)])
-def test_long_records_are_cut_into_consecutive_pieces(
-    tmp_path: Path, alphabet: str, window: int
-) -> None:
+def test_long_records_are_cut_into_pieces(tmp_path: Path, alphabet: str, window: int) -> None:
     records = {"a": "ACGTAC", "b": "ACG", "c": "G", "d": "TTGCAGCAACGTT", "e": "ACGT"}
     rows = [*records.items(), ("again", "ACG")]
     table = tmp_path / "in.csv"
@@ -151,9 +148,7 @@ def test_long_records_are_cut_into_consecutive_pieces(
     assert account["pieces"] == manifest["sequences"] + account["duplicates"]
 
 
-def test_a_list_with_a_pattern_and_settings_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_takes_patterns_and_fields(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "a.csv").write_text("clone,heavy\nx,MKV\ny,M1\n")
     (tmp_path / "b.tsv").write_text("clone\theavy\nz\tWYW\n")
     monkeypatch.chdir(tmp_path)
@@ -334,9 +329,7 @@ def test_no_room_on_the_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)]
 )
-def test_a_stopped_ingest_leaves_nothing_behind(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_stopped_ingest_leaves_nothing(tmp_path: Path, number: signal.Signals, code: int) -> None:
     # Standard input that stays open: the ingest cannot be done before the signal comes.
     process = _start(["ingest", "input=-", f"output={tmp_path / 'out'}"], stdin=subprocess.PIPE)
     assert process.stdin is not None

@@ -44,9 +44,7 @@ def _store(path: Path, records: list[list[int]], **provenance: int) -> SequenceS
     return SequenceStore(path)
 
 
-def test_pieces_of_a_record_are_joined_and_so_are_records_with_a_piece_in_common(
-    tmp_path: Path,
-) -> None:
+def test_pieces_of_a_record_and_records_with_a_common_piece_are_joined(tmp_path: Path) -> None:
     store = _store(tmp_path / "cut", [[7], [2, 7], [], [2], [5], [5], []], window=3)
     records = records_of(store)
     assert records is not None
@@ -59,9 +57,7 @@ def test_pieces_of_a_record_are_joined_and_so_are_records_with_a_piece_in_common
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_records_are_those_that_a_walk_over_shared_pieces_reaches(
-    tmp_path: Path, seed: int
-) -> None:
+def test_records_are_those_that_a_walk_over_pieces_reaches(tmp_path: Path, seed: int) -> None:
     draw = np.random.default_rng(seed)
     owners = [sorted({*draw.integers(0, 9, draw.integers(0, 3)).tolist()}) for _ in range(20)]
     found = records_of(_store(tmp_path / "cut", owners, window=3))

@@ -76,9 +76,7 @@ def rest_of_epoch(stream: Iterator[GlobalBatch], epoch: int) -> list[GlobalBatch
 # --- content -----------------------------------------------------------------------------------
 
 
-def test_an_epoch_gives_each_sequence_once_framed_or_cropped_inside_it(
-    tiny_store: SequenceStore,
-) -> None:
+def test_an_epoch_gives_each_sequence_once_framed_or_cropped(tiny_store: SequenceStore) -> None:
     windows = []
     for epoch in (0, 1):
         seen: dict[int, int] = {}
@@ -148,7 +146,7 @@ def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceS
 
 
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(2, 2), (4, 1)])
-def test_ranks_partition_the_same_global_batch(
+def test_ranks_partition_a_batch(
     tiny_store: SequenceStore, world_size: int, micro_batches: int
 ) -> None:
     reference = loader(tiny_store, micro_batches=4).stream(Position())
@@ -214,14 +212,6 @@ def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
 # --- workers -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def start_method() -> Iterator[Callable[[str], None]]:
-    """Sets how worker processes start, until the test ends."""
-    usual = multiprocessing.get_start_method()
-    yield lambda method: multiprocessing.set_start_method(method, force=True)
-    multiprocessing.set_start_method(usual, force=True)
-
-
 @pytest.mark.parametrize(("method", "num_workers"), [("fork", 2), ("spawn", 1)])
 def test_worker_processes_change_nothing(
     tiny_store: SequenceStore,
@@ -229,16 +219,19 @@ def test_worker_processes_change_nothing(
     tmp_path: Path,
     method: str,
     num_workers: int,
-    start_method: Callable[[str], None],
 ) -> None:
-    start_method(method)
-    stores = (tiny_store, write_store(tmp_path / "other", proteins[200:220]))
-    ours = loader(*stores, micro_batches=2)
-    start = Position(0, 2 * ours.batches_in_epoch(0) - 6)  # goes on into the next epoch
-    here = ours.stream(start)
-    there = loader(*stores, micro_batches=2, num_workers=num_workers).stream(start)
-    for _ in range(8):
-        assert content(next(there)) == content(next(here))
+    default = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        stores = (tiny_store, write_store(tmp_path / "other", proteins[200:220]))
+        ours = loader(*stores, micro_batches=2)
+        start = Position(0, 2 * ours.batches_in_epoch(0) - 6)  # goes on into the next epoch
+        here = ours.stream(start)
+        there = loader(*stores, micro_batches=2, num_workers=num_workers).stream(start)
+        for _ in range(8):
+            assert content(next(there)) == content(next(here))
+    finally:
+        multiprocessing.set_start_method(default, force=True)
 
 
 def test_a_worker_is_sent_where_the_stores_are_and_not_their_content(
@@ -267,9 +260,7 @@ def test_a_store_that_cannot_be_read_is_named_in_one_line(num_workers: int) -> N
 # --- the rest ----------------------------------------------------------------------------------
 
 
-def test_packing_all_gives_each_sequence_once_under_its_own_index(
-    proteins: list[np.ndarray],
-) -> None:
+def test_packing_all_gives_each_sequence_under_its_index(proteins: list[np.ndarray]) -> None:
     sequences = proteins[:40]
     batches = pack_all(sequences, token_budget=2048, max_length=300)
     found = {
@@ -293,9 +284,7 @@ def test_packing_all_of_nothing_is_rejected() -> None:
     "changes",
     [{"num_workers": -1}, {"prefetch_factor": 0}, {"micro_batches": 0}, {"token_budget": 127}],
 )
-def test_impossible_settings_are_rejected_by_name(
-    tiny_store: SequenceStore, changes: dict[str, int]
-) -> None:
+def test_impossible_settings_are_named(tiny_store: SequenceStore, changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError) as caught:
         loader(tiny_store, **changes)
     assert caught.value.settings == changes

@@ -25,6 +25,7 @@ from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.megatron import MegatronSequences, export_megatron
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
+from tests.conftest import MonkeyPatch
 
 Document = Sequence[Sequence[int]]  # of sequences of token ids
 CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H", 9: "I", 10: "Q"}  # of `struct`
@@ -94,7 +95,7 @@ def ids(sequences: MegatronSequences) -> list[list[int]]:
 
 @pytest.mark.parametrize("build", [mmididx, tntidx])
 @pytest.mark.parametrize("code", sorted(CODES))
-def test_documents_of_both_layouts_and_every_dtype(
+def test_both_layouts_and_every_dtype(
     tmp_path: Path, build: Callable[..., Path], code: int
 ) -> None:
     sequences = MegatronSequences(build(tmp_path / "a.b", DOCUMENTS, code), Bytes())
@@ -155,7 +156,7 @@ def test_a_stated_end_of_document(tmp_path: Path) -> None:
 
 
 def test_an_unlike_end_that_no_sample_saw_is_refused_when_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d2plm.data.megatron._SAMPLES", 2)
     corpus = mmididx(tmp_path / "a", [[[1, 9]], [[2, 3]], [[4, 9]]])
@@ -166,9 +167,7 @@ def test_an_unlike_end_that_no_sample_saw_is_refused_when_read(
 
 
 @pytest.mark.parametrize(("code", "wrong"), [(8, 256), (4, -1), (5, 1 << 40)])
-def test_an_id_outside_the_vocabulary_is_refused_with_its_place(
-    tmp_path: Path, code: int, wrong: int
-) -> None:
+def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path, code: int, wrong: int) -> None:
     sequences = MegatronSequences(
         mmididx(tmp_path / "a", [[[1]], [[2], [255, wrong]]], code), Bytes()
     )
@@ -284,9 +283,7 @@ def test_the_loader_packs_the_same_rows_as_from_a_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [None, 256])
-def test_an_export_is_read_in_megatrons_steps_and_read_back(
-    tmp_path: Path, end: int | None
-) -> None:
+def test_an_export_is_read_in_megatrons_steps_and_back(tmp_path: Path, end: int | None) -> None:
     random = np.random.default_rng(0)
     documents = [random.integers(0, 256, size=n).tolist() for n in random.integers(1, 9, 1_100)]
     store = MegatronSequences(mmididx(tmp_path / "a", [[d] for d in documents], code=5), Bytes())

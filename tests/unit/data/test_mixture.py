@@ -14,7 +14,7 @@ from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import CLS, DNA, EOS, PROTEIN
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
-from tests.conftest import write_store
+from tests.conftest import MonkeyPatch, write_store
 
 Stores = dict[str, SequenceStore]
 Prepare = Callable[..., Path]
@@ -87,17 +87,13 @@ def test_sampling_by_cluster_draws_one_member_of_each(stores: Stores) -> None:
     assert sorted(int(i) // 3 for i in plan.order) == list(range(10))
 
 
-def test_sampling_by_cluster_of_a_store_without_clusters_is_rejected(
-    stores: Stores, tiny_store: SequenceStore
-) -> None:
+def test_sampling_by_cluster_needs_clusters(stores: Stores, tiny_store: SequenceStore) -> None:
     unclustered = collections({**stores, "train": tiny_store}, "data.sampling=cluster")
     with pytest.raises(DataError, match="has no clusters to sample by; prepare it"):
         PackedLoader(unclustered, token_budget=1024, max_length=1024)
 
 
-def test_a_mixture_takes_each_folder_s_training_store_with_its_weight(
-    stores: Stores, prepare: Prepare
-) -> None:
+def test_a_mixture_is_of_training_stores_with_weights(stores: Stores, prepare: Prepare) -> None:
     digest = stores["validation"].digest
     own, other = prepare("own", digest, []), prepare("other", "another", ["first", digest])
     mixed = collections(
@@ -123,16 +119,14 @@ def test_a_member_of_another_form_is_rejected_by_name(stores: Stores, member: st
         collections(stores, f"data.mixture={{swiss: {member}}}")
 
 
-def test_a_member_that_was_not_searched_for_homologs_of_validation_is_rejected(
-    stores: Stores, prepare: Prepare
-) -> None:
+def test_a_member_not_searched_for_homologs_is_rejected(stores: Stores, prepare: Prepare) -> None:
     folder = prepare("foreign", "another", ["a third"])
     with pytest.raises(DataError, match=r"homologs of the held-out ones.*exclude_homologs_of=\["):
         collections(stores, f"data.mixture={{a: {{prepared_dir: {folder}, weight: 1}}}}")
 
 
-def test_a_member_of_another_alphabet_is_not_said_to_hold_homologs(
-    stores: Stores, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+def test_a_member_of_another_alphabet_is_rejected(
+    stores: Stores, prepare: Prepare, monkeypatch: MonkeyPatch
 ) -> None:
     folder = prepare("foreign", "another", ["a third"])
     for store in stores.values():

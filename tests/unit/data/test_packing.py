@@ -65,9 +65,7 @@ def test_an_epoch_contains_every_sequence_once_within_every_limit(
 
 @given(lengths=LENGTHS, seed=st.integers(0, 9), epoch=st.integers(0, 9))
 @settings(deadline=None)
-def test_the_plan_is_a_function_of_seed_and_epoch_alone(
-    lengths: list[int], seed: int, epoch: int
-) -> None:
+def test_a_plan_is_a_function_of_seed_and_epoch(lengths: list[int], seed: int, epoch: int) -> None:
     used = sampler(lengths, seed=seed)
     used.plan(epoch + 1)
     fresh = sampler(lengths, seed=seed)
@@ -127,7 +125,7 @@ def test_bins_are_at_most_those_of_first_fit(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize(("budget", "full"), [(8192, 0.97), (65_536, 0.996)])
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_bins_of_real_proteins_are_full(
+def test_bins_of_proteins_are_full(
     proteins: list[np.ndarray], budget: int, full: float, epoch: int
 ) -> None:
     lengths = [len(tokens) for tokens in proteins]

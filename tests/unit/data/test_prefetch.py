@@ -12,6 +12,7 @@ from d2plm.core.errors import DataError
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch, read_ahead
 from d2plm.data.store import SequenceStore
+from tests.conftest import MonkeyPatch
 
 BATCHES = 20
 
@@ -43,7 +44,7 @@ def assert_same_content(found: GlobalBatch, expected: GlobalBatch) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_on_a_cpu_the_very_same_batches_pass_through_and_none_is_read_ahead(
-    tiny_store: SequenceStore, enabled: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_store: SequenceStore, enabled: bool, monkeypatch: MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise AssertionError("no thread and no stream is needed")

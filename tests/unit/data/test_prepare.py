@@ -149,9 +149,7 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any]) -> No
             assert store.names(number) == names + [n for n, s in records if s == text]
 
 
-def test_what_contains_a_held_out_protein_or_is_contained_in_it_is_not_trained_on(
-    tmp_path: Path,
-) -> None:
+def test_what_contains_a_held_out_protein_or_a_part_is_not_trained_on(tmp_path: Path) -> None:
     records = [(n, str(s)) for n, s in _records(200) if 150 < len(s) < 400][:12]
     (held, held_protein), (other, other_protein) = records[:2]
     planted = {"longer": records[2][1] + held_protein, "fragment": other_protein[40:120]}
@@ -200,9 +198,7 @@ def fake_mmseqs(monkeypatch: MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_the_stores_do_not_depend_on_the_order_of_the_input(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_stores_do_not_depend_on_the_input_s_order(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     records = _records()
     shuffled = random.Random(1).sample(records, len(records))
     one, two = (
@@ -224,9 +220,7 @@ def test_prepared_data_are_reused(tmp_path: Path, fake_mmseqs: list[str]) -> Non
     assert (tmp_path / "out" / "raw_lmdb").stat().st_ino == raw
 
 
-def test_other_settings_or_another_input_are_not_reused(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_another_setting_or_input_is_not_reused(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta = _fasta(tmp_path, _records())
     made = [
         prepare(fasta, tmp_path / "out"),
@@ -243,9 +237,7 @@ def test_other_settings_or_another_input_are_not_reused(
 
 
 @pytest.mark.parametrize("file", ["train_lmdb/data.mdb", "manifest.json"])
-def test_damaged_prepared_data_are_prepared_again(
-    tmp_path: Path, fake_mmseqs: list[str], file: str
-) -> None:
+def test_damaged_data_are_prepared_again(tmp_path: Path, fake_mmseqs: list[str], file: str) -> None:
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     first = prepare(fasta, out)
     (out / file).write_text("[]")
@@ -289,9 +281,7 @@ def test_relatives_of_training_proteins_are_the_members_of_their_families(
         open_prepared(out).verify_relatives()
 
 
-def test_relatives_of_another_preparation_are_not_opened(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_relatives_of_other_data_are_not_opened(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     prepare(fasta, out, relatives_sensitivity=1)
     bounds = out / "train_relatives" / "bounds.npy"
@@ -305,9 +295,7 @@ def test_relatives_of_another_preparation_are_not_opened(
     assert not (out / "train_relatives").exists()
 
 
-def test_a_raw_store_gives_the_split_of_its_fasta_and_a_train_store_none(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_a_raw_store_gives_the_split_of_its_fasta(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta = _fasta(tmp_path, _records())
     ingest(fasta, tmp_path / "raw")
     from_fasta = prepare(fasta, tmp_path / "a")
@@ -342,9 +330,7 @@ def _labelled_by_first_member(clusters: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_never_more_is_held_out_than_wanted_and_no_cluster_that_fits_is_left(
-    tmp_path: Path, seed: int
-) -> None:
+def test_never_more_is_held_out_and_no_cluster_that_fits_is_left(tmp_path: Path, seed: int) -> None:
     draw = np.random.default_rng(seed)
     clusters = np.repeat(np.arange(40, dtype=np.int32), draw.integers(3, 12, 40))
     draw.shuffle(clusters)
@@ -405,9 +391,7 @@ def test_validation_and_test_are_held_out_and_nothing_leaks_between_any_two(
     assert manifest["leaking_pairs_after"] == 0
 
 
-def test_lists_of_identifiers_are_held_out_by_name_accession_or_duplicate(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_listed_identifiers_are_held_out(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     records = [*_records(40), ("copy", _records(40)[7][1])]
     by_name, by_accession = records[3][0], records[5][0].split("|")[1]
     validation, test = tmp_path / "validation.txt", tmp_path / "test.txt"
@@ -439,9 +423,7 @@ def test_identifiers_that_name_nothing_are_rejected(tmp_path: Path) -> None:
             find_ids(store, ids, everything)
 
 
-def test_homologs_of_excluded_sequences_are_not_trained_on(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_homologs_of_excluded_ones_are_left_out(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     records, out = _records(), tmp_path / "out"
     excluded = _fasta(tmp_path, records[:10], "excluded.fasta")
     prepare(_fasta(tmp_path, records), out, exclude_homologs_of=[str(excluded)])
@@ -459,9 +441,7 @@ def _stopped(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
     return fasta, out
 
 
-def test_what_took_long_is_not_done_again_after_a_stop(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_what_took_long_is_kept_after_a_stop(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta, out = _stopped(tmp_path)
     assert fake_mmseqs.count("cluster") == 1
     assert fake_mmseqs.count("search") >= 2
@@ -588,9 +568,7 @@ def test_of_two_preparations_the_second_waits_for_the_first(
 
 
 @pytest.mark.parametrize("name", [".lock", "mmseqs.log", "train_lmdb", "manifest.json"])
-def test_whatever_is_in_the_way_of_an_output_is_named(
-    tmp_path: Path, fake_mmseqs: list[str], name: str
-) -> None:
+def test_what_is_in_the_way_is_named(tmp_path: Path, fake_mmseqs: list[str], name: str) -> None:
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     (out / name / "in the way").mkdir(parents=True)
     with pytest.raises(DataError, match=str(out)):

@@ -12,6 +12,7 @@ from d2plm.core.vocabulary import CANONICAL, DNA, decode
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
 from d2plm.settings.data import Reading
+from tests.conftest import MonkeyPatch
 
 A = "MKRTLVWGADENQSYPIHCFMKLLVVEADGTWRKQHPSGLIVDE"
 B = "MSTNPKPQRKTKRNTNRRPQDVKFPGGGQIVGGVYLLPRRGPRLG"
@@ -100,7 +101,7 @@ def test_a_sequence_may_be_divided_and_masked_in_any_regular_way(
 )
 @pytest.mark.parametrize("size", [1, 50, 1 << 18])
 def test_comments_and_line_ends_of_any_kind(
-    tmp_path: Path, text: str, size: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text: str, size: int, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", size)
     assert read(tmp_path, text) == {"a": A, "b": B}
@@ -123,9 +124,7 @@ def test_comments_and_line_ends_of_any_kind(
         ),
     ],
 )
-def test_files_of_other_programs_are_read(
-    tmp_path: Path, text: str, records: dict[str, str]
-) -> None:
+def test_files_of_programs_are_read(tmp_path: Path, text: str, records: dict[str, str]) -> None:
     assert read(tmp_path, text) == records
 
 
@@ -163,9 +162,7 @@ NO_SEQUENCES = (
         (f">a\n{A[:20]}\nTgtgg\n", "'Tgtgg'"),
     ],
 )
-def test_what_looks_like_sequences_and_is_none_is_refused(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_what_only_looks_like_sequences_is_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(DataError, match=re.escape(said)) as caught:
         read(tmp_path, text)
     assert "\n" not in str(caught.value)

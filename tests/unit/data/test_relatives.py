@@ -87,9 +87,7 @@ def test_an_index_is_saved_whole_and_damage_is_reported(tmp_path: Path) -> None:
         RelativesIndex.load(folder)
 
 
-def test_an_epoch_draws_relatives_below_an_identity_and_sometimes_none(
-    tiny_store: SequenceStore,
-) -> None:
+def test_an_epoch_draws_relatives_below_an_identity_or_none(tiny_store: SequenceStore) -> None:
     batches, index = epoch_of(loader(tiny_store)), ring(len(tiny_store))
     found = in_epoch(batches)
     assert sorted(found) == list(range(len(tiny_store)))
@@ -128,9 +126,7 @@ def test_ranks_and_a_resumed_loader_draw_the_same(tiny_store: SequenceStore) -> 
     assert in_epoch(rest) == in_epoch(whole[2:5])
 
 
-def test_relatives_of_a_mixture_are_of_the_same_collection(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
+def test_relatives_of_a_mixture_are_its_members(tiny_store: SequenceStore, tmp_path: Path) -> None:
     first, second = list(tiny_store)[:30], list(tiny_store)[30:90]
     stores = [write_store(tmp_path / name, own) for name, own in (("a", first), ("b", second))]
     collections = [Collection(store, 1.0, relatives=ring(len(store))) for store in stores]

@@ -219,9 +219,7 @@ def test_a_store_is_searched_as_the_fasta_is_and_of_prepared_data_the_training_s
     assert len(trained) < len(REFERENCE)
 
 
-def test_the_command_writes_a_table_that_is_read_again(
-    proteins: Path, reference: Path, folder: Path
-) -> None:
+def test_the_command_writes_a_table(proteins: Path, reference: Path, folder: Path) -> None:
     output = folder / "tables" / "relatives.tsv"
     words = [f"input={proteins}", f"reference={reference}", f"cache_dir={folder / 'kept'}"]
     assert main(["relatives", *words, f"output={output}"]) == 0

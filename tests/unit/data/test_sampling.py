@@ -33,18 +33,14 @@ def by_part(drawn: np.ndarray, sizes: list[int]) -> list[list[int]]:
 
 @given(sizes=SIZES, seed=SEEDS, epoch=st.integers(0, 100))
 @settings(deadline=None)
-def test_without_weights_an_epoch_draws_everything_once(
-    sizes: list[int], seed: int, epoch: int
-) -> None:
+def test_an_epoch_draws_everything_once(sizes: list[int], seed: int, epoch: int) -> None:
     drawn = Draws([Part(size) for size in sizes], seed).epoch(epoch)
     assert sorted(drawn.tolist()) == list(range(sum(sizes)))
 
 
 @given(sizes=SIZES, seed=SEEDS, epoch=st.integers(0, 100))
 @settings(deadline=None)
-def test_draws_are_a_function_of_seed_and_epoch_alone(
-    sizes: list[int], seed: int, epoch: int
-) -> None:
+def test_draws_are_a_function_of_seed_and_epoch(sizes: list[int], seed: int, epoch: int) -> None:
     parts = [Part(size, np.arange(size, dtype=np.int32) // 3, 1.0) for size in sizes]
     used = Draws(parts, seed)
     used.epoch(epoch + 1)
@@ -115,9 +111,7 @@ def test_parts_of_the_same_size_do_not_give_the_same_members() -> None:
     epoch=st.integers(0, 50),
 )
 @settings(deadline=None)
-def test_an_epoch_draws_one_member_of_each_cluster(
-    clusters: list[int], seed: int, epoch: int
-) -> None:
+def test_an_epoch_draws_one_of_each_cluster(clusters: list[int], seed: int, epoch: int) -> None:
     drawn = Draws([Part(len(clusters), labels(*clusters))], seed).epoch(epoch)
     assert sorted(clusters[member] for member in drawn) == sorted(set(clusters))
 

@@ -23,6 +23,7 @@ from d2plm.settings.data import (
     SplitSettings,
     TextSettings,
 )
+from tests.conftest import MonkeyPatch
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "data" / "king_james_bible_bpe.json"
 COMPLEMENT = str.maketrans("ACGT", "TGCA")
@@ -147,7 +148,7 @@ def text_vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
 
 
 def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
-    tmp_path: Path, text_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text_vocabulary: Vocabulary, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(similarity, "find_mmseqs", Mock(side_effect=DataError("not installed")))
     texts = _texts(30)

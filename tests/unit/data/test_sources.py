@@ -193,9 +193,7 @@ def _refusal(path: Path, output: Path, **reading: Any) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_names_and_sequences(
-    tmp_path: Path, few: list[Record], form: str
-) -> None:
+def test_every_form_gives_the_same_records(tmp_path: Path, few: list[Record], form: str) -> None:
     read = _read(FORMS[form](tmp_path, few))
     # An LMDB is read in the order of its keys, everything else in its own.
     assert sorted(read) == sorted(few) if form.startswith("lmdb") else read == few
@@ -205,9 +203,7 @@ def test_a_dataset_that_hugging_face_saved(few: list[Record]) -> None:
     assert _read(HUGGING_FACE) == few
 
 
-def test_several_inputs_of_several_forms_are_read_one_after_another(
-    tmp_path: Path, few: list[Record]
-) -> None:
+def test_several_inputs_are_read_one_after_another(tmp_path: Path, few: list[Record]) -> None:
     paths = [
         FORMS["fasta.zst"](tmp_path, few[:3]),
         FORMS["parquet"](tmp_path, few[3:6]),
@@ -467,9 +463,7 @@ def test_hidden_files_are_skipped(folder: str, tmp_path: Path, few: list[Record]
 
 
 @pytest.mark.parametrize("form", ["csv", "csv.gz", "parquet", "arrow"])
-def test_damaged_tables_are_read_or_rejected_in_one_line(
-    tmp_path: Path, few: list[Record], form: str
-) -> None:
+def test_damaged_tables_are_read_or_rejected(tmp_path: Path, few: list[Record], form: str) -> None:
     path = FORMS[form](tmp_path, few)
     whole = path.read_bytes()
     draw = np.random.default_rng(0)

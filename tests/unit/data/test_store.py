@@ -26,7 +26,7 @@ from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import ESM2_TOKENS, encode
 from d2plm.data.store import MAX_RESIDUES, SequenceStore, Windows
 from d2plm.data.store_writer import SequenceStoreWriter
-from tests.conftest import write_store
+from tests.conftest import Logged, MonkeyPatch, write_store
 
 ROOT = Path(__file__).parents[3]
 BLOCK = 1024  # sequences in a value of the database, part of the format
@@ -96,7 +96,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert clusters.tolist() == [7, 7, 1, 2]
 
 
-def test_several_blocks_of_sequences_the_last_one_full_or_partial(
+def test_several_blocks_the_last_one_full_or_partial(
     several: SequenceStore, tmp_path: Path
 ) -> None:
     expected = _many()
@@ -197,7 +197,7 @@ def test_a_sequence_may_have_the_names_of_its_duplicates(tmp_path: Path) -> None
 
 
 def test_the_map_grows_and_the_file_does_not_exceed_the_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d2plm.data.store_writer._FIRST_MAP_BYTES", 1 << 16)
     monkeypatch.setattr("d2plm.data.store_writer._COMMIT_BYTES", 1 << 18)
@@ -254,7 +254,7 @@ def test_what_no_store_takes_leaves_nothing(
 
 
 def test_a_file_system_without_locks_is_reported_once_and_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     refused = OSError(errno.ENOLCK, "Operation not supported")
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=refused))
@@ -263,7 +263,7 @@ def test_a_file_system_without_locks_is_reported_once_and_used(
 
 
 def test_threads_read_at_random_while_others_pass_over_the_store(
-    several: SequenceStore, monkeypatch: pytest.MonkeyPatch
+    several: SequenceStore, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d2plm.data.store._PASS_BYTES", 1)
     expected, stop = _many(), threading.Event()
@@ -379,7 +379,7 @@ def test_a_place_that_no_store_may_have_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [None, 0, 0.98])
 @pytest.mark.parametrize("file", FILES)
-def test_a_missing_or_truncated_file_is_named(
+def test_missing_or_truncated_files_are_named(
     tmp_path: Path, file: str, share: float | None
 ) -> None:
     path = _write_with_clusters(tmp_path / "s")
@@ -427,7 +427,7 @@ def test_bytes_that_changed_are_found_or_do_no_harm(
         ({"digests": {"sequences": "0", "names": "0", "clusters": "0"}}, "clusters.npy"),
     ],
 )
-def test_a_foreign_manifest_is_refused(
+def test_foreign_manifests_are_refused(
     tmp_path: Path, changes: dict[str, object], named: str
 ) -> None:
     path = _write(tmp_path / "s")
@@ -473,9 +473,7 @@ def test_verify_finds(tmp_path: Path, damage: Callable[[Path], object], named: s
         SequenceStore(path).verify()
 
 
-def test_a_pickled_store_carries_no_open_file_and_a_replaced_one_is_not_read_with_old_offsets(
-    tmp_path: Path,
-) -> None:
+def test_a_pickled_store_has_no_open_file_and_a_replaced_one_is_refused(tmp_path: Path) -> None:
     path = _write(tmp_path / "s")
     opened, read = SequenceStore(path), SequenceStore(path)
     np.testing.assert_array_equal(read[3], SEQUENCES[3])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from d2plm.core.errors import DataError
 from d2plm.data.foreign import refuse_foreign
 from d2plm.data.tables import is_missing, number, open_table
+from tests.conftest import Logged
 
 COLUMNS, ROWS = ["mutant", "score"], [["K2A", "-0.3"], ["L4P", "1"]]
 COMMA = "mutant,score\nK2A,-0.3\nL4P,1\n"
@@ -110,9 +111,7 @@ def test_no_row_of_a_table_with_tabs_is_lost(rows: list[tuple[str, str, str]]) -
             assert cell == written or written[0] == written[-1] == '"'
 
 
-def test_a_cell_of_another_encoding_is_read_with_a_notice(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cell_of_another_encoding_is_read_with_a_notice(tmp_path: Path, caplog: Logged) -> None:
     caplog.set_level("INFO")
     path = saved(tmp_path, "mutant,IC50 (µM)\nK2A,±1\nL4P,2\n".encode("latin-1"))
     assert read(path) == (["mutant", "IC50 (µM)"], [["K2A", "±1"], ["L4P", "2"]])
