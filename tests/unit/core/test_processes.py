@@ -183,10 +183,7 @@ def test_only_a_child_is_told_whom_to_watch(monkeypatch: MonkeyPatch) -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", 137)],
-)
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", 137)])
 def test_exit_codes_are_passed_on(script: str, code: int, tmp_path: Path) -> None:
     assert run(["sh", "-c", script]) == code
     assert run_program(["sh", "-c", script], tmp_path, tmp_path / "log") == code

@@ -35,10 +35,7 @@ def test_numbers_are_read_as_they_are_written(numbers: set[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("4/4", "0/0", "a/b", "3", "/4", "-1/4", "1/2/3", "2-1/4", "0-3/4", "0/501", "0,1/4"),
-    ],
+    "text", [*("4/4", "0/0", "a/b", "3", "/4", "-1/4", "1/2/3", "2-1/4", "0-3/4", "0/501", "0,1/4")]
 )
 def test_what_is_no_shard_is_refused_by_its_key(text: str) -> None:
     with pytest.raises(ConfigError, match=f"^shard='{text}': must be "):

@@ -14,14 +14,7 @@ from d2plm import __version__
 from d2plm.cli import main
 from d2plm.core import progress as progress_module
 from d2plm.core.progress import Progress
-from d2plm.core.terminal import (
-    VARIABLE,
-    LineHandler,
-    done,
-    output_in,
-    result,
-    write_document,
-)
+from d2plm.core.terminal import VARIABLE, LineHandler, done, output_in, result, write_document
 from tests.conftest import Captured, MonkeyPatch
 
 FEW = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n>a2\nMKTAYIAKQR\n"

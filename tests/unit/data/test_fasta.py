@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import RESIDUES, decode
-from d2plm.data.fasta import (
-    read_fasta,
-    read_fasta_blocks,
-    read_template_fasta,
-    write_fasta,
-)
+from d2plm.data.fasta import read_fasta, read_fasta_blocks, read_template_fasta, write_fasta
 from d2plm.data.tables import NO_SEQUENCE
 from tests.conftest import MonkeyPatch
 

@@ -333,20 +333,6 @@ def test_a_writer_in_another_process_is_waited_for_until_it_is_killed(tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
-def test_writers_that_race_take_turns_and_each_writes_a_whole_store(tmp_path: Path) -> None:
-    start = threading.Barrier(4)
-
-    def write(rank: int) -> None:
-        for _ in range(3):
-            start.wait()
-            _write(tmp_path / "s", SEQUENCES[rank:])
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(write, range(4)))
-    SequenceStore(tmp_path / "s").verify()
-    assert [p.name for p in tmp_path.iterdir()] == ["s"]
-
-
 # The database outgrows it; the lengths do, before that.
 @pytest.mark.parametrize(("limit", "sequence"), [(200_000, "9000"), (30_000, "1")])
 def test_no_room_on_the_disk_is_one_line(tmp_path: Path, limit: int, sequence: str) -> None:
