@@ -266,7 +266,8 @@ def test_relatives_of_training_proteins_are_the_members_of_their_families(
     train, index = prepared.splits["train"], prepared.relatives
     assert index is not None
     families = [
-        train.name(number).removesuffix("_1").removesuffix("_2") for number in range(len(train))
+        train.names(number)[-1].removesuffix("_1").removesuffix("_2")
+        for number in range(len(train))
     ]
     assert len({*families}) > 3
     for number, family in enumerate(families):
