@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -317,3 +318,25 @@ def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> No
     last = marker.stat().st_mtime_ns
     time.sleep(0.5)
     assert marker.stat().st_mtime_ns == last, "the other job was ended"
+
+
+def test_a_child_that_does_not_end_in_time_is_killed(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    stubborn = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
+    with (
+        pytest.raises(ZeroDivisionError),
+        processes.child(["sh", "-c", stubborn], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        _ = 1 / 0
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_another_thread_has_nothing_to_hold_back() -> None:
+    def block() -> object:
+        with deferred():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(block).result() is signal.getsignal(signal.SIGTERM)

@@ -219,3 +219,10 @@ def test_peptides_of_few_letters_are_proteins_and_nucleotides_none(tmp_path: Pat
     path = _write(tmp_path / "b.fasta", f">a\nMLE{'GATTACA' * 3}\n>b\n{'GATTACA' * 9}\n")
     with pytest.raises(DataError, match="'b' looks like nucleotides, as do 1 of 2"):
         ingest(path, tmp_path / "other")
+
+
+def test_a_long_document_needs_a_window(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr("d2plm.data.documents._WHOLE_BYTES", 100)
+    path = _write(tmp_path / "a.txt", TEXT)
+    with pytest.raises(DataError, match="line 1: a record of more than 100"):
+        ingest(path, tmp_path / "out", vocabulary=BYTES)

@@ -308,3 +308,12 @@ def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() 
     for worker in workers:  # ended, whether or not they were joined
         stat = Path(f"/proc/{worker}/stat")
         assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"
+
+
+def test_another_seed_gives_other_windows_at_the_same_place() -> None:
+    one = SyntheticSequences(np.array([5000], dtype=np.int32))
+    windows = {
+        bytes(next(loader(one, seed=seed).stream(Position())).micro_batches[0].tokens.tolist())
+        for seed in range(20)
+    }
+    assert len(windows) == 20

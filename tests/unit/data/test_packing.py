@@ -143,3 +143,9 @@ def test_impossible_limits_are_rejected_by_name(changes: dict[str, Any]) -> None
         sampler([5, 6], **changes)
     with pytest.raises(DataError, match="no sequences"):
         sampler([])
+
+
+def test_epochs_and_seeds_give_different_orders() -> None:
+    lengths = np.random.default_rng(0).integers(5, 60, 300).tolist()
+    plans = [sampler(lengths, seed=seed).plan(epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(plan.order) for plan in plans}) == 4

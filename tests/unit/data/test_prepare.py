@@ -582,3 +582,12 @@ def test_too_few_to_split(tmp_path: Path, fake_mmseqs: list[str], texts: list[by
     fasta = _fasta(tmp_path, [(f"p{i}", text) for i, text in enumerate(texts)])
     with pytest.raises(SplitError):
         prepare(fasta, tmp_path / "out", validation_fraction=0.5)
+
+
+def test_a_damaged_stage_is_made_again(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+    fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
+    first = prepare(fasta, out)
+    (stage,) = (out / "cache").iterdir()
+    stage.write_bytes(stage.read_bytes()[:-7])
+    (out / "manifest.json").unlink()
+    assert prepare(fasta, out)["digests"] == first["digests"]
