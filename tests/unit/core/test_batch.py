@@ -3,7 +3,6 @@
 import math
 import pickle
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,14 @@ ROWS = st.lists(
     ),
     max_size=6,
 )
+
+
+DTYPES = {
+    "tokens": torch.uint8,
+    "cu_seqlens": torch.int32,
+    "sequence_ids": torch.int64,
+    "draw_ids": torch.int64,
+}
 
 
 def assert_equal(found: PackedBatch, expected: PackedBatch) -> None:
@@ -53,20 +60,14 @@ def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
     assert [part.tolist() for part in split] == [row.tolist() for row in rows]
     assert int(batch.real().sum()) == len(rows)
     assert batch.draw_ids.tolist() == [*range(len(rows)), *[-1] * (segments - len(rows))]
-    assert batch.max_seqlen >= max(
-        (b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0
-    )
-
-
-@given(rows=ROWS, padding=st.integers(0, 5), empty=st.integers(0, 3))
-@settings(deadline=None)
-def test_segment_ids_and_positions_count_through_every_segment(
-    rows: list[np.ndarray], padding: int, empty: int
-) -> None:
-    lengths = [len(row) for row in rows] + ([padding] if padding else [])
-    batch = PackedBatch.pack(rows, token_budget=sum(lengths), max_segments=len(lengths) + empty)
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert batch.max_seqlen >= max(lengths, default=0)
+    assert batch.sequence_lengths() == [len(row) for row in rows]
     assert batch.segment_ids().tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
     assert batch.positions().tolist() == [i for n in lengths for i in range(n)]
+    assert_equal(batch.to("cpu"), batch)
+    for field, dtype in DTYPES.items():
+        assert getattr(batch, field).dtype == dtype
 
 
 @given(rows=ROWS, padding=st.integers(0, 40), longest=st.integers(1, 9))
@@ -88,56 +89,25 @@ def test_no_segment_of_the_tail_is_longer_than_a_sequence_may_be(
             PackedBatch.pack(rows, max_segments=len(rows) + pieces - 1, **shape)
 
 
-def test_a_sequence_longer_than_the_longest_is_rejected() -> None:
-    with pytest.raises(DataError, match="at most 9 each"):
-        PackedBatch.pack([encode("MKVAAGYWL")], token_budget=16, max_segments=4, max_seqlen=8)
-
-
-def test_dtypes_are_those_promised() -> None:
-    batch = PackedBatch.pack([encode("MKV")], token_budget=8, max_segments=4)
-    dtypes = (
-        batch.tokens.dtype,
-        batch.cu_seqlens.dtype,
-        batch.sequence_ids.dtype,
-        batch.draw_ids.dtype,
-    )
-    assert dtypes == (torch.uint8, torch.int32, torch.int64, torch.int64)
-
-
-def test_without_pins_the_batch_is_as_large_as_its_content() -> None:
-    batch = PackedBatch.pack([encode("MKV"), encode("ACDEF")])
-    assert (batch.num_tokens, batch.num_segments, batch.max_seqlen) == (8, 2, 5)
-    assert batch.global_sequences == 2
-
-
 def test_ids_and_limits_are_kept_as_given() -> None:
-    batch = PackedBatch.pack(
-        [encode("MK"), encode("AC")],
-        sequence_ids=[40, 7],
-        draw_ids=[5, 6],
-        global_sequences=9,
-        token_budget=6,
-        max_segments=4,
-        max_seqlen=6,
-    )
+    rows = [encode("MK"), encode("ACD")]
+    limits = {"token_budget": 6, "max_segments": 4, "max_seqlen": 6}
+    ids = {"sequence_ids": [40, 7], "draw_ids": [5, 6], "global_sequences": 9}
+    batch = PackedBatch.pack(rows, **ids, **limits)
     assert batch.sequence_ids.tolist() == [40, 7, -1, -1]
     assert batch.draw_ids.tolist() == [5, 6, -1, -1]
     assert (batch.global_sequences, batch.max_seqlen) == (9, 6)
-
-
-@pytest.mark.parametrize(
-    "pins", [{"token_budget": 4}, {"max_segments": 1}, {"token_budget": 6, "max_segments": 2}]
-)
-def test_what_does_not_fit_is_rejected_with_the_remedy(pins: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="raise the token budget"):
-        PackedBatch.pack([encode("MKV"), encode("AC")], **pins)
+    bare = PackedBatch.pack(rows)
+    assert (bare.num_tokens, bare.num_segments, bare.max_seqlen) == (5, 2, 3)
+    assert bare.global_sequences == 2
+    for wrong in ({"token_budget": 4}, {"max_segments": 1}, {"max_segments": 2}, {"max_seqlen": 2}):
+        with pytest.raises(DataError):
+            PackedBatch.pack(rows, **{**limits, **wrong})
 
 
 @given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
 @settings(deadline=None)
-def test_a_batch_of_a_written_row_is_the_packed_one(
-    rows: list[np.ndarray], padding: int, empty: int
-) -> None:
+def test_a_written_row_is_the_packed_one(rows: list[np.ndarray], padding: int, empty: int) -> None:
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     written = np.array([t for row in rows for t in row] + [PAD] * padding, dtype=np.uint8)
     segments = len(rows) + (padding > 0) + empty
@@ -151,10 +121,8 @@ def test_a_batch_of_a_written_row_is_the_packed_one(
 @pytest.mark.parametrize(
     ("lengths", "pins"), [([3, 4], {}), ([3, 2], {"max_segments": 2}), ([6], {"max_segments": 0})]
 )
-def test_a_row_that_does_not_hold_its_sequences_is_rejected(
-    lengths: list[int], pins: dict[str, int]
-) -> None:
-    with pytest.raises(DataError, match=f"{len(lengths)} sequences of {sum(lengths)} tokens"):
+def test_a_row_of_other_lengths_is_rejected(lengths: list[int], pins: dict[str, int]) -> None:
+    with pytest.raises(DataError):
         PackedBatch.of_row(np.zeros(6, dtype=np.uint8), np.array(lengths), **pins)
 
 
@@ -168,11 +136,6 @@ def test_a_batch_goes_to_another_process_whole_and_without_shared_memory() -> No
     received.tokens[0] = PAD  # its memory is its own, and may be written
 
 
-def test_moving_a_batch_keeps_every_field() -> None:
-    batch = PackedBatch.pack([encode("MKV")], token_budget=5, global_sequences=3)
-    assert_equal(batch.to("cpu"), batch)
-
-
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-100, 100)), max_size=30))
 @settings(deadline=None)
 def test_segment_sum_adds_by_segment(pairs: list[tuple[int, int]]) -> None:
@@ -180,8 +143,3 @@ def test_segment_sum_adds_by_segment(pairs: list[tuple[int, int]]) -> None:
     values = torch.tensor([v for _, v in pairs], dtype=torch.float64)
     expected = [sum(v for s, v in pairs if s == segment) for segment in range(5)]
     assert segment_sum(values, segments, 5).tolist() == expected
-
-
-def test_sequence_lengths_leave_the_padding_out() -> None:
-    batch = PackedBatch.pack([encode("MKV"), encode("AC")], token_budget=9, max_segments=5)
-    assert batch.sequence_lengths() == [3, 2]

@@ -15,6 +15,7 @@ import pytest
 from d2plm.core import waiting
 from d2plm.core.errors import DataError
 from d2plm.core.locks import locked
+from tests.conftest import Logged, MonkeyPatch
 
 ROOT = Path(__file__).parents[3]
 HOLDER = """
@@ -29,7 +30,7 @@ with locked(Path(sys.argv[1]), "busy"):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_second_holder_waits_and_finds_what_the_first_has_left(
-    fails: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fails: bool, tmp_path: Path, caplog: Logged
 ) -> None:
     file = tmp_path / "new" / "deeper" / "lock"
     found: list[list[str]] = []
@@ -68,42 +69,29 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
 
 def test_a_lock_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(DataError, match=r"file/lock: cannot be written"),
-        locked(tmp_path / "file" / "lock", "busy"),
-    ):
-        pass
-
-
-def test_a_folder_that_takes_no_files_is_an_error_instead_of_endless_waiting() -> None:
-    with (
-        pytest.raises(DataError, match=r"^/proc/lock: cannot be written"),
-        locked(Path("/proc/lock"), "busy"),
-    ):
-        pass
+    for lock in (tmp_path / "file" / "lock", Path("/proc/lock")):
+        with pytest.raises(DataError, match=f"^{lock}: "), locked(lock, "busy"):
+            pass
 
 
 def test_a_wait_is_reported_every_minute_and_ends_at_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     file = tmp_path / "lock"
     busy = "another training writes"
-    given_up = f"^{busy}: it has not ended within data.max_wait_seconds=0.5"
     with (
         caplog.at_level(logging.INFO),
         locked(file, "busy"),
-        pytest.raises(DataError, match=given_up),
+        pytest.raises(DataError, match=r"data\.max_wait_seconds=0\.5"),
         locked(file, busy, max_wait_seconds=0.5, limit_key="data.max_wait_seconds"),
     ):
         pass
-    assert caplog.text.count(f"waiting for the end of this: {busy}, 0 s so far") > 2
+    assert caplog.text.count(busy) > 2
     assert not file.exists()
 
 
-def test_progress_starts_a_wait_anew(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_progress_starts_a_wait_anew(monkeypatch: MonkeyPatch, caplog: Logged) -> None:
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.02)
     done = count()
     with caplog.at_level(logging.INFO), waiting.waiting("steps", lambda: next(done)):

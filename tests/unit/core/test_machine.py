@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from d2plm.core import machine
+from tests.conftest import MonkeyPatch
 
 
 def groups(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
@@ -49,23 +50,20 @@ def test_the_tightest_limit_of_the_control_groups_counts(
     assert machine.cgroup_limits(*groups(tmp_path, files)) == limits
 
 
-@pytest.mark.parametrize(("quota", "usable"), [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
-def test_a_quota_leaves_whole_cores_and_at_least_one(
-    quota: float | None, usable: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("quota", "usable", "given", "threads"),
+    [(None, 8, None, None), (2.5, 2, None, "2"), (0.5, 1, "5", "5"), (64.0, 8, None, None)],
+)
+def test_a_quota_limits_cores_and_threads_but_never_against_the_user(
+    quota: float | None,
+    usable: int,
+    given: str | None,
+    threads: str | None,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "available_cpus", lambda: 8)
     monkeypatch.setattr(machine, "cgroup_limits", lambda: (quota, None))
     assert machine.usable_cores() == usable
-
-
-@pytest.mark.parametrize(
-    ("quota", "given", "threads"), [(2.0, None, "2"), (2.0, "5", "5"), (None, None, None)]
-)
-def test_threads_are_limited_by_a_quota_alone_and_never_against_the_user(
-    quota: float | None, given: str | None, threads: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "available_cpus", lambda: 8)
-    monkeypatch.setattr(machine, "cgroup_limits", lambda: (quota, None))
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
@@ -87,7 +85,7 @@ def test_threads_soon_sleep_while_they_wait_unless_the_user_says_otherwise(
         assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
-def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 2**31)
     machine.configure_home()
     assert Path.home() != Path(tempfile.gettempdir())

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,7 @@ from d2plm.core.processes import (
     run_program,
     train_locally,
 )
+from tests.conftest import MonkeyPatch
 
 # A program of ours, and one that has a child of its own and ends orderly on SIGTERM.
 CHILD = """
@@ -105,7 +107,7 @@ def left_after(
     ) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
-        time.sleep(1)  # a child that ends by itself would have done so
+        time.sleep(0.3)  # a child that ends by itself would have done so
         alive = running(pids)
         end(parent.pid)
         code = parent.wait(60)
@@ -122,11 +124,15 @@ def test_children_end_with_a_parent_that_is_killed(kind: str, tmp_path: Path) ->
     assert left == (-signal.SIGKILL, number, [])
 
 
-@pytest.mark.parametrize("kind", ["python", "jobs", "another program"])
 @pytest.mark.parametrize(
-    ("number", "send"),
-    [(signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg), (signal.SIGINT, os.killpg)],
-    ids=["SIGTERM", "SIGTERM to the group", "Ctrl-C"],
+    ("kind", "number", "send"),
+    [
+        ("python", signal.SIGTERM, os.killpg),
+        ("jobs", signal.SIGTERM, os.kill),
+        ("jobs", signal.SIGINT, os.killpg),
+        ("another program", signal.SIGTERM, os.kill),
+        ("another program", signal.SIGINT, os.killpg),
+    ],
 )
 def test_a_signal_ends_the_children_too(
     kind: str, number: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
@@ -161,19 +167,6 @@ def test_a_child_that_ignores_sigterm_is_killed_by_a_second_signal(tmp_path: Pat
     assert time.monotonic() - began < processes.GRACE_SECONDS / 2
 
 
-def test_a_child_that_does_not_end_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
-    stubborn = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
-    with (
-        pytest.raises(ZeroDivisionError),
-        processes.child(["sh", "-c", stubborn], stdout=subprocess.PIPE) as process,
-    ):
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        _ = 1 / 0
-    assert process.returncode == -signal.SIGKILL
-
-
 def test_a_child_of_a_parent_that_is_gone_already_ends_at_once() -> None:
     gone = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True
@@ -182,7 +175,7 @@ def test_a_child_of_a_parent_that_is_gone_already_ends_at_once() -> None:
     assert run([sys.executable, "-c", CHILD], environment) == 128 + signal.SIGKILL
 
 
-def test_only_a_child_is_told_whom_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_child_is_told_whom_to_watch(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv(*next(iter(for_children().items())))
     end_with_parent()  # this very process, which goes on
     assert processes.PARENT not in os.environ
@@ -191,10 +184,7 @@ def test_only_a_child_is_told_whom_to_watch(monkeypatch: pytest.MonkeyPatch) -> 
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [("exit 0", 0), ("exit 3", 3), ("kill -TERM $$", 143), ("kill -KILL $$", 137)],
-)
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", 137)])
 def test_exit_codes_are_passed_on(script: str, code: int, tmp_path: Path) -> None:
     assert run(["sh", "-c", script]) == code
     assert run_program(["sh", "-c", script], tmp_path, tmp_path / "log") == code
@@ -211,31 +201,22 @@ def test_what_a_program_leaves_running_is_killed_and_its_output_kept(tmp_path: P
     while running([int(pid)]) and time.monotonic() < limit:
         time.sleep(0.05)
     assert not running([int(pid)])
-    assert last_lines(log) == "the end"
-    assert last_lines(log, 2) == f"{tmp_path} | the end"
     assert last_lines(log, 5, start=len("before\n")) == f"{pid} | {tmp_path} | the end"
-    assert last_lines(log, start=log.stat().st_size) == "no output"
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        (137, "exit code 137, SIGKILL; the same command resumes it; SIGKILL usually means"),
-        (255, "exit code 255; the same command resumes it"),
-        (2, "exit code 2; its own message is above"),
-    ],
-)
+@pytest.mark.parametrize("code", [137, 255, 2])
 def test_training_that_ends_early_passes_on_its_exit_code(
-    code: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    code: int, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     ran = []
     monkeypatch.setattr(processes, "run", lambda *words: ran.append(words) or code)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     monkeypatch.delenv(processes.GLOO_INTERFACE, raising=False)
-    with pytest.raises(LaunchError, match=said) as caught:
+    with pytest.raises(LaunchError) as caught:
         train_locally(tmp_path / "config.yaml", processes=2)
     assert caught.value.exit_code == code
+    assert ("resumes it" in str(caught.value)) == (code != 2)
     ((command, environment),) = ran
     assert {"--nproc-per-node=2", "--local-addr=localhost"} <= {*command}
     assert environment[processes.GLOO_INTERFACE].startswith("lo")  # no look-up of its own name
@@ -269,23 +250,9 @@ def test_a_signal_waits_for_the_end_of_the_block(number: int) -> None:
         signal.signal(number, before)
 
 
-def test_another_thread_has_nothing_to_hold_back() -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    seen = []
-
-    def block() -> None:
-        with deferred():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=block)
-    thread.start()
-    thread.join()
-    assert seen == [handler]
-
-
 @pytest.mark.parametrize("error", [SystemExit, ValueError])
 def test_a_handler_may_be_kept_for_the_way_out(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], monkeypatch: MonkeyPatch
 ) -> None:
     at_exit = []
     monkeypatch.setattr(atexit, "register", lambda *words: at_exit.append(words))
@@ -315,17 +282,10 @@ def python(code: str) -> list[str]:
 
 
 def test_each_job_runs_its_commands_in_order_and_is_given_when_done(tmp_path: Path) -> None:
-    jobs = [
-        Job(
-            f"job {i}",
-            [python(f"print('first {i}')"), python("print('second')")],
-            tmp_path / f"{i}",
-        )
-        for i in range(3)
-    ]
-    done = {job.name for job in run_jobs(jobs, parallel=2)}
-    assert done == {"job 0", "job 1", "job 2"}
-    assert (tmp_path / "1").read_text() == "first 1\nsecond\n"
+    words = [python("print('first')"), python("print('second')")]
+    jobs = [Job(f"job {i}", words, tmp_path / f"{i}") for i in range(3)]
+    assert {job.name for job in run_jobs(jobs, parallel=2)} == {"job 0", "job 1", "job 2"}
+    assert (tmp_path / "1").read_text() == "first\nsecond\n"
 
 
 def test_no_more_than_asked_run_at_once_each_with_its_share_of_the_cores(tmp_path: Path) -> None:
@@ -353,8 +313,30 @@ def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> No
         Job("broken", [python("import time; time.sleep(1); raise SystemExit('no luck')")],
             tmp_path / "broken.log"),
     ]  # fmt: skip
-    with pytest.raises(LaunchError, match=r"broken: .*exit code 1 \(no luck\).*broken\.log"):
+    with pytest.raises(LaunchError, match=r"broken: .*no luck.*broken\.log"):
         list(run_jobs(jobs, parallel=2))
     last = marker.stat().st_mtime_ns
     time.sleep(0.5)
     assert marker.stat().st_mtime_ns == last, "the other job was ended"
+
+
+def test_a_child_that_does_not_end_in_time_is_killed(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    stubborn = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
+    with (
+        pytest.raises(ZeroDivisionError),
+        processes.child(["sh", "-c", stubborn], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        _ = 1 / 0
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_another_thread_has_nothing_to_hold_back() -> None:
+    def block() -> object:
+        with deferred():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(block).result() is signal.getsignal(signal.SIGTERM)

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 import lmdb
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -20,8 +19,6 @@ from d2plm.data.ingest import describe, ingest
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.statistics import plot, store_statistics, table
 from d2plm.data.store import SequenceStore
-from d2plm.data.store_writer import SequenceStoreWriter
-from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences
 
 LETTERS = {"protein": "ACDEFGHIKLMNPQRSTVWYX", "dna": "ACGTN", "rna": "ACGUN", "codon": "ACGT"}
 WORDS = [
@@ -130,17 +127,6 @@ def test_statistics_count_tokens(any_vocabulary: Vocabulary, tmp_path: Path) -> 
         plot({"raw": found}, tmp_path / "a.svg", "title")
 
 
-def test_a_token_that_no_text_has_is_rejected(any_vocabulary: Vocabulary, tmp_path: Path) -> None:
-    with SequenceStoreWriter(tmp_path / "s", "raw", vocabulary=any_vocabulary) as writer:
-        tokens = np.array([4, any_vocabulary.mask], dtype=any_vocabulary.dtype)
-        writer.extend([b"a"], [tokens.tobytes()])
-    store = SequenceStore(tmp_path / "s")
-    with pytest.raises(DataError, match=f"not {any_vocabulary.nouns.token}s"):
-        export_sequences(store, tmp_path / ("o.jsonl" if any_vocabulary.is_text else "o.fasta"))
-    with pytest.raises(DataError, match=f"no sequence of {any_vocabulary.nouns.token}s"):
-        store_statistics(store)
-
-
 def test_batches_hold_the_stores_tokens(any_vocabulary: Vocabulary, tmp_path: Path) -> None:
     store = _store(tmp_path, any_vocabulary)
     loader = PackedLoader([Collection(store)], token_budget=512, max_length=512)
@@ -156,36 +142,7 @@ def test_batches_hold_the_stores_tokens(any_vocabulary: Vocabulary, tmp_path: Pa
     assert seen == {i: [CLS, *tokens.tolist(), EOS] for i, tokens in enumerate(store)}
 
 
-def test_substitutes_are_of_the_same_vocabulary(any_vocabulary: Vocabulary, tmp_path: Path) -> None:
-    store = _store(tmp_path, any_vocabulary)
-    shuffled = ShuffledSequences(store)
-    synthetic = SyntheticSequences(store.lengths, vocabulary=store.vocabulary)
-    assert shuffled.vocabulary == synthetic.vocabulary == any_vocabulary
-    for index in (0, 7):
-        assert sorted(shuffled[index].tolist()) == sorted(store[index].tolist())
-        assert synthetic[index].dtype == any_vocabulary.dtype
-        assert any_vocabulary.is_predicted(synthetic[index]).all()
-
-
-def test_collections_of_two_vocabularies_are_refused(tmp_path: Path) -> None:
-    lengths = np.full(9, 5, dtype=np.int32)
-    parts = [SyntheticSequences(lengths, vocabulary=vocabulary(name)) for name in ("dna", "rna")]
-    with pytest.raises(DataError, match="different alphabets"):
-        PackedLoader([Collection(one, 1.0) for one in parts], token_budget=64, max_length=64)
-
-
-def test_what_is_no_buffer_of_bytes_is_not_stored(tmp_path: Path) -> None:
-    found = vocabulary("bytes")
-    with (
-        pytest.raises(TypeError, match="buffers of bytes"),
-        SequenceStoreWriter(tmp_path / "s", "raw", vocabulary=found) as writer,
-    ):
-        writer.extend([b"a"], [np.array([4, 5], dtype=np.uint16)])
-
-
-def test_a_store_without_its_tokenizer_or_with_half_a_token_is_damaged(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_a_store_without_its_tokenizer_is_damaged(tmp_path: Path, tokenizer: Path) -> None:
     store = _store(tmp_path, vocabulary("tokenizer", tokenizer=tokenizer))
     path = store.path
     (saved,) = path.glob("*tokenizer.json")

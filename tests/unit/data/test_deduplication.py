@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from d2plm.core.vocabulary import PROTEIN, Tokenised, encode
 from d2plm.data.deduplication import Deduplicator
+from tests.conftest import MonkeyPatch
 
 Record = tuple[bytes, str]
 
@@ -23,7 +24,7 @@ def _add(sorter: Deduplicator, names: list[bytes], found: Tokenised, kept: list[
 
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
 def test_equal_pieces_have_the_numbers_of_all_their_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+    tmp_path: Path, monkeypatch: MonkeyPatch, buffer_bytes: int
 ) -> None:
     monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", buffer_bytes)
     sorter, draw = Deduplicator(tmp_path), random.Random(0)
@@ -89,50 +90,6 @@ def test_sorts_as_a_set_sorted_by_digest_in_memory(
     pairs, duplicates = _sort(folder, records, buffer_bytes, batch)
     assert pairs == _sort_in_memory(records)
     assert len(pairs) + duplicates == len(records)
-
-
-@pytest.fixture(scope="module")
-def many() -> list[Record]:
-    """Two thousand records, a third of them duplicates, some under the same name."""
-    draw = random.Random(0)
-    sequences = ["".join(draw.choices("ACDEFGHIKL", k=draw.randint(1, 60))) for _ in range(1400)]
-    return [(b"p%d" % draw.randrange(1900), draw.choice(sequences)) for _ in range(2000)]
-
-
-@pytest.mark.parametrize("buffer_bytes", [1, 3000, 40_000, 1 << 20])
-def test_a_buffer_of_any_size_gives_the_same(
-    tmp_path: Path, many: list[Record], buffer_bytes: int
-) -> None:
-    pairs, duplicates = _sort(tmp_path / "runs", many, buffer_bytes, batch=50)
-    assert pairs == _sort_in_memory(many)
-    assert len(pairs) + duplicates == 2000
-    assert any((tmp_path / "runs").iterdir()) == (buffer_bytes < 1 << 20)
-
-
-@pytest.mark.parametrize("buffer_bytes", [3000, 1 << 20])
-def test_the_order_of_the_input_is_of_no_influence(
-    tmp_path: Path, many: list[Record], buffer_bytes: int
-) -> None:
-    shuffled = random.Random(1).sample(many, len(many))
-    one = _sort(tmp_path / "a", many, buffer_bytes, batch=50)
-    assert one == _sort(tmp_path / "b", shuffled, buffer_bytes, batch=33)
-    assert one == _sort(tmp_path / "c", many[::-1], 1 << 20, batch=500)
-
-
-def test_only_the_records_that_are_kept_are_taken(tmp_path: Path) -> None:
-    sorter = Deduplicator(tmp_path)
-    cleaned = PROTEIN.tokenise([b"MK*", b"JJ", b"", b"A-C", b"WY"])
-    _add(sorter, [b"a", b"d"], cleaned, [0, 3])
-    _add(sorter, [], PROTEIN.tokenise([b"1"]), [])
-    (part,) = sorter.sorted()
-    expected = sorted([encode("MK"), encode("AC")], key=lambda s: hashlib.sha256(s).digest())
-    assert part.sequences == [tokens.tobytes() for tokens in expected]
-    assert sorted(part.names) == [b"a", b"d"]
-    assert part.duplicates == 0
-
-
-def test_nothing_gives_nothing(tmp_path: Path) -> None:
-    assert list(Deduplicator(tmp_path).sorted()) == []
 
 
 def test_duplicates_are_merged_before_they_are_written(tmp_path: Path) -> None:

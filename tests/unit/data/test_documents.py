@@ -1,15 +1,10 @@
 """Texts: every form gives the same documents, long ones come in parts, and nothing is lost."""
 
-import bz2
 import gzip
 import json
-import lzma
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,19 +15,17 @@ import pyarrow.parquet
 import pytest
 
 from d2plm.core.errors import DataError, SplitError
-from d2plm.core.vocabulary import DNA, PROTEIN, Vocabulary, vocabulary
+from d2plm.core.vocabulary import DNA, vocabulary
 from d2plm.data.ingest import ingest
 from d2plm.data.sources import read_sources, resolve_inputs
 from d2plm.data.split import hold_out
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading, SplitSettings
+from tests.conftest import MonkeyPatch
 
 BYTES = vocabulary("bytes")
 TEXT = "In the beginning\nwas the Wörd.\n\n \t\nAnd the word\r\nwas “with” God;\n\n\nand\n" * 40
 DOCUMENTS = [("a", "Döcument one,\nof two lines\n"), ("b", "\ttwo"), ("c", "“three” \U0001f600")]
-
-
-_zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
 
 
 def _write(path: Path, content: bytes | str) -> Path:
@@ -73,7 +66,7 @@ def _expected(text: str, form: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("part", [7, 64, 1 << 20])
 @pytest.mark.parametrize("form", ["text", "lines", "paragraphs"])
 def test_a_plain_text_is_read_whole_in_parts_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, part: int
+    tmp_path: Path, monkeypatch: MonkeyPatch, form: str, part: int
 ) -> None:
     monkeypatch.setattr("d2plm.data.documents._PART_BYTES", part)
     monkeypatch.setattr("d2plm.data.documents._BLOCK_BYTES", part)
@@ -81,20 +74,10 @@ def test_a_plain_text_is_read_whole_in_parts_of_any_size(
     assert _read(path, in_parts=True, format=form) == _expected(TEXT, form)
 
 
-def test_a_long_document_needs_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d2plm.data.documents._WHOLE_BYTES", 100)
-    path = _write(tmp_path / "a.txt", TEXT)
-    with pytest.raises(DataError, match=r"a.txt, line 1: a record of more than 100 .* window"):
-        ingest(path, tmp_path / "out", vocabulary=BYTES)
-
-
-@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress, bz2.compress, _zstd])
 @pytest.mark.parametrize("ending", ["jsonl", "json", "ndjson"])
-def test_json_lines_are_documents(
-    tmp_path: Path, compress: Callable[[bytes], bytes], ending: str
-) -> None:
+def test_json_lines_are_documents(tmp_path: Path, ending: str) -> None:
     lines = [json.dumps({"meta": {}, "text": text, "id": name}) for name, text in DOCUMENTS]
-    content = compress(("\ufeff" + "\n\n".join(lines)).encode())
+    content = gzip.compress(("\ufeff" + "\n\n".join(lines)).encode())
     assert _read(_write(tmp_path / f"a.{ending}.gz", content)) == DOCUMENTS
 
 
@@ -106,98 +89,51 @@ def test_documents_without_a_name_are_called_after_file_and_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "place"),
     [
-        ('{"text": "a"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
-        ('\n["a"]\n', "a.jsonl, line 2: list, not an object"),
-        ('{"text": "a"}\n{"text": 3}\n', "a.jsonl, line 2: 'text' is int, not text"),
-        ('{"text": "a", "id": {}}\n', "a.jsonl, line 1: a name that is dict"),
-        ('{"body": "a"}\n', "a.jsonl, line 1: which field holds the text[?].* body"),
-        ('{"text": "a"}\n{"text": null}\n', "a.jsonl, line 2: record .* has no sequence"),
-        ("", "a.jsonl: is empty"),
-        (b'{"text": "\xff"}\n', "a.jsonl, line 1: not JSON"),
-        ('{"text": ' + "[" * 100_000 + "\n", "a.jsonl, line 1: not JSON"),
+        ('{"text": "a"}\n{"text": \n', ", line 2: not JSON"),
+        ('\n["a"]\n', ", line 2: list"),
+        ('{"text": "a"}\n{"text": 3}\n', ", line 2: 'text' is int"),
+        ('{"text": "a", "id": {}}\n', ", line 1: a name that is dict"),
+        ('{"body": "a"}\n', ", line 1: .* body"),
+        ('{"text": "a"}\n{"text": null}\n', ", line 2: record"),
+        ("", ": is empty"),
+        (b'{"text": "\xff"}\n', ", line 1: not JSON"),
+        ('{"text": ' + "[" * 100_000 + "\n", ", line 1: not JSON"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, message: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, place: str) -> None:
     path = _write(tmp_path / "a.jsonl", content)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=f"{path}{place}") as caught:
         ingest(path, tmp_path / "out", vocabulary=BYTES)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        ("a.fa", b">a\nMKV\n", "a.fa: is FASTA; set alphabet to protein, dna, .* format=text"),
-        ("a.FASTA.gz", gzip.compress(b"\n>a\nMKV\n", mtime=0), "a.FASTA.gz: is FASTA"),
-        (
-            "a.idx",
-            b"MMIDIDX\0\0",
-            "a.idx: is by its name one file of a .* corpus, and .*a.bin is missing",
-        ),
-        ("a.bin", b"\1\0", "a.bin: is by its name .* corpus, and .*a.idx is missing"),
+        *(("a.fa", b">a\nMKV\n"), ("a.FASTA.gz", gzip.compress(b"\n>a\nMKV\n", mtime=0))),
+        *(("a.idx", b"MMIDIDX\0\0"), ("a.bin", b"\1\0")),
     ],
 )
-def test_a_file_of_another_form_is_a_text_only_if_it_is_said_to_be(
-    tmp_path: Path, name: str, content: bytes, message: str
+def test_a_file_of_another_form_is_no_text_unasked(
+    tmp_path: Path, name: str, content: bytes
 ) -> None:
     path = _write(tmp_path / name, content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"{path}: .*format=text"):
         ingest(path, tmp_path / "out", vocabulary=BYTES)
     ingest(path, tmp_path / "out", vocabulary=BYTES, reading=Reading(format="text"))
     ingest(_write(tmp_path / "persian.fa", "سلام"), tmp_path / "persian", vocabulary=BYTES)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "alphabet", "advice"),
-    [
-        (
-            "a.txt",
-            "In the beginning\nwas\n",
-            "protein",
-            "; text is ingested with alphabet=bytes or tokenizer",
-        ),
-        ("a.txt", "MKTAYI\n", "protein", "plain or compressed"),
-        ("a.jsonl", '{"text": "the word, and"}', "protein", "'the word, and' is no sequence; .*"),
-        ("a.jsonl", '{"text": "the word, and"}', "codon", "'the word, and' is no sequence; .*"),
-        ("a.fasta", ">a\nMKVLE\n", "protein", None),
-        ("a.fasta", ">a\nMK?\n", "protein", "on_illegal=drop"),
-        ("a.fasta", ">a\nMKVLE\n", "dna", "; proteins are ingested with alphabet=protein"),
-        ("a.fasta", ">a\nMKVLE\n", "codon", "; proteins are ingested with alphabet=protein"),
-        ("a.fasta", ">a\nACGT\n", "codon", "on_illegal=drop"),
-    ],
-)
-def test_an_input_of_another_alphabet_is_told_which(
-    tmp_path: Path, name: str, content: str, alphabet: str, advice: str | None
-) -> None:
-    path = _write(tmp_path / name, content)
-    with nullcontext() if advice is None else pytest.raises(DataError, match=f"{advice}$"):
-        ingest(path, tmp_path / "out", vocabulary=vocabulary(alphabet))
-
-
-@pytest.mark.parametrize(
-    ("alphabet", "remedy"),
-    [("bytes", "give more records, or set format=paragraphs or lines"), ("dna", "give more re")],
-)
-def test_one_record_in_pieces_is_too_few_to_split(
-    tmp_path: Path, alphabet: str, remedy: str
-) -> None:
+def test_one_record_in_pieces_is_too_few_to_split(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
-    path = _write(tmp_path / "a", ">a\n" + "".join(random.choice([*"ACGT"], 2000)))
-    raw = tmp_path / "raw"
-    ingest(path, raw, vocabulary=vocabulary(alphabet), window=100)
-    store = SequenceStore(raw)
+    path = _write(tmp_path / "a", "".join(random.choice([*"ACGT"], 2000)))
+    ingest(path, tmp_path / "raw", vocabulary=BYTES, window=100)
+    store = SequenceStore(tmp_path / "raw")
     selected, clusters = np.ones(len(store), np.bool_), np.zeros(len(store), np.int32)
-    with pytest.raises(SplitError, match=f"all pieces of one record, .*; {remedy}"):
+    with pytest.raises(SplitError, match="format=paragraphs"):
         hold_out(store, selected, clusters, SplitSettings(), "near_duplicate_similarity")
-
-
-def test_proteins_may_come_as_json_lines(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.jsonl", '{"sequence": "MKV", "id": 7}\n')
-    ingest(path, tmp_path / "out")
-    store = SequenceStore(tmp_path / "out")
-    assert (store.vocabulary, store.names(0), PROTEIN.decode(store[0])) == (PROTEIN, ["7"], "MKV")
 
 
 def _pieces(path: Path) -> dict[str, list[str]]:
@@ -211,9 +147,7 @@ def _pieces(path: Path) -> dict[str, list[str]]:
     return {name: [one[number] for number in sorted(one)] for name, one in found.items()}
 
 
-def test_pieces_of_a_text_in_parts_are_the_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_parts_are_the_text(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     text = TEXT.replace("“", '"').replace("”", '"').replace("ö", "o")
     path = _write(tmp_path / "a.txt", text)
     manifest = ingest(path, tmp_path / "whole", vocabulary=BYTES, window=50)
@@ -228,8 +162,8 @@ def test_pieces_of_a_text_in_parts_are_the_text(
 
 
 @pytest.mark.parametrize("width", [60, 10**6])
-def test_a_long_record_of_fasta_may_come_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+def test_long_records_of_fasta_are_parts(
+    tmp_path: Path, monkeypatch: MonkeyPatch, width: int
 ) -> None:
     records = {
         "short": "ACGT" * 9,
@@ -253,19 +187,18 @@ def test_a_long_record_of_fasta_may_come_in_parts(
         for index in range(len(store))
         for name in store.names(index)
     }
-    with pytest.raises(DataError, match=r"'long words' has more than 1,000 bytes.* window"):
+    with pytest.raises(DataError, match="'long words' has more than 1,000"):
         ingest(path, tmp_path / "out", vocabulary=DNA)
 
 
-def test_the_hub_needs_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_needs_its_library(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"^hf://datasets/a/b: .* needs datasets.*pip install"):
-        ingest("hf://datasets/a/b", tmp_path / "out", vocabulary=BYTES)
-    with pytest.raises(DataError, match="not the name of a dataset"):
-        ingest("hf://datasets/a", tmp_path / "out", vocabulary=BYTES)
+    for name in ("hf://datasets/a/b", "hf://datasets/a"):
+        with pytest.raises(DataError, match=f"^{name}: "):
+            ingest(name, tmp_path / "out", vocabulary=BYTES)
 
 
-def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -280,21 +213,16 @@ def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: pytest.Mo
         _read(Path("hf://datasets/owner/name:none"))
 
 
-@pytest.mark.parametrize("alphabet", ["dna", "rna", "codon"])
-def test_nucleotides_are_refused_as_proteins_and_read_as_what_they_are(
-    tmp_path: Path, alphabet: str
-) -> None:
-    found: Vocabulary = vocabulary(alphabet)
-    path = _write(tmp_path / "a.fasta", "".join(f">g{n}\n{'GATTACNNT' * 9}\n" for n in range(100)))
-    with pytest.raises(DataError, match=r"nucleotides, as do 100 of 100 .* alphabet=dna"):
-        ingest(path, tmp_path / "out")
-    assert ingest(path, tmp_path / "out", vocabulary=found)["provenance"]["records"] == 100
-    assert SequenceStore(tmp_path / "out").vocabulary == found
-
-
-def test_peptides_of_few_letters_are_proteins(tmp_path: Path) -> None:
+def test_peptides_of_few_letters_are_proteins_and_nucleotides_none(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.fasta", ">a\nGACGATTACA\n>b\nCATTAG\n")
     assert ingest(path, tmp_path / "short")["sequences"] == 2
     path = _write(tmp_path / "b.fasta", f">a\nMLE{'GATTACA' * 3}\n>b\n{'GATTACA' * 9}\n")
-    with pytest.raises(DataError, match="'b' looks like nucleotides, as do 1 of 2 records"):
+    with pytest.raises(DataError, match="'b' looks like nucleotides, as do 1 of 2"):
         ingest(path, tmp_path / "other")
+
+
+def test_a_long_document_needs_a_window(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr("d2plm.data.documents._WHOLE_BYTES", 100)
+    path = _write(tmp_path / "a.txt", TEXT)
+    with pytest.raises(DataError, match="line 1: a record of more than 100"):
+        ingest(path, tmp_path / "out", vocabulary=BYTES)

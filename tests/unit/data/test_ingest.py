@@ -1,7 +1,6 @@
 """Ingest: nothing is lost silently, whatever the input, the time of a kill, or the disk space."""
 
 import gzip
-import os
 import random
 import re
 import signal
@@ -9,25 +8,24 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import pyarrow
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from d2plm.core.errors import ConfigError, DataError
+from d2plm.cli import main
+from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import decode, vocabulary
-from d2plm.data.ingest import describe, ingest
+from d2plm.data.ingest import ingest
 from d2plm.data.records import WITHOUT_CONTROL
 from d2plm.data.store import SequenceStore
 from d2plm.data.tables import NO_SEQUENCE
 from d2plm.settings.data import Reading
+from tests.conftest import MonkeyPatch
 
 ROOT = Path(__file__).parents[3]
 PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
@@ -46,27 +44,12 @@ def _names(path: Path) -> dict[str, list[str]]:
     return {decode(tokens): store.names(index) for index, tokens in enumerate(store)}
 
 
-def _run(
-    *words: str, input: bytes | None = None, prelude: str = "", cwd: Path = ROOT
-) -> "subprocess.CompletedProcess[bytes]":
-    """`d2plm <words>` in a process of its own, in which `prelude` has been run first."""
-    command = [sys.executable, "-m", "d2plm", *words]
-    if prelude:
-        program = f"import sys\n{prelude}\nfrom d2plm.cli import main\nsys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", program, *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=cwd, input=input, capture_output=True, env=environment, check=False
-    )
-
-
 def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path: Path) -> None:
     fasta = _fasta(
         tmp_path / "in.fasta",
         *(("one", "MKVLA"), ("same", "mkv\nla*"), ("short", "MK"), ("long", "M" * 9)),
         *(("wrong", "MKJ"), ("empty", ""), ("stop", "M*K"), ("same", "MKVLA"), ("two", "ACDEF")),
     )
-    lines: list[str] = []
     manifest = ingest(
         fasta,
         tmp_path / "out",
@@ -74,7 +57,6 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
         min_residues=3,
         max_residues=8,
         provenance={"from": "a test"},
-        report=lines.append,
     )
     assert manifest["provenance"] == {
         "from": "a test",
@@ -88,20 +70,13 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
     assert (manifest["sequences"], manifest["residues"], manifest["kind"]) == (2, 10, "raw")
     assert _names(tmp_path / "out") == {"MKVLA": ["one", "same"], "ACDEF": ["two"]}
     SequenceStore(tmp_path / "out").verify()
-    assert lines == [f"reading {fasta}", describe(SequenceStore(tmp_path / "out"))]
-    assert describe(SequenceStore(tmp_path / "out")) == (
-        "2 distinct sequences, 10 residues, of 9 records; 2 equal to another; 2 illegal letter; "
-        "1 no sequence; 1 shorter than 3; 1 longer than 8"
-    )
 
 
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [("MK\nVJ", "line 5: record 'bad' holds 'J'"), ("*", "line 3: record 'bad' has no sequence")],
 )
-def test_a_bad_record_is_rejected_unless_it_may_be_dropped(
-    tmp_path: Path, sequence: str, message: str
-) -> None:
+def test_bad_records_are_rejected_or_dropped(tmp_path: Path, sequence: str, message: str) -> None:
     fasta = _fasta(tmp_path / "in.fasta", ("good", "MK"), ("bad", sequence), ("next", "AC"))
     with pytest.raises(DataError) as caught:
         ingest(fasta, tmp_path / "out")
@@ -112,7 +87,7 @@ def test_a_bad_record_is_rejected_unless_it_may_be_dropped(
 
 
 def test_the_store_does_not_depend_on_the_order_or_the_division_of_the_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     with gzip.open(PROTEINS, "rt") as stream:
         texts = list(islice(stream.read()[1:].split("\n>"), 1500))
@@ -128,26 +103,9 @@ def test_the_store_does_not_depend_on_the_order_or_the_division_of_the_input(
     assert one["provenance"]["duplicates"] == two["provenance"]["duplicates"] >= 500
 
 
-def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
-    seen: list[float] = []
-    ingest(PROTEINS, tmp_path / "out", progress=lambda done, note: seen.append(done))
-    assert seen == sorted(seen)
-    assert 0 < seen[0] < 0.2
-    assert seen[-1] == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("min_residues", 0), ("min_residues", "1"), ("max_residues", 0), ("max_residues", 1.5)],
-)
-def test_impossible_bounds_are_named(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{key}="):
-        ingest(tmp_path / "none", tmp_path / "out", **{key: value})
-
-
 def test_a_sequence_longer_than_a_store_takes_is_cut_left_out_or_refused(tmp_path: Path) -> None:
     fasta = _fasta(tmp_path / "in.fasta", ("most", "M" * 1_000_000), ("long", "M" * 1_000_001))
-    with pytest.raises(DataError, match=r"line 3: record 'long' has 1,000,001 residues.* window"):
+    with pytest.raises(DataError, match="line 3: record 'long' has 1,000,001"):
         ingest(fasta, tmp_path / "out")
     manifest = ingest(fasta, tmp_path / "out", max_residues=1_000_000)
     assert manifest["residues"] == 1_000_000
@@ -155,12 +113,8 @@ def test_a_sequence_longer_than_a_store_takes_is_cut_left_out_or_refused(tmp_pat
     assert ingest(fasta, tmp_path / "out", window=1_000_000)["residues"] == 1_000_001
 
 
-@pytest.mark.parametrize(
-    ("alphabet", "window"), [("protein", 3), ("dna", 4), ("bytes", 1), ("bytes", 7)]
-)
-def test_long_records_are_cut_into_consecutive_pieces(
-    tmp_path: Path, alphabet: str, window: int
-) -> None:
+@pytest.mark.parametrize(("alphabet", "window"), [("protein", 3), ("dna", 4), ("bytes", 7)])
+def test_long_records_are_cut_into_pieces(tmp_path: Path, alphabet: str, window: int) -> None:
     records = {"a": "ACGTAC", "b": "ACG", "c": "G", "d": "TTGCAGCAACGTT", "e": "ACGT"}
     rows = [*records.items(), ("again", "ACG")]
     table = tmp_path / "in.csv"
@@ -194,26 +148,21 @@ def test_long_records_are_cut_into_consecutive_pieces(
     assert account["pieces"] == manifest["sequences"] + account["duplicates"]
 
 
-@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gzip"])
-def test_standard_input_is_an_input(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
-    content = compress(b">a\nMKV\n>b\nACD\n>c\nMKV\n")
-    ran = _run("ingest", "input=-", f"output={tmp_path / 'out'}", input=content)
-    assert ran.returncode == 0, ran.stderr
-    assert b"2 distinct sequences, 6 residues, of 3 records; 1 equal to another" in ran.stderr
-    assert _names(tmp_path / "out") == {"MKV": ["a", "c"], "ACD": ["b"]}
-
-
-def test_a_list_with_a_pattern_and_settings_on_the_command_line(tmp_path: Path) -> None:
+def test_the_command_takes_patterns_and_fields(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "a.csv").write_text("clone,heavy\nx,MKV\ny,M1\n")
-    (tmp_path / "b.csv").write_text("clone,heavy\nz,ACD\n")
-    (tmp_path / "c.tsv").write_text("clone\theavy\nz\tWYW\n")
-    ran = _run(
-        *("ingest", "input=[?.csv,c.tsv]", "output=out"),
-        *("sequence_field=heavy", "name_field=clone", "on_illegal=drop"),
-        cwd=tmp_path,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert _names(tmp_path / "out") == {"MKV": ["x"], "ACD": ["z"], "WYW": ["z"]}
+    (tmp_path / "b.tsv").write_text("clone\theavy\nz\tWYW\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["input=[?.csv,b.tsv]", "output=out", "sequence_field=heavy", "name_field=clone"]
+    assert main(["ingest", *words, "on_illegal=drop"]) == 0
+    assert _names(tmp_path / "out") == {"MKV": ["x"], "WYW": ["z"]}
+
+
+def test_standard_input_is_an_input(tmp_path: Path) -> None:
+    content = gzip.compress(b">a\nMKV\n>b\nACD\n>c\nMKV\n")
+    process = _start(["ingest", "input=-", f"output={tmp_path / 'out'}"], stdin=subprocess.PIPE)
+    process.communicate(content)
+    assert process.returncode == 0
+    assert _names(tmp_path / "out") == {"MKV": ["a", "c"], "ACD": ["b"]}
 
 
 def _by_lines(content: bytes) -> tuple[dict[str, set[str]], Counter[str]]:
@@ -309,102 +258,17 @@ def test_no_valid_record_is_lost_among_corrupt_ones(
         _check_against_lines(folder / "in.fasta", content, folder / "out")
 
 
-def _corrupted(content: bytes, draw: random.Random) -> bytes:
-    """Some bytes flipped, cut off, taken out, or put in; random ones, or some of its own."""
-    damaged = bytearray(content)
-    for _ in range(draw.choice([1, 1, 2, 5])):
-        place = draw.randrange(len(damaged) + 1)
-        size = draw.choice([1, 2, 30, 500])
-        kind = draw.choice(["flip", "cut", "take", "put", "repeat"])
-        if kind == "flip" and place < len(damaged):
-            damaged[place] ^= draw.randrange(1, 256)
-        elif kind == "cut":
-            del damaged[max(place, 20) :]
-        elif kind == "take":
-            del damaged[place : place + size]
-        elif kind == "put":
-            damaged[place:place] = draw.randbytes(size)
-        elif kind == "repeat":
-            damaged[place:place] = damaged[-size:]
-    return bytes(damaged)
-
-
-@pytest.fixture(scope="module")
-def real_text() -> bytes:
-    """The first records of the example file, some twenty kilobytes."""
-    with gzip.open(PROTEINS) as stream:
-        return stream.read(20_000)
-
-
-def test_corrupted_fasta_is_read_to_the_last_valid_record_or_rejected(
-    tmp_path: Path, real_text: bytes
-) -> None:
-    for seed in range(100):
-        content = _corrupted(real_text, random.Random(seed))
-        (tmp_path / "in.fasta").write_bytes(content)
-        _check_against_lines(tmp_path / "in.fasta", content, tmp_path / "out")
-
-
-_zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
-
-
-def _unzstd(content: bytes) -> bytes:
-    return pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd").read()
-
-
-@pytest.mark.parametrize(
-    ("compress", "decompress"),
-    [(gzip.compress, gzip.decompress), (_zstd, _unzstd)],
-    ids=["gz", "zst"],
-)
-def test_corrupted_compressed_fasta_is_rejected_unless_it_can_be_decompressed(
-    tmp_path: Path,
-    real_text: bytes,
-    compress: Callable[[bytes], bytes],
-    decompress: Callable[[bytes], bytes],
-) -> None:
-    refused = 0
-    # In two parts, as some compressors write them, so that damage between them occurs.
-    whole = compress(real_text[:9000]) + compress(real_text[9000:])
-    for seed in range(150):
-        packed = _corrupted(whole, random.Random(seed))
-        (tmp_path / "in").write_bytes(packed)
-        try:
-            content = decompress(packed)
-        except Exception:  # whatever a library raises
-            with pytest.raises(DataError) as caught:
-                ingest(tmp_path / "in", tmp_path / "out", reading=DROP)
-            assert "\n" not in str(caught.value)
-            refused += 1
-        else:
-            _check_against_lines(tmp_path / "in", content, tmp_path / "out")
-    assert refused > 50
-
-
 SMALL_BUFFER = "from d2plm.data import deduplication; deduplication._BUFFER_BYTES = 300_000"
 
 
-def _opens_whole(path: Path) -> bool:
-    """Whether a store can be opened there; then it must be whole."""
-    for _ in range(3):
-        try:
-            store = SequenceStore(path)
-        except DataError:
-            return False
-        with suppress(DataError):  # it may be replaced or renamed meanwhile
-            store.verify()
-            return True
-    raise AssertionError(f"{path} opens, and is not whole")
-
-
-def _start(words: Sequence[str], stdin: int | None = None) -> "subprocess.Popen[bytes]":
+def _start(words: Sequence[str], prelude: str = "", **pipes: int) -> "subprocess.Popen[bytes]":
+    """`d2plm <words>` in a process of its own, in which `prelude` has been run first."""
     # A shell's background job ignores SIGINT, and its children with it.
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     run = "import sys\nfrom d2plm.cli import main\nsys.exit(main(sys.argv[1:]))"
-    program = f"{SMALL_BUFFER}\n{heard}\n{run}"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *words], cwd=ROOT, stdin=stdin, stdout=subprocess.DEVNULL
-    )
+    program = "\n".join([SMALL_BUFFER, heard, prelude, run])
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
 def _until_written(process: "subprocess.Popen[bytes]", partial: Path) -> None:
@@ -412,92 +276,51 @@ def _until_written(process: "subprocess.Popen[bytes]", partial: Path) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.thorough)])
-def test_kills_at_moments_of_every_part_of_an_ingest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
-) -> None:
-    monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", 300_000)
-    expected = ingest(PROTEINS, tmp_path / "expected")["digests"]
+@pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.thorough)])
+def test_kills_at_moments_of_every_part_of_an_ingest(tmp_path: Path, kills: int) -> None:
     older = ingest(_fasta(tmp_path / "older.fasta", ("a", "MK")), tmp_path / "older")["digests"]
-
-    unbroken = _start(["ingest", f"input={PROTEINS}", f"output={tmp_path / 'unbroken'}"])
-    _until_written(unbroken, tmp_path / "partial.unbroken")
     began = time.monotonic()
-    assert unbroken.wait() == 0
-    duration = time.monotonic() - began
-    assert SequenceStore(tmp_path / "unbroken").manifest["digests"] == expected
-
-    draw = random.Random(0)
-    killed = attempts = 0
-    while killed < kills:
-        attempts += 1
-        assert attempts <= 30, f"only {killed} were killed in time"
-        out = tmp_path / f"out{attempts}"
-        partial = tmp_path / f"partial.out{attempts}"
-        if attempts % 2:  # a store is there already, and is to be replaced
+    expected = ingest(PROTEINS, tmp_path / "unbroken")["digests"]
+    duration, draw, killed = time.monotonic() - began, random.Random(0), 0
+    for kill in range(kills):
+        out, partial = tmp_path / f"out{kill}", tmp_path / f"partial.out{kill}"
+        if kill % 2:  # a store is there already, and is to be replaced
             ingest(tmp_path / "older.fasta", out)
         process = _start(["ingest", f"input={PROTEINS}", f"output={out}"])
         _until_written(process, partial)
-        began = time.monotonic()
-        end = began + (killed + draw.random()) / kills * duration
-        while time.monotonic() < end and process.poll() is None:
-            _opens_whole(out)
-            _opens_whole(partial)
-            time.sleep(0.02)
+        time.sleep((kill + draw.random()) / kills * duration)
         process.kill()
-        if process.wait() == -signal.SIGKILL:
-            killed += 1
-        else:  # it was faster than the one that was timed
-            duration = min(duration, time.monotonic() - began)
+        killed += process.wait() == -signal.SIGKILL
         for path in (out, partial):
-            if _opens_whole(path):
-                assert SequenceStore(path).manifest["digests"] in (older, expected)
+            with suppress(DataError):  # whatever opens is whole
+                opened = SequenceStore(path)
+                assert opened.manifest["digests"] in (older, expected)
+                opened.verify()
         # The same again, in this process, as that is the quicker.
         assert ingest(PROTEINS, out)["digests"] == expected
         SequenceStore(out).verify()
-        names = sorted(path.name for path in tmp_path.glob(f"{out.name}*"))
-        assert names == [out.name]
+        assert [path.name for path in tmp_path.glob(f"*{out.name}")] == [out.name]
+    assert killed > kills // 2 or kills == 1
 
 
-@pytest.mark.parametrize("runs", ["", SMALL_BUFFER], ids=["store", "sort"])
-def test_no_room_on_the_disk_is_one_line_and_leaves_nothing(tmp_path: Path, runs: str) -> None:
-    limit = 20_000 if runs else 2_000_000
-    prelude = (
+def test_no_room_on_the_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    full = (
         "import resource, signal\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
     )
-    ran = _run("ingest", f"input={PROTEINS}", f"output={tmp_path / 'out'}", prelude=prelude + runs)
-    assert ran.returncode == 1
-    said, line = ran.stderr.decode().splitlines()
-    assert said.startswith("reading ")
-    assert line.startswith(f"d2plm: error: {tmp_path / 'out'}: ")
-    assert "cannot be written (" in line
+    words = ["ingest", f"input={PROTEINS}", f"output={tmp_path / 'out'}"]
+    process = _start(words, full, stderr=subprocess.PIPE)
+    _, said = process.communicate()
+    assert process.returncode == 1
+    assert said.decode().splitlines()[-1].startswith(f"d2plm: error: {tmp_path / 'out'}: ")
     assert not any(tmp_path.iterdir())
-
-
-def test_no_room_on_the_disk_leaves_the_store_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("d2plm.core.files.os.fsync", full)
-        with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
-            ingest(PROTEINS, tmp_path / "out")
-    assert SequenceStore(tmp_path / "out").manifest == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.fasta", "out"]
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)]
 )
-def test_a_stopped_ingest_leaves_nothing_behind(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_stopped_ingest_leaves_nothing(tmp_path: Path, number: signal.Signals, code: int) -> None:
     # Standard input that stays open: the ingest cannot be done before the signal comes.
     process = _start(["ingest", "input=-", f"output={tmp_path / 'out'}"], stdin=subprocess.PIPE)
     assert process.stdin is not None

@@ -1,7 +1,6 @@
 """Clusters joined by pairs, and the pieces of cut records."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +35,6 @@ def test_pairs_join_the_clusters_that_a_walk_from_each_member_reaches(seed: int)
     assert (found[clusters < 0] == -1).all()
 
 
-def test_clusters_that_are_joined_keep_their_other_members() -> None:
-    clusters = np.array([0, 1, 0, 1, 4, -1], dtype=np.int32)
-    assert merged(clusters, np.array([[2, 3], [4, 5]])).tolist() == [0, 0, 0, 0, 4, -1]
-
-
-def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
-    with pytest.raises(DataError, match=r"needs scipy.*pip install datasketch"):
-        merged(np.arange(2, dtype=np.int32), np.array([[0, 1]]))
-
-
 def _store(path: Path, records: list[list[int]], **provenance: int) -> SequenceStore:
     """A store of sequences that are pieces of these records; one of none is a whole record."""
     with SequenceStoreWriter(path, "raw", provenance) as writer:
@@ -56,20 +44,20 @@ def _store(path: Path, records: list[list[int]], **provenance: int) -> SequenceS
     return SequenceStore(path)
 
 
-def test_pieces_of_a_record_are_joined_and_so_are_records_with_a_piece_in_common(
-    tmp_path: Path,
-) -> None:
+def test_pieces_of_a_record_and_records_with_a_common_piece_are_joined(tmp_path: Path) -> None:
     store = _store(tmp_path / "cut", [[7], [2, 7], [], [2], [5], [5], []], window=3)
     records = records_of(store)
     assert records is not None
     assert records.tolist() == [0, 0, 2, 0, 4, 4, 6]
     store.verify()
+    (store.path / "pieces.npy").unlink()
+    for use in (lambda: records_of(store), store.verify):
+        with pytest.raises(DataError, match="pieces"):
+            use()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_records_are_those_that_a_walk_over_shared_pieces_reaches(
-    tmp_path: Path, seed: int
-) -> None:
+def test_records_are_those_that_a_walk_over_pieces_reaches(tmp_path: Path, seed: int) -> None:
     draw = np.random.default_rng(seed)
     owners = [sorted({*draw.integers(0, 9, draw.integers(0, 3)).tolist()}) for _ in range(20)]
     found = records_of(_store(tmp_path / "cut", owners, window=3))
@@ -110,15 +98,6 @@ def test_records_named_like_pieces_are_records_of_their_own(tmp_path: Path) -> N
     everything = np.ones(len(store), dtype=np.bool_)
     held = np.flatnonzero(find_ids(store, tmp_path / "ids", everything))
     assert {decode(store[int(i)]) for i in held} == {"ACDEF", "GHIKL"}
-
-
-def test_a_cut_store_without_its_pieces_is_refused(tmp_path: Path) -> None:
-    store = _store(tmp_path / "cut", [[0], [0]], window=3)
-    (store.path / "pieces.npy").unlink()
-    with pytest.raises(DataError, match=r"pieces.npy: cannot be read"):
-        records_of(store)
-    with pytest.raises(DataError, match=r"pieces.npy: cannot be read"):
-        store.verify()
 
 
 def test_pieces_of_another_store_are_found_by_verify(tmp_path: Path) -> None:

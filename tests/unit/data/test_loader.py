@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.vocabulary import CLS, EOS, PAD
+from d2plm.core.vocabulary import CLS, EOS
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, pack_all
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
@@ -76,9 +76,7 @@ def rest_of_epoch(stream: Iterator[GlobalBatch], epoch: int) -> list[GlobalBatch
 # --- content -----------------------------------------------------------------------------------
 
 
-def test_an_epoch_gives_each_sequence_once_framed_or_cropped_inside_it(
-    tiny_store: SequenceStore,
-) -> None:
+def test_an_epoch_gives_each_sequence_once_framed_or_cropped(tiny_store: SequenceStore) -> None:
     windows = []
     for epoch in (0, 1):
         seen: dict[int, int] = {}
@@ -99,17 +97,7 @@ def test_an_epoch_gives_each_sequence_once_framed_or_cropped_inside_it(
     assert len(moved) > 0.9 * len(cropped)
 
 
-def test_what_no_sequence_fills_is_a_padding_segment(tiny_store: SequenceStore) -> None:
-    for batch in islice(loader(tiny_store).stream(Position()), 20):
-        (packed,) = batch.micro_batches
-        bounds, count = packed.cu_seqlens.tolist(), len(batch.segment_lengths)
-        assert np.diff(bounds[: count + 1]).tolist() == batch.segment_lengths
-        assert bounds[count + 1 :] == [BUDGET] * (packed.num_segments - count)
-        assert set(packed.tokens[bounds[count] :].tolist()) <= {PAD}
-        assert packed.sequence_ids[count:].unique().tolist() == [-1]
-
-
-@pytest.mark.parametrize("max_length", [3, 4, 20, 21, 22])
+@pytest.mark.parametrize("max_length", [3, 21, 22])
 def test_windows_start_anywhere_with_equal_chances_and_frame_true_ends_alone(
     max_length: int, make_store: Callable[[list[np.ndarray]], SequenceStore]
 ) -> None:
@@ -117,31 +105,12 @@ def test_windows_start_anywhere_with_equal_chances_and_frame_true_ends_alone(
     stream = loader(
         make_store([protein]), max_length=max_length, token_budget=max(max_length, 16)
     ).stream(Position())
-    rows = [batch.micro_batches[0].split()[0].tolist() for batch in islice(stream, 400)]
+    rows = [batch.micro_batches[0].split()[0].tolist() for batch in islice(stream, 200)]
     whole = [CLS, *protein.tolist(), EOS]
     starts = range(len(whole) - max_length + 1)
     counts = [rows.count(whole[start : start + max_length]) for start in starts]
     assert sum(counts) == len(rows)
     assert len(counts) == 1 or chisquare(counts).pvalue > 1e-3
-
-
-def test_every_batch_has_the_same_shapes(tiny_store: SequenceStore) -> None:
-    shapes = {
-        (packed.tokens.shape, packed.cu_seqlens.shape, packed.sequence_ids.shape, packed.max_seqlen)
-        for batch in islice(loader(tiny_store, micro_batches=3).stream(Position()), 40)
-        for packed in batch.micro_batches
-    }
-    assert len(shapes) == 1
-    assert {longest for *_, longest in shapes} == {MAX_LENGTH}
-
-
-def test_another_seed_gives_other_windows_at_the_same_place() -> None:
-    one = SyntheticSequences(np.array([5000], dtype=np.int32))
-    windows = {
-        bytes(next(loader(one, seed=seed).stream(Position())).micro_batches[0].tokens.tolist())
-        for seed in range(20)
-    }
-    assert len(windows) == 20
 
 
 # --- resuming ----------------------------------------------------------------------------------
@@ -173,19 +142,11 @@ def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceS
     assert following[count - 1 :] == [Position(1, 0), Position(1, 2)]
 
 
-def test_epochs_done_grows_evenly_through_an_epoch(tiny_store: SequenceStore) -> None:
-    ours = loader(tiny_store)
-    count = ours.batches_in_epoch(3)
-    assert ours.epochs_done(Position(3, 0)) == 3
-    assert ours.epochs_done(Position(3, 1)) == pytest.approx(3 + 1 / count)
-    assert ours.epochs_done(Position(3, count)) == 4
-
-
 # --- ranks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "micro_batches"), [(1, 4), (2, 2), (4, 1)])
-def test_ranks_partition_the_same_global_batch(
+@pytest.mark.parametrize(("world_size", "micro_batches"), [(2, 2), (4, 1)])
+def test_ranks_partition_a_batch(
     tiny_store: SequenceStore, world_size: int, micro_batches: int
 ) -> None:
     reference = loader(tiny_store, micro_batches=4).stream(Position())
@@ -251,31 +212,26 @@ def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
 # --- workers -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def start_method() -> Iterator[Callable[[str], None]]:
-    """Sets how worker processes start, until the test ends."""
-    usual = multiprocessing.get_start_method()
-    yield lambda method: multiprocessing.set_start_method(method, force=True)
-    multiprocessing.set_start_method(usual, force=True)
-
-
-@pytest.mark.parametrize(("method", "num_workers"), [("fork", 3), ("spawn", 1)])
+@pytest.mark.parametrize(("method", "num_workers"), [("fork", 2), ("spawn", 1)])
 def test_worker_processes_change_nothing(
     tiny_store: SequenceStore,
     proteins: list[np.ndarray],
     tmp_path: Path,
     method: str,
     num_workers: int,
-    start_method: Callable[[str], None],
 ) -> None:
-    start_method(method)
-    stores = (tiny_store, write_store(tmp_path / "other", proteins[200:220]))
-    ours = loader(*stores, micro_batches=2)
-    start = Position(0, 2 * ours.batches_in_epoch(0) - 6)  # goes on into the next epoch
-    here = ours.stream(start)
-    there = loader(*stores, micro_batches=2, num_workers=num_workers).stream(start)
-    for _ in range(8):
-        assert content(next(there)) == content(next(here))
+    default = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        stores = (tiny_store, write_store(tmp_path / "other", proteins[200:220]))
+        ours = loader(*stores, micro_batches=2)
+        start = Position(0, 2 * ours.batches_in_epoch(0) - 6)  # goes on into the next epoch
+        here = ours.stream(start)
+        there = loader(*stores, micro_batches=2, num_workers=num_workers).stream(start)
+        for _ in range(8):
+            assert content(next(there)) == content(next(here))
+    finally:
+        multiprocessing.set_start_method(default, force=True)
 
 
 def test_a_worker_is_sent_where_the_stores_are_and_not_their_content(
@@ -297,17 +253,14 @@ def test_a_store_that_cannot_be_read_is_named_in_one_line(num_workers: int) -> N
             raise DataError("runs/data.mdb: damaged; prepare the data again")
 
     damaged = Damaged(np.array([30, 40], dtype=np.int32))
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=r"^runs/data\.mdb: damaged; prepare the data again$"):
         next(loader(damaged, num_workers=num_workers).stream(Position()))
-    assert str(raised.value) == "runs/data.mdb: damaged; prepare the data again"
 
 
 # --- the rest ----------------------------------------------------------------------------------
 
 
-def test_packing_all_gives_each_sequence_once_under_its_own_index(
-    proteins: list[np.ndarray],
-) -> None:
+def test_packing_all_gives_each_sequence_under_its_index(proteins: list[np.ndarray]) -> None:
     sequences = proteins[:40]
     batches = pack_all(sequences, token_budget=2048, max_length=300)
     found = {
@@ -328,19 +281,13 @@ def test_packing_all_of_nothing_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"num_workers": -1}, "num_workers"),
-        ({"prefetch_factor": 0}, "prefetch_factor"),
-        ({"micro_batches": 0}, "micro_batches"),
-        ({"token_budget": MAX_LENGTH - 1}, "token_budget"),
-    ],
+    "changes",
+    [{"num_workers": -1}, {"prefetch_factor": 0}, {"micro_batches": 0}, {"token_budget": 127}],
 )
-def test_impossible_settings_are_rejected_by_name(
-    tiny_store: SequenceStore, changes: dict[str, int], key: str
-) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+def test_impossible_settings_are_named(tiny_store: SequenceStore, changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError) as caught:
         loader(tiny_store, **changes)
+    assert caught.value.settings == changes
 
 
 def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() -> None:
@@ -361,3 +308,12 @@ def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() 
     for worker in workers:  # ended, whether or not they were joined
         stat = Path(f"/proc/{worker}/stat")
         assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"
+
+
+def test_another_seed_gives_other_windows_at_the_same_place() -> None:
+    one = SyntheticSequences(np.array([5000], dtype=np.int32))
+    windows = {
+        bytes(next(loader(one, seed=seed).stream(Position())).micro_batches[0].tokens.tolist())
+        for seed in range(20)
+    }
+    assert len(windows) == 20

@@ -14,8 +14,7 @@ from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import CLS, DNA, EOS, PROTEIN
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
-from d2plm.data.synthetic import SyntheticSequences
-from tests.conftest import write_store
+from tests.conftest import MonkeyPatch, write_store
 
 Stores = dict[str, SequenceStore]
 Prepare = Callable[..., Path]
@@ -44,26 +43,6 @@ def test_every_segment_comes_from_the_store_that_its_number_names(
             assert row.numpy().tobytes() in whole.tobytes()
             draws[which] += 1
     assert draws == [120, 40]  # of 120 + 40 sequences, three quarters and one quarter
-
-
-def test_a_sequence_drawn_several_times_an_epoch_shows_other_windows(
-    proteins: list[np.ndarray], tmp_path: Path
-) -> None:
-    long = max(proteins, key=len)
-    stores = [write_store(tmp_path / "one", [long]), write_store(tmp_path / "many", proteins[:99])]
-    loader = PackedLoader(
-        [Collection(store, weight=1) for store in stores], token_budget=256, max_length=64
-    )
-    batches = islice(loader.stream(Position()), loader.batches_in_epoch(0))
-    windows = [
-        row.numpy().tobytes()
-        for batch in batches
-        for packed in batch.micro_batches
-        for number, row in zip(packed.sequence_ids.tolist(), packed.split(), strict=False)
-        if number == 0
-    ]
-    assert len(windows) == 50
-    assert len(set(windows)) > 40
 
 
 # --- by command --------------------------------------------------------------------------------
@@ -101,10 +80,6 @@ def collections(stores: Stores, *overrides: str) -> list[Collection]:
     return training_collections(compose("train", list(overrides)), stores)
 
 
-def test_by_default_the_prepared_store_is_trained_on(stores: Stores) -> None:
-    assert collections(stores) == [Collection(stores["train"], None, by_cluster=False)]
-
-
 def test_sampling_by_cluster_draws_one_member_of_each(stores: Stores) -> None:
     (collection,) = collections(stores, "data.sampling=cluster")
     loader = PackedLoader([collection], token_budget=1024, max_length=1024)
@@ -112,31 +87,13 @@ def test_sampling_by_cluster_draws_one_member_of_each(stores: Stores) -> None:
     assert sorted(int(i) // 3 for i in plan.order) == list(range(10))
 
 
-def test_sampling_by_cluster_of_a_store_without_clusters_is_rejected(
-    stores: Stores, tiny_store: SequenceStore
-) -> None:
+def test_sampling_by_cluster_needs_clusters(stores: Stores, tiny_store: SequenceStore) -> None:
     unclustered = collections({**stores, "train": tiny_store}, "data.sampling=cluster")
     with pytest.raises(DataError, match="has no clusters to sample by; prepare it"):
         PackedLoader(unclustered, token_budget=1024, max_length=1024)
 
 
-@pytest.mark.parametrize("sampling", ["sequence", "cluster"])
-def test_synthetic_sequences_are_drawn_as_the_prepared_ones(stores: Stores, sampling: str) -> None:
-    chosen = [f"data.sampling={sampling}"]
-    (real,) = collections(stores, *chosen)
-    (synthetic,) = collections(stores, *chosen, "data.residues=random")
-    assert isinstance(synthetic.sequences, SyntheticSequences)
-    assert synthetic.sequences.digest != real.sequences.digest
-    orders = [
-        PackedLoader([one], token_budget=1024, max_length=1024).sampler.plan(0).order.tolist()
-        for one in (real, synthetic)
-    ]
-    assert orders[0] == orders[1]
-
-
-def test_a_mixture_takes_each_folder_s_training_store_with_its_weight(
-    stores: Stores, prepare: Prepare
-) -> None:
+def test_a_mixture_is_of_training_stores_with_weights(stores: Stores, prepare: Prepare) -> None:
     digest = stores["validation"].digest
     own, other = prepare("own", digest, []), prepare("other", "another", ["first", digest])
     mixed = collections(
@@ -148,17 +105,6 @@ def test_a_mixture_takes_each_folder_s_training_store_with_its_weight(
     assert [(one.weight, one.by_cluster) for one in mixed] == [(0.7, True), (0.3, True)]
     paths = [one.sequences.path for one in mixed if isinstance(one.sequences, SequenceStore)]
     assert paths == [own / "train_lmdb", other / "train_lmdb"]
-
-
-def test_a_mixture_may_be_synthetic(stores: Stores, prepare: Prepare) -> None:
-    own = prepare("own", stores["validation"].digest, [])
-    (synthetic,) = collections(
-        stores, f"data.mixture={{a: {{prepared_dir: {own}, weight: 1}}}}", "data.residues=random"
-    )
-    assert isinstance(synthetic.sequences, SyntheticSequences)
-    assert (
-        synthetic.sequences.lengths.tolist() == SequenceStore(own / "train_lmdb").lengths.tolist()
-    )
 
 
 @pytest.mark.parametrize(
@@ -173,22 +119,14 @@ def test_a_member_of_another_form_is_rejected_by_name(stores: Stores, member: st
         collections(stores, f"data.mixture={{swiss: {member}}}")
 
 
-@pytest.mark.parametrize("mixture", ["[x]", "5"])
-def test_a_mixture_of_another_form_is_rejected_by_name(stores: Stores, mixture: str) -> None:
-    with pytest.raises(ConfigError, match=r"data\.mixture="):
-        collections(stores, f"data.mixture={mixture}")
-
-
-def test_a_member_that_was_not_searched_for_homologs_of_validation_is_rejected(
-    stores: Stores, prepare: Prepare
-) -> None:
+def test_a_member_not_searched_for_homologs_is_rejected(stores: Stores, prepare: Prepare) -> None:
     folder = prepare("foreign", "another", ["a third"])
     with pytest.raises(DataError, match=r"homologs of the held-out ones.*exclude_homologs_of=\["):
         collections(stores, f"data.mixture={{a: {{prepared_dir: {folder}, weight: 1}}}}")
 
 
-def test_a_member_of_another_alphabet_is_not_said_to_hold_homologs(
-    stores: Stores, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+def test_a_member_of_another_alphabet_is_rejected(
+    stores: Stores, prepare: Prepare, monkeypatch: MonkeyPatch
 ) -> None:
     folder = prepare("foreign", "another", ["a third"])
     for store in stores.values():

@@ -80,9 +80,7 @@ def test_a_thousand_copies_are_one_cluster_after_a_few_comparisons_each(tmp_path
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_documents_as_short_as_an_ngram_are_alike_only_if_they_are_equal(
-    tmp_path: Path, length: int
-) -> None:
+def test_documents_as_short_as_an_ngram_are_alike_if_equal(tmp_path: Path, length: int) -> None:
     tokens = [np.full(length, token, dtype=np.uint8) for token in range(4, 24)]
     store = write_store(tmp_path / "store", tokens)
     clusters = cluster_near_duplicates(store, np.ones(20, dtype=np.bool_), NGRAM, 0.75)

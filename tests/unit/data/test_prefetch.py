@@ -12,6 +12,7 @@ from d2plm.core.errors import DataError
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch, read_ahead
 from d2plm.data.store import SequenceStore
+from tests.conftest import MonkeyPatch
 
 BATCHES = 20
 
@@ -43,7 +44,7 @@ def assert_same_content(found: GlobalBatch, expected: GlobalBatch) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_on_a_cpu_the_very_same_batches_pass_through_and_none_is_read_ahead(
-    tiny_store: SequenceStore, enabled: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_store: SequenceStore, enabled: bool, monkeypatch: MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise AssertionError("no thread and no stream is needed")
@@ -68,10 +69,6 @@ def test_elsewhere_every_batch_is_copied_in_order(tiny_store: SequenceStore, ena
         assert ours.segment_lengths == theirs.segment_lengths
         for packed in ours.micro_batches:
             assert packed.tokens.device.type == "meta"
-
-
-def test_nothing_comes_of_nothing() -> None:
-    assert list(prefetch([], torch.device("cpu"))) == []
 
 
 def test_a_thread_makes_the_next_batch_while_one_is_used(tiny_store: SequenceStore) -> None:

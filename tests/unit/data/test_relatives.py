@@ -87,9 +87,7 @@ def test_an_index_is_saved_whole_and_damage_is_reported(tmp_path: Path) -> None:
         RelativesIndex.load(folder)
 
 
-def test_an_epoch_draws_relatives_below_an_identity_and_sometimes_none(
-    tiny_store: SequenceStore,
-) -> None:
+def test_an_epoch_draws_relatives_below_an_identity_or_none(tiny_store: SequenceStore) -> None:
     batches, index = epoch_of(loader(tiny_store)), ring(len(tiny_store))
     found = in_epoch(batches)
     assert sorted(found) == list(range(len(tiny_store)))
@@ -128,9 +126,7 @@ def test_ranks_and_a_resumed_loader_draw_the_same(tiny_store: SequenceStore) -> 
     assert in_epoch(rest) == in_epoch(whole[2:5])
 
 
-def test_relatives_of_a_mixture_are_of_the_same_collection(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
+def test_relatives_of_a_mixture_are_its_members(tiny_store: SequenceStore, tmp_path: Path) -> None:
     first, second = list(tiny_store)[:30], list(tiny_store)[30:90]
     stores = [write_store(tmp_path / name, own) for name, own in (("a", first), ("b", second))]
     collections = [Collection(store, 1.0, relatives=ring(len(store))) for store in stores]
@@ -145,16 +141,6 @@ def test_relatives_of_a_mixture_are_of_the_same_collection(
     assert related > 30
 
 
-def test_without_an_index_the_remedy_is_named(tiny_store: SequenceStore) -> None:
-    with pytest.raises(DataError, match="relatives_sensitivity"):
-        loader(tiny_store, collections=[Collection(tiny_store)])
-
-
-def test_batches_are_passed_on_with_their_relatives(tiny_store: SequenceStore) -> None:
-    packed = epoch_of(loader(tiny_store))[0].micro_batches[0]
-    assert packed.to("cpu").relatives is packed.relatives
-
-
 def residues(random: np.random.Generator, length: int) -> Tokens:
     return random.integers(4, 24, length).astype(np.uint8)
 
@@ -167,7 +153,7 @@ def homolog(random: np.random.Generator, protein: Tokens, identity: float) -> To
     return np.repeat(changed, random.choice([0, 1, 2], len(protein), p=[0.01, 0.98, 0.01]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (150, 1), (500, 0.4), (500, 0.7)])
 @pytest.mark.parametrize(("before", "after"), [(0, 4000), (2500, 0), (3000, 3000), (30000, 2000)])
 def test_a_long_relative_is_cut_to_what_aligns(

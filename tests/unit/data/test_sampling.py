@@ -33,28 +33,18 @@ def by_part(drawn: np.ndarray, sizes: list[int]) -> list[list[int]]:
 
 @given(sizes=SIZES, seed=SEEDS, epoch=st.integers(0, 100))
 @settings(deadline=None)
-def test_without_weights_an_epoch_draws_everything_once(
-    sizes: list[int], seed: int, epoch: int
-) -> None:
+def test_an_epoch_draws_everything_once(sizes: list[int], seed: int, epoch: int) -> None:
     drawn = Draws([Part(size) for size in sizes], seed).epoch(epoch)
     assert sorted(drawn.tolist()) == list(range(sum(sizes)))
 
 
 @given(sizes=SIZES, seed=SEEDS, epoch=st.integers(0, 100))
 @settings(deadline=None)
-def test_draws_are_a_function_of_seed_and_epoch_alone(
-    sizes: list[int], seed: int, epoch: int
-) -> None:
+def test_draws_are_a_function_of_seed_and_epoch(sizes: list[int], seed: int, epoch: int) -> None:
     parts = [Part(size, np.arange(size, dtype=np.int32) // 3, 1.0) for size in sizes]
     used = Draws(parts, seed)
     used.epoch(epoch + 1)
     assert used.epoch(epoch).tolist() == Draws(parts, seed).epoch(epoch).tolist()
-
-
-def test_parts_are_shuffled_into_one_another() -> None:
-    drawn = Draws([Part(500), Part(500)], 0).epoch(0)
-    for tenth in np.split(drawn, 10):
-        assert 25 < np.count_nonzero(tenth < 500) < 75
 
 
 # --- mixtures ----------------------------------------------------------------------------------
@@ -112,11 +102,6 @@ def test_parts_of_the_same_size_do_not_give_the_same_members() -> None:
     assert len({*first} & {*second}) == pytest.approx(102 / 2, abs=15)
 
 
-def test_each_pass_has_its_own_order() -> None:
-    draws = Draws([Part(50, weight=1), Part(50, weight=1)], 0)
-    assert len({tuple(by_part(draws.epoch(epoch), [50, 50])[0]) for epoch in range(5)}) == 5
-
-
 # --- clusters ----------------------------------------------------------------------------------
 
 
@@ -126,9 +111,7 @@ def test_each_pass_has_its_own_order() -> None:
     epoch=st.integers(0, 50),
 )
 @settings(deadline=None)
-def test_an_epoch_draws_one_member_of_each_cluster(
-    clusters: list[int], seed: int, epoch: int
-) -> None:
+def test_an_epoch_draws_one_of_each_cluster(clusters: list[int], seed: int, epoch: int) -> None:
     drawn = Draws([Part(len(clusters), labels(*clusters))], seed).epoch(epoch)
     assert sorted(clusters[member] for member in drawn) == sorted(set(clusters))
 
@@ -148,11 +131,6 @@ def test_members_of_a_cluster_are_drawn_with_equal_chances_and_fresh_each_epoch(
             agreeing = sum(a == b for a, b in zip(chosen, chosen[1:], strict=False))
             expected = (len(chosen) - 1) / len(members)
             assert agreeing == pytest.approx(expected, abs=4 * expected**0.5)
-
-
-def test_clusters_come_in_another_order_each_epoch() -> None:
-    draws = Draws([Part(60, np.arange(60, dtype=np.int32))], 0)
-    assert len({tuple(draws.epoch(epoch)) for epoch in range(5)}) == 5
 
 
 @pytest.mark.parametrize(
@@ -181,22 +159,9 @@ def test_inside_a_mixture_clusters_count_as_members_do(
 # --- rejected input ----------------------------------------------------------------------------
 
 
-def test_weights_for_some_parts_only_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="weight: must be given for all"):
-        Draws([Part(5, weight=1.0), Part(5)], 0)
-
-
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf"), "1", True])
-def test_a_weight_that_is_not_a_positive_number_is_rejected(weight: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^weight="):
+@pytest.mark.parametrize("weight", [0, float("nan"), float("inf"), "1", True, None, 0.001])
+def test_a_weight_that_gives_no_draw_or_is_no_number_is_rejected(weight: Any) -> None:
+    with pytest.raises(ConfigError, match="weight"):
         Draws([Part(5, weight=1.0), Part(5, weight=weight)], 0)
-
-
-def test_a_weight_that_gives_no_draw_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"weight=0\.001: is less than one of the 10 draws"):
-        Draws([Part(5, weight=1.0), Part(5, weight=0.001)], 0)
-
-
-def test_an_empty_part_is_rejected() -> None:
     with pytest.raises(DataError, match="no sequences"):
         Draws([Part(5), Part(0)], 0)

@@ -8,10 +8,8 @@ import pytest
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, RESIDUES, decode, encode
-from d2plm.data.statistics import StoreStatistics, plot, store_statistics, table
+from d2plm.data.statistics import StoreStatistics, plot, store_statistics
 from tests.conftest import write_store
-
-PNG, SVG, PDF = b"\x89PNG", b"<?xml", b"%PDF"
 
 Tokens = np.ndarray
 
@@ -52,57 +50,20 @@ def test_the_figures_are_those_of_plain_counting(tmp_path: Path, proteins: list[
     assert found.summary()["digests"] == store.manifest["digests"]
 
 
-def test_clusters_may_be_unknown(tmp_path: Path) -> None:
-    found = _statistics(tmp_path / "s", "MKV")
-    assert found.clusters is None
-    assert found.summary()["clusters"] is None
-    shown = table({"raw": found})
-    assert "not known" in shown and shown.count("–") == 2
-
-
-@pytest.mark.parametrize("token", [0, 3, 29, 32, 200])
-def test_a_token_that_is_not_a_residue_is_rejected(token: int, tmp_path: Path) -> None:
-    store = write_store(tmp_path / "s", [encode("MKV"), np.array([token], dtype=np.uint8)])
+def test_a_store_of_other_tokens_has_no_statistics(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", [np.array([29], dtype=np.uint8)])
     with pytest.raises(DataError, match="no sequence of residues"):
         store_statistics(store)
 
 
-def test_the_table_has_a_column_for_each_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [".png", ".svg"])
+def test_a_picture_is_drawn_in_a_folder_that_is_made(ending: str, tmp_path: Path) -> None:
     stores = {
-        "train": _statistics(tmp_path / "a", "LLLA", "LA", "LLLLLLLLLLLLX"),
-        "test": _statistics(tmp_path / "b", "GG"),
-    }
-    cells = {line.split("  ")[0]: line.split() for line in table(stores).splitlines() if line}
-    assert table(stores).splitlines()[0].split() == ["train", "test"]
-    assert cells["sequences"][1:] == ["3", "1"]
-    assert cells["residues"][1:] == ["19", "2"]
-    rows = [line.split() for line in table(stores).splitlines()]
-    assert ["median", "4", "2"] in rows
-    assert ["mean", "6.3", "2"] in rows
-    assert ["train", "84.21", "10.53", *["0.00"] * 8] in rows
-    assert ["train", "5.26316", "0", "0", "0", "0", "5.26316"] in rows
-    assert ["test", "0", "0", "0", "0", "0", "0"] in rows
-
-
-@pytest.mark.parametrize(("ending", "start"), [(".png", PNG), (".svg", SVG), (".pdf", PDF)])
-def test_a_picture_is_drawn_in_a_folder_that_is_made(
-    ending: str, start: bytes, tmp_path: Path
-) -> None:
-    stores = {
-        "train": _statistics(tmp_path / "a", "MKV" * 50, "MK" * 100, "MKT"),
-        "validation": _statistics(tmp_path / "b", "XX"),
+        "train": _statistics(tmp_path / "a", "MKV" * 50, "MK"),
+        "b": _statistics(tmp_path / "b", "X"),
     }
     file = tmp_path / "new" / f"stats{ending}"
     plot(stores, file, "title")
-    assert file.read_bytes().startswith(start)
-
-
-@pytest.mark.parametrize("sequences", [["M"], ["MKV", "MKV"], ["M", "M" * 5000]])
-def test_a_store_of_few_sequences_can_be_drawn(sequences: list[str], tmp_path: Path) -> None:
-    plot({"raw": _statistics(tmp_path / "s", *sequences)}, tmp_path / "s.png", "title")
-
-
-def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"file/s\.png: cannot be written"):
-        plot({"raw": _statistics(tmp_path / "s", "M")}, tmp_path / "file" / "s.png", "title")
+    assert file.read_bytes().startswith(b"\x89PNG" if ending == ".png" else b"<?xml")
+    with pytest.raises(DataError, match="cannot be written"):
+        plot(stores, file / "s.png", "title")

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
-from d2plm.data.foreign import FOREIGN, refuse_foreign
+from d2plm.data.foreign import refuse_foreign
 from d2plm.data.tables import is_missing, number, open_table
+from tests.conftest import Logged
 
 COLUMNS, ROWS = ["mutant", "score"], [["K2A", "-0.3"], ["L4P", "1"]]
 COMMA = "mutant,score\nK2A,-0.3\nL4P,1\n"
@@ -40,20 +42,15 @@ def saved(folder: Path, content: bytes | str) -> Path:
         COMMA.replace("\n", "\r\n"),
         COMMA.replace("\n", "\r"),
         COMMA.encode("utf-8-sig"),
-        COMMA.encode("utf-16"),
-        COMMA.encode("utf-16-le"),
-        COMMA.encode("utf-16-be"),
-        COMMA.encode("utf-32"),
+        *(COMMA.encode(code) for code in ("utf-16", "utf-16-le", "utf-16-be", "utf-32")),
         COMMA + "\x1a",
         COMMA + "\0" * 500,
-        COMMA.removesuffix("\n") + "\x1a",
         "\n\n" + COMMA,
         "# project: toy, 2 replicates, filtered\n#\n" + COMMA,
         '"# project: toy, 2 replicates",\n' + COMMA,
         COMMA + "# that was all\n",
         "#" + COMMA,
         "# a comment\n#" + COMMA,
-        "sep=,\n" + COMMA,
         "sep=;\n" + COMMA.replace(",", ";"),
         '"sep=;"\r\n' + COMMA.replace(",", ";"),
         COMMA + ",\n,\n\n",
@@ -114,35 +111,24 @@ def test_no_row_of_a_table_with_tabs_is_lost(rows: list[tuple[str, str, str]]) -
             assert cell == written or written[0] == written[-1] == '"'
 
 
-def test_a_cell_of_another_encoding_is_read_with_a_notice(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cell_of_another_encoding_is_read_with_a_notice(tmp_path: Path, caplog: Logged) -> None:
     caplog.set_level("INFO")
     path = saved(tmp_path, "mutant,IC50 (µM)\nK2A,±1\nL4P,2\n".encode("latin-1"))
     assert read(path) == (["mutant", "IC50 (µM)"], [["K2A", "±1"], ["L4P", "2"]])
-    assert [record.message for record in caplog.records] == [
-        f"{path}: is not UTF-8, read as Windows-1252; if letters are wrong, convert it: iconv "
-        "-f ENCODING -t UTF-8"
-    ]
+    assert "Windows-1252" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "place"),
     [
-        ("", "is empty; give a table"),
-        ("\n \n# only a comment\n", "is empty; give a table"),
-        ("a,b\n1,2\n1,2,3\n", "line 3: has 3 cells where the header has 2; quote cells that hold"),
-        ("# c\na,b\n\n1,2\n1\n", "line 5: has 1 cells where the header has 2"),
-        ('a,b\n1,"1"2\n', "line 2: not readable as CSV"),
-        ('a,b\n"1,2\n1,2\n', "line 3: not readable as CSV"),
+        *(("", "is empty"), ("\n \n# only a comment\n", "is empty")),
+        *(("a,b\n1,2\n1,2,3\n", "line 3: has 3"), ("# c\na,b\n\n1,2\n1\n", "line 5: has 1")),
+        *(('a,b\n1,"1"2\n', "line 2: not"), ('a,b\n"1,2\n1,2\n', "line 3: not")),
     ],
 )
-def test_what_is_no_table_is_named_with_its_line(
-    tmp_path: Path, content: str, message: str
-) -> None:
-    with pytest.raises(DataError) as caught:
+def test_what_is_no_table_is_named_with_its_line(tmp_path: Path, content: str, place: str) -> None:
+    with pytest.raises(DataError, match=place):
         read(saved(tmp_path, content))
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -150,37 +136,25 @@ def test_what_is_no_table_is_named_with_its_line(
     [
         *(("-0.3", -0.3), ("-0,3", -0.3), ("−1.5", -1.5), (" +2e-3 ", 0.002), (".5", 0.5)),
         *(("5.", 5.0), ("1,25e1", 12.5), ("0,345", 0.345), ("-1,2345", -1.2345)),
+        *((cell, math.nan) for cell in ("", " ", "n/a", "#N/A", "NaN", "NULL", "n.d.", "—")),
     ],
 )
 def test_a_measured_value_is_read(cell: str, value: float) -> None:
-    assert number(cell) == pytest.approx(value)
-
-
-def test_what_looks_like_thousands_depends_on_the_delimiter() -> None:
-    assert number("1,234", ";") == 1.234
-    with pytest.raises(DataError):
-        number("1,234", ",")
+    assert number(cell) == pytest.approx(value, nan_ok=True)
+    assert is_missing(cell) == math.isnan(value)
 
 
 @pytest.mark.parametrize(
     "cell",
     [
-        *("inf", "-Infinity", "1e400", "1 000", "1_000", "1.234,5", "1,234.5", "1,2,3", "0x10"),
-        *("high", "<0.1", "50%", "--1", "1e", ",", "TRUE"),
+        *("inf", "1e400", "1 000", "1_000", "1.234,5", "1,234.5", "1,2,3", "1,234", "high"),
+        *("<0.1", "50%", "--1", "1e", ",", "TRUE"),
     ],
 )
 def test_what_is_no_finite_number_is_refused(cell: str) -> None:
-    with pytest.raises(DataError) as caught:
-        number(cell)
-    assert repr(cell) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "cell", ["", " ", "NA", "n/a", "#N/A", "NaN", "None", "NULL", "n.d.", "-", "—", "#DIV/0!"]
-)
-def test_words_for_missing_values(cell: str) -> None:
-    assert is_missing(cell)
-    assert math.isnan(number(cell))
+    assert number("1,234", ";") == pytest.approx(1.234)  # else like thousands
+    with pytest.raises(DataError, match=re.escape(repr(cell))):
+        number(cell, ",")
 
 
 def archive(*names: str) -> bytes:
@@ -192,36 +166,33 @@ def archive(*names: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("start", "message"),
+    ("start", "named"),
     [
-        (archive("[Content_Types].xml", "_rels/.rels", "xl/workbook.xml"), "a spreadsheet; open"),
-        (archive("[Content_Types].xml", "word/document.xml"), "a text document; save"),
-        (archive("a.csv"), "a zip archive; unpack it and give the file inside: unzip given.dat"),
+        (archive("[Content_Types].xml", "_rels/.rels", "xl/workbook.xml"), "a spreadsheet"),
+        (archive("[Content_Types].xml", "word/document.xml"), "a text document"),
+        (archive("a.csv"), "a zip archive"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Excel or Word document"),
         (b"a.csv".ljust(257, b"\0") + b"ustar", "a tar archive"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
-        (b"\n<!DOCTYPE html><html>", "an HTML page; fetch the file itself"),
+        (b"\n<!DOCTYPE html><html>", "an HTML page"),
         (b"<html lang=en>", "an HTML page"),
         (b"%PDF-1.7\n", "a PDF document"),
         (b"\x89PNG\r\n\x1a\n", "an image"),
-        (b"\xef\xbb\xbf{\n  \"a\": 1}", "JSON"),
-        (b'[{"mutant": "A24G"}]', "JSON"),
-        (b"HEADER    OXYGEN TRANSPORT                        22-JAN-98   1A6M\n", "PDB format"),
-        (b"ATOM      1  N   VAL A   1\n", "PDB format"),
-        (b"data_1A6M\n#\n_entry.id 1A6M\n", "mmCIF format"),
-        (b"LOCUS       NP_000198     110 aa            linear PRI 01-JAN\n", "a GenPept file"),
-        (b"LOCUS       NM_000207     465 bp    mRNA\n", "a GenBank file"),
-        (b"ID   MYG_PHYMC               Reviewed;         154 AA.\n", "a UniProt flat file"),
-        (b"ID   X56734; SV 1; linear; mRNA; STD; PLN; 1859 BP.\n", "an EMBL flat file"),
-        (b"@read1\nACGT\n+\nFFFF\n", "a FASTQ file"),
-        (">a\nMK\n".encode("utf-16"), "UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 given"),
-        (">a\nMK\n".encode("utf-16-le"), "UTF-16 text"),
+        (b'\xef\xbb\xbf{\n  "a": 1}', "JSON"),
+        (b"HEADER    OXYGEN TRANSPORT                        22-JAN-98   1A6M\n", "PDB"),
+        (b"ATOM      1  N   VAL A   1\n", "PDB"),
+        (b"data_1A6M\n#\n_entry.id 1A6M\n", "mmCIF"),
+        (b"LOCUS       NP_000198     110 aa            linear PRI 01-JAN\n", "GenPept"),
+        (b"LOCUS       NM_000207     465 bp    mRNA\n", "GenBank"),
+        (b"ID   MYG_PHYMC               Reviewed;         154 AA.\n", "UniProt"),
+        (b"ID   X56734; SV 1; linear; mRNA; STD; PLN; 1859 BP.\n", "EMBL"),
+        (b"@read1\nACGT\n+\nFFFF\n", "FASTQ"),
+        (">a\nMK\n".encode("utf-16-le"), "UTF-16"),
     ],
-)  # fmt: skip
-def test_files_of_other_programs_are_named(start: bytes, message: str) -> None:
-    with pytest.raises(DataError) as caught:
+)
+def test_files_of_other_programs_are_named(start: bytes, named: str) -> None:
+    with pytest.raises(DataError, match=named) as caught:
         refuse_foreign(Path("folder/given.dat"), start)
-    assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -235,9 +206,3 @@ def test_files_of_other_programs_are_named(start: bytes, message: str) -> None:
 )  # fmt: skip
 def test_what_may_be_sequences_or_a_table_passes(start: bytes) -> None:
     refuse_foreign(Path("a"), start)
-
-
-def test_a_spreadsheet_as_a_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is a spreadsheet; open it there and save it as CSV"):
-        read(saved(tmp_path, archive("xl/workbook.xml")))
-    assert all(what and remedy for _, what, remedy in FOREIGN)
