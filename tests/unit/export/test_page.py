@@ -4,9 +4,6 @@ import base64
 import json
 import re
 import shutil
-import subprocess
-from collections import defaultdict
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,8 @@ from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.evaluation.tables import tables_of
 from d2plm.export.designs import write_sampling
 from d2plm.export.exported_model import load_export, save_export
-from d2plm.export.report_content import CLASSES, Sources, coloured, gather
-from d2plm.export.report_page import render, write_report
+from d2plm.export.report_content import Sources, gather
+from d2plm.export.report_page import write_report
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import DiTFactory, Tokens, write_store
@@ -142,11 +139,9 @@ class Page(HTMLParser):
 
     Attributes:
         tables: id → rows of cells, each the text and the values of its `data` elements.
-        sequences: the text of each element of that class.
+        data: value and text of each `data` element.
         links: the values of all attributes that name an address.
-        scripts: the text of each script.
         text: all text outside of style and script.
-        source: the page itself.
     """
 
     def __init__(self, html: str) -> None:
@@ -227,12 +222,6 @@ def of(run: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def evaluation_in(run: Path) -> Evaluation:
-    evaluation = read_evaluation(run / "diffusion")
-    assert evaluation is not None
-    return evaluation
-
-
 def shown(cell: str | Number) -> list[float]:
     """The figures of a cell of a table."""
     if isinstance(cell, str) or cell.value is None:
@@ -244,42 +233,23 @@ def shown(cell: str | Number) -> list[float]:
 
 @pytest.mark.parametrize("name", ["likelihoods", "calibrations", "identities", "given"])
 def test_the_tables_are_the_evaluations(run: Path, page: Page, name: str) -> None:
-    table = tables_of(evaluation_in(run))[name]
-    heads, *rows = page.tables[name]
-    assert [text for text, _ in heads] == table.heads
+    evaluation = read_evaluation(run / "diffusion")
+    assert evaluation is not None
+    table = tables_of(evaluation)[name]
+    _, *rows = page.tables[name]
     assert [[[float(v) for v in values] for _, values in row] for row in rows] == [
         [*map(shown, row)] for row in table.rows
     ]
     assert [row[0][0] for row in rows] == [row[0] for row in table.rows]
-    assert all(note in page.text for note in table.notes)
-
-
-def test_the_first_lines_say_what_relatives_are_worth(
-    run: Path, page: Page, tmp_path: Path
-) -> None:
-    first, _, _ = page.text.partition("Likelihood bound and baselines")
-    # The better of the two HMMs; 1.6, 1.9 and 2.5, 2.8 nats.
-    assert "perplexity 4.95 below 90% identity (best profile HMM: 6.69)" in first
-    assert "perplexity 12.18 below 50% identity (best profile HMM: 16.44)" in first
-    assert "of each of 24 held-out proteins" in first
-    folder = tmp_path / "copy" / "diffusion"
-    shutil.copytree(run, folder.parent)
-    write_evaluation(folder, replace(evaluation_in(run), given_relatives=None))
-    without = Page(write_report(sources(folder)).read_text())
-    assert '<section id="relatives">' not in without.source
-    assert "The evaluation has no bound given relatives" in without.text
-    assert "perplexity 4.95" not in without.text
 
 
 def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:
     assert len(page.data) > 150
-    for value, shown in page.data:
-        text = shown.replace(",", "")
+    for value, text in page.data:
         decimals = len(text.partition(".")[2].rstrip("%"))
         scale = 100 if text.endswith("%") else 1
-        assert float(text.rstrip("%")) == pytest.approx(
-            scale * float(value), abs=0.5001 * 10**-decimals
-        )
+        rounded = pytest.approx(scale * float(value), abs=0.5001 * 10**-decimals)
+        assert float(text.replace(",", "").rstrip("%")) == rounded
 
 
 def test_the_statistics_are_those_of_the_sets(run: Path, page: Page) -> None:
@@ -290,12 +260,6 @@ def test_the_statistics_are_those_of_the_sets(run: Path, page: Page) -> None:
     sets = quality["sets"].values()
     assert found["proteins"] == [str(one["sequences"]) for one in sets] == ["4"] * 3
     assert found["3-grams: JS to training, nats"] == [f"{s['ngram_js']['3']:.4f}" for s in sets]
-    assert found["longest run of a residue, largest"] == [f"{s['longest_run_max']}" for s in sets]
-    assert found["residues of low complexity, %"] == [
-        f"{100 * one['low_complexity_share']:.1f}" for one in sets
-    ]
-    assert "4 generated proteins beside 4 natural, held-out proteins" in page.text
-    assert "With only 4 proteins" in page.text
 
 
 def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, page: Page) -> None:
@@ -339,9 +303,6 @@ def test_the_data_are_the_manifests(run: Path, page: Page) -> None:
         assert page.column("splits", place) == expected
     assert [row[4] for row in page.texts("splits")[1:]] == [*manifest["digests"].values()]
     assert page.column("searches", 2) == [[5]]
-    for words in ("70 records", "4 were exact duplicates", "3 were dropped (too short)"):
-        assert words in page.text
-    assert "the same search then found no similar pair" in page.text
 
 
 def test_the_page_names_no_address_outside_itself(html: str, page: Page) -> None:
@@ -380,22 +341,16 @@ def sources(folder: Path) -> Sources:
 
 
 def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) -> None:
-    """An evaluation of a foreign export, in one cluster: no metrics, no data, no proteins."""
+    """Of an evaluation of a foreign export, in one cluster; nothing else is there."""
+    with pytest.raises(DataError, match=str(tmp_path)):
+        gather(sources(tmp_path))
     evaluation = evaluation_of({}, clusters=1, identities=False, others=False)
     write_evaluation(tmp_path, evaluation)
     page = Page(write_report(sources(tmp_path)).read_text())
     assert {*page.tables} == {"likelihoods", "calibrations", "given"}
     assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
-    assert "so there is no interval and no conclusion" in page.text
     for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
         assert command in page.text
-    assert "evaluation.nearest_identity=true" in page.text
-    assert "prepared_dir=" in page.text
-
-
-def test_the_sampler_s_settings_and_what_to_do_next_are_there(page: Page) -> None:
-    assert "Sampled with paradigm=diffusion steps=4 dtype=float32" in page.text
-    assert "a model of your family: d2plm adapt family.fasta init_from=" in page.text
 
 
 def test_a_run_without_an_evaluation_has_its_curves_and_no_empty_sections(
@@ -404,8 +359,6 @@ def test_a_run_without_an_evaluation_has_its_curves_and_no_empty_sections(
     shutil.copy(run / "diffusion" / "metrics.jsonl", tmp_path)
     page = Page(write_report(sources(tmp_path)).read_text())
     assert re.findall('<section id="([a-z]+)">', page.source) == ["training", "settings", "missing"]
-    _, _, missing = page.text.partition("Not in this report")
-    assert "The model has not been evaluated: run d2plm evaluate" in missing
     assert "17.500" in page.text
 
 
@@ -420,7 +373,6 @@ def test_new_members_of_a_family_have_a_section_and_other_proteins_none(
     described = Judge(given, held_out).describe(whole[:1], ["copied"])
     write_members(described, folder / "generated.fasta")
     page = Page(write_report(sources(folder)).read_text())
-    assert "The 1 designs are NOT like natural members" in page.text
     assert len(page.tables["alignment"]) == 2
     write_fasta(folder / "generated.fasta", [("other", "MKV")])
     assert "New members of a family" not in write_report(sources(folder)).read_text()
@@ -433,63 +385,4 @@ def test_proteins_of_another_model_and_other_data_are_not_shown(run: Path, tmp_p
     content = gather(sources(folder))
     assert content["designs"] is content["manifest"] is content["model"] is None
     assert content["fasta"] is None
-    assert "is not the evaluated one" in content["missing"]["model"]
-    assert "The evaluation did not use the data" in content["missing"]["manifest"]
-    assert "belongs to other proteins" in content["missing"]["designs"]
-
-
-def test_an_empty_folder_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"neither evaluation\.json nor metrics\.jsonl"):
-        gather(sources(tmp_path))
-
-
-def test_a_mistyped_folder_is_named_rightly(tmp_path: Path) -> None:
-    (tmp_path / "demo").mkdir()
-    with pytest.raises(DataError, match=r"did you mean '.*/demo'"):
-        gather(sources(tmp_path / "dmeo"))
-
-
-def test_each_residue_is_coloured_by_its_side_chain() -> None:
-    assert sorted("".join(CLASSES.values())) == sorted("ACDEFGHIKLMNPQRSTVWY")
-    assert list(coloured("AVKXDDDDDDGG")) == [
-        [("hydrophobic", "AV"), ("positive", "K"), ("", "X"), ("negative", "DDDDDD")],
-        [("special", "GG")],
-    ]
-
-
-def test_of_many_proteins_only_some_are_spelt_out(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("d2plm.export.report_content.SHOWN", 2)
-    monkeypatch.setattr("d2plm.export.report_page.SHOWN", 2)
-    monkeypatch.setattr("d2plm.export.report_page.draw", lambda *content: defaultdict(str))
-    page = Page(render(gather(sources(run / "diffusion"))))
-    assert len(page.sequences) == 2
-    assert len(page.tables["designs"]) == 5
-    assert "The other 2 sequences are in the FASTA file" in page.text
-
-
-@pytest.fixture
-def in_browser(html: str, tmp_path: Path) -> list[str]:
-    """What Chromium's console says of the page at a phone's width, and how wide it is there."""
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("there is no Chromium")
-    measure = "console.log('width', document.documentElement.scrollWidth, innerWidth)"
-    inner, outer = tmp_path / "inner.html", tmp_path / "outer.html"
-    inner.write_text(html.replace("</body>", f"<script>{measure}</script></body>"))
-    outer.write_text('<iframe src="inner.html" style="width: 390px; height: 800px; border: 0">')
-    command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
-    result = subprocess.run(
-        [*command, "--dump-dom", outer.as_uri()], capture_output=True, text=True, timeout=120
-    )
-    return [line for line in result.stderr.splitlines() if "CONSOLE" in line]
-
-
-def test_on_a_phone_nothing_is_wider_than_the_page_and_the_console_is_silent(
-    in_browser: list[str],
-) -> None:
-    (line,) = in_browser
-    needed, there = re.findall(r'"width (\d+) (\d+)"', line)[0]
-    assert int(needed) <= int(there) == 390
+    assert {"model", "manifest", "designs"} <= content["missing"].keys()
