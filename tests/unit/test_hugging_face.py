@@ -400,23 +400,6 @@ def test_labels_of_which_none_is_at_a_mask_are_an_error(model: Any, labels: torc
         model(IDS, labels=labels)
 
 
-def test_options_of_the_call_and_of_the_config_are_honoured(exports: Path) -> None:
-    plain, states = ("logits",), ("logits", "hidden_states")
-    model = AutoModelForMaskedLM.from_pretrained(exports / "diffusion")
-    assert tuple(model(IDS).keys()) == plain
-    assert tuple(model(IDS, output_hidden_states=True, labels=LABELS).keys()) == ("loss", *states)
-    values = model(IDS, labels=LABELS, return_dict=False)
-    assert [len(value.shape) for value in values] == [0, 3]
-    model = AutoModelForMaskedLM.from_pretrained(exports / "diffusion", output_hidden_states=True)
-    assert tuple(model(IDS).keys()) == states
-    features = AutoModel.from_pretrained(exports / "diffusion", output_hidden_states=True)(IDS)
-    assert torch.equal(features.last_hidden_state, features.hidden_states[-1])
-    [last] = AutoModel.from_pretrained(exports / "diffusion")(IDS, return_dict=False)
-    assert torch.equal(last, features.last_hidden_state)
-    with pytest.raises(TypeError, match="AutoModel has no loss; load AutoModelForMaskedLM"):
-        AutoModel.from_pretrained(exports / "diffusion")(IDS, labels=LABELS)
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -439,6 +422,14 @@ def test_what_forward_does_not_know_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         model(IDS, **wrong)
+
+
+def test_the_options_of_a_call_are_honoured(exports: Path, model: Any) -> None:
+    given = model(IDS, output_hidden_states=True, labels=LABELS)
+    assert tuple(given.keys()) == ("loss", "logits", "hidden_states")
+    assert [len(one.shape) for one in model(IDS, labels=LABELS, return_dict=False)] == [0, 3]
+    with pytest.raises(TypeError, match="AutoModel has no loss"):
+        AutoModel.from_pretrained(exports / "diffusion")(IDS, labels=LABELS)
 
 
 def test_one_time_is_that_of_every_row(model: Any) -> None:

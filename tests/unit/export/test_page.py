@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shutil
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from tests.evaluations import (
 N = 24
 RESIDUES = np.random.default_rng(0).integers(50, 300, N)
 EVIL = "<script>alert('x')</script>&\"$m"
+ADDRESSES = ("href", "src", "action", "srcset", "data")
 PASSWORD = "hunter2"  # noqa: S105  # of nobody
 
 
@@ -135,76 +137,45 @@ def run(
 
 
 class Page(HTMLParser):
-    """What a reader of the page finds in it.
-
-    Attributes:
-        tables: id → rows of cells, each the text and the values of its `data` elements.
-        data: value and text of each `data` element.
-        links: the values of all attributes that name an address.
-        text: all text outside of style and script.
-    """
+    """The scripts, the addresses and the text that a browser finds in a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tables: dict[str, list[list[tuple[str, list[str]]]]] = {}
-        self.sequences: list[str] = []
+        self.source, self.text, self._tag = html, "", ""
         self.links: list[str] = []
         self.scripts: list[str] = []
-        self.text, self.source = "", html
-        self._table = self._inside = self._last = ""
-        self.data: list[tuple[str, str]] = []
         self.feed(html)
-        self.close()
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attributes}
-        self.links += [found[n] for n in ("href", "src", "action", "srcset", "data") if n in found]
-        if tag == "table":
-            self._table = found["id"]
-            self.tables[self._table] = []
-        elif tag == "tr":
-            self.tables[self._table].append([])
-        elif tag in ("td", "th"):
-            self.tables[self._table][-1].append(("", []))
-            self._inside = "cell"
-        elif tag == "data":
-            self.data.append((found["value"], ""))
-            if self._inside == "cell":
-                self.tables[self._table][-1][-1][1].append(found["value"])
-        elif tag in ("script", "style"):
-            self._inside = tag
-            if tag == "script":
-                self.scripts.append("")
-        elif found.get("class") == "sequence":
-            self._inside = "sequence"
-            self.sequences.append("")
-        self._last = tag
+        self._tag = tag
+        self.links += [value or "" for name, value in attributes if name in ADDRESSES]
+        self.scripts += [""] * (tag == "script")
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in ("td", "th", "script", "style", "p"):
-            self._inside = ""
-        self._last = ""
+        self._tag = ""
 
     def handle_data(self, text: str) -> None:
-        text = text.replace("\u00a0", " ")
-        if self._inside == "script":
+        if self._tag == "script":
             self.scripts[-1] += text
-        elif self._inside != "style":
+        elif self._tag != "style":
             self.text += text
-        if self._inside == "sequence":
-            self.sequences[-1] += text.strip()
-        elif self._inside == "cell":
-            row = self.tables[self._table][-1]
-            row[-1] = row[-1][0] + text, row[-1][1]
-        if self._last == "data":
-            self.data[-1] = self.data[-1][0], text
+
+    def rows(self, table: str) -> list[list[str]]:
+        """The cells of each row but the head, as HTML."""
+        (body,) = re.findall(rf'<table id="{table}">(.*?)</table>', self.source, re.S)
+        _, *rows = re.findall(r"<tr.*?</tr>", body, re.S)
+        return [re.findall(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", row, re.S) for row in rows]
 
     def column(self, table: str, place: int) -> list[list[float]]:
-        """The figures in each row's cell, the head's row left out."""
-        return [[float(value) for value in row[place][1]] for row in self.tables[table][1:]]
+        return [figures(row[place]) for row in self.rows(table)]
 
-    def texts(self, table: str) -> list[list[str]]:
-        return [[text for text, _ in row] for row in self.tables[table]]
+
+def text(cell: str) -> str:
+    return unescape(re.sub("<[^>]+>", "", cell)).strip()
+
+
+def figures(cell: str) -> list[float]:
+    return [float(value) for value in re.findall('<data value="([^"]+)"', cell)]
 
 
 @pytest.fixture(scope="module")
@@ -236,39 +207,38 @@ def test_the_tables_are_the_evaluations(run: Path, page: Page, name: str) -> Non
     evaluation = read_evaluation(run / "diffusion")
     assert evaluation is not None
     table = tables_of(evaluation)[name]
-    _, *rows = page.tables[name]
-    assert [[[float(v) for v in values] for _, values in row] for row in rows] == [
+    rows = page.rows(name)
+    assert [[figures(cell) for cell in row] for row in rows] == [
         [*map(shown, row)] for row in table.rows
     ]
-    assert [row[0][0] for row in rows] == [row[0] for row in table.rows]
+    assert [text(row[0]) for row in rows] == [row[0] for row in table.rows]
 
 
 def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:
-    assert len(page.data) > 150
-    for value, text in page.data:
-        decimals = len(text.partition(".")[2].rstrip("%"))
-        scale = 100 if text.endswith("%") else 1
+    numbers = re.findall('<data value="([^"]+)">([^<]*)</data>', page.source)
+    assert len(numbers) > 150
+    for value, written in numbers:
+        decimals = len(written.partition(".")[2].rstrip("%"))
+        scale = 100 if written.endswith("%") else 1
         rounded = pytest.approx(scale * float(value), abs=0.5001 * 10**-decimals)
-        assert float(text.replace(",", "").rstrip("%")) == rounded
+        assert float(written.replace(",", "").rstrip("%")) == rounded
 
 
 def test_the_statistics_are_those_of_the_sets(run: Path, page: Page) -> None:
-    quality = of(run, "designs.json")["quality"]
-    head, *rows = page.texts("statistics")
-    assert head[1:] == [*quality["sets"]] == ["generated", "natural, held out", "composition"]
-    found = {label.strip(): cells for label, *cells in rows}
-    sets = quality["sets"].values()
-    assert found["proteins"] == [str(one["sequences"]) for one in sets] == ["4"] * 3
-    assert found["3-grams: JS to training, nats"] == [f"{s['ngram_js']['3']:.4f}" for s in sets]
+    sets = of(run, "designs.json")["quality"]["sets"]
+    assert [*sets] == ["generated", "natural, held out", "composition"]
+    found = {text(label): [*map(text, cells)] for label, *cells in page.rows("statistics")}
+    assert found["proteins"] == [str(one["sequences"]) for one in sets.values()] == ["4"] * 3
+    ngrams = [f"{one['ngram_js']['3']:.4f}" for one in sets.values()]
+    assert found["3-grams: JS to training, nats"] == ngrams
 
 
 def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, page: Page) -> None:
     folder = run / "diffusion"
     records = re.findall(r">(\S+).*\n([^>]*)", (folder / "generated.fasta").read_text())
     sequences = [text.replace("\n", "") for _, text in records]
-    assert page.sequences == sequences
-    names = [row[0] for row in page.texts("designs")[1:]]
-    assert names == [name for name, _ in records]
+    assert [*map(text, re.findall('<p class="sequence">(.*?)</p>', page.source))] == sequences
+    assert [text(row[0]) for row in page.rows("designs")] == [name for name, _ in records]
     (link,) = [link for link in page.links if link.startswith("data:text")]
     assert base64.b64decode(link.partition(",")[2]) == (folder / "generated.fasta").read_bytes()
     exported = load_export(folder / "model")
@@ -288,7 +258,7 @@ def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, pa
 
 
 def test_a_copy_of_a_training_protein_is_named_and_called_one(run: Path, page: Page) -> None:
-    rows = page.texts("designs")[1:]
+    rows = [[*map(text, row)] for row in page.rows("designs")]
     assert rows[0][4:] == ["protein7 a copy", "100.0%"]
     assert rows[2][4:] == ["none found", "–"]
     described = of(run, "designs.json")["proteins"]
@@ -301,7 +271,7 @@ def test_the_data_are_the_manifests(run: Path, page: Page) -> None:
     for place, what in enumerate(("sequences", "residues", "clusters"), start=1):
         expected = [[counts[f"{split}_{what}"]] for split in manifest["digests"]]
         assert page.column("splits", place) == expected
-    assert [row[4] for row in page.texts("splits")[1:]] == [*manifest["digests"].values()]
+    assert [text(row[4]) for row in page.rows("splits")] == [*manifest["digests"].values()]
     assert page.column("searches", 2) == [[5]]
 
 
@@ -347,7 +317,8 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
     evaluation = evaluation_of({}, clusters=1, identities=False, others=False)
     write_evaluation(tmp_path, evaluation)
     page = Page(write_report(sources(tmp_path)).read_text())
-    assert {*page.tables} == {"likelihoods", "calibrations", "given"}
+    tables = re.findall('<table id="(\\w+)">', page.source)
+    assert tables == ["likelihoods", "calibrations", "given"]
     assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
     for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
         assert command in page.text
@@ -373,7 +344,7 @@ def test_new_members_of_a_family_have_a_section_and_other_proteins_none(
     described = Judge(given, held_out).describe(whole[:1], ["copied"])
     write_members(described, folder / "generated.fasta")
     page = Page(write_report(sources(folder)).read_text())
-    assert len(page.tables["alignment"]) == 2
+    assert len(page.rows("alignment")) == 1
     write_fasta(folder / "generated.fasta", [("other", "MKV")])
     assert "New members of a family" not in write_report(sources(folder)).read_text()
 

@@ -81,10 +81,8 @@ def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
     monkeypatch.setattr(MlflowClient, "log_batch", whole)
     run.log_metrics({"loss": 2.0}, 2)
     run.flush()
-    assert [point.value for point in client.get_metric_history(str(run.id), "train/loss")] == [
-        1.0,
-        2.0,
-    ]
+    sent = [point.value for point in client.get_metric_history(str(run.id), "train/loss")]
+    assert sent == [1.0, 2.0]
 
 
 def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
@@ -106,10 +104,7 @@ def test_a_run_is_marked_failed_although_its_metrics_are_rejected(
     client: MlflowClient, refuse: Refuse, output_dir: Path
 ) -> None:
     refuse("log_batch")
-    with (
-        pytest.raises(TrackingError, match="set the status FINISHED"),
-        tracking_run(output_dir) as run,
-    ):
+    with pytest.raises(TrackingError, match="FINISHED"), tracking_run(output_dir) as run:
         run.log_metrics({"loss": 1.0})
     assert client.get_run(str(run.id)).info.status == "FAILED"
 
@@ -128,7 +123,7 @@ def test_a_given_run_is_missing_only_if_the_store_says_so(
     client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_RUN_ID", "1" * 32)
-    with pytest.raises(TrackingError, match=r"not found.* correct or unset MLFLOW_RUN_ID"):
+    with pytest.raises(TrackingError, match="unset MLFLOW_RUN_ID"):
         begun(output_dir)
     refuse("update_run", "INTERNAL_ERROR")
     with pytest.raises(TrackingError, match="cannot reopen"):
@@ -197,7 +192,7 @@ def test_a_server_that_never_answers_is_reported_soon(monkeypatch: MonkeyPatch) 
     monkeypatch.setattr(mlflow_run, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted by the system
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(TrackingError, match=r"no answer within 0\.3 seconds; start it"):
+        with pytest.raises(TrackingError, match=r"0\.3 seconds"):
             open_client(None)
 
 
@@ -216,7 +211,7 @@ def test_an_absent_server_is_reported_after_one_warning(
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(mlflow_run.time, "sleep", lambda s: (pauses.append(s), pause(0.2)))
-    with pytest.raises(TrackingError, match="it refuses connections; start it"):
+    with pytest.raises(TrackingError, match="refuses connections"):
         open_client(None)
     assert len(pauses) > 1
     assert [record.name for record in caplog.records] == ["d2plm.tracking.mlflow_run"]
