@@ -1,6 +1,5 @@
 """Composing the settings of commands from defaults, YAML files and the command line."""
 
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -264,21 +263,6 @@ def test_a_file_of_exactly_that_name_wins(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "a").touch()
     with pytest.raises(ConfigError, match=r"several values; write a list as \[a,b\]"):
         compose("ingest", ["input=a,a", "output=o"])
-
-
-@pytest.mark.parametrize("value", ["it's", "a=b", "a{1}", 'say "x"', "$HOME=", "a(b\\c"])
-def test_the_message_on_special_characters_is_the_line_to_type(value: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose("train", [f"name={value}"])
-    typed = str(caught.value).partition("for the shell and for Hydra: ")[2]
-    assert compose("train", shlex.split(typed)).name == value
-
-
-def test_a_group_is_chosen_by_an_option_and_the_keys_of_the_choice_are_known() -> None:
-    words = ["--paradigm", "flow_matching", "--paradigm.schedule=linear", "--experiment", "debug"]
-    config, _ = compose_arguments("train", words)
-    assert config.paradigm.schedule == "linear"
-    assert config.name == "debug"
 
 
 @pytest.mark.parametrize(

@@ -75,27 +75,7 @@ def inputs(exports: Path) -> dict[str, torch.Tensor]:
     return {**tokenizer(PROTEINS, return_tensors="pt", padding=True)}
 
 
-def printed(program: str) -> list[str]:
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    return ended.stdout.split()
-
-
-def test_the_classes_are_registered_by_an_import_before_transformers_without_other_packages(
-    exports: Path,
-) -> None:
-    blocked = ("hydra", "jinja2", "mlflow", "pandas", "scipy")
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-        "import d2plm.hugging_face; from transformers import AutoModelForMaskedLM\n"
-        f"model = AutoModelForMaskedLM.from_pretrained({str(exports / 'diffusion')!r})\n"
-        "print(type(model).__name__)"
-    )
-    assert printed(program)[-1] == "DiTForMaskedLM"
-
-
-def test_the_classes_are_registered_by_that_import_alone_also_after_transformers() -> None:
+def test_one_import_alone_registers_the_classes() -> None:
     program = (
         "import sys; before = list(sys.meta_path)\n"
         "import d2plm; print(sys.meta_path == before, 'torch' in sys.modules)\n"
@@ -105,7 +85,9 @@ def test_the_classes_are_registered_by_that_import_alone_also_after_transformers
         "import d2plm.hugging_face\n"
         "print(type(AutoConfig.for_model(d2plm.model.dit.DiTConfig.model_type)).__name__)"
     )
-    assert printed(program) == ["True", "False", "unknown", "DiTConfig"]
+    words = [sys.executable, "-c", program]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["True", "False", "unknown", "DiTConfig"]
 
 
 @pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])
@@ -290,26 +272,25 @@ def model(exports: Path) -> Any:
     return AutoModelForMaskedLM.from_pretrained(exports / "diffusion")
 
 
-@pytest.mark.parametrize(("bf16", "recomputed"), [(False, None), (True, False)])
 def test_a_trainer_trains_the_model_which_reloads(
-    bf16: bool, recomputed: bool | None, exports: Path, model: Any, tmp_path: Path
+    exports: Path, model: Any, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exports / "diffusion")
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
-        max_steps=5,
+        max_steps=3,
         per_device_train_batch_size=6,
         learning_rate=3e-3,
         use_cpu=True,
-        bf16=bf16,
+        bf16=True,
         report_to=[],
         save_strategy="no",
         logging_steps=1,
         seed=1,
         disable_tqdm=True,
         eval_strategy="epoch",
-        gradient_checkpointing=recomputed is not None,
-        gradient_checkpointing_kwargs={"use_reentrant": bool(recomputed)},
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
     )
     proteins = [tokenizer(protein, truncation=True) for protein in TO_LEARN]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
@@ -317,7 +298,7 @@ def test_a_trainer_trains_the_model_which_reloads(
     trainer = Trainer(model, arguments, collator, proteins, proteins, processing_class=tokenizer)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert len(losses) == 5
+    assert len(losses) == 3
     assert np.isfinite(losses).all()
     changed = {name for name, weight in model.named_parameters() if (weight != before[name]).any()}
     assert changed == set(before)
@@ -359,7 +340,6 @@ def test_a_frozen_model_can_be_recomputed_with_an_adapter(model: Any) -> None:
 def test_an_adapter_on_any_layer_takes_effect_and_is_trained(
     kind: str, tiny_dit: Callable[..., Any]
 ) -> None:
-    """Beside each module, each stacked matrix, by peft's `target_parameters`."""
     dit = tiny_dit(**VARIANTS[kind])
     inputs = (*PACKED, RELATIVES) if kind == "relatives" else PACKED
     plain = dit(*inputs).detach()
@@ -405,8 +385,6 @@ def test_labels_of_which_none_is_at_a_mask_are_an_error(model: Any, labels: torc
     [
         ({"time": 0.5}, TypeError, "'time' .did you mean 'times'"),
         ({"output_attentions": True}, TypeError, "'output_attentions'"),
-        ({"inputs_embeds": torch.ones(2, 6, 16)}, TypeError, "'inputs_embeds'"),
-        ({"times": 5.0}, ConfigError, "times"),
         ({"times": float("nan")}, ConfigError, "times"),
         ({"times": torch.tensor([0.1, torch.inf])}, ConfigError, "times"),
         ({"times": torch.rand(2, 1)}, ConfigError, r"times.shape"),

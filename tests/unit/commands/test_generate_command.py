@@ -73,16 +73,6 @@ def test_templates_are_filled_in_and_kept(generate: Generate, tmp_path: Path, mo
     assert len(sequences[3]) == 5
 
 
-def test_designs_of_nameless_templates_have_names_of_their_own(
-    generate: Generate, tmp_path: Path
-) -> None:
-    (tmp_path / "t.fasta").write_text(">\nM_\n> \nK_\n>a\x01b\nK_\n>a_1\nK_\n>\n__\n")
-    generate("number=2", f"templates={tmp_path / 't.fasta'}", "steps=1")
-    headers, _ = written(tmp_path / "g.fasta")
-    names = ["template1", "template2", "a", "a_1", "template5"]
-    assert [h.split()[0] for h in headers] == [f"{one}_{n}" for one in names for n in (1, 2)]
-
-
 def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) -> None:
     output = tmp_path / "new folder" / "g.fasta"
     texts = []

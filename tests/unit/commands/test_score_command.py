@@ -196,6 +196,7 @@ def test_a_uniform_source_is_rejected_with_the_reason(
 
 MUTANTS = ["M1A", "K2G:T3L", "WT", "T3T", "M1C", "K2G,T3Y", "R10W"]
 MEASURED = ["0.5", "-1.0", "1", "", "0.25", "NA", "-2e-1"]
+BLOSUM62 = "d2plm_blosum62_score"
 
 
 def effects_of(exports: Exports, protein: str, mutants: list[str]) -> list[float]:
@@ -208,67 +209,80 @@ def effects_of(exports: Exports, protein: str, mutants: list[str]) -> list[float
     ).tolist()
 
 
-def words_for(exports: Exports, wild_type: Path, table: Path, output: Path) -> list[str]:
-    return [
-        *("score", f"model_dir={exports.masked}", "precision=fp64"),
-        *("--input", str(wild_type), "--mutations", str(table), f"--output={output}"),
-    ]
+class Scan:
+    """A table of variants, scored or refused by the command."""
+
+    def __init__(self, exports: Exports, wild_type: Path, capsys: Captured) -> None:
+        self.exports, self.fasta, self.capsys = exports, wild_type, capsys
+        self.table = wild_type.with_name("variants.csv")
+        self.output = wild_type.with_name("effects.csv")
+
+    def words(self, content: str | None, more: tuple[str, ...]) -> list[str]:
+        if content is not None:
+            self.table.write_text(content)
+        own = [f"model_dir={self.exports.masked}", "precision=fp64", "--input", str(self.fasta)]
+        return [*own, "--mutations", str(self.table), f"--output={self.output}", *more]
+
+    def scored(self, content: str | None, *more: str) -> tuple[list[dict[str, str]], str]:
+        """The rows that are written, and what is said."""
+        assert main(["score", *self.words(content, more)]) == 0
+        with open_table(self.output) as found:
+            rows = [dict(zip(found.columns, cells, strict=True)) for _, cells in found.rows()]
+        return rows, self.capsys.readouterr().err
+
+    def refused(self, content: str | None, *more: str) -> str:
+        self.output.unlink(missing_ok=True)
+        line = refusal(self.capsys, *self.words(content, more))
+        assert not self.output.exists()
+        return line
 
 
-def test_a_table_of_variants_gets_a_column_of_scores(
-    exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
+@pytest.fixture
+def scan(exports: Exports, wild_type: Path, capsys: Captured) -> Scan:
+    return Scan(exports, wild_type, capsys)
+
+
+def scores(rows: list[dict[str, str]]) -> list[float]:
+    return [float(row["d2plm_score"]) for row in rows]
+
+
+def test_a_table_of_variants_gets_a_column_of_scores(scan: Scan, exports: Exports) -> None:
     notes = ["plain", "a, b", 'say "x"', "", "Größe", "two\nlines", "0.10"]
-    with table.open("w", newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
+    with scan.table.open("w", newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
         writer = csv.writer(file)
         writer.writerow(["note", "Mutant", "DMS_score"])
         writer.writerows(zip(notes, MUTANTS, MEASURED, strict=True))
-    assert main(words_for(exports, wild_type, table, output)) == 0
-    captured = capsys.readouterr()
-    rows = written(output)
+    _, said = scan.scored(None)
+    rows = written(scan.output)
     assert [*rows[0]] == ["note", "Mutant", "DMS_score", "d2plm_score", BLOSUM62]
     assert [row["note"] for row in rows] == notes
     assert [row["Mutant"] for row in rows] == MUTANTS
     assert [row["DMS_score"] for row in rows] == MEASURED
-    scores = [float(row["d2plm_score"]) for row in rows]
     expected = effects_of(exports, "P1", MUTANTS)
-    np.testing.assert_allclose(scores, expected, atol=1e-6)
-    assert scores[2] == scores[3] == 0
+    np.testing.assert_allclose(scores(rows), expected, atol=1e-6)
+    assert expected[2] == expected[3] == 0
 
     known = [0, 1, 2, 4, 6]
     rho = spearmanr([expected[i] for i in known], [float(MEASURED[i]) for i in known]).statistic
-    said = captured.err.splitlines()
-    assert "7 variants in column 'Mutant', measured in 'DMS_score', offset 0" in said[0]
-    assert f"P1, d2plm_score: Spearman's rho {rho:.3f} (5 measured variants)" in said[1]
+    assert "7 variants in column 'Mutant', measured in 'DMS_score', offset 0" in said
+    assert f"P1, d2plm_score: Spearman's rho {rho:.3f} (5 measured variants)" in said
 
 
 def test_variants_of_several_proteins_keep_their_order(
-    exports: Exports, fasta: Path, tmp_path: Path
+    scan: Scan, exports: Exports, fasta: Path
 ) -> None:
-    table, output = tmp_path / "variants.tsv", tmp_path / "effects.tsv"
-    table.write_text(
-        "name\tvariant\tDMS_score\nP3\tW1A\t1\nP1\tK2G:T3L\t1\nP3\tW3C\t2\nP1\tM1A\t1\n"
-    )
-    assert main(words_for(exports, fasta, table, output)) == 0
-    lines = [line.split("\t") for line in output.read_text().splitlines()]
-    assert [line[:2] for line in lines] == [
-        ["name", "variant"],
-        *(["P3", "W1A"], ["P1", "K2G:T3L"], ["P3", "W3C"], ["P1", "M1A"]),
-    ]
-    (p3_first, p3_second), (p1_first, p1_second) = (
+    scan.fasta = fasta
+    rows, _ = scan.scored("name\tvariant\nP3\tW1A\nP1\tK2G:T3L\nP3\tW3C\nP1\tM1A\n")
+    assert [row["variant"] for row in rows] == ["W1A", "K2G:T3L", "W3C", "M1A"]
+    third, first = (
         effects_of(exports, "P3", ["W1A", "W3C"]),
         effects_of(exports, "P1", ["K2G:T3L", "M1A"]),
     )
-    np.testing.assert_allclose(
-        [float(line[-2]) for line in lines[1:]],
-        [p3_first, p1_first, p3_second, p1_second],
-        atol=1e-6,
-    )
+    expected = [third[0], first[0], third[1], first[1]]
+    np.testing.assert_allclose(scores(rows), expected, atol=1e-6)
 
 
-BLOSUM62 = "d2plm_blosum62_score"
-CASES = {
+DIALECTS = {
     "comments": "# project: toy; filtered\nmutant,DMS_score\nM1A,1\nK2G,2\nR10W,3\n",
     "other names, tabs": "id\tmutants\tlog_fitness\na\tM1A\t1\nb\tK2G\t2\nc\tR10W\t3\n",
     "letters apart": "site,wt,mutant,mutation,score\n1,M,A,M1A,1\n2,K,G,K2G,2\n10,R,W,R10W,3\n",
@@ -284,101 +298,68 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("content", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("content", DIALECTS.values(), ids=DIALECTS)
 def test_a_table_of_any_dialect_gets_the_same_scores(
-    content: str, exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
+    content: str, scan: Scan, exports: Exports
 ) -> None:
-    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
-    table.write_text(content)
-    assert main(words_for(exports, wild_type, table, output)) == 0
-    said = capsys.readouterr().err.splitlines()
-    with open_table(output) as found:
-        scores = [float(cells[-2]) for _, cells in found.rows()]
-    np.testing.assert_allclose(scores, effects_of(exports, "P1", ["M1A", "K2G", "R10W"]), atol=1e-6)
-    assert "3 variants in column" in said[0] and "measured in" in said[0]
-    assert said[1].startswith("P1, d2plm_score: Spearman's rho ")
+    rows, said = scan.scored(content)
+    expected = effects_of(exports, "P1", ["M1A", "K2G", "R10W"])
+    np.testing.assert_allclose(scores(rows), expected, atol=1e-6)
+    assert "3 variants in column" in said and "measured in" in said
+    assert "P1, d2plm_score: Spearman's rho " in said
 
 
-def test_rows_that_cannot_be_scored_are_left_out_unless_strict(
-    exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
-    rows = ["M1A,1", "T3*,2", "T300L,3", "W3A,4", "mean,5", *["K2A,6", "K2L,7"] * 30]
-    table.write_text("\n".join(["mutant,score", *rows]))
-    words = words_for(exports, wild_type, table, output)
-    assert main(words) == 0
-    said = capsys.readouterr().err
-    for reason, line in {
-        "with a stop": 3,
-        "beyond the end": 4,
-        "with another wild type": 5,
-        "not a variant": 6,
-    }.items():
+def test_rows_that_cannot_be_scored_are_left_out_unless_strict(scan: Scan) -> None:
+    lines = ["M1A,1", "T3*,2", "T300L,3", "W3A,4", "mean,5", *["K2A,6", "K2L,7"] * 30]
+    content = "\n".join(["mutant,score", *lines])
+    rows, said = scan.scored(content)
+    reasons = ["with a stop", "beyond the end", "with another wild type", "not a variant"]
+    for line, reason in enumerate(reasons, start=3):
         assert f"1 {reason} (line {line}: " in said
-    assert [row["d2plm_score"] == "" for row in written(output)] == [
-        number in (1, 2, 3, 4) for number in range(len(rows))
-    ]
-    assert f"{table}, line 3: " in refusal(capsys, *words[1:], "strict=true")
+    left_out = [number for number, row in enumerate(rows) if row["d2plm_score"] == ""]
+    assert left_out == [1, 2, 3, 4]
+    assert f"{scan.table}, line 3: " in scan.refused(content, "strict=true")
 
 
-def test_rows_of_other_proteins_are_left_out_and_counted(
-    exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
-    table.write_text("name,mutant,score\nP1,M1A,1\nother,M1A,9\nP1,K2A,2\nother,K2A,8\n")
-    assert main(words_for(exports, wild_type, table, output)) == 0
-    assert "2 of another protein (line 3: 'other', line 5: 'other')" in capsys.readouterr().err
-    table.write_text("name,mutant,score\nother,M1A,9\nother,K2A,8\n")
-    line = refusal(capsys, *words_for(exports, wild_type, table, output)[1:])
-    assert "has no record 'other'" in line
+def test_rows_of_other_proteins_are_left_out_and_counted(scan: Scan) -> None:
+    _, said = scan.scored("name,mutant\nP1,M1A\nother,M1A\nP1,K2A\nother,K2A\n")
+    assert "2 of another protein (line 3: 'other', line 5: 'other')" in said
+    assert "has no record 'other'" in scan.refused("name,mutant\nother,M1A\nother,K2A\n")
 
 
-def test_two_proteins_have_offsets_of_their_own(
-    exports: Exports, tmp_path: Path, capsys: Captured
-) -> None:
-    fasta, table, output = (tmp_path / name for name in ("two.fasta", "v.csv", "effects.csv"))
-    fasta.write_text(">sp|P00001|ONE_TEST\nMKTAYIAKQR\n>Q2/11-20\nGSHMALVAGG\n")
-    table.write_text("name,mutant\nP00001,M25A\nP00001,K26A\nP00001,T27A\nQ2,M14A\n")
-    assert main(words_for(exports, fasta, table, output)) == 0
-    assert "offset of sp|P00001|ONE_TEST 24, offset of Q2/" in capsys.readouterr().err
-    assert all(row["d2plm_score"] for row in written(output))
-    table.write_text("name,mutant\nP00001,M25A\nQ2,M14A\n")
-    line = refusal(capsys, *words_for(exports, fasta, table, output)[1:])
-    assert "mutation_offset='auto'" in line
+def test_two_proteins_have_offsets_of_their_own(scan: Scan) -> None:
+    scan.fasta.write_text(">sp|P00001|ONE_TEST\nMKTAYIAKQR\n>Q2/11-20\nGSHMALVAGG\n")
+    lines = ["P00001,M25A", "P00001,K26A", "P00001,T27A", "Q2,M14A"]
+    rows, said = scan.scored("\n".join(["name,mutant", *lines]))
+    assert "offset of sp|P00001|ONE_TEST 24, offset of Q2/" in said
+    assert all(row["d2plm_score"] for row in rows)
+    assert "mutation_offset='auto'" in scan.refused("name,mutant\nP00001,M25A\nQ2,M14A\n")
 
 
 def test_whole_sequences_of_other_lengths_are_compared_by_their_bounds(
-    exports: Exports, wild_type: Path, tmp_path: Path
+    scan: Scan, exports: Exports
 ) -> None:
-    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
     sequences = ["MKTAYIAKQR", "MKTAYIAKQRW", "MKTAYIAKQRRRR", "TAYIAKQRKK"]
-    table.write_text("mutant,score\n" + "".join(f"{s},{i}\n" for i, s in enumerate(sequences)))
-    assert main(words_for(exports, wild_type, table, output)) == 0
+    rows, _ = scan.scored("\n".join(["mutant", *sequences]))
     exported = load_export(exports.masked)
-    every = [encode(text) for text in sequences]  # the first is the wild type, scored once
+    every = [encode(one) for one in sequences]  # the first is the wild type, scored once
     nats = bound_draws(exported.denoiser("fp64"), exported.paradigm, every).mean(axis=1)
     per_residue = nats * len(every[0]) / [len(one) for one in every]
-    scores = [float(row["d2plm_score"]) for row in written(output)]
-    np.testing.assert_allclose(scores, per_residue[0] - per_residue, atol=1e-6)
+    np.testing.assert_allclose(scores(rows), per_residue[0] - per_residue, atol=1e-6)
 
 
-def test_columns_may_be_named(
-    exports: Exports, wild_type: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
-    table.write_text("mutant,other,note,score,x\nM1A,K2A,first,1,3\nK2A,T3A,second,2,4\n")
-    words = words_for(exports, wild_type, table, output)
+def test_columns_may_be_named(scan: Scan, exports: Exports) -> None:
+    content = "mutant,other,note,score,x\nM1A,K2A,first,1,3\nK2A,T3A,second,2,4\n"
     for wrong, message in {
         "variant=note": "line 2: 'first'",
         "variant=mutants": "did you mean 'mutant'",
         "measured=note": "line 2: note 'first'",
         "name=note": "no record 'first'",
     }.items():
-        assert message in refusal(capsys, *words[1:], wrong)
-    assert main([*words, "variant=other", "measured=x"]) == 0
-    assert "2 variants in column 'other', measured in 'x'" in capsys.readouterr().err
-    scores = [float(row["d2plm_score"]) for row in written(output)]
-    np.testing.assert_allclose(scores, effects_of(exports, "P1", ["K2A", "T3A"]), atol=1e-6)
+        assert message in scan.refused(content, wrong)
+    rows, said = scan.scored(content, "variant=other", "measured=x")
+    assert "2 variants in column 'other', measured in 'x'" in said
+    np.testing.assert_allclose(scores(rows), effects_of(exports, "P1", ["K2A", "T3A"]), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -395,25 +376,15 @@ def test_columns_may_be_named(
         ("mutant\nM1A\nM1\n", "line 3: 'M1'"),
         ("mutant\nM1B\n", "no variant to score"),
         ("mutant\nK1A\nM1A\n", "line 2: K1A"),
-        ("mutant,DMS_score\nM1A,high\n", "line 2: DMS_score 'high'"),
         ("mutant,score\nM1A,inf\nK2A,1\n", "line 2: score 'inf'"),
         ("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n", "line 3: 'K2G'"),
     ],
 )
 def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
-    content: str | None,
-    message: str,
-    exports: Exports,
-    wild_type: Path,
-    tmp_path: Path,
-    capsys: Captured,
+    content: str | None, message: str, scan: Scan
 ) -> None:
-    table, output = tmp_path / "variants.csv", tmp_path / "effects.csv"
-    if content is not None:
-        table.write_text(content)
-    line = refusal(capsys, *words_for(exports, wild_type, table, output)[1:])
-    assert str(table) in line and message in line
-    assert not output.exists()
+    line = scan.refused(content)
+    assert str(scan.table) in line and message in line
 
 
 @pytest.mark.parametrize(
@@ -426,10 +397,7 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     ],
 )
 def test_invalid_wild_types_are_rejected(
-    records: str, content: str, message: str, exports: Exports, tmp_path: Path, capsys: Captured
+    records: str, content: str, message: str, scan: Scan
 ) -> None:
-    fasta, table = tmp_path / "wildtypes.fasta", tmp_path / "variants.csv"
-    fasta.write_text(records)
-    table.write_text(content)
-    line = refusal(capsys, *words_for(exports, fasta, table, tmp_path / "o.csv")[1:])
-    assert message in line
+    scan.fasta.write_text(records)
+    assert message in scan.refused(content)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from d2plm.assembly import training_run
 from d2plm.cli import main
 from d2plm.commands.train import run
 from d2plm.config import compose
@@ -149,22 +148,6 @@ def test_other_steps_for_a_complete_run_name_what_trains_its_model_further(tmp_p
     run(tiny(tmp_path))
     with pytest.raises(CheckpointError, match=r"max_steps: 1 → 2.*init_from="):
         run(tiny(tmp_path, "trainer.max_steps=2"))
-
-
-def test_data_that_have_changed_since_the_run_are_said_in_words(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    run(tiny(tmp_path))
-    identity = training_run._identity
-
-    def changed(*given: Any) -> dict[str, Any]:
-        found = identity(*given)
-        found["data"]["collections"][0]["digest"] = "b" * 64
-        return found
-
-    monkeypatch.setattr(training_run, "_identity", changed)
-    with pytest.raises(CheckpointError, match=r"changed since this run.*resume=none"):
-        run(tiny(tmp_path))
 
 
 def test_export_takes_the_run_s_own_configuration(tmp_path: Path, capsys: Captured) -> None:

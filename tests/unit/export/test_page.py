@@ -46,31 +46,19 @@ ADDRESSES = ("href", "src", "action", "srcset", "data")
 PASSWORD = "hunter2"  # noqa: S105  # of nobody
 
 
-def evaluation_of(
-    digests: dict[str, str], *, clusters: int = 8, identities: bool = True, others: bool = True
-) -> Evaluation:
-    held_out = HeldOut(
-        RESIDUES,
-        np.arange(N) % clusters,
-        invented_baselines(RESIDUES),
-        np.linspace(0, 0.45, N) if identities else None,
-    )
-    settings = {
-        "split": "validation",
-        "seed": 0,
-        "precision": "fp32",
-        "token_budget": 4096,
-        "nearest_sensitivity": 4.0,
-        "masks_per_sequence": 4,
-    }
+def evaluation_of(digests: dict[str, str], *, foreign: bool = False) -> Evaluation:
+    """An evaluation; a foreign export's is of one cluster, without identities and rivals."""
+    clusters = np.arange(N) % (1 if foreign else 8)
+    identities = None if foreign else np.linspace(0, 0.45, N)
+    settings = {"split": "validation", "seed": 0, "precision": "fp32", "token_budget": 4096}
     return summarise(
         invented_scores(RESIDUES, 2.85),
-        {EVIL: invented_scores(RESIDUES, 2.8, 1)} if others else {},
-        held_out,
+        {} if foreign else {EVIL: invented_scores(RESIDUES, 2.8, 1)},
+        HeldOut(RESIDUES, clusters, invented_baselines(RESIDUES), identities),
         LengthHistogram.of(RESIDUES, 400),
         given_relatives=invented_given_relatives(),
         quality=None,
-        settings=settings,
+        settings={**settings, "nearest_sensitivity": 4.0, "masks_per_sequence": 4},
         digests=digests,
     )
 
@@ -314,8 +302,7 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
     """Of an evaluation of a foreign export, in one cluster; nothing else is there."""
     with pytest.raises(DataError, match=str(tmp_path)):
         gather(sources(tmp_path))
-    evaluation = evaluation_of({}, clusters=1, identities=False, others=False)
-    write_evaluation(tmp_path, evaluation)
+    write_evaluation(tmp_path, evaluation_of({}, foreign=True))
     page = Page(write_report(sources(tmp_path)).read_text())
     tables = re.findall('<table id="(\\w+)">', page.source)
     assert tables == ["likelihoods", "calibrations", "given"]

@@ -173,16 +173,6 @@ def test_a_hostile_request_is_rejected_in_a_short_answer(
     assert "junk junk junk junk" not in document["message"]
 
 
-def test_a_row_may_be_one_object_or_have_columns_of_its_own(ask: Ask) -> None:
-    for body in (
-        {"inputs": {"sequence": "MKT"}},
-        {"inputs": [{"sequence": "MKT", "name": "a", "other": [1]}], "params": {}},
-        {"dataframe_split": {"index": [7], "columns": ["name", "sequence"], "data": [[1, "MKT"]]}},
-        {"dataframe_records": [{"sequence": "MKT", "length": None}]},
-    ):
-        assert [row["residues"] for row in rows_of(ask(body))] == [3]
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -450,11 +440,3 @@ def test_many_requests_at_a_time_have_the_answers_of_each_alone(ask: Ask) -> Non
     with ThreadPoolExecutor(6) as pool:
         assert [rows_of(answer) for answer in pool.map(ask, bodies)] == alone
     assert np.isfinite([rows[0]["nats"] for rows in alone]).all()
-
-
-def test_a_long_body_is_read_to_its_end_and_rejected(service: Service) -> None:
-    with TestClient(application(service, 60)) as client:
-        chunks = (b" " * 2**16 for _ in range(100))
-        response = client.post("/invocations", content=chunks, headers={"Content-Type": JSON})
-        assert response.status_code == 413
-        assert next(chunks, None) is None

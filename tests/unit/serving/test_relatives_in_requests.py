@@ -113,10 +113,3 @@ def test_a_model_that_takes_none_rejects_them(service: Service) -> None:
         status, document = ask({"inputs": {"sequence": ["MKT"]}, "params": {"relatives": FAMILY}})
     assert status == 400
     assert document["message"].startswith("relatives: not supported")
-
-
-def test_the_limit_on_residues_is_that_of_the_server(exports: Exports) -> None:
-    with conftest.asking(Service(load_export(exports.related), 30)) as ask:
-        status, document = ask({"inputs": {"sequence": ["MKT"]}, "params": {"relatives": FAMILY}})
-    assert status == 400
-    assert "accepts 30 per request" in document["message"]

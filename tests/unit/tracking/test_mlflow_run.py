@@ -1,7 +1,6 @@
 """An MLflow run: nothing is logged twice, data are linked, system metrics stop at the end."""
 
 import json
-import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from mlflow import MlflowClient
 from d2plm.assembly.tracked_run import (
     log_data,
     log_settings,
-    system_metrics_logged,
     tracked_run,
     with_tags,
 )
@@ -21,11 +19,10 @@ from d2plm.config import compose
 from d2plm.core.redaction import HIDDEN, redacted_settings
 from d2plm.core.versions import git_revision
 from d2plm.settings.commands import TrainSettings
-from d2plm.tracking import mlflow_run
 from d2plm.tracking.mlflow_run import VERSION_TAG, end_left_running, system_metrics
 from d2plm.tracking.runs import in_sections, tracking_run
 from d2plm.training.callbacks.metric_logger import MetricLogger
-from tests.conftest import Logged, MonkeyPatch
+from tests.conftest import MonkeyPatch
 
 COUNTS = {
     f"{split}_{what}": number
@@ -170,21 +167,6 @@ def test_the_machine_is_watched_and_no_thread_is_left(
             assert {*threading.enumerate()} == before
     steps = [point.step for point in client.get_metric_history(str(run.id), told)]
     assert steps == [*range(len(steps))]
-
-
-def test_the_machine_is_not_watched_where_the_key_is_null_or_psutil_is_missing(
-    client: MlflowClient, config: TrainSettings, monkeypatch: MonkeyPatch, caplog: Logged
-) -> None:
-    off = replace(config, tracking=replace(config.tracking, system_metrics=None))
-    before = {*threading.enumerate()}
-    with tracked_run(config, "train") as run, caplog.at_level(logging.INFO):
-        with system_metrics_logged(off, run):
-            assert {*threading.enumerate()} == before
-        monkeypatch.setattr(mlflow_run, "find_spec", lambda name: None)
-        with system_metrics_logged(config, run):
-            assert {*threading.enumerate()} == before
-    (said,) = (r.message for r in caplog.records if r.name == mlflow_run.__name__)
-    assert "d2plm[system-metrics]" in said
 
 
 def test_every_metric_of_training_is_in_the_document_under_its_group() -> None:

@@ -277,22 +277,20 @@ def test_a_missing_package_is_named_with_the_extra(
         pass
 
 
-def test_a_damaged_wandb_run_file_is_named(output_dir: Path) -> None:
-    output_dir.mkdir()
-    (output_dir / WANDB_RUN_FILE).write_text("{")
-    with (
-        pytest.raises(TrackingError, match=WANDB_RUN_FILE),
-        tracking_run(output_dir, trackers=["wandb"]),
+def test_a_damaged_wandb_run_file_and_a_folder_that_cannot_be_written_are_named(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / WANDB_RUN_FILE).write_text("{")
+    for folder, trackers in (
+        (tmp_path, ["wandb"]),
+        (tmp_path / WANDB_RUN_FILE / "run", ["wandb"]),
+        (tmp_path / WANDB_RUN_FILE / "run", ["tensorboard"]),
     ):
-        pass
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_an_output_folder_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    folder = tmp_path / "file" / "run"
-    with pytest.raises(D2PLMError, match=str(folder)), tracking_run(folder, trackers=[name]):
-        pass
+        with (
+            pytest.raises(D2PLMError, match=WANDB_RUN_FILE),
+            tracking_run(folder, trackers=trackers),
+        ):
+            pass
 
 
 # --- a parent run ------------------------------------------------------------------------------
