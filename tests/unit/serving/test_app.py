@@ -19,7 +19,7 @@ from d2plm.core.vocabulary import CANONICAL, RESIDUES
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.serving.app import application
 from d2plm.serving.schedule import HungUp, Progress, Speed, Work
-from d2plm.serving.service import DEFAULTS, Service, parse_request
+from d2plm.serving.service import Service, parse_request
 from tests.unit.serving.conftest import JSON, LIMIT, PARADIGMS, Ask, asking
 
 PROTEINS = ["MKTAYIAKQR", "GSHMLVAGG"]
@@ -238,24 +238,6 @@ def test_only_texts_of_residues_are_scored_whatever_the_form(
         rows = [row for row, fits in enumerate(good) if not fits]
         places = [f"row {row}: " for row in rows] + [f".{row}.sequence=" for row in rows]
         assert any(place in document["message"] for place in places)
-
-
-@given(name=st.sampled_from([*DEFAULTS]), value=NO_TEXT | st.text(max_size=3))
-def test_a_setting_of_a_wrong_type_is_rejected(ask: Ask, name: str, value: Any) -> None:
-    default, task, rows = DEFAULTS[name], "infill", {"sequence": ["M_"]}
-    if name in ("min_length", "max_length"):
-        task, rows = "generate", {"length": [3]}
-    elif name == "masks_per_sequence":
-        task = "score"
-    status, document = ask({"inputs": rows, "params": {"task": task, name: value}})
-    assert status in (200, 400), document
-    optional = {"sampler": str, "steps": int, "top_k": int, "max_length": int}
-    optional |= {"remdm_eta": float, "temperature": float}
-    kind = optional.get(name, type(default))
-    right = type(value) is kind or (kind is float and type(value) is int)
-    if not right and not (value is None and name in optional):
-        assert status == 400
-        assert document["message"].startswith(f"params.{name}")
 
 
 # Faults, time limits and requests at the same time

@@ -276,14 +276,3 @@ def test_an_error_carries_the_key_and_the_reason(
 def test_every_key_has_a_sentence() -> None:
     for command, settings in SETTINGS.items():
         assert not [key for key, one in keys(settings).items() if not one.help], command
-
-
-def test_every_seed_has_64_bits() -> None:
-    seeds = {
-        f"{command} {key}": (one.field.metadata["low"], one.field.metadata["high"])
-        for command, settings in SETTINGS.items()
-        for key, one in keys(settings).items()
-        if key.rpartition(".")[2] in ("seed", "seeds", "split_seed")
-    }
-    assert len(seeds) > 10
-    assert {*seeds.values()} == {(0, 2**64 - 1)}

@@ -20,7 +20,6 @@ from d2plm.core.redaction import redacted
 from d2plm.tracking import mlflow_run
 from d2plm.tracking.mlflow_run import KEY_TAG, RUN_FILE, MLflowRun, open_client, written_here
 from d2plm.tracking.runs import Run, Runs, tracking_run
-from d2plm.tracking.tracker_run import reaching
 from tests.conftest import Logged, MonkeyPatch
 from tests.unit.tracking.conftest import repeat
 
@@ -253,29 +252,6 @@ def test_after_a_slow_failure_full_batches_wait_before_they_are_sent_again(
             run.log_metrics({"loss": 1.0}, step)
         now[0] += 100
     assert attempts == [0.0, 1000.0]
-
-
-def proxy_page(status: str) -> str:
-    """An error of MLflow's client with the page of a proxy."""
-    page = f"Response text: <html>\r\n<head><title>{status}</title></head></html>"
-    return f"{status.replace(' ', ' Client Error: ', 1)} for url: http://h/413/x. {page}"
-
-
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        (proxy_page("413 Request Entity Too Large"), "client_max_body_size"),
-        ("(Caused by ResponseError('too many 504 error responses'))", "proxy_read_timeout"),
-        ("The run 3f must be in the 'active' state.", "mlflow runs restore --run-id 3f "),
-        ("RESOURCE_DOES_NOT_EXIST: Run with id=3f not found", "unset MLFLOW_RUN_ID"),
-        ("http://h/413/504: Read timed out", "run the same command again"),
-    ],
-)
-def test_an_error_names_the_remedy_of_its_cause(said: str, remedy: str) -> None:
-    with pytest.raises(TrackingError) as caught, reaching("log a file"):
-        raise OSError(said)
-    assert remedy in str(caught.value)
-    assert "<" not in str(caught.value)
 
 
 def test_a_deleted_run_is_replaced_and_a_deleted_experiment_names_its_restoring(
