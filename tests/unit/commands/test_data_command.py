@@ -102,6 +102,8 @@ def test_an_incomplete_store_is_rejected(
     def message(path: Path) -> str:
         return refusal(capsys, 1, action, f"store={path}", *GIVEN.get(action, []))
 
+    if action in ("head", "export"):
+        assert "several stores" in message(copy)
     (tmp_path / "empty").mkdir()
     assert "no sequence store" in message(tmp_path / "empty")
     (copy / "train_lmdb" / "manifest.json").unlink()
@@ -110,8 +112,6 @@ def test_an_incomplete_store_is_rejected(
     assert "manifest" in message(tmp_path / "empty")
     os.truncate(copy / "validation_lmdb" / "data.mdb", 4096)
     assert "damaged" in message(copy / "validation_lmdb")
-    if action in ("head", "export"):
-        assert "several stores" in message(copy)
 
 
 def test_verify_finds_a_changed_residue(copy: Path, capsys: Captured) -> None:

@@ -225,8 +225,15 @@ def test_a_repeated_shard_reports_the_same_and_what_is_missing(
     ],
 )
 def test_what_cannot_be_sharded_is_refused_by_key(
-    model: Path, fasta: Path, words: str, key: str, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    fasta: Path,
+    words: str,
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = words.format(fasta=fasta).split()
-    assert main([*given, f"model_dir={model}", "shard=0/2"]) == 2
+    with fasta.open() as stream:
+        monkeypatch.setattr("sys.stdin", stream)
+        assert main([*given, f"model_dir={model}", "shard=0/2"]) == 2
     assert f"{key}='" in capsys.readouterr().err
