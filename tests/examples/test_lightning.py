@@ -1,6 +1,5 @@
 """examples/lightning.py trains as our trainer does, exports a model, and names what is wrong."""
 
-import gzip
 import os
 import runpy
 import sys
@@ -15,38 +14,20 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from benchmarks.workload import LEARNING_RATE, Workload, workload_of
-from d2plm.data.prepare import prepare
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, SplitSettings
 from d2plm.settings.training import AdamWSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.learning_rate import constant
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
-from tests.conftest import FASTA, TINY_SIZES
+from tests.conftest import FASTA, TINY_SIZES, prepare_few
 from tests.ranks import run
 
 SMALL_FASTA = FASTA.with_name("uniprot_500.fasta.gz")
 EXAMPLE = FASTA.parents[1] / "lightning.py"
 SIZES = {"token_budget": 1024, "max_length": 512}
 STEPS = 4
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Path:
-    """A few proteins, prepared by the quickest settings."""
-    with gzip.open(SMALL_FASTA, "rt") as file:
-        (tmp_path / "few.fasta").write_text(">".join(file.read().split(">")[:31]))
-    prepare(
-        tmp_path / "few.fasta",
-        tmp_path / "prepared",
-        split=SplitSettings(validation_fraction=0.2, search_directions="from_held_out"),
-        clustering=ClusterSettings(method="none"),
-        search=SearchSettings(sensitivity=1.0),
-        resources=Resources(threads=1),
-    )
-    return tmp_path / "prepared"
 
 
 @pytest.fixture
@@ -122,19 +103,20 @@ def run_script(words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def exported(folder: Path, output: Path, *more: str) -> ExportedModel:
-    words = [str(EXAMPLE), str(folder / "prepared"), str(output), "--steps", "4", "--devices", "2"]
+def exported(prepared: Path, output: Path, *more: str) -> ExportedModel:
+    words = [str(EXAMPLE), str(prepared), str(output), "--steps", "4", "--devices", "2"]
     words += ["--token-budget", "256", "--max-length", "64", "--every", "2", *more]
     run(run_script, [*words, "--strategy", "fsdp2"], world_size=2)
     return load_export(output / "model")
 
 
 @pytest.mark.thorough
-def test_the_lightning_script_shards_the_model_and_resumes(tmp_path: Path, prepared: Path) -> None:
-    whole = exported(tmp_path, tmp_path / "whole")
+def test_the_lightning_script_shards_the_model_and_resumes(tmp_path: Path) -> None:
+    prepared = prepare_few(tmp_path)
+    whole = exported(prepared, tmp_path / "whole")
     assert (whole.provenance["step"], whole.max_length) == (4, 64)
     half = tmp_path / "whole" / "checkpoints" / "epoch=0-step=2.ckpt"
-    resumed = exported(tmp_path, tmp_path / "resumed", "--resume", str(half))
+    resumed = exported(prepared, tmp_path / "resumed", "--resume", str(half))
     for name, parameter in resumed.model.named_parameters():
         assert torch.equal(parameter, dict(whole.model.named_parameters())[name]), name
 

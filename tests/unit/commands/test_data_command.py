@@ -1,6 +1,5 @@
 """`d2plm data`: its actions as a user calls them, on good and on wrong input."""
 
-import gzip
 import json
 import os
 import shutil
@@ -10,31 +9,16 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.data.ingest import ingest
-from d2plm.data.prepare import prepare
 from d2plm.data.store import SequenceStore
-from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, SplitSettings
-from tests.conftest import Captured
+from tests.conftest import Captured, prepare_few
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "data" / "uniprot_500.fasta.gz"
 ACTIONS = ("stats", "verify", "head", "export")
 GIVEN = {"export": ["output=/nowhere/out.fasta"]}
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few proteins, prepared by the quickest settings."""
-    folder = tmp_path_factory.mktemp("data")
-    with gzip.open(EXAMPLE, "rt") as file:
-        (folder / "few.fasta").write_text(">".join(file.read().split(">")[:31]))
-    prepare(
-        folder / "few.fasta",
-        folder / "prepared",
-        split=SplitSettings(validation_fraction=0.2, search_directions="from_held_out"),
-        clustering=ClusterSettings(method="none"),
-        search=SearchSettings(sensitivity=1.0),
-        resources=Resources(threads=1),
-    )
-    return folder / "prepared"
+    return prepare_few(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

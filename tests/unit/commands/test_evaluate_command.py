@@ -26,12 +26,8 @@ Export = Callable[..., Path]
 
 
 @pytest.fixture
-def stores(tmp_path: Path, proteins: list[NDArray[np.uint8]]) -> dict[str, SequenceStore]:
-    whole = [tokens[:60] for tokens in proteins if len(tokens) > 60]
-    return {
-        "train": write_store(tmp_path / "train_lmdb", whole[:40], [*range(40)]),
-        "validation": write_store(tmp_path / "validation_lmdb", whole[40:46], [0, 0, 1, 2, 3, 4]),
-    }
+def stores(stores_to_evaluate: dict[str, SequenceStore]) -> dict[str, SequenceStore]:
+    return stores_to_evaluate
 
 
 @pytest.fixture

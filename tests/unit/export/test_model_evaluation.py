@@ -21,18 +21,14 @@ from d2plm.export.model_evaluation import (
 )
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from tests.conftest import DiTFactory, Tokens, write_store
+from tests.conftest import DiTFactory
 
 Stores = dict[str, Any]
 
 
 @pytest.fixture
-def stores(tmp_path: Path, proteins: list[Tokens]) -> Stores:
-    whole = [tokens[:60] for tokens in proteins if len(tokens) > 60]
-    return {
-        "train": write_store(tmp_path / "train_lmdb", whole[:40], [*range(40)]),
-        "validation": write_store(tmp_path / "validation_lmdb", whole[40:46], [0, 0, 1, 2, 3, 4]),
-    }
+def stores(stores_to_evaluate: Stores) -> Stores:
+    return stores_to_evaluate
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,8 @@ from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.serving.app import application
 from d2plm.serving.schedule import HungUp, Progress, Speed, Work
 from d2plm.serving.service import Service, parse_request
-from tests.unit.serving.conftest import JSON, LIMIT, PARADIGMS, Ask, asking
+from tests.conftest import Exports
+from tests.unit.serving.conftest import JSON, LIMIT, Ask, asking
 
 PROTEINS = ["MKTAYIAKQR", "GSHMLVAGG"]
 
@@ -36,9 +36,9 @@ def table(column: str, *values: Any, **params: Any) -> dict[str, Any]:
     return {"inputs": {column: values}, "params": params}
 
 
-@pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_scores_are_bit_for_bit_those_of_the_library(served_exports: Path, paradigm: str) -> None:
-    folder = served_exports / paradigm
+@pytest.mark.parametrize("kind", ["masked", "uniform"])
+def test_scores_are_bit_for_bit_those_of_the_library(exports: Exports, kind: str) -> None:
+    folder = getattr(exports, kind)
     expected = load_model(folder).score(PROTEINS, masks_per_sequence=3, seed=4)
     with asking(Service(load_export(folder))) as ask:
         rows = rows_of(ask(table("sequence", *PROTEINS, masks_per_sequence=3, seed=4)))
@@ -49,9 +49,9 @@ def test_scores_are_bit_for_bit_those_of_the_library(served_exports: Path, parad
     assert first[0]["nats"] == pytest.approx(rows[0]["nats"], rel=1e-5)
 
 
-@pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_designs_are_those_of_the_library(served_exports: Path, paradigm: str) -> None:
-    folder = served_exports / paradigm
+@pytest.mark.parametrize("kind", ["masked", "uniform"])
+def test_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
+    folder = getattr(exports, kind)
     model, templates = load_model(folder), ["MK__<mask>GG", "_____"]
     settings: dict[str, Any] = {"number": 2, "steps": 3, "seed": 5, "temperature": 0.8}
     with asking(Service(load_export(folder))) as ask:
@@ -183,9 +183,9 @@ def test_a_hostile_request_is_rejected_in_a_short_answer(
     ],
 )
 def test_a_request_for_too_much_is_rejected_before_the_work(
-    served_exports: Path, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    exports: Exports, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(load_export(served_exports / "diffusion"), max_residues=100)
+    service = Service(load_export(exports.masked), max_residues=100)
     monkeypatch.setattr(service, "denoiser", lambda *_: pytest.fail("it has begun"))
     with asking(service) as ask:
         status, document = ask(body)
@@ -295,8 +295,8 @@ def test_work_that_would_not_be_done_in_time_is_refused_at_once(
         assert ask(table("sequence", "MKT", masks_per_sequence=1))[0] == 200
 
 
-def test_the_measurement_covers_all_kinds_of_work(served_exports: Path) -> None:
-    service = Service(load_export(served_exports / "diffusion"))
+def test_the_measurement_covers_all_kinds_of_work(exports: Exports) -> None:
+    service = Service(load_export(exports.masked))
     assert parse_and_estimate(service, table("sequence", "MKT")) == 0
     rates = service.measure()
     assert all(rate > 0 for rate in rates.values())
