@@ -132,6 +132,34 @@ def write_store(
     return SequenceStore(path)
 
 
+def prepare_few(folder: Path) -> Path:
+    """30 proteins, prepared by the quickest settings in `folder`/prepared."""
+    from d2plm.data.prepare import prepare
+    from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, SplitSettings
+
+    with gzip.open(FASTA.with_name("uniprot_500.fasta.gz"), "rt") as file:
+        (folder / "few.fasta").write_text(">".join(file.read().split(">")[:31]))
+    prepare(
+        folder / "few.fasta",
+        folder / "prepared",
+        split=SplitSettings(validation_fraction=0.2, search_directions="from_held_out"),
+        clustering=ClusterSettings(method="none"),
+        search=SearchSettings(sensitivity=1.0),
+        resources=Resources(threads=1),
+    )
+    return folder / "prepared"
+
+
+@pytest.fixture
+def stores_to_evaluate(tmp_path: Path, proteins: list[Tokens]) -> dict[str, SequenceStore]:
+    """Pieces of proteins: 40 to train on, and 6 of 5 clusters."""
+    whole = [tokens[:60] for tokens in proteins if len(tokens) > 60]
+    return {
+        "train": write_store(tmp_path / "train_lmdb", whole[:40], [*range(40)]),
+        "validation": write_store(tmp_path / "validation_lmdb", whole[40:46], [0, 0, 1, 2, 3, 4]),
+    }
+
+
 @pytest.fixture
 def make_store(tmp_path: Path) -> Callable[[list[Tokens]], SequenceStore]:
     """Residue tokens → a store in the test's own folder."""

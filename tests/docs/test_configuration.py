@@ -46,22 +46,21 @@ def test_the_generated_files_are_current_and_have_every_key() -> None:
     assert not [name for name in names if f"- `{name}=" not in page]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_every_file_follows_the_schema(file: Path) -> None:
-    group = file.parent.name if file.parent != config_dir() else "experiment"
-    schema = SCHEMA if group == "experiment" else SCHEMA["properties"][group]
-    Draft7Validator.check_schema(schema)
-    Draft7Validator(schema).validate(yaml.safe_load(file.read_text()))
+def test_every_file_follows_the_schema() -> None:
+    Draft7Validator.check_schema(SCHEMA)
+    for file in FILES:
+        group = file.parent.name if file.parent != config_dir() else "experiment"
+        schema = SCHEMA if group == "experiment" else SCHEMA["properties"][group]
+        errors = [*Draft7Validator(schema).iter_errors(yaml.safe_load(file.read_text()))]
+        assert not errors, (file, errors)
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"trainer": {"max_step": 1}},
-        {"trainer": {"max_steps": 0}},
         {"trainer": {"max_steps": "many"}},
         {"optimizer": {"betas": [0.9, 2]}},
-        {"callbacks": {"checkpoint": {"every": None}}},
         {"data": {"cluster": {"method": "linclus"}}},
     ],
 )

@@ -30,9 +30,3 @@ def test_python_blocks_run(
             # As many empty lines before it as make the numbers of a traceback the document's.
             code = compile("\n" * block.line + block.text, str(document), "exec")
             exec(code, names)  # noqa: S102  # it is ours
-
-
-def test_the_python_interface_is_documented_by_running_it() -> None:
-    for document in (ROOT / "docs" / "python.md", ROOT / "README.md"):
-        assert document in WITH_PYTHON
-        assert all(b.needs is None for b in blocks(document) if b.language == "python")

@@ -41,20 +41,6 @@ def run(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(300)
-def test_the_sdk_prepares_and_trains_with_the_runtimes_command(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    proteins = FASTA.with_name("uniprot_500.fasta.gz")
-    folder = "/workspace/of mine"  # the settings are quoted
-    words = ["experiment=debug", "trainer.max_steps=2", "tracking=none", f"data.input={proteins}"]
-    done = run(cluster, "--cpu=1", *words, f"work_dir='{folder}'")
-    assert done.returncode == 0, f"{done.stderr}\n{cluster.describe()}"
-    assert "created TrainJob " in done.stdout
-    assert list((tmp_path / "work space" / "of mine").rglob("model.safetensors"))
-
-
 def test_the_sdk_prints_the_log_of_a_job_that_fails(cluster: Cluster) -> None:
     cluster.script(Script(lines=("step 1", "d2plm: error: no"), exit_code=2))
     done = run(cluster, "--cpu=3")

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-import d2plm
 from d2plm import load_model
 from d2plm.api import SequenceModel, retrieve_relatives
 from d2plm.commands.generate import run as run_generate
@@ -22,8 +21,6 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError
 from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import read_fasta
-from d2plm.evaluation.scoring import ProteinScore
-from d2plm.settings.training import TrainerSettings
 from d2plm.tracking import mlflow_run, registry
 from tests.conftest import Exports, MonkeyPatch
 
@@ -64,8 +61,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("settings", "arguments"),
     [
-        (["number=3", "seed=7"], {"number": 3, "seed": 7}),
-        (["number=4", "max_length=12"], {"number": 4, "max_length": 12}),
+        (["number=4", "max_length=12", "seed=7"], {"number": 4, "max_length": 12, "seed": 7}),
         (["number=2", "length=[9,14]"], {"number": 2, "length": [9, 14]}),
         (
             ["number=1", "length=20", "sampler=remdm", "top_k=4", "temperature=0.7"],
@@ -160,64 +156,40 @@ def test_a_model_of_the_uniform_source_generates_fills_in_and_scores(
         2, length=9, steps=3, seed=1
     )
     assert uniform.infill("MK__L", steps=3)[0].startswith("MK")
-    assert isinstance(uniform.score("MKTAY")[0], ProteinScore)
+    assert uniform.score("MKTAY")[0].nats > 0
     with pytest.raises(ModelError, match=r"pseudo_log_likelihood: .* use score"):
         uniform.pseudo_log_likelihood("MKTAY")
     with pytest.raises(ModelError, match="score_mutations: "):
         uniform.score_mutations("MKTAY", "A4G")
 
 
-def test_sequences_are_read_as_from_a_file(model: SequenceModel) -> None:
-    assert model.score(" mkt ayia\nkqr* ") == model.score(["MKTAYIAKQR"])
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m: m.generate(0), ConfigError, r"^number=0"),
-        (lambda m: m.generate(stepz=3), ConfigError, r"stepz: .*did you mean 'steps'"),
-        (lambda m: m.generate(steps=0), ConfigError, r"^steps=0"),
-        (lambda m: m.generate(length=127), ConfigError, r"^length=127: .* 1 to 126"),
-        (lambda m: m.generate(length=[]), ConfigError, r"^length=\[\]"),
-        (
-            lambda m: m.generate(length=5, min_length=3),
-            ConfigError,
-            r"^min_length=3: must be 1 with .*length, which leaves nothing to draw",
-        ),
-        (lambda m: m.generate(sampler="euler"), ConfigError, r"^sampler='euler'"),
-        (lambda m: m.infill("MKT"), DataError, "template 0: nothing to fill in"),
-        (lambda m: m.infill(["M_", "M_J1"]), DataError, "template 1: illegal letter"),
-        (lambda m: m.infill("_" * 127), ModelError, "template 0 has 127 residues.* at most 126"),
+        (lambda m: m.generate(0), ConfigError, "^number=0"),
+        (lambda m: m.generate(stepz=3), ConfigError, "stepz: .*'steps'"),
+        (lambda m: m.generate(length=127), ConfigError, "^length=127"),
+        (lambda m: m.generate(seed=2**64 + 1), ConfigError, "^seed=18446744073709551617"),
+        (lambda m: m.generate(seed=TABLE), ConfigError, "^seed="),
+        (lambda m: m.infill(["M_", "M_J1"]), DataError, "template 1: "),
+        (lambda m: m.infill("_" * 127), ModelError, "template 0 has 127 residues"),
         (lambda m: m.score(["MKT", "MK1"]), DataError, "sequence 1: .*'1'"),
         (lambda m: m.score("M" * 127), ModelError, "sequence 0 has 127 residues"),
-        (lambda m: m.score("MKT", masks_per_sequence=0), ConfigError, "^masks_per_sequence=0"),
         (lambda m: m.score("MKT", seed=-1), ConfigError, "^seed=-1"),
-        (lambda m: m.score("MKT", seed=2**64), ConfigError, "^seed=18446744073709551616: must"),
-        (lambda m: m.generate(seed=2**64 + 1), ConfigError, "^seed=18446744073709551617: must"),
-        (lambda m: m.infill("M_", seed=2**70), ConfigError, "^seed=1180591620717411303424: must"),
         (
             lambda m: m.score_mutations("MKT", ["M1A", "K1R"], mutation_offset=0),
-            DataError,
-            "variant 1: K1R: 'the wild type' has M at position 1, not K",
+            *(DataError, "variant 1: K1R"),
         ),
-        (lambda m: m.score_mutations("MKT", "K9R"), ConfigError, "^mutation_offset='auto': 0 of"),
-        (lambda m: m.score_mutations("MKT", "M1A", mutation_offset="x"), ConfigError, "^mutation_"),
-        (lambda m: m.score_mutations(None, "M1A"), DataError, "wild_type: NoneType is not a str"),
-        (lambda m: m.score_mutations("MKT", "M1*"), DataError, "variant 0: 'M1.*': with a stop"),
-        (lambda m: m.score_mutations("MKT", "K2"), DataError, "'K2' is not a variant"),
-        (lambda m: m.embed("MKT", pooled="no"), ConfigError, "^pooled='no': must be True or False"),
-        (lambda m: m.generate(seed=TABLE), ConfigError, "^seed=.*must be an integer"),
-        (lambda m: m.generate(sampler=TABLE), ConfigError, "^sampler=.*must be"),
-        (
-            lambda m: m.score_mutations("MKT", "M1A", mutation_offset=TABLE),
-            ConfigError,
-            "^mutation",
-        ),
+        (lambda m: m.score_mutations(None, "M1A"), DataError, "wild_type: NoneType"),
+        (lambda m: m.score_mutations("MKT", "M1*"), DataError, "variant 0: "),
+        (lambda m: m.embed("MKT", pooled="no"), ConfigError, "^pooled='no'"),
+        (lambda m: load_model("models:/proteins"), ConfigError, "^location='models:/proteins'"),
+        (lambda m: load_model("no/where/at_all"), ModelError, "no such model folder"),
         (lambda m: load_model(m.exported.folder, device=TABLE), ConfigError, "^device="),
+        (lambda m: load_model(m.exported.folder, precision="fp8"), ConfigError, "^precision='fp8'"),
         (lambda m: load_model(m.exported.folder, revision="v2"), ConfigError, "^revision='v2'"),
-        (lambda m: load_model("a/b", revision=2), ConfigError, "^revision=2"),
-        (lambda m: load_model("a/b", revison="v2"), ConfigError, "did you mean 'revision'"),
-        (lambda m: SequenceModel(m.exported.folder), ConfigError, "load_model takes its folder"),
+        (lambda m: load_model("a/b", revison="v2"), ConfigError, "'revision'"),
+        (lambda m: SequenceModel(m.exported.folder), ConfigError, "load_model"),
     ],
 )
 def test_what_cannot_be_done_is_rejected_by_the_name_of_the_argument(
@@ -226,19 +198,6 @@ def test_what_cannot_be_done_is_rejected_by_the_name_of_the_argument(
     with pytest.raises(error, match=message) as caught:
         call(model)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_model_that_cannot_be_loaded_is_rejected(exports: Exports, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such model folder"):
-        load_model(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"^location='models:/proteins': must be the folder"):
-        load_model("models:/proteins")
-    with pytest.raises(ConfigError, match=r"^device='tpu'"):
-        load_model(exports.masked, device="tpu")
-    with pytest.raises(ConfigError, match=r"^precision='fp8'"):
-        load_model(exports.masked, precision="fp8")
-    with pytest.raises(ConfigError, match=r"^token_budget=0"):
-        load_model(exports.masked, token_budget=0)
 
 
 def test_a_model_is_loaded_from_the_registry(exports: Exports, monkeypatch: MonkeyPatch) -> None:
@@ -267,53 +226,20 @@ def test_the_results_do_not_depend_on_the_token_budget(exports: Exports) -> None
     assert designs[0] == designs[1]
 
 
-def test_a_mistyped_name_of_the_package_is_an_error() -> None:
-    assert "load_model" in d2plm.__all__
-    with pytest.raises(AttributeError, match="has no attribute 'load_modle'"):
-        d2plm.load_modle  # noqa: B018  # the attribute is what is asked for
-
-
-class Letters:
-    """Text of another library's class, whose letters are iterated."""
-
-    def __str__(self) -> str:
-        return "MKTAY"
-
-    def __repr__(self) -> str:  # without an address, as names of tests must not differ
-        return "Letters"
-
-    def __iter__(self) -> Iterator[str]:
-        return iter("MKTAY")
-
-
-NO_TEXT = (
-    None,
-    math.nan,
-    3,
-    ("MK",),
-    ["MK"],
-    {"s": "MK"},
-    b"MK",
-    Path("a.fasta"),
-    pd.NA,
-    Letters(),
-)
+NO_TEXT = (None, math.nan, 3, ("MK",), b"MK", Path("a.fasta"), pd.NA)
 NO_LISTS: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
     "table": lambda: TABLE,
     "Arrow": lambda: pa.table({"sequence": ["MK"]}),
     "matrix": lambda: np.array([["MK"]]),
     "mapping": lambda: {"a": "MK"},
-    "keys": lambda: {"MK": 1}.keys(),
     "set": lambda: {"MK"},
     "bytes": lambda: b"MK",
     "path": lambda: Path("a.fasta"),
     "file": lambda: io.StringIO("MKTAY"),
-    "letters": Letters,
-    "pairs": lambda: enumerate(["MK"]),
-    "scalar": lambda: np.array("MK"),
+    "number": lambda: np.int64(3),
     "column with missing values": lambda: pd.Series(["MK", None]),
-    **{repr(one): partial(lambda one: one, one) for one in (math.nan, 3, np.int64(3), True, len)},
-    **{f"[{one!r}]": partial(lambda one: [one], one) for one in (*NO_TEXT, "")},
+    "['']": lambda: [""],
     **{f"['MK', {one!r}]": partial(lambda one: ["MK", one], one) for one in NO_TEXT},
 }
 
@@ -341,17 +267,14 @@ def calls_with_a_list(model: SequenceModel) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-@pytest.mark.parametrize("kind", [*NO_LISTS, "None"])
+@pytest.mark.parametrize("kind", NO_LISTS)
 def test_what_is_no_list_of_texts_is_one_clear_line(related: SequenceModel, kind: str) -> None:
     for name, call in calls_with_a_list(related).items():
         noun = name.split()[0]
         if kind == "None" and noun == "relative" and name != "relative of each":
             continue  # no relatives
-        given = None if kind == "None" else NO_LISTS[kind]()
-        if name == "relative score" and kind in ("[('MK',)]", "[['MK']]"):
-            continue  # of each protein
         with pytest.raises((ConfigError, DataError), match=rf"^{noun}(s| \d): ") as caught:
-            call(given)
+            call(NO_LISTS[kind]())
         assert len(str(caught.value).splitlines()) == 1
         if kind in ("table", "Arrow", "matrix"):
             column = "mutant" if noun == "variant" else "sequence"
@@ -362,9 +285,7 @@ LISTS: dict[str, Callable[[list[str]], Any]] = {
     "tuple": tuple,
     "generator": lambda texts: (text for text in texts),
     "array": np.array,
-    "objects": lambda texts: np.array(texts, dtype=object),
     "column": lambda texts: pd.DataFrame({"s": texts}, index=[7] * len(texts))["s"],
-    "categories": lambda texts: pd.Series(texts, dtype="category"),
     "values": lambda texts: dict(enumerate(texts)).values(),
 }
 
@@ -384,31 +305,26 @@ def test_an_ordered_collection_is_a_list(related: SequenceModel, kind: str) -> N
         assert call(LISTS[kind](given)) == call(given)
 
 
-def test_numbers_of_numpy_are_numbers(related: SequenceModel, tmp_path: Path) -> None:
+def test_numbers_of_numpy_are_numbers(related: SequenceModel) -> None:
     def results(integer: Any, real: Any, array: Any) -> list[Any]:
         model = load_model(related.exported.folder, device="cpu", token_budget=integer(99))
         sampling = {"seed": integer(3), "steps": integer(2), "temperature": real(0.5)}
-        others = {"relatives": ["GSHMLEDPVA", "MKSAF"], "max_relatives": integer(1)}
         return [
             model.generate(integer(2), min_length=integer(50), max_length=integer(60), **sampling),
-            model.generate(length=integer(5), **sampling),
-            model.generate(length=array([5, 7]), **sampling, relatives=others["relatives"]),
-            model.infill("MK_", integer(2), **sampling),
-            model.score("MKTAY", masks_per_sequence=integer(2), seed=integer(1), **others),
+            model.generate(length=array([5, 7]), **sampling, relatives=["GSHMLEDPVA"]),
+            model.score("MKTAY", masks_per_sequence=integer(2), seed=integer(1)),
             model.embed("MKTAY", layer=integer(1), pooled=array([True])[0])[0].tolist(),
             model.score_mutations("MKTAY", "M2A", mutation_offset=integer(1)),
         ]
 
     expected = results(int, float, list)
-    for integer, real in ((np.int64, np.float64), (np.uint8, np.float16)):
-        assert results(integer, real, np.array) == expected
-    assert results(int, float, pd.Series) == results(int, float, tuple) == expected
-    settings = TrainerSettings(max_steps=np.int64(3))  # type: ignore[arg-type]  # numpy's
-    assert type(settings.max_steps) is int
+    assert results(np.int64, np.float64, np.array) == expected
+    assert results(np.uint8, np.float16, pd.Series) == expected
 
 
-@pytest.mark.parametrize("argument", ["reference", "cache_dir"])
-@pytest.mark.parametrize("given", [3, ("a",), [], [None], math.nan, TABLE])
+@pytest.mark.parametrize(
+    ("argument", "given"), [("reference", [None]), ("reference", TABLE), ("cache_dir", math.nan)]
+)
 def test_what_is_no_path_is_one_clear_error(argument: str, given: Any) -> None:
     arguments: dict[str, Any] = {"reference": "reference.fasta", argument: given}
     with pytest.raises(ConfigError, match=f"^{argument}="):

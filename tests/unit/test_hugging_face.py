@@ -17,7 +17,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -45,9 +44,7 @@ disable_progress_bar()
 PROTEINS = ["MKTA<mask>IAKQR", "GS", "<mask>W<mask>A"]
 TO_LEARN = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMLEDPVAGGLLMKWYNE", "ACDEFGHIKLMNPQRSTVWY"] * 4
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "esm": ESM,
-    "llama": {"norm": "rms", "parallel_residual": True, "time_embedding_dim": None},
     "experts": {"num_experts": 4, "shared_expert_size": 16, "auxiliary_loss": 0.01},
     "relatives": {"relatives_dim": 16},
 }
@@ -78,35 +75,19 @@ def inputs(exports: Path) -> dict[str, torch.Tensor]:
     return {**tokenizer(PROTEINS, return_tensors="pt", padding=True)}
 
 
-def printed(program: str) -> list[str]:
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    return ended.stdout.split()
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_one_import_before_or_after_transformers_registers_the_classes(
-    is_first: bool, exports: Path
-) -> None:
-    """Without any package of commands or evaluations."""
-    blocked = ("hydra", "jinja2", "mlflow", "pandas", "scipy")
-    imports = ["import d2plm.hugging_face", "from transformers import AutoModelForMaskedLM"]
-    imports = imports if is_first else imports[::-1]
-    program = [f"import sys; sys.modules.update(dict.fromkeys({blocked}))", *imports]
-    load = f"AutoModelForMaskedLM.from_pretrained({str(exports / 'diffusion')!r})"
-    assert printed("\n".join([*program, f"print(type({load}).__name__)"]))[-1] == "DiTForMaskedLM"
-
-
-def test_nothing_else_of_d2plm_changes_what_transformers_loads() -> None:
+def test_one_import_alone_registers_the_classes() -> None:
     program = (
         "import sys; before = list(sys.meta_path)\n"
         "import d2plm; print(sys.meta_path == before, 'torch' in sys.modules)\n"
         "import d2plm.api, d2plm.model.dit; from transformers import AutoConfig\n"
         "try: AutoConfig.for_model(d2plm.model.dit.DiTConfig.model_type)\n"
-        "except ValueError: print('unknown')"
+        "except ValueError: print('unknown')\n"
+        "import d2plm.hugging_face\n"
+        "print(type(AutoConfig.for_model(d2plm.model.dit.DiTConfig.model_type)).__name__)"
     )
-    assert printed(program) == ["True", "False", "unknown"]
+    words = [sys.executable, "-c", program]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["True", "False", "unknown", "DiTConfig"]
 
 
 @pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])
@@ -176,8 +157,9 @@ WRITERS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
+@pytest.mark.parametrize(
+    ("kind", "auto"), zip(WRITERS, [AutoModel, AutoModelForMaskedLM] * 2, strict=True)
+)
 def test_what_transformers_saves_is_a_model_folder(
     kind: str, auto: Any, exports: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,7 +171,7 @@ def test_what_transformers_saves_is_a_model_folder(
     (folder / "evaluation.json").write_text("{}")  # of the weights before
     WRITERS[kind](model, folder)
     ours, theirs = load_model(folder, precision="fp32"), load_model(exports / "cosine")
-    assert "figures in its README.md no longer hold; run 'd2plm evaluate'" in caplog.text
+    assert "run 'd2plm evaluate'" in caplog.text
     assert not (folder / "evaluation.json").exists()
     assert ours.exported.paradigm.settings == theirs.exported.paradigm.settings
     assert ours.generate(3, seed=1, steps=2)[0]
@@ -207,8 +189,7 @@ def test_a_tokenizer_that_is_there_stays(exports: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 17
 
 
-@pytest.mark.parametrize("auto", [AutoModel, AutoModelForMaskedLM])
-@pytest.mark.parametrize("size", [33, 261, 20])
+@pytest.mark.parametrize(("auto", "size"), [(AutoModelForMaskedLM, 33), (AutoModel, 20)])
 def test_a_new_model_is_one_of_absorbing_diffusion(auto: Any, size: int, tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = DiTConfig(**sizes, intermediate_size=32, vocab_size=size)
@@ -245,9 +226,7 @@ def cached(exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     [
         ({}, "diffusion"),
         ({"revision": "v2"}, "cosine"),
-        ({"revision": 40 * "b"}, "cosine"),
         ({"revision": "v2", "subfolder": "sub"}, "uniform"),
-        ({"local_files_only": True, "token": False}, "diffusion"),
     ],
 )
 def test_every_file_is_of_the_place_that_is_named(
@@ -293,27 +272,25 @@ def model(exports: Path) -> Any:
     return AutoModelForMaskedLM.from_pretrained(exports / "diffusion")
 
 
-@pytest.mark.parametrize("recomputed", [None, True, False])
-@pytest.mark.parametrize("bf16", [False, True])
 def test_a_trainer_trains_the_model_which_reloads(
-    bf16: bool, recomputed: bool | None, exports: Path, model: Any, tmp_path: Path
+    exports: Path, model: Any, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exports / "diffusion")
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
-        max_steps=5,
+        max_steps=3,
         per_device_train_batch_size=6,
         learning_rate=3e-3,
         use_cpu=True,
-        bf16=bf16,
+        bf16=True,
         report_to=[],
         save_strategy="no",
         logging_steps=1,
         seed=1,
         disable_tqdm=True,
         eval_strategy="epoch",
-        gradient_checkpointing=recomputed is not None,
-        gradient_checkpointing_kwargs={"use_reentrant": bool(recomputed)},
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
     )
     proteins = [tokenizer(protein, truncation=True) for protein in TO_LEARN]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
@@ -321,7 +298,7 @@ def test_a_trainer_trains_the_model_which_reloads(
     trainer = Trainer(model, arguments, collator, proteins, proteins, processing_class=tokenizer)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert len(losses) == 5
+    assert len(losses) == 3
     assert np.isfinite(losses).all()
     changed = {name for name, weight in model.named_parameters() if (weight != before[name]).any()}
     assert changed == set(before)
@@ -359,30 +336,10 @@ def test_a_frozen_model_can_be_recomputed_with_an_adapter(model: Any) -> None:
     assert all(gradient.abs().sum() > 0 for gradient in trained)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_autocast_and_half_precision_approximate_fp32(
-    kind: str, dtype: torch.dtype, tiny_dit: Callable[..., Any]
-) -> None:
-    dit = tiny_dit(**VARIANTS[kind]).train()
-    inputs = (*PACKED, RELATIVES) if kind == "relatives" else PACKED
-    exact = dit(*inputs).detach()
-    with torch.autocast("cpu", dtype):
-        found = dit(*inputs)
-    assert (found.float() - exact).abs().max() < 0.05 * exact.abs().max()
-    found.float().square().sum().backward()
-    gradients = [weight.grad for weight in dit.parameters() if weight.requires_grad]
-    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
-    half = dit.to(dtype)(*inputs)
-    assert half.dtype == torch.float32
-    assert (half - exact).abs().max() < 0.05 * exact.abs().max()
-
-
-@pytest.mark.parametrize("kind", ["plain", "esm", "experts", "relatives"])
 def test_an_adapter_on_any_layer_takes_effect_and_is_trained(
     kind: str, tiny_dit: Callable[..., Any]
 ) -> None:
-    """Beside each module, each stacked matrix, by peft's `target_parameters`."""
     dit = tiny_dit(**VARIANTS[kind])
     inputs = (*PACKED, RELATIVES) if kind == "relatives" else PACKED
     plain = dit(*inputs).detach()
@@ -423,45 +380,19 @@ def test_labels_of_which_none_is_at_a_mask_are_an_error(model: Any, labels: torc
         model(IDS, labels=labels)
 
 
-def test_options_of_the_call_and_of_the_config_are_honoured(exports: Path) -> None:
-    plain, states = ("logits",), ("logits", "hidden_states")
-    model = AutoModelForMaskedLM.from_pretrained(exports / "diffusion")
-    assert tuple(model(IDS).keys()) == plain
-    assert tuple(model(IDS, output_hidden_states=True, labels=LABELS).keys()) == ("loss", *states)
-    values = model(IDS, labels=LABELS, return_dict=False)
-    assert [len(value.shape) for value in values] == [0, 3]
-    model.config.return_dict = False
-    assert isinstance(model(IDS), tuple)
-    assert tuple(model(IDS, return_dict=True).keys()) == plain
-    model = AutoModelForMaskedLM.from_pretrained(exports / "diffusion", output_hidden_states=True)
-    assert tuple(model(IDS).keys()) == states
-    assert tuple(model(IDS, output_hidden_states=False).keys()) == plain
-    features = AutoModel.from_pretrained(exports / "diffusion", output_hidden_states=True)(IDS)
-    assert torch.equal(features.last_hidden_state, features.hidden_states[-1])
-    [last] = AutoModel.from_pretrained(exports / "diffusion")(IDS, return_dict=False)
-    assert torch.equal(last, features.last_hidden_state)
-    with pytest.raises(TypeError, match="AutoModel has no loss; load AutoModelForMaskedLM"):
-        AutoModel.from_pretrained(exports / "diffusion")(IDS, labels=LABELS)
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"time": 0.5}, TypeError, "unexpected keyword argument 'time' .did you mean 'times'"),
-        ({"label": LABELS}, TypeError, "'label' .did you mean 'labels'"),
+        ({"time": 0.5}, TypeError, "'time' .did you mean 'times'"),
         ({"output_attentions": True}, TypeError, "'output_attentions'"),
-        ({"inputs_embeds": torch.ones(2, 6, 16)}, TypeError, "'inputs_embeds'"),
-        ({"times": 5.0}, ConfigError, "times.*must be between 0 and 1"),
-        ({"times": -0.1}, ConfigError, "times.*must be between 0 and 1"),
-        ({"times": float("nan")}, ConfigError, "times.*must be between 0 and 1"),
-        ({"times": torch.tensor([0.1, torch.inf])}, ConfigError, "must be between 0 and 1"),
-        ({"times": torch.rand(3)}, ConfigError, r"times.shape.*\(2,\), one for each row, or a num"),
+        ({"times": float("nan")}, ConfigError, "times"),
+        ({"times": torch.tensor([0.1, torch.inf])}, ConfigError, "times"),
         ({"times": torch.rand(2, 1)}, ConfigError, r"times.shape"),
-        ({"labels": LABELS[:1]}, ConfigError, r"labels.shape.*must be \(2, 6\)"),
-        ({"labels": LABELS + 40}, ConfigError, "labels.*must be -100, or tokens"),
+        ({"labels": LABELS[:1]}, ConfigError, r"labels.shape.*\(2, 6\)"),
+        ({"labels": LABELS + 40}, ConfigError, "labels"),
         ({"attention_mask": torch.ones(2, 5)}, ConfigError, r"attention_mask.shape.*\(2, 6\)"),
-        ({"relatives": [["MKV"], []]}, ConfigError, r"must be made by .*Relatives\.pack"),
-        ({"relatives": RELATIVES}, ModelError, "trained without relatives and takes none"),
+        ({"relatives": [["MKV"], []]}, ConfigError, r"Relatives\.pack"),
+        ({"relatives": RELATIVES}, ModelError, "without relatives"),
     ],
 )
 def test_what_forward_does_not_know_is_refused(
@@ -471,22 +402,18 @@ def test_what_forward_does_not_know_is_refused(
         model(IDS, **wrong)
 
 
-def test_packed_input_is_checked_too(model: Any) -> None:
-    packed = IDS[0], torch.tensor([0, 4, 6], dtype=torch.int32), 4
-    assert model(*packed, 0.5).shape == (6, 33)
-    with pytest.raises(ConfigError, match=r"times\.shape"):
-        model(*packed, torch.rand(3))
-    for more in ({"labels": LABELS}, {"time": 0.5}, {"output_hidden_states": True}):
-        with pytest.raises(TypeError, match="unexpected keyword argument"):
-            model(*packed, 0.5, **more)
-    with pytest.raises(TypeError, match="'times'"):
-        model(*packed)
+def test_the_options_of_a_call_are_honoured(exports: Path, model: Any) -> None:
+    given = model(IDS, output_hidden_states=True, labels=LABELS)
+    assert tuple(given.keys()) == ("loss", "logits", "hidden_states")
+    assert [len(one.shape) for one in model(IDS, labels=LABELS, return_dict=False)] == [0, 3]
+    with pytest.raises(TypeError, match="AutoModel has no loss"):
+        AutoModel.from_pretrained(exports / "diffusion")(IDS, labels=LABELS)
 
 
-@pytest.mark.parametrize("time", [0.5, np.float64(0.5), torch.tensor(0.5), [0.5, 0.5]])
-def test_one_time_is_that_of_every_row(time: Any, model: Any) -> None:
+def test_one_time_is_that_of_every_row(model: Any) -> None:
     expected = model(IDS, times=torch.full((2,), 0.5)).logits
-    torch.testing.assert_close(model(IDS, times=time).logits, expected)
+    for time in (0.5, np.float64(0.5), torch.tensor(0.5), [0.5, 0.5]):
+        torch.testing.assert_close(model(IDS, times=time).logits, expected)
 
 
 def test_relatives_are_those_of_the_rows(tiny_dit: Callable[..., Any], tmp_path: Path) -> None:
@@ -496,20 +423,3 @@ def test_relatives_are_those_of_the_rows(tiny_dit: Callable[..., Any], tmp_path:
     found = model(IDS, times=PACKED[-1], relatives=RELATIVES).logits
     torch.testing.assert_close(found[IDS != 1], dit(*PACKED, RELATIVES))
     assert not torch.allclose(model(IDS, times=PACKED[-1]).logits, found)
-
-
-def test_a_new_model_has_our_initial_weights_by_torchs_seed(exports: Path) -> None:
-    config = AutoConfig.from_pretrained(exports / "diffusion")
-    first, second = (
-        AutoModelForMaskedLM.from_config(config) for _ in range(2) if torch.manual_seed(3)
-    )
-    assert all(map(torch.equal, first.parameters(), second.parameters()))
-    uniform = torch.log(torch.tensor(33.0))
-    torch.testing.assert_close(first(IDS, labels=LABELS).loss, uniform)
-
-
-def test_the_embeddings_are_found_and_can_be_replaced(model: Any) -> None:
-    assert model.get_input_embeddings() is model.token_embedding
-    other = nn.Embedding(33, 16)
-    model.set_input_embeddings(other)
-    assert model.token_embedding is other

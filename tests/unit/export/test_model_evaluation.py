@@ -10,33 +10,25 @@ import pytest
 
 from d2plm.core.errors import ModelError
 from d2plm.data.relatives import RelativesIndex
-from d2plm.evaluation.baselines import fit_baselines
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.result import read_evaluation
 from d2plm.evaluation.tables import as_text
-from d2plm.export import model_evaluation
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
 from d2plm.export.model_evaluation import (
     evaluate,
-    generated_quality,
     load_scores,
     reusable_evaluation,
 )
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from tests.conftest import DiTFactory, Tokens, write_store
+from tests.conftest import DiTFactory
 
 Stores = dict[str, Any]
 
 
 @pytest.fixture
-def stores(tmp_path: Path, proteins: list[Tokens]) -> Stores:
-    whole = [tokens[:60] for tokens in proteins if len(tokens) > 60]
-    return {
-        "train": write_store(tmp_path / "train_lmdb", whole[:40], [*range(40)]),
-        "validation": write_store(tmp_path / "validation_lmdb", whole[40:46], [0, 0, 1, 2, 3, 4]),
-    }
+def stores(stores_to_evaluate: Stores) -> Stores:
+    return stores_to_evaluate
 
 
 @pytest.fixture
@@ -94,23 +86,3 @@ def test_a_model_that_takes_relatives_is_evaluated_given_them(
     asked.clear()
     assert evaluate(load_export(plain), train, held_out, **settings).given_relatives is None
     assert asked == []
-
-
-def test_no_more_proteins_are_generated_than_are_held_out(
-    exported: ExportedModel, stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_evaluation, "find_novelty", lambda sets, *_, **__: sets)
-    monkeypatch.setattr(model_evaluation, "compare_quality", lambda sets, *_: sets)
-    said: list[str] = []
-    sets = generated_quality(
-        exported,
-        stores["train"],
-        stores["validation"],
-        50,
-        tmp_path,
-        Sampling(steps=2),
-        baselines=fit_baselines(stores["train"], max_residues=20),
-        report=said.append,
-    )
-    assert [len(one) for one in sets.values()] == [6, 6, 6]
-    assert "generating only 6 proteins" in said[0]

@@ -3,27 +3,18 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from d2plm.export.exported_model import load_export, save_export
-from d2plm.generation.lengths import LengthHistogram
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.export.exported_model import load_export
 from d2plm.serving.app import application
 from d2plm.serving.service import Service
+from tests.conftest import Exports
 
 JSON = "application/json"
 LIMIT = 126  # residues of the exports
-PARADIGMS = {
-    "diffusion": AbsorbingDiffusion,
-    "flow": MaskFlowMatching,
-    "uniform": UniformFlowMatching,
-}
 Answer = tuple[int, Any]  # status, document
 Ask = Callable[..., Answer]
 
@@ -44,19 +35,9 @@ def asking(service: Service, timeout: float = 60) -> Iterator[Ask]:
 
 
 @pytest.fixture(scope="session")
-def served_exports(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any]) -> Path:
-    """Folder of an export of each paradigm, named as in `PARADIGMS`."""
-    folder = tmp_path_factory.mktemp("exports")
-    lengths = LengthHistogram.of(np.array([10, 12, 12, 40]), LIMIT)
-    for name, paradigm in PARADIGMS.items():
-        save_export(folder / name, tiny_dit(), paradigm(), lengths, {})
-    return folder
-
-
-@pytest.fixture(scope="session")
-def service(served_exports: Path) -> Service:
+def service(exports: Exports) -> Service:
     """Of the diffusion model, with the limit of `d2plm serve`."""
-    return Service(load_export(served_exports / "diffusion"), 65536)
+    return Service(load_export(exports.masked), 65536)
 
 
 @pytest.fixture(scope="session")

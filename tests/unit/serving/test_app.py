@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from d2plm.core.vocabulary import CANONICAL, RESIDUES
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.serving.app import application
 from d2plm.serving.schedule import HungUp, Progress, Speed, Work
-from d2plm.serving.service import DEFAULTS, Service, parse_request
-from tests.unit.serving.conftest import JSON, LIMIT, PARADIGMS, Ask, asking
+from d2plm.serving.service import Service, parse_request
+from tests.conftest import Exports
+from tests.unit.serving.conftest import JSON, LIMIT, Ask, asking
 
 PROTEINS = ["MKTAYIAKQR", "GSHMLVAGG"]
 
@@ -36,9 +36,9 @@ def table(column: str, *values: Any, **params: Any) -> dict[str, Any]:
     return {"inputs": {column: values}, "params": params}
 
 
-@pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_scores_are_bit_for_bit_those_of_the_library(served_exports: Path, paradigm: str) -> None:
-    folder = served_exports / paradigm
+@pytest.mark.parametrize("kind", ["masked", "uniform"])
+def test_scores_are_bit_for_bit_those_of_the_library(exports: Exports, kind: str) -> None:
+    folder = getattr(exports, kind)
     expected = load_model(folder).score(PROTEINS, masks_per_sequence=3, seed=4)
     with asking(Service(load_export(folder))) as ask:
         rows = rows_of(ask(table("sequence", *PROTEINS, masks_per_sequence=3, seed=4)))
@@ -49,9 +49,9 @@ def test_scores_are_bit_for_bit_those_of_the_library(served_exports: Path, parad
     assert first[0]["nats"] == pytest.approx(rows[0]["nats"], rel=1e-5)
 
 
-@pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_designs_are_those_of_the_library(served_exports: Path, paradigm: str) -> None:
-    folder = served_exports / paradigm
+@pytest.mark.parametrize("kind", ["masked", "uniform"])
+def test_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
+    folder = getattr(exports, kind)
     model, templates = load_model(folder), ["MK__<mask>GG", "_____"]
     settings: dict[str, Any] = {"number": 2, "steps": 3, "seed": 5, "temperature": 0.8}
     with asking(Service(load_export(folder))) as ask:
@@ -67,14 +67,6 @@ def test_designs_are_those_of_the_library(served_exports: Path, paradigm: str) -
     assert [row["sequence"] for row in new] == drawn
     given_lengths = model.generate(**settings, length=[9, 11])
     assert [row["sequence"] for row in of_length] == given_lengths
-
-
-def test_generated_proteins_have_the_length_of_the_row_or_of_a_training_protein(ask: Ask) -> None:
-    settings = {"task": "generate", "number": 20, "steps": 2, "max_length": 35}
-    rows = rows_of(ask(table("length", 33.0, None, **settings)))
-    assert {row["length"] for row in rows if row["row"] == 0} == {33}
-    assert {row["length"] for row in rows if row["row"] == 1} == {10, 12}
-    assert all(len(row["sequence"]) == row["length"] for row in rows)
 
 
 def test_what_has_no_value_is_null_as_json_has_no_nan(ask: Ask) -> None:
@@ -95,84 +87,44 @@ def test_pings_and_the_version_are_answered(service: Service) -> None:
     with TestClient(application(service, 60)) as client:
         assert client.get("/ping").status_code == client.get("/health").status_code == 200
         assert client.get("/version").json() == __version__
-        for method, path, status in (("GET", "/nosuch", 404), ("GET", "/invocations", 405)):
-            response = client.request(method, path)
-            assert response.status_code == status
-            assert {*response.json()} == {"error_code", "message"}
+        response = client.get("/invocations")
+        assert response.status_code == 405
+        assert {*response.json()} == {"error_code", "message"}
 
 
-# Requests of wrong contents: (body, beginning of the message)
-
+# Requests of wrong contents: the beginning of the message, which names the field → the body.
 GENERATE = {"task": "generate"}
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    (table("sequence"), "inputs={'sequence': []}: Value should have at least 1 item"),
-    (table("protein", "MKT"), "inputs.0.sequence: Field required"),
-    (table("sequence", "MKT", task="generate"), "inputs.0.length: Field required"),
-    (table("length", 5, task="infill"), "inputs.0.sequence: Field required"),
-    ({"inputs": [{"sequence": "MKT", "length": 5}]}, "inputs.0.length=5: "),
-    (table("sequence", "MKT", "MJT"), "row 1: the sequence holds 'J'"),
-    (table("sequence", "MKT", ""), "row 1: the sequence is empty"),
-    (table("sequence", "MKT", None), "inputs.1.sequence=None: Input should be a valid string"),
-    (table("sequence", "M" * 127), "row 0: the sequence has 127 residues, but the model supports"),
-    (table("sequence", "MKT", masks_per_sequence=0), "params.masks_per_sequence=0: "),
-    (table("sequence", "MKT", masks_per_sequence=9999), "params.masks_per_sequence=9999: "),
-    (table("sequence", "MKT", seed=-1), "params.seed=-1: "),
-    (table("sequence", "MKT", seed=2**63), "params.seed=9223372036854775808: "),
-    (table("sequence", "M_", seed=2**64, task="infill"), "params.seed=18446744073709551616: "),
-    (table("length", 9, seed=2**64 + 1, **GENERATE), "params.seed=18446744073709551617: "),
-    (table("sequence", "MKT", seed=None), "params.seed=None: "),
-    (table("sequence", "MKT", seed=True), "params.seed=True: "),
-    (table("sequence", "MKT", task="fold"), "params.task='fold': "),
-    (table("sequence", "MKT", task="s" * 10_000), "params.task='sss"),
-    (
-        table("sequence", "MKT", temprature=1.0),
-        "params.temprature: has no place in this request (did you mean 'temperature'?)",
-    ),
-    (table("sequence", "MKT", temperature=0.5), "params.temperature: has no place in this"),
-    (table("sequence", "MKT", task="infill"), "template of row 0: nothing to fill in"),
-    (table("sequence", "M?_", task="infill"), "template of row 0: illegal letter '?' at position"),
-    (table("sequence", "_" * 127, task="infill"), "row 0: the sequence has 127 residues"),
-    (table("length", 5, 127, **GENERATE), "row 1: length=127: must be an integer from 1 to 126"),
-    (table("length", 5, min_length=6, **GENERATE), "row 0: length=5: must be an integer from 6 to"),
-    (table("length", 1.5, **GENERATE), "inputs.0.length=1.5: "),
-    (table("length", 0, **GENERATE), "inputs.0.length=0: "),
-    (table("length", "nine", **GENERATE), "inputs.0.length='nine': "),
-    (table("length", None, min_length=99, **GENERATE), "min_length=99: must be a length that"),
-    (table("length", 5, number=0, **GENERATE), "params.number=0: "),
-    (table("length", 5, steps=0, **GENERATE), "steps=0: must be an integer"),
-    (table("length", 5, steps="5", **GENERATE), "params.steps='5': "),
-    (table("length", 5, steps=5.5, **GENERATE), "params.steps=5.5: "),
-    (table("length", 5, sampler="guess", **GENERATE), "params.sampler='guess': "),
-    (table("length", 5, sampler="euler", **GENERATE), "sampler='euler': is not defined"),
-    ({"inputs": [{"sequence": "MKT"}], "params": []}, "params=[]: "),
-    ({"inputs": [{"sequence": "MKT"}], "params": None}, "params=None: "),
-    ({"inputs": [], "instances": []}, "inputs=[]: "),
-    ({"inputs": [{"sequence": "MKT"}], "instances": []}, "instances: has no place in this"),
-    ({"inputs": [{"sequence": "MKT"}], "parms": {}}, "parms: has no place in this request (did"),
-    ({"rows": []}, "inputs: Field required"),
-    ({"inputs": "MKT"}, "inputs='MKT': Input should be a valid"),
-    ({"instances": ["MKT"]}, "instances.0='MKT': Input should be an object"),
-    ({"dataframe_split": {"columns": ["sequence"]}}, "dataframe_split.0.sequence: Field required"),
-    (
-        {"dataframe_split": {"columns": ["sequence", "sequence"], "data": [["M", "K"]]}},
-        "dataframe_split={'columns': ",
-    ),
-    ({"dataframe_split": {"columns": [[]], "data": [["M"]]}}, "dataframe_split={'columns': "),
-    (
-        {"dataframe_split": {"columns": ["sequence"], "data": [["M"], ["K", "V"]]}},
-        "dataframe_split={'columns': ",
-    ),
-    ({"inputs": {"sequence": ["M"], "length": [1, 2]}}, "inputs={"),
-    ({"inputs": {"sequence": {"0": "MKT"}}}, "inputs.0.sequence={'0': 'MKT'}: "),
-    (table("length", 1, 1), "inputs.0.sequence: Field required"),
-]
+REFUSED: dict[str, dict[str, Any]] = {
+    "inputs.0.sequence: ": table("protein", "MKT"),
+    "inputs.0.length: ": table("sequence", "MKT", task="generate"),
+    "row 1: the sequence holds 'J'": table("sequence", "MKT", "MJT"),
+    "row 1: the sequence is empty": table("sequence", "MKT", ""),
+    "row 0: the sequence has 127 residues": table("sequence", "M" * 127),
+    "params.masks_per_sequence=9999: ": table("sequence", "MKT", masks_per_sequence=9999),
+    "params.seed=9223372036854775808: ": table("sequence", "MKT", seed=2**63),
+    "params.seed=18446744073709551617: ": table("length", 9, seed=2**64 + 1, **GENERATE),
+    "params.temprature: ": table("sequence", "MKT", temprature=1.0),
+    "template of row 0: nothing to fill in": table("sequence", "MKT", task="infill"),
+    "template of row 0: illegal letter '?'": table("sequence", "M?_", task="infill"),
+    "row 1: length=127: ": table("length", 5, 127, **GENERATE),
+    "inputs.0.length=1.5: ": table("length", 1.5, **GENERATE),
+    "min_length=99: ": table("length", None, min_length=99, **GENERATE),
+    "steps=0: ": table("length", 5, steps=0, **GENERATE),
+    "sampler='euler': ": table("length", 5, sampler="euler", **GENERATE),
+    "inputs=[]: ": {"inputs": [], "instances": []},
+    "parms: has no place": {"inputs": [{"sequence": "MKT"}], "parms": {}},
+    "instances: has no place": {"inputs": [{"sequence": "MKT"}], "instances": []},
+    "instances.0='MKT': ": {"instances": ["MKT"]},
+    "dataframe_split={'columns': ": {
+        "dataframe_split": {"columns": ["sequence"], "data": [["M"], ["K", "V"]]}
+    },
+    "inputs={": {"inputs": {"sequence": ["M"], "length": [1, 2]}},
+}
 
 
-@pytest.mark.parametrize(("body", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
-def test_bad_input_is_a_bad_request_of_one_line_that_names_the_field(
-    ask: Ask, body: dict[str, Any], reason: str
-) -> None:
-    status, document = ask(body)
+@pytest.mark.parametrize("reason", REFUSED)
+def test_bad_input_is_a_bad_request_of_one_line_that_names_the_field(ask: Ask, reason: str) -> None:
+    status, document = ask(REFUSED[reason])
     assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
     assert document["message"].startswith(reason)
     assert "\n" not in document["message"]
@@ -181,46 +133,27 @@ def test_bad_input_is_a_bad_request_of_one_line_that_names_the_field(
 
 SCORE = b'{"inputs": {"sequence": ["MKT"]}}'
 HOSTILE: list[tuple[bytes, str | None, int, str]] = [
-    (SCORE, None, 415, "Content-Type: must be application/json, in UTF-8"),
-    (SCORE, "", 415, "Content-Type"),
-    (SCORE, "text/csv", 415, "Content-Type"),
+    (SCORE, None, 415, "Content-Type"),
     (SCORE, "application/json; charset=utf-16", 415, "Content-Type"),
-    (SCORE, "application/json; version=2", 415, "Content-Type"),
-    (b"PAR1", "application/vnd.apache.parquet", 415, "Content-Type"),
-    (SCORE + b" " * 2**20, JSON, 413, "longer than 1,048,576 bytes; send fewer rows"),
-    (b"", JSON, 400, "the request: Invalid JSON"),
-    (b"[]", JSON, 400, "the request=[]: Input should be an object"),
+    (SCORE + b" " * 2**20, JSON, 413, "1,048,576 bytes"),
+    (b"", JSON, 400, "Invalid JSON"),
     (b"[" * 100_000, JSON, 400, "recursion limit exceeded"),
-    (b'{"inputs":' * 100_000, JSON, 400, "recursion limit exceeded"),
-    (b"junk " * 100_000, JSON, 400, "the request: Invalid JSON"),
-    (json.dumps("junk " * 100_000).encode(), JSON, 400, "Input should be an object"),
-    (b'{"inputs": {"sequence": ["MKT", NaN]}}', JSON, 400, "inputs.1.sequence=nan"),
+    (json.dumps("junk " * 100_000).encode(), JSON, 400, "should be an object"),
     (b'{"inputs": {"sequence": ["MKT"]}, "params": {"seed": NaN}}', JSON, 400, "params.seed=nan"),
-    (b'{"inputs": {"length": [-Infinity]}, "params": {"task": "generate"}}', JSON, 400, "=-inf"),
     (b'{"inputs": {"length": [1e999]}, "params": {"task": "generate"}}', JSON, 400, "length=inf"),
     (b'{"inputs": {"length": [' + b"9" * 5000 + b"]}}", JSON, 400, "number out of range"),
     (
-        b'{"inputs": {"length": [' + b"9" * 4000 + b']}, "params": {"task": "generate"}}',
-        *(JSON, 400, "inputs.0.length="),
-    ),
-    (
         b'{"inputs": [{"sequence": "M"}], "params": {%s}}'
         % b",".join(b'"%d":1' % name for name in range(90_000)),
-        *(JSON, 400, "params.0: has no place in this request"),
+        *(JSON, 400, "params.0: has no place"),
     ),
-    (b'{"inputs": {"sequence": ["\xff"]}}', JSON, 400, "invalid unicode code point"),
-    (SCORE.decode().encode("utf-16"), JSON, 400, "Invalid JSON"),
+    (b'{"inputs": {"sequence": ["\xff"]}}', JSON, 400, "unicode"),
     (b'{"inputs": {"sequence": ["MK\\ud800"]}}', JSON, 400, "Invalid JSON"),
-    (b'{"inputs": {"sequence": ["MK\\u0000"]}}', JSON, 400, r"holds '\x00', which is not a resid"),
-    ('{"inputs": {"sequence": ["MКT"]}}'.encode(), JSON, 400, "holds 'К', which is not a residue"),
+    (b'{"inputs": {"sequence": ["MK\\u0000"]}}', JSON, 400, r"holds '\x00'"),
     (b'{"inputs": {"length": [1%s]}}' % (b",1" * 65536), JSON, 400, "inputs"),
     (
-        b'{"inputs": {"sequence": ["<mask:%s>"]}, "params": {"task": "infill"}}' % (b"9" * 9000),
-        *(JSON, 400, "nothing to fill in"),
-    ),
-    (
         b'{"inputs": {"sequence": ["<mask:999999>"]}, "params": {"task": "infill"}}',
-        *(JSON, 400, "at least 1,000,012 residues; this server accepts 65,536"),
+        *(JSON, 400, "1,000,012 residues"),
     ),
 ]
 
@@ -240,30 +173,19 @@ def test_a_hostile_request_is_rejected_in_a_short_answer(
     assert "junk junk junk junk" not in document["message"]
 
 
-def test_a_row_may_be_one_object_or_have_columns_of_its_own(ask: Ask) -> None:
-    for body in (
-        {"inputs": {"sequence": "MKT"}},
-        {"inputs": [{"sequence": "MKT", "name": "a", "other": [1]}], "params": {}},
-        {"dataframe_split": {"index": [7], "columns": ["name", "sequence"], "data": [[1, "MKT"]]}},
-        {"dataframe_records": [{"sequence": "MKT", "length": None}]},
-    ):
-        assert [row["residues"] for row in rows_of(ask(body))] == [3]
-
-
 @pytest.mark.parametrize(
     "body",
     [
         table("sequence", "M" * 60, "M" * 41),
         table("sequence", "M_" * 17, task="infill", number=3),
         table("length", 60, 41, task="generate"),
-        table("length", None, task="generate", number=101),
         table("length", None, task="generate", number=10**30),
     ],
 )
 def test_a_request_for_too_much_is_rejected_before_the_work(
-    served_exports: Path, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    exports: Exports, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(load_export(served_exports / "diffusion"), max_residues=100)
+    service = Service(load_export(exports.masked), max_residues=100)
     monkeypatch.setattr(service, "denoiser", lambda *_: pytest.fail("it has begun"))
     with asking(service) as ask:
         status, document = ask(body)
@@ -296,8 +218,10 @@ NO_TEXT = st.one_of(
 )
 
 
-@pytest.mark.parametrize("form", FORMS)
-@given(cells=st.lists(PROTEIN | NO_PROTEIN | NO_TEXT, min_size=1, max_size=3))
+@given(
+    form=st.sampled_from(FORMS),
+    cells=st.lists(PROTEIN | NO_PROTEIN | NO_TEXT, min_size=1, max_size=3),
+)
 def test_only_texts_of_residues_are_scored_whatever_the_form(
     ask: Ask, form: str, cells: list[Any]
 ) -> None:
@@ -314,39 +238,6 @@ def test_only_texts_of_residues_are_scored_whatever_the_form(
         rows = [row for row, fits in enumerate(good) if not fits]
         places = [f"row {row}: " for row in rows] + [f".{row}.sequence=" for row in rows]
         assert any(place in document["message"] for place in places)
-
-
-LENGTH = st.none() | st.integers(1, 9) | st.integers(1, 9).map(float)
-NO_LENGTH = st.booleans() | st.text(max_size=2) | st.lists(st.integers(1, 9), max_size=2)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@given(cells=st.lists(LENGTH | NO_LENGTH, min_size=1, max_size=3))
-def test_only_numbers_are_lengths_whatever_the_form(ask: Ask, form: str, cells: list[Any]) -> None:
-    columns = {"length": cells, "sequence": [None] * len(cells)}
-    status, document = ask(in_form(form, columns) | {"params": {"task": "generate", "steps": 1}})
-    good = [cell is None or type(cell) in (int, float) for cell in cells]
-    assert status == (200 if all(good) else 400), document
-    if status == 400:
-        assert f".{good.index(False)}.length=" in document["message"]
-
-
-@given(name=st.sampled_from([*DEFAULTS]), value=NO_TEXT | st.text(max_size=3))
-def test_a_setting_of_a_wrong_type_is_rejected(ask: Ask, name: str, value: Any) -> None:
-    default, task, rows = DEFAULTS[name], "infill", {"sequence": ["M_"]}
-    if name in ("min_length", "max_length"):
-        task, rows = "generate", {"length": [3]}
-    elif name == "masks_per_sequence":
-        task = "score"
-    status, document = ask({"inputs": rows, "params": {"task": task, name: value}})
-    assert status in (200, 400), document
-    optional = {"sampler": str, "steps": int, "top_k": int, "max_length": int}
-    optional |= {"remdm_eta": float, "temperature": float}
-    kind = optional.get(name, type(default))
-    right = type(value) is kind or (kind is float and type(value) is int)
-    if not right and not (value is None and name in optional):
-        assert status == 400
-        assert document["message"].startswith(f"params.{name}")
 
 
 # Faults, time limits and requests at the same time
@@ -387,7 +278,6 @@ def measured(service: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
     "body",
     [
         table("sequence", "M" * 100, masks_per_sequence=600),
-        table("sequence", *["M" * 100] * 60, masks_per_sequence=10),
         table("length", 98, task="generate", steps=100, number=6),
         table("sequence", "M" * 28 + "_" * 70, task="infill", number=9),
     ],
@@ -405,8 +295,8 @@ def test_work_that_would_not_be_done_in_time_is_refused_at_once(
         assert ask(table("sequence", "MKT", masks_per_sequence=1))[0] == 200
 
 
-def test_the_measurement_covers_all_kinds_of_work(served_exports: Path) -> None:
-    service = Service(load_export(served_exports / "diffusion"))
+def test_the_measurement_covers_all_kinds_of_work(exports: Exports) -> None:
+    service = Service(load_export(exports.masked))
     assert parse_and_estimate(service, table("sequence", "MKT")) == 0
     rates = service.measure()
     assert all(rate > 0 for rate in rates.values())
@@ -517,16 +407,13 @@ def test_a_body_that_does_not_come_is_not_waited_for(service: Service) -> None:
         b'{"inputs": {"sequence": ["MKT"]}, "inputs": {"sequence": ["MKV"]}}',
         b'{"inputs": {"sequence": ["MKT"], "sequence": ["MKV"]}}',
         b'{"inputs": [{"sequence": "MKV"}, {"sequence": "MKT", "sequence": "MKV"}]}',
-        b'{"inputs": {"sequence": ["MKT"]}, "params": {"seed": 1, "seed": 1}}',
-        b'{"inputs": {"sequence": ["MKT"]}, "params": {"seed": 1}, "params": {"seed": 2}}',
         b'{"inputs": [{"sequence": "MKT", "name": {"a": 1, "\\u0061": 2}}]}',
-        b'{"params": {"task": "generate", "task": "score"}, "instances": [{"sequence": "MKT"}]}',
     ],
 )
 def test_a_key_twice_is_refused(ask: Ask, body: bytes) -> None:
     status, document = ask(body)
     assert status == 400
-    assert "occurs twice; remove one" in document["message"]
+    assert "occurs twice" in document["message"]
 
 
 def test_many_requests_at_a_time_have_the_answers_of_each_alone(ask: Ask) -> None:
@@ -535,11 +422,3 @@ def test_many_requests_at_a_time_have_the_answers_of_each_alone(ask: Ask) -> Non
     with ThreadPoolExecutor(6) as pool:
         assert [rows_of(answer) for answer in pool.map(ask, bodies)] == alone
     assert np.isfinite([rows[0]["nats"] for rows in alone]).all()
-
-
-def test_a_long_body_is_read_to_its_end_and_rejected(service: Service) -> None:
-    with TestClient(application(service, 60)) as client:
-        chunks = (b" " * 2**16 for _ in range(100))
-        response = client.post("/invocations", content=chunks, headers={"Content-Type": JSON})
-        assert response.status_code == 413
-        assert next(chunks, None) is None

@@ -13,58 +13,41 @@ import pytest
 
 from d2plm.config import check_paths, compose_arguments, parse_arguments, save
 from d2plm.core.errors import ConfigError, D2PLMError, DataError
-from d2plm.core.vocabulary import ESM2_TOKENS
 from d2plm.settings.commands import SETTINGS, SHORT_KEYS
 from d2plm.settings.launcher import LauncherSettings
-from d2plm.settings.model import PROTEIN_TOKENS
 from d2plm.settings.schema import Settings, build, key, keys, section, with_defaults
 from d2plm.settings.tracking import TrackingSettings
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    "word",
     [
-        ("data.token_budget=abc", "data.token_budget='abc': must be an integer ≥ 3"),
-        ("trainer.max_steps=abc", "trainer.max_steps='abc': must be an integer ≥ 1"),
-        ("trainer.max_steps=1.5", "must be an integer"),
-        ("trainer.max_epochs=abc", "must be an integer ≥ 1"),
-        ("trainer.threads=0", "must be an integer ≥ 1"),
-        ("trainer.seed=18446744073709551616", "must be an integer ≥ 0 and ≤ 184467440737"),
-        ("generation.seed=18446744073709551617", "must be an integer ≥ 0 and ≤ 184467440737"),
-        ("optimizer.learning_rate=-1", "must be a number > 0"),
-        ("optimizer.learning_rate=true", "must be a number"),
-        ("data.search.min_seq_id=1.5", "must be a number ≥ 0 and ≤ 1"),
-        ("data.search.sensitivity=9", "must be a number ≥ 1 and ≤ 7.5"),
-        ("trainer.deterministic=maybe", "must be true or false"),
-        ("trainer.freeze=blocks", "must be a list"),
-        ("data.on_illegal=dorp", "did you mean 'drop'"),
-        ("trainer.compile=fals", "did you mean 'false'"),
-        ("trainer.on_save_error=ignore", "must be one of stop, continue"),
-        ("trainer.device=gpu", "must be one of auto, cpu, cuda"),
-        ("paradigm.time_sampling=unifrom", "did you mean 'uniform'"),
+        "trainer.seed=18446744073709551616",
+        "optimizer.learning_rate=true",
+        "data.search.sensitivity=9",
+        "trainer.freeze=blocks",
+        "data.on_illegal=dorp",
+        "trainer.compile=fals",
     ],
 )
-def test_a_value_of_another_type_or_range_is_rejected(word: str, message: str) -> None:
+def test_a_value_of_another_type_or_range_is_rejected_by_its_key(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_arguments("train", [word])
-    assert str(caught.value).startswith(word.partition("=")[0])
-    assert message in str(caught.value)
+    assert list(caught.value.settings) == [word.partition("=")[0]]
 
 
 @pytest.mark.parametrize(
     ("kind", "key", "right", "wrong"),
     [
         (LauncherSettings, "memory", ["8Gi", "1.5G", "1e9"], ["12Gx", "", "-1", "8 Gi"]),
-        (LauncherSettings, "cpu", ["2", "500m", ".5"], ["zero", "two"]),
-        (LauncherSettings, "queue", ["research", "team-a.gpu", None], ["Nope_X", "", "a" * 64]),
+        (LauncherSettings, "cpu", ["2", "500m", ".5"], ["zero"]),
+        (LauncherSettings, "queue", ["team-a.gpu", None], ["Nope_X", "", "a" * 64]),
         (LauncherSettings, "name", ["a-1", None], ["BAD_NAME", "-a", "a" * 64]),
         (
-            TrackingSettings,
-            "registered_model",
-            ["kinases", "my model-1.0"],
-            ["lab/kinases", "a:b", "", " x", "x ", "it's", "a@b", "a\tb", "..", "a" * 257],
+            *(TrackingSettings, "registered_model", ["my model-1.0"]),
+            ["lab/kinases", "a:b", "", " x", "it's", "a@b", "a\tb", "..", "a" * 257],
         ),
-        (TrackingSettings, "experiment", ["lab/kinases", "x"], ["", " x", "a\nb", "a" * 501]),
+        (TrackingSettings, "experiment", ["lab/kinases"], ["", " x", "a\nb", "a" * 501]),
     ],
 )
 def test_texts_have_a_form(
@@ -80,56 +63,41 @@ def test_texts_have_a_form(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("node_selector", {"kubernetes.io/hostname": "NODE"}),
-        ("environment", {"NCCL_DEBUG": "INFO"}),
-        ("claims", {"other": "/workspace"}),
+        ("node_selector", {"kubernetes.io/hostname": "NODE_1", "gpu": "'true'", "a.io/x": "''"}),
+        ("environment", {"NCCL_DEBUG": "INFO", "a.b-c": "1", "B": "true", "D": "''"}),
+        ("claims", {"other": "/workspace", "b": "/workspace/data"}),
     ],
 )
-def test_a_mapping_is_set_as_documented_and_null_is_refused(
+def test_a_mapping_that_the_cluster_takes_is_set_and_null_is_refused(
     key: str, value: dict[str, str]
 ) -> None:
-    ((name, text),) = value.items()
-    composed, _ = compose_arguments("train", [f"launcher.{key}={{{name}: {text}}}"])
-    assert getattr(composed.launcher, key) == value
-    with pytest.raises(ConfigError, match=f"launcher.{key}=null: must be a mapping, .* {{}}: none"):
+    written = ", ".join(f"{name}: {text}" for name, text in value.items())
+    composed, _ = compose_arguments("train", [f"launcher.{key}={{{written}}}"])
+    assert list(getattr(composed.launcher, key)) == list(value)
+    with pytest.raises(ConfigError, match=f"launcher.{key}=null"):
         compose_arguments("train", [f"launcher.{key}=null"])
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("claims={a: /workspace, b: /workspace/}", "must have a path of its own for each claim"),
-        ("claims={a: /dev/shm}", "must have a path of its own for each claim"),
-        ("claims={tmp: /w}", "must have a path of its own for each claim"),
-        ("claims={a: relative}", "VALUE: an absolute path"),
-        ("claims={a: 1}", "VALUE: an absolute path"),
-        ("claims={A_b: /w}", "NAME: a name of up to 63 lower-case letters"),
-        ("environment={1 A: x}", "NAME: letters, digits"),
-        ("environment={A: null}", "VALUE: text in UTF-8 or an integer or a number"),
-        ("node_selector={bad key: x}", "NAME: a label, such as kubernetes.io/hostname"),
-        ("node_selector={gpu: bad value}", "VALUE: up to 63 letters"),
-        ("node_selector={gpu: true}", "numbers, true and false in quotes"),
-    ],
-)
-def test_a_mapping_that_the_cluster_would_reject_is_refused_by_its_key(
-    word: str, message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_arguments("train", [f"launcher.{word}"])
-    assert str(caught.value).startswith(f"launcher.{word.partition('=')[0]}={{")
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "word",
     [
-        "claims={a: /workspace, b: /workspace/data}",
-        "environment={NCCL_DEBUG: INFO, a.b-c: 1, B: true, C: 0.5, D: ''}",
-        "node_selector={kubernetes.io/hostname: NODE_1, gpu: 'true', a.io/x: ''}",
+        "claims={a: /workspace, b: /workspace/}",
+        "claims={a: /dev/shm}",
+        "claims={tmp: /w}",
+        "claims={a: relative}",
+        "claims={a: 1}",
+        "claims={A_b: /w}",
+        "environment={1 A: x}",
+        "environment={A: null}",
+        "node_selector={bad key: x}",
+        "node_selector={gpu: bad value}",
+        "node_selector={gpu: true}",
     ],
 )
-def test_a_mapping_that_the_cluster_takes_passes(word: str) -> None:
-    compose_arguments("train", [f"launcher.{word}"])
+def test_a_mapping_that_the_cluster_would_reject_is_refused_by_its_key(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_arguments("train", [f"launcher.{word}"])
+    assert list(caught.value.settings) == [f"launcher.{word.partition('=')[0]}"]
 
 
 def all_settings(kind: type[Settings] = Settings) -> Iterator[type[Settings]]:
@@ -175,18 +143,6 @@ def required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        *("trainer.max_steps=null", "trainer.flops_budget=1e18", "data.exclude_homologs_of=[a]"),
-        *("trainer.gradient_accumulation_steps=4", "tracking.system_metrics=0.5"),
-        *("experiment=null", "trainer.compile=true", "launcher.cpu=2"),
-    ],
-)
-def test_a_value_that_fits_passes(word: str) -> None:
-    compose_arguments("train", [word])
-
-
 def test_only_listed_keys_have_a_short_form() -> None:
     words = ["number=5", "--temperature", "0.5", "model_dir=m"]
     config, _ = compose_arguments("generate", words)
@@ -194,29 +150,16 @@ def test_only_listed_keys_have_a_short_form() -> None:
     for command, short in SHORT_KEYS.items():
         assert {*short.values()} <= keys(SETTINGS[command]).keys()
         assert not short.keys() & keys(SETTINGS[command]).keys()
-    with pytest.raises(ConfigError, match=r"unknown key 'warmup_ratio' \(did you mean 'schedule.w"):
-        compose_arguments("train", ["warmup_ratio=0"])
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'trainer.learning_rate' \(did you mean 'op"
-    ):
-        compose_arguments("train", ["trainer.learning_rate=1"])
-    with pytest.raises(ConfigError, match=r"unknown option '--epochs' \(did you mean '--trainer.m"):
-        compose_arguments("train", ["--epochs", "3"])
+    for word in ("warmup_ratio=0", "trainer.learning_rate=1", "--epochs=3"):
+        with pytest.raises(ConfigError, match="did you mean"):
+            compose_arguments("train", [word])
 
 
 def test_a_first_word_is_the_value_of_the_obvious_key() -> None:
     assert parse_arguments("score", ["p.fasta"], "input").overrides == ["input='p.fasta'"]
-    with pytest.raises(ConfigError, match=r"'q.fasta': input is already 'p.fasta'; give settings"):
-        parse_arguments("score", ["p.fasta", "q.fasta"], "input")
-    with pytest.raises(ConfigError, match=r"'file.fasta': give settings .* quote spaces"):
-        parse_arguments("score", ["input=my", "file.fasta"], "input")
-    with pytest.raises(ConfigError, match="without spaces around the ="):
-        parse_arguments("score", ["input", "=", "p.fasta"], "input")
-
-
-def test_a_missing_required_key_is_described() -> None:
-    with pytest.raises(ConfigError, match=r"^input: is required; set input=…: any input of"):
-        compose_arguments("embed", [])
+    for words in (["p.fasta", "q.fasta"], ["input=my", "file.fasta"], ["input", "=", "p.fasta"]):
+        with pytest.raises(ConfigError):
+            parse_arguments("score", words, "input")
 
 
 def test_paths_that_are_read_must_be_there(tmp_path: Path) -> None:
@@ -235,17 +178,13 @@ def test_paths_that_are_read_must_be_there(tmp_path: Path) -> None:
     check_paths("score", {"model_dir": "models:/a@champion"}, ["model_dir"])
     check_paths("ingest", {"input": [str(fasta), f"{tmp_path}/*.fasta"]}, ["input"])
     assert f"did you mean '{fasta}'" in message("input", tmp_path / "protein.fasta")
-    assert "an exported model, or models:/" in message("model_dir", tmp_path / "nowhere")
     assert f"did you mean '{run / 'model'}'" in message("model_dir", run)
     assert "is empty" in message("input", tmp_path / "empty.fasta")
-    assert "is a file; expected the folder of a store" in message("store", fasta, "data_stats")
-    assert "is a file; expected the folder of the stores" in message(
-        "data.prepared_dir", fasta, "train"
-    )
+    assert "is a file" in message("store", fasta, "data_stats")
+    assert "is a file" in message("data.prepared_dir", fasta, "train")
     (run / "raw").mkdir()
     (run / "raw" / "data.mdb").touch()
-    raw = message("data.prepared_dir", run / "raw", "evaluate")
-    assert "is a raw store; prepare it" in raw
+    assert "is a raw store" in message("data.prepared_dir", run / "raw", "evaluate")
     saved = run / "checkpoints" / "step-1"
     saved.mkdir(parents=True)
     (saved / "__0_0.distcp").touch()
@@ -315,15 +254,12 @@ def test_fields_are_keys_with_their_sentences_choices_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("values", "key", "reason"),
     [
-        ({"inner": {"size": 0}}, "inner.size", "must be an integer ≥ 1"),
         ({"inner": {"size": True}}, "inner.size", "must be an integer ≥ 1"),
         (
-            {"inner": {"mode": "aa"}},
-            "inner.mode",
+            *({"inner": {"mode": "aa"}}, "inner.mode"),
             "must be one of a, b or null (did you mean 'a'?)",
         ),
         ({"inner": 3}, "inner", "must be a mapping, {KEY: VALUE, …}"),
-        ({"rates": [0.5, 0]}, "rates", "must be a list, [a number > 0, …]"),
         ({"rates": [math.nan]}, "rates", "must be a list, [a number > 0, …]"),
     ],
 )
@@ -332,36 +268,11 @@ def test_an_error_carries_the_key_and_the_reason(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Outer, {"place": "x", **values})
-    assert list(caught.value.settings) == [key]
-    assert caught.value.reason == reason
+    assert (list(caught.value.settings), caught.value.reason) == ([key], reason)
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), list(again.settings)) == (str(caught.value), list(caught.value.settings))
-
-
-def test_unknown_and_missing_keys_are_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'inner.sise' \(did you mean 'inner.size'\?\)"
-    ):
-        build(Outer, {"place": "x", "inner": {"sise": 1}})
-    with pytest.raises(ConfigError, match="place: is required; set place=…: where results go"):
-        build(Outer, {})
+    assert (str(again), list(again.settings)) == (str(caught.value), [key])
 
 
 def test_every_key_has_a_sentence() -> None:
     for command, settings in SETTINGS.items():
         assert not [key for key, one in keys(settings).items() if not one.help], command
-
-
-def test_every_seed_has_64_bits() -> None:
-    seeds = {
-        f"{command} {key}": (one.field.metadata["low"], one.field.metadata["high"])
-        for command, settings in SETTINGS.items()
-        for key, one in keys(settings).items()
-        if key.rpartition(".")[2] in ("seed", "seeds", "split_seed")
-    }
-    assert len(seeds) > 10
-    assert {*seeds.values()} == {(0, 2**64 - 1)}
-
-
-def test_the_size_of_the_vocabulary_is_that_of_the_proteins() -> None:
-    assert len(ESM2_TOKENS) == PROTEIN_TOKENS

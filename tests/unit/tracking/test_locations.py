@@ -24,7 +24,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.tracking.locations import model_folder, open_model, pinned
 from d2plm.tracking.mlflow_run import open_client
 from d2plm.tracking.pyfunc_model import PyfuncModel
-from d2plm.tracking.registry import download, export_digest, register
+from d2plm.tracking.registry import export_digest, register
 from d2plm.tracking.runs import tracking_run
 from tests.unit.model.test_esm import esm_like
 from tests.unit.tracking.test_registry import whole
@@ -70,11 +70,9 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
     provenance["init_from"] = str(tmp_path / "base")  # which other machines do not have
     save_export(tmp_path / "alone", base, *CONTENT, provenance, weights)
     add_evaluation(tmp_path / "alone", tmp_path / "of_alone")
-    with pytest.raises(ModelError, match="a local folder; adapt a registered model"):
+    with pytest.raises(ModelError, match="a local folder"):
         registered(client, tmp_path / "alone", "alone", tmp_path / "third_run")
-    with pytest.raises(
-        ModelError, match="is an adapter, not a complete model; give the merged model"
-    ):
+    with pytest.raises(ModelError, match="is an adapter"):
         refuse_adapter(tmp_path / "alone", "alone")
     shutil.rmtree(tmp_path / "base")
     shutil.rmtree(tmp_path / "adapter")
@@ -92,17 +90,6 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
         for name, weight in here.model.named_parameters()
     )
     assert not list(found.folder.glob("model*.safetensors"))  # the changes alone are registered
-
-
-@pytest.mark.parametrize("location", ["models:/proteins", "models:/a/b/3", "models:/@x", 3])
-def test_an_invalid_location_is_rejected(location: object) -> None:
-    with pytest.raises(ConfigError, match="must be the folder of a model, models:/NAME@ALIAS or"):
-        model_folder(location, key="model_dir")
-
-
-def test_a_missing_version_is_named(client: MlflowClient) -> None:
-    with pytest.raises(TrackingError, match="version 99 of model nobody"):
-        download(client, "nobody", "99")
 
 
 @pytest.fixture
@@ -154,13 +141,14 @@ def test_a_hub_that_cannot_be_reached_is_one_line(
         open_model("facebook/esm2", key="model_dir")
 
 
-@pytest.mark.parametrize("uri", [None, "sqlite:///other.db", "sqlite:///none/other.db"])
-@pytest.mark.parametrize("location", ["models:/a@champion", "models:/a/3"])
+@pytest.mark.parametrize(
+    ("uri", "location"), [(None, "models:/a@champion"), ("sqlite:///none/other.db", "models:/a/3")]
+)
 def test_reading_a_registry_creates_none(
     uri: str | None, location: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TrackingError, match=r"there is no file .*\.db; start it"):
+    with pytest.raises(TrackingError, match=r"there is no file .*\.db"):
         model_folder(location, uri, key="model_dir")
     assert not [*tmp_path.iterdir()]
 
@@ -177,5 +165,8 @@ def test_each_call_opens_the_store_that_it_names(store: str, tmp_path: Path) -> 
 
 def test_another_kind_of_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ModelError, match="model_type is 'bert'; give an exported model or an ESM"):
+    with pytest.raises(ModelError, match="model_type is 'bert'"):
         open_model(tmp_path, key="model_dir")
+    for location in ("models:/proteins", "models:/a/b/3", "models:/@x", 3):
+        with pytest.raises(ConfigError, match="model_dir="):
+            model_folder(location, key="model_dir")

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,8 +20,6 @@ from d2plm.core.redaction import redacted
 from d2plm.tracking import mlflow_run
 from d2plm.tracking.mlflow_run import KEY_TAG, RUN_FILE, MLflowRun, open_client, written_here
 from d2plm.tracking.runs import Run, Runs, tracking_run
-from d2plm.tracking.sqlite_store import create_store
-from d2plm.tracking.tracker_run import reaching
 from tests.conftest import Logged, MonkeyPatch
 from tests.unit.tracking.conftest import repeat
 
@@ -83,10 +80,8 @@ def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
     monkeypatch.setattr(MlflowClient, "log_batch", whole)
     run.log_metrics({"loss": 2.0}, 2)
     run.flush()
-    assert [point.value for point in client.get_metric_history(str(run.id), "train/loss")] == [
-        1.0,
-        2.0,
-    ]
+    sent = [point.value for point in client.get_metric_history(str(run.id), "train/loss")]
+    assert sent == [1.0, 2.0]
 
 
 def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
@@ -108,48 +103,9 @@ def test_a_run_is_marked_failed_although_its_metrics_are_rejected(
     client: MlflowClient, refuse: Refuse, output_dir: Path
 ) -> None:
     refuse("log_batch")
-    with (
-        pytest.raises(TrackingError, match="set the status FINISHED"),
-        tracking_run(output_dir) as run,
-    ):
+    with pytest.raises(TrackingError, match="FINISHED"), tracking_run(output_dir) as run:
         run.log_metrics({"loss": 1.0})
     assert client.get_run(str(run.id)).info.status == "FAILED"
-
-
-def test_a_run_that_cannot_be_finished_is_an_error(
-    client: MlflowClient, refuse: Refuse, output_dir: Path
-) -> None:
-    refuse("set_terminated")
-    with pytest.raises(TrackingError, match="FINISHED"), tracking_run(output_dir):
-        pass
-
-
-def test_the_run_on_file_is_taken_up_again(client: MlflowClient, output_dir: Path) -> None:
-    assert begun(output_dir) == begun(output_dir)
-
-
-def test_a_run_that_the_store_does_not_know_is_replaced_and_said(
-    client: MlflowClient, output_dir: Path, caplog: Logged
-) -> None:
-    output_dir.mkdir()
-    (output_dir / RUN_FILE).write_text(json.dumps({"run_id": "0" * 32}))
-    with caplog.at_level(logging.WARNING):
-        fresh = begun(output_dir)
-    assert fresh != "0" * 32
-    assert json.loads((output_dir / RUN_FILE).read_text())["run_id"] == fresh
-    assert "0" * 32 in caplog.text
-
-
-def test_a_store_without_the_run_is_named_in_full(
-    output_dir: Path, tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
-) -> None:
-    create_store(tmp_path / "first.db")
-    shutil.copy(tmp_path / "first.db", tmp_path / "second.db")
-    monkeypatch.chdir(tmp_path)
-    for name in ("first", "second"):
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{name}.db")
-        begun(output_dir)
-    assert f"the MLflow store {tmp_path / 'second.db'} does not have run" in caplog.text
 
 
 def test_a_passing_failure_of_the_store_begins_no_second_run(
@@ -166,7 +122,7 @@ def test_a_given_run_is_missing_only_if_the_store_says_so(
     client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_RUN_ID", "1" * 32)
-    with pytest.raises(TrackingError, match=r"not found.* correct or unset MLFLOW_RUN_ID"):
+    with pytest.raises(TrackingError, match="unset MLFLOW_RUN_ID"):
         begun(output_dir)
     refuse("update_run", "INTERNAL_ERROR")
     with pytest.raises(TrackingError, match="cannot reopen"):
@@ -195,32 +151,18 @@ def test_an_output_folder_that_cannot_be_written_is_named_and_begins_no_run(
     assert client.get_experiment_by_name("unwritable") is None
 
 
-def test_a_store_whose_folder_cannot_be_made_is_named(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(TrackingError, match="cannot reach the MLflow store sqlite"):
-        open_client(f"sqlite:///{tmp_path / 'file' / 'mlflow.db'}")
-
-
 @pytest.mark.parametrize(
     "text, shown",
     [
         ("http://ada:s3cret@host:5000/x", "http://***@host:5000/x"),
-        ("https://token@host", "https://***@host"),
         ("postgresql://ada:p@ss@host/db", "postgresql://***@host/db"),
         ("postgresql+psycopg://ada:pa/ss@host/db", "postgresql+psycopg://***@host/db"),
-        ("to http://a:b@h/ and http://c:d@i/", "to http://***@h/ and http://***@i/"),
         ("http://host:5000/a@b", "http://host:5000/a@b"),
         ("hf://datasets/name@main/file", "hf://datasets/name@main/file"),
-        ("sqlite:////srv/mlflow.db", "sqlite:////srv/mlflow.db"),
-        ("ada@host", "ada@host"),
         (
             "'+traking.tags.api_token=s3cret' PGPASSWORD=a apiToken=b",
             "'+traking.tags.api_token=***' PGPASSWORD=*** apiToken=***",
         ),
-        ("data.token_budget=100: token=", "data.token_budget=100: token="),
         ("'+a.password=s3:cr;et': a.password=… sets", "'+a.password=***': a.password=… sets"),
         ("a.password='s3cret' a.password=null may", "a.password='***' a.password=null may"),
         ("a token: hf_AbCdEfGhIjKlMnOpQrStUv, kept", "a token: ***, kept"),
@@ -245,18 +187,11 @@ def test_an_unreachable_store_is_named_without_its_password(
     assert "s3cret" not in str(caught.value)
 
 
-def test_passwords_in_parameters_are_not_logged(client: MlflowClient, output_dir: Path) -> None:
-    with tracking_run(output_dir) as run:
-        run.log_params({"uri": "http://ada:s3cret@host:5000", "lr": 0.1, "all": ["s3://k:v@b/x"]})
-    logged = client.get_run(str(run.id)).data.params
-    assert logged == {"uri": "http://***@host:5000", "lr": "0.1", "all": "['s3://***@b/x']"}
-
-
 def test_a_server_that_never_answers_is_reported_soon(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_run, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted by the system
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(TrackingError, match=r"no answer within 0\.3 seconds; start it"):
+        with pytest.raises(TrackingError, match=r"0\.3 seconds"):
             open_client(None)
 
 
@@ -275,7 +210,7 @@ def test_an_absent_server_is_reported_after_one_warning(
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(mlflow_run.time, "sleep", lambda s: (pauses.append(s), pause(0.2)))
-    with pytest.raises(TrackingError, match="it refuses connections; start it"):
+    with pytest.raises(TrackingError, match="refuses connections"):
         open_client(None)
     assert len(pauses) > 1
     assert [record.name for record in caplog.records] == ["d2plm.tracking.mlflow_run"]
@@ -319,38 +254,6 @@ def test_after_a_slow_failure_full_batches_wait_before_they_are_sent_again(
     assert attempts == [0.0, 1000.0]
 
 
-def proxy_page(status: str) -> str:
-    """An error of MLflow's client with the page of a proxy."""
-    page = f"Response text: <html>\r\n<head><title>{status}</title></head></html>"
-    return f"{status.replace(' ', ' Client Error: ', 1)} for url: http://h/413/x. {page}"
-
-
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        (proxy_page("413 Request Entity Too Large"), "client_max_body_size"),
-        ("(Caused by ResponseError('too many 504 error responses'))", "proxy_read_timeout"),
-        ("The run 3f must be in the 'active' state.", "mlflow runs restore --run-id 3f "),
-        ("Unable to locate credentials", "--serve-artifacts"),
-        (
-            "(Caused by ResponseError('too many 503 error responses'))",
-            "run the same command again l",
-        ),
-        (proxy_page("502 Bad Gateway"), "run the same command again later"),
-        ("RESOURCE_DOES_NOT_EXIST: No Experiment with id=7 exists", "unset MLFLOW_EXPERIMENT_ID"),
-        ("RESOURCE_DOES_NOT_EXIST: Run with id=3f not found", "unset MLFLOW_RUN_ID"),
-        ("INVALID_PARAMETER_VALUE: 'name' exceeds the maximum length", "does not take this name"),
-        ("http://h/413/504: Read timed out", "then run the same command again"),
-    ],
-)
-def test_an_error_names_the_remedy_of_its_cause(said: str, remedy: str) -> None:
-    with pytest.raises(TrackingError) as caught, reaching("log a file"):
-        raise OSError(said)
-    assert remedy in str(caught.value)
-    assert "<" not in str(caught.value)
-    assert "same command" in remedy or "same command again" not in str(caught.value)
-
-
 def test_a_deleted_run_is_replaced_and_a_deleted_experiment_names_its_restoring(
     client: MlflowClient, output_dir: Path, caplog: Logged
 ) -> None:
@@ -371,12 +274,11 @@ def test_a_deleted_run_is_replaced_and_a_deleted_experiment_names_its_restoring(
 
 def test_a_server_whose_files_are_folders_of_its_own_machine_is_reported(tmp_path: Path) -> None:
     server = Mock(tracking_uri="http://host")
-    with pytest.raises(TrackingError, match=r"/proc/mlflow/1, .* start the server with --serve"):
+    with pytest.raises(TrackingError, match="/proc/mlflow/1"):
         written_here(server, "/proc/mlflow/1")
     assert written_here(server, "mlflow-artifacts:/1") is None
     assert written_here(Mock(tracking_uri="sqlite:///a.db"), "/proc/mlflow/1") is None
-    note = written_here(server, (tmp_path / "1").as_uri())
-    assert note is not None and f"files of runs are written to {tmp_path / '1'}" in note
+    assert str(tmp_path / "1") in str(written_here(server, (tmp_path / "1").as_uri()))
 
 
 def test_many_parameters_are_kept_and_values_that_are_cut_are_marked(

@@ -5,8 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from itertools import combinations
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -27,7 +26,6 @@ from d2plm.tracking.wandb_run import WANDB_RUN_FILE
 from tests.commands import python_c
 from tests.unit.tracking.read_back import tensorboard_events, wandb_sessions
 
-SUBSETS = [subset for size in (1, 2, 3) for subset in combinations(TRACKERS, size)]
 PARAMETERS = {"lr": 0.1, "layers": [1, 2], "uri": "http://ada:s3cret@host", "off": None, "on": True}
 DESCRIPTION, SHOWN = "# of http://ada:s3cret@host", "# of http://***@host"
 RUN_FILES = (RUN_FILE, WANDB_RUN_FILE)
@@ -71,9 +69,9 @@ def nearly(points: list[tuple[int, float]]) -> Any:
     return [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
 
 
-@pytest.mark.parametrize("trackers", SUBSETS, ids="+".join)
-def test_each_tracker_of_any_combination_contains_everything(
-    trackers: tuple[str, ...], client: MlflowClient, output_dir: Path, tmp_path: Path
+@pytest.mark.parametrize("trackers", [*zip(TRACKERS), TRACKERS], ids="+".join)
+def test_each_tracker_alone_and_beside_the_others_contains_everything(
+    trackers: Sequence[str], client: MlflowClient, output_dir: Path, tmp_path: Path
 ) -> None:
     steps = range(1, 6)
     with tracking_run(output_dir, trackers=trackers, run_name="mine") as run:
@@ -207,20 +205,19 @@ with tracking_run(Path(sys.argv[1]), trackers=["wandb"]) as run:
     assert [file for file in files if b"s3cret" in file.read_bytes()] == []
 
 
-@pytest.mark.parametrize("account", [{}, {"WANDB_API_KEY": "tooshort"}], ids=["none", "wrong"])
-def test_without_a_valid_key_wandb_is_refused_in_one_line(
-    account: dict[str, str], output_dir: Path
-) -> None:
+def test_without_a_valid_key_wandb_is_refused_in_one_line(output_dir: Path) -> None:
     result = script(
         str(output_dir),
         body="""
 with tracking_run(Path(sys.argv[1]), trackers=["wandb"]):
     pass
 """,
-        **{"WANDB_MODE": "online", "HOME": str(output_dir), **account},
+        WANDB_MODE="online",
+        HOME=str(output_dir),
+        WANDB_API_KEY="tooshort",
     )
     *_, error = result.stderr.strip().splitlines()
-    assert "TrackingError: cannot begin a W&B run" in error and "key" in error.lower()
+    assert "TrackingError" in error and "key" in error.lower()
     assert "tooshort" not in error
 
 
@@ -235,31 +232,14 @@ def test_an_exception_marks_the_wandb_run_failed_and_stays_in_sight(output_dir: 
     assert tensorboard_events(output_dir).scalars == {"train/loss": [(1, 1.0)]}
 
 
-def test_what_one_tracker_rejects_reaches_the_others(
-    refuse: Callable[..., None], output_dir: Path
-) -> None:
-    refuse("log_batch")
-    with (
-        pytest.raises(TrackingError, match="status FINISHED"),
-        tracking_run(output_dir, trackers=["mlflow", "tensorboard"]) as run,
-    ):
-        for step in range(1, 401):  # MLflow is sent 200 at a time
-            try:
-                run.log_metrics({"loss": float(step)}, step)
-            except TrackingError:
-                continue
-    assert len(tensorboard_events(output_dir).scalars["train/loss"]) == 400
-
-
 # --- several ranks -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trackers", [["mlflow"], ["tensorboard"], ["wandb"], []])
 def test_ranks_other_than_the_first_report_nothing(
-    trackers: list[str], output_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    with tracking_run(output_dir, trackers=trackers) as run:
+    with tracking_run(output_dir, trackers=TRACKERS) as run:
         assert not run.runs
         assert run.id is None
         tell(run, range(1, 3), tmp_path)
@@ -269,44 +249,18 @@ def test_ranks_other_than_the_first_report_nothing(
 # --- the configuration -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("choice", "trackers"),
-    [
-        ("mlflow", ["mlflow"]),
-        ("tensorboard", ["tensorboard"]),
-        ("wandb", ["wandb"]),
-        ("all", ["mlflow", "tensorboard", "wandb"]),
-        ("none", []),
-    ],
-)
-def test_the_group_s_choices(choice: str, trackers: list[str]) -> None:
-    config = compose("train", [f"tracking={choice}"])
-    assert tracking_arguments(config)["trackers"] == trackers
-
-
-@pytest.mark.parametrize(
-    ("trackers", "message"),
-    [
-        (["mlflow", "wanb"], r"trackers='wanb': .*mlflow, tensorboard, wandb.*'wandb'"),
-        (["none"], r"trackers='none': must be one of mlflow, tensorboard, wandb"),
-        ("mlflow", r"trackers='mlflow': must be a list of any of mlflow, "),
-        (None, r"trackers=null: must be a list"),
-        (["wandb", "wandb"], "each once"),
-    ],
-)
+@pytest.mark.parametrize("trackers", [["mlflow", "wanb"], "mlflow", None, ["wandb", "wandb"]])
 def test_anything_but_a_list_of_trackers_is_rejected_on_every_rank(
-    trackers: Any, message: str, output_dir: Path, monkeypatch: pytest.MonkeyPatch
+    trackers: Any, output_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(ConfigError, match=message), tracking_run(output_dir, trackers=trackers):
+        with (
+            pytest.raises(ConfigError, match="trackers="),
+            tracking_run(output_dir, trackers=trackers),
+        ):
             pass
     assert not output_dir.exists()
-
-
-def test_a_wrong_tracker_of_a_configuration_is_rejected_with_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"^tracking\.trackers=\['wanb'\]: .*wandb"):
-        compose("train", ["tracking.trackers=[wanb]"])
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -323,22 +277,20 @@ def test_a_missing_package_is_named_with_the_extra(
         pass
 
 
-def test_a_damaged_wandb_run_file_is_named(output_dir: Path) -> None:
-    output_dir.mkdir()
-    (output_dir / WANDB_RUN_FILE).write_text("{")
-    with (
-        pytest.raises(TrackingError, match=WANDB_RUN_FILE),
-        tracking_run(output_dir, trackers=["wandb"]),
+def test_a_damaged_wandb_run_file_and_a_folder_that_cannot_be_written_are_named(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / WANDB_RUN_FILE).write_text("{")
+    for folder, trackers in (
+        (tmp_path, ["wandb"]),
+        (tmp_path / WANDB_RUN_FILE / "run", ["wandb"]),
+        (tmp_path / WANDB_RUN_FILE / "run", ["tensorboard"]),
     ):
-        pass
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_an_output_folder_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    folder = tmp_path / "file" / "run"
-    with pytest.raises(D2PLMError, match=str(folder)), tracking_run(folder, trackers=[name]):
-        pass
+        with (
+            pytest.raises(D2PLMError, match=WANDB_RUN_FILE),
+            tracking_run(folder, trackers=trackers),
+        ):
+            pass
 
 
 # --- a parent run ------------------------------------------------------------------------------
@@ -350,9 +302,11 @@ def test_runs_are_shown_under_their_parent(client: MlflowClient, tmp_path: Path)
         for name in ("a", "b"):
             config = compose("train", [f"tracking.parent_run_id='{parent.id}'"])
             arguments = {**tracking_arguments(config), "experiment": "sweeps", "run_name": name}
-            for _ in ("begun", "resumed"):
-                with tracking_run(tmp_path / name, **arguments):
-                    pass
+            with tracking_run(tmp_path / name, **{**arguments, "parent_run_id": None}):
+                pass
+            with tracking_run(tmp_path / name, **{**arguments, "trackers": ["mlflow", "wandb"]}):
+                pass
+            assert [one.group for one in wandb_sessions(tmp_path / name)] == [parent.id]
     found = client.search_runs(
         [client.get_experiment_by_name("sweeps").experiment_id],
         f"tags.mlflow.parentRunId = '{parent.id}'",
@@ -360,33 +314,15 @@ def test_runs_are_shown_under_their_parent(client: MlflowClient, tmp_path: Path)
     assert {run.info.run_name for run in found} == {"a", "b"}
 
 
-def test_a_run_begun_without_a_parent_gets_it_when_it_is_resumed(
-    client: MlflowClient, tmp_path: Path
-) -> None:
-    ids = []
-    for name in ("parent", "child"):
-        with tracking_run(tmp_path / name) as run:
-            ids.append(str(run.id))
-    with tracking_run(tmp_path / "child", parent_run_id=ids[0]) as run:
-        assert run.id == ids[1]
-    assert client.get_run(ids[1]).data.tags["mlflow.parentRunId"] == ids[0]
-
-
 def test_a_parent_that_the_store_does_not_have_is_rejected_and_begins_no_run(
     client: MlflowClient, output_dir: Path
 ) -> None:
     with (
-        pytest.raises(TrackingError, match=r"cannot find parent_run_id=0+ .*not found"),
+        pytest.raises(TrackingError, match=r"parent_run_id=0+ "),
         tracking_run(output_dir, experiment="orphans", parent_run_id="0" * 32),
     ):
         pass
     assert client.get_experiment_by_name("orphans") is None
-
-
-def test_the_parent_is_the_wandb_run_s_group(output_dir: Path) -> None:
-    with tracking_run(output_dir, trackers=["wandb"], parent_run_id="abc"):
-        pass
-    assert [session.group for session in wandb_sessions(output_dir)] == ["abc"]
 
 
 # --- training ----------------------------------------------------------------------------------
