@@ -42,7 +42,7 @@ TOOLS := $(VENV)/.tools
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools demo pretrained test test-thorough test-matrix bench speedrun families lint format docs mlflow-ui serve results screenshots compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup tools demo pretrained test test-thorough test-matrix bench speedrun families lint format docs mlflow-ui serve results compile-pipeline submit-pipeline manifests secrets \
 	dist check-wheel images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -121,10 +121,6 @@ serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=
 results: $(TOOLS) ## Update the shipped model, and the figures and pictures of README.md, from make pretrained (needs Chromium)
 	$(BIN)/pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/results.py
-
-screenshots: $(TOOLS) ## Take the screenshots of the demo in the MLflow UI (needs Chromium)
-	$(BIN)/pip install --quiet --disable-pip-version-check playwright
-	$(BIN)/python docs/screenshots.py sqlite:///runs/demo/mlflow.db
 
 compile-pipeline: $(TOOLS) ## Write pipeline.yaml for Kubeflow Pipelines (REGISTRY= TAG=)
 	$(BIN)/d2plm pipeline compile $(PIPELINE) output=pipeline.yaml

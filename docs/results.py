@@ -9,24 +9,28 @@ report need Chromium: Debian's, or the one that CHROMIUM names.
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import ViewportSize, sync_playwright
-from screenshots import BROWSER, IMAGES, chromium, picture
 
 from d2plm.core.table import Cell, Number, Table
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.result import Evaluation, read_evaluation
 
 ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs/images"
 SHIPPED = ROOT / "examples/pretrained"
 SEEDS = SHIPPED / "seeds.json"
 PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- results: figures -->\n", "<!-- end -->"
+BROWSER = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 REPORT: ViewportSize = {"width": 1280, "height": 1640}
+COLOURS = 128
 
 
 def figures(evaluation: Evaluation) -> dict[str, float]:
@@ -83,11 +87,14 @@ def main(folder: str = "runs/pretrained") -> None:
         if read_evaluation(first / "model") is None:
             raise SystemExit(f"{first / 'model'}: is not evaluated; finish make pretrained")
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium(), args=BROWSER)
+            program = os.environ.get("CHROMIUM") or shutil.which("chromium")
+            browser = playwright.chromium.launch(executable_path=program, args=BROWSER)
             view = browser.new_page(viewport=REPORT)
             view.goto((first / "report.html").as_uri())
-            picture(view, IMAGES / "report.png")
+            view.screenshot(path=IMAGES / "report.png")
             browser.close()
+        report = Image.open(IMAGES / "report.png").convert("RGB").quantize(COLOURS)
+        report.save(IMAGES / "report.png", optimize=True)
         shutil.rmtree(SHIPPED, ignore_errors=True)
         shutil.copytree(first / "model", SHIPPED)
         shutil.copy(first / "evaluation.png", IMAGES / "demo.png")

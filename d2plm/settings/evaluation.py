@@ -58,8 +58,7 @@ class SamplerSettings(Settings):
     """steps, each at most one model evaluation; null: the paradigm's default; first_hitting has
     none"""
     temperature: float | None = key(None, above=0)
-    """divides the logits; below 1 is more conservative; null: 1, for new members 0.76, less in small
-    families"""
+    """divides the logits; below 1 is more conservative; null: 1, for new members 0.76 or less"""
     top_k: int | None = key(None, low=1)
     """keep only the k most likely tokens; null: all"""
     top_p: float = key(1.0, above=0, high=1)
