@@ -6,7 +6,6 @@ What schemas cannot say is here as functions that give a list of complaints: the
 webhooks, and the restricted profile of Pod Security.
 """
 
-import gzip
 import json
 import os
 import re
@@ -19,6 +18,9 @@ from typing import Any
 import kubernetes_validate
 import yaml
 from kubernetes_validate import utils
+
+from tests.cluster.schema import errors
+from tests.cluster.store import RESOURCES
 
 Manifest = dict[str, Any]
 
@@ -94,31 +96,10 @@ def _schema_complaints(text: str, kubernetes: str) -> list[str]:
         except kubernetes_validate.SchemaNotFoundError as error:
             return [error.message]
         return []
-    folder = os.environ.get("D2PLM_CRD_DIR")
-    if not folder:
-        return []
-    errors = _custom_validator(Path(folder), kind).iter_errors(manifest)
-    return [_complaint(kind, error) for error in errors]
-
-
-def closed(schema: Any) -> Any:
-    """A definition's OpenAPI schema as a JSON schema that allows no keys but its own."""
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "string"]}
-    result = dict(schema)
-    for keyword in ("items", "additionalProperties", "not"):
-        if keyword in schema:
-            result[keyword] = closed(schema[keyword])
-    for keyword in ("allOf", "anyOf", "oneOf"):
-        if keyword in schema:
-            result[keyword] = [closed(item) for item in schema[keyword]]
-    if "properties" in schema:
-        result["properties"] = {key: closed(item) for key, item in schema["properties"].items()}
-        if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            result.setdefault("additionalProperties", False)
-    return result
+    (resource,) = (one for one in RESOURCES.values() if one.kind == kind)
+    if manifest["apiVersion"] != resource.api_version:
+        return [f"{kind}.apiVersion: must be {resource.api_version}"]
+    return [f"{kind}.{error}" for error in errors(resource, manifest)]
 
 
 def webhook_complaints(manifest: Manifest) -> list[str]:
@@ -314,17 +295,3 @@ def _training_runtime_rules(spec: Manifest) -> dict[str, bool]:
 
 def _complaint(kind: str, error: Any) -> str:
     return f"{kind}.{'.'.join(map(str, error.absolute_path))}: {error.message[:300]}"
-
-
-@cache
-def _custom_validator(folder: Path, kind: str) -> Any:
-    from jsonschema import Draft202012Validator
-
-    text = gzip.decompress((folder / DEFINITIONS[kind]).read_bytes())
-    (definition,) = documents(text.decode())
-    (version,) = definition["spec"]["versions"]
-    schema = closed(version["schema"]["openAPIV3Schema"])
-    group = definition["spec"]["group"]
-    schema["properties"]["apiVersion"] = {"const": f"{group}/{version['name']}"}
-    schema["properties"]["metadata"] = {"type": "object"}  # as every kind's
-    return Draft202012Validator(schema)

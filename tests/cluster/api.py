@@ -10,12 +10,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -61,20 +60,11 @@ class _Fault:
 
     times: int
     refusal: Refusal
-    headers: dict[str, str]
     verb: str | None
     resource: str | None
 
     def meets(self, request: Request) -> bool:
         return self.verb in (None, request.verb) and self.resource in (None, request.resource)
-
-
-@dataclass
-class _Cut:
-    """Streams to break off: those open now, or the next one, after some of its pieces."""
-
-    generation: int = 0
-    pieces_left: int | None = None
 
 
 @dataclass
@@ -84,12 +74,13 @@ class Faults:
     Attributes:
         allowed: (resource, verb) pairs that the client has permission for; None: all.
         forbidden: pairs that it has not, whatever `allowed` says.
+        cuts: how often streams of each kind were broken off.
     """
 
     allowed: frozenset[tuple[str, str]] | None = None
     forbidden: set[tuple[str, str]] = field(default_factory=set)
     ordered: list[_Fault] = field(default_factory=list)
-    cuts: dict[str, _Cut] = field(default_factory=lambda: {"watch": _Cut(), "log": _Cut()})
+    cuts: dict[str, int] = field(default_factory=lambda: {"watch": 0, "log": 0})
 
     def permits(self, resource: str, verb: str) -> bool:
         """Whether RBAC does."""
@@ -173,7 +164,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     api: ApiServer
     store: Store
-    extra_headers: Mapping[str, str] = MappingProxyType({})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("do_"):  # one for each HTTP method
@@ -214,15 +204,11 @@ class _Handler(BaseHTTPRequestHandler):
         for fault in faults.ordered:
             if fault.times > 0 and fault.meets(request):
                 fault.times -= 1
-                self.extra_headers = fault.headers
                 raise fault.refusal
 
     def _answer(self, request: Request, parts: dict[str, str]) -> None:
         if request.verb == "discover":
             self._send(200, self._discover(request.path))
-            return
-        if parts["plural"] == "selfsubjectaccessreviews":
-            self._send(201, self._review(request.body))
             return
         resource = self.api.served.get(parts["plural"])
         if resource is None or (resource.group, resource.version) != (
@@ -244,34 +230,14 @@ class _Handler(BaseHTTPRequestHandler):
     # Answers.
 
     def _discover(self, path: str) -> Object:
-        groups = sorted({r.group for r in self.api.served.values() if r.group})
-        if path == "/version":
-            unknown = (
-                "buildDate",
-                "compiler",
-                "gitCommit",
-                "gitTreeState",
-                "goVersion",
-                "platform",
-            )
-            known = {"major": "1", "minor": "32", "gitVersion": "v1.32.0"}
-            return {**known, **dict.fromkeys(unknown, "")}
-        if path == "/api":
-            return {"kind": "APIVersions", "versions": ["v1"]}
-        if path == "/apis":
-            versions = {r.group: r.version for r in self.api.served.values()}
-            return {
-                "kind": "APIGroupList",
-                "apiVersion": "v1",
-                "groups": [_group(name, versions[name]) for name in groups],
-            }
-        for group in groups:
-            version = next(r.version for r in self.api.served.values() if r.group == group)
-            if path == f"/apis/{group}":
-                return {"kind": "APIGroup", "apiVersion": "v1", **_group(group, version)}
+        """A group with its version, or the resources of one."""
+        served = self.api.served.values()
+        for resource in served:
+            if path == f"/apis/{resource.group}":
+                return {"kind": "APIGroup", "apiVersion": "v1", **_group(resource)}
         of_path = [
             r
-            for r in self.api.served.values()
+            for r in served
             if path == (f"/apis/{r.api_version}" if r.group else f"/api/{r.version}")
         ]
         if not of_path:
@@ -290,12 +256,6 @@ class _Handler(BaseHTTPRequestHandler):
                 for r in of_path
             ],
         }
-
-    def _review(self, body: Object) -> Object:
-        asked = body["spec"]["resourceAttributes"]
-        resource = "/".join(filter(None, (asked.get("resource"), asked.get("subresource"))))
-        allowed = self.api.faults.permits(resource, asked["verb"])
-        return {**body, "status": {"allowed": allowed}}
 
     def _authorise(self, request: Request, resource: Resource) -> None:
         if not self.api.faults.permits(request.resource, request.verb):
@@ -340,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self, request: Request, resource: Resource) -> tuple[int, Object]:
         with self.store.changed:
-            chosen = _chosen(request, resource)
+            chosen = _chosen(request)
             items = self.store.list(resource.plural, request.namespace or None, chosen)
             version = str(self.store.version)
         return 200, {
@@ -363,21 +323,6 @@ class _Handler(BaseHTTPRequestHandler):
             edited.update(merged)
         return self._get(request, resource)
 
-    def _replace(self, request: Request, resource: Resource) -> tuple[int, Object]:
-        with self.store.edit(resource.plural, request.namespace, request.name) as edited:
-            given = request.body["metadata"].get("resourceVersion")
-            if given not in (None, edited["metadata"]["resourceVersion"]):
-                raise Refusal(
-                    409,
-                    "Conflict",
-                    f'Operation cannot be fulfilled on {resource.full_name} "{request.name}": the '
-                    "object has been modified; please apply your changes to the latest version",
-                )
-            self.api.admit(resource.plural, request.body, False)
-            edited.clear()
-            edited.update(request.body)
-        return self._get(request, resource)
-
     def _delete(self, request: Request, resource: Resource) -> tuple[int, Object]:
         options = {**request.query, **(request.body or {})}
         policy = options.get("propagationPolicy", "Background")
@@ -388,29 +333,19 @@ class _Handler(BaseHTTPRequestHandler):
             if wanted not in (None, found["metadata"]["uid"]):
                 message = f"Precondition failed: UID in precondition: {wanted}"
                 raise Refusal(409, "Conflict", message)
-            if policy == "Orphan":
-                self._orphan(found["metadata"]["uid"])
             given = options.get("gracePeriodSeconds")
             seconds = None if given is None else int(given)
             self.store.delete(plural, place, name, policy, seconds)
         return 200, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
-    def _orphan(self, uid: str) -> None:
-        for pod in self.store.list("pods"):
-            metadata = pod["metadata"]
-            with self.store.edit("pods", metadata["namespace"], metadata["name"]) as edited:
-                owners = edited["metadata"].get("ownerReferences", [])
-                edited["metadata"]["ownerReferences"] = [o for o in owners if o["uid"] != uid]
-
     # Streams.
 
     def _watch(self, request: Request, resource: Resource) -> None:
-        chosen = _chosen(request, resource)
+        chosen = _chosen(request)
         self._begin_stream("application/json")
         for change in self._changes(request, resource, chosen):
             line = json.dumps({"type": change.type, "object": change.object}) + "\n"
-            if not self._send_piece(line.encode(), "watch"):
-                return
+            self._send_piece(line.encode())
             if change.type == "ERROR":
                 break
         self._end_stream()
@@ -421,7 +356,7 @@ class _Handler(BaseHTTPRequestHandler):
         store, place = self.store, request.namespace
         seconds = float(request.query.get("timeoutSeconds", 1800))
         end = time.monotonic() + seconds
-        generation = self.api.faults.cuts["watch"].generation
+        generation = self.api.faults.cuts["watch"]
         given = request.query.get("resourceVersion", "0")
         with store.changed:
             at = int(given) if given not in ("", "0") else store.version
@@ -457,7 +392,7 @@ class _Handler(BaseHTTPRequestHandler):
         if container not in containers + starting:
             message = f"container {container} is not valid for pod {request.name}"
             raise Refusal(400, "BadRequest", message)
-        uid, generation = pod["metadata"]["uid"], self.api.faults.cuts["log"].generation
+        uid, generation = pod["metadata"]["uid"], self.api.faults.cuts["log"]
         if uid in self.api.kubelet.lost:
             while not self.api.kubelet.lost[uid] and self._is_wanted("log", generation):
                 time.sleep(POLL_SECONDS)
@@ -468,24 +403,18 @@ class _Handler(BaseHTTPRequestHandler):
         if log is None:
             what = f'container "{container}" in pod "{request.name}" is waiting to start'
             raise Refusal(400, "BadRequest", f"{what}: {_why_waiting(pod, container)}")
-        if query.get("previous") == "true":
-            message = f'previous terminated container "{container}" not found'
-            raise Refusal(400, "BadRequest", message)
         self._begin_stream("text/plain")
         for line in self._lines(log, query):
-            if not self._send_piece(line, "log"):
-                return
+            self._send_piece(line)
         self._end_stream()
 
     def _lines(self, log: Log, query: dict[str, str]) -> Iterator[bytes]:
         since = float("-inf")
-        if "sinceSeconds" in query:
-            since = time.time() - float(query["sinceSeconds"])
         if "sinceTime" in query:
             since = datetime.fromisoformat(query["sinceTime"]).timestamp()
         stamped = query.get("timestamps", "").lower() == "true"
         following = query.get("follow", "").lower() == "true"
-        generation = self.api.faults.cuts["log"].generation
+        generation = self.api.faults.cuts["log"]
         lines, ended = log.from_line(0, 0)
         at = len(lines)
         lines = [line for line in lines if line.seconds >= since]
@@ -500,7 +429,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_wanted(self, kind: str, generation: int) -> bool:
         """Whether a stream continues; hangs up at the requested place."""
-        if self.api.faults.cuts[kind].generation != generation:
+        if self.api.faults.cuts[kind] != generation:
             drop(self.connection)
             raise ConnectionAbortedError
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -515,18 +444,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.flush()
 
-    def _send_piece(self, content: bytes, kind: str) -> bool:
-        """Whether the stream continues after this piece."""
-        cut = self.api.faults.cuts[kind]
-        if cut.pieces_left is not None:
-            if cut.pieces_left == 0:
-                cut.pieces_left = None
-                drop(self.connection)
-                return False
-            cut.pieces_left -= 1
+    def _send_piece(self, content: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
         self.wfile.flush()
-        return True
 
     def _end_stream(self) -> None:
         self.wfile.write(b"0\r\n\r\n")
@@ -539,9 +459,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", "text/plain" if is_text else "application/json")
         self.send_header("Content-Length", str(len(content)))
-        for key, value in self.extra_headers.items():
-            self.send_header(key, value)
-        self.extra_headers = {}
         self.end_headers()
         self.wfile.write(content)
 
@@ -551,7 +468,6 @@ _ACTIONS = {
     "get": _Handler._get,
     "list": _Handler._list,
     "patch": _Handler._patch,
-    "update": _Handler._replace,
     "delete": _Handler._delete,
 }
 
@@ -586,12 +502,12 @@ def _verb(method: str, parts: dict[str, str], watching: bool) -> str:
     return _VERBS[method]
 
 
-def _chosen(request: Request, resource: Resource) -> Callable[[Object], bool]:
+def _chosen(request: Request) -> Callable[[Object], bool]:
     by_label = by_labels(request.query.get("labelSelector", ""))
-    by_field = by_fields(resource.plural, request.query.get("fieldSelector", ""))
+    by_field = by_fields(request.query.get("fieldSelector", ""))
     return lambda content: by_label(content) and by_field(content)
 
 
-def _group(name: str, version: str) -> Object:
-    served = {"groupVersion": f"{name}/{version}", "version": version}
-    return {"name": name, "versions": [served], "preferredVersion": served}
+def _group(resource: Resource) -> Object:
+    version = {"groupVersion": resource.api_version, "version": resource.version}
+    return {"name": resource.group, "versions": [version], "preferredVersion": version}

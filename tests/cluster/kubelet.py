@@ -116,20 +116,10 @@ class Log:
 
 @dataclass
 class NodeFaults:
-    """What is wrong with the nodes; a worker is matched by the number that ends its pod's index.
-
-    Attributes:
-        unschedulable, image_pull: the scheduler's or the registry's message; None: all is well.
-        delay: seconds that a container takes to start.
-    """
+    """The scheduler's or the registry's message; None: all is well."""
 
     unschedulable: str | None = None
     image_pull: str | None = None
-    delay: float = 0.0
-    workers: frozenset[int] | None = None
-
-    def meets(self, worker: int) -> bool:
-        return self.workers is None or worker in self.workers
 
 
 class _Deleted(Exception):  # noqa: N818  # a way out, no error
@@ -142,14 +132,10 @@ class Kubelet:
     Args:
         folder: the pods' own folders (working folder, HOME, TMPDIR) are made in it.
         mounts: path in a container → folder of this machine.
-        environment: of every container, below what its manifest says.
     """
 
-    def __init__(
-        self, store: Store, folder: Path, mounts: Mapping[str, Path], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, store: Store, folder: Path, mounts: Mapping[str, Path]) -> None:
         self.store, self.folder, self.mounts = store, folder, dict(mounts)
-        self.environment = dict(environment)
         self.faults = NodeFaults()
         self.scripts: dict[int | None, list[Script]] = {}
         self.errors: list[BaseException] = []
@@ -261,37 +247,31 @@ class _Runner(threading.Thread):
         spec, script = self.pod["spec"], None
         self._until_scheduled()
         self._until_pulled()
-        self._pause(self.kubelet.faults.delay if self._is_met() else 0)
         script = self.kubelet.script_for(self.worker)
         for container in spec.get("initContainers", ()) if script is None else ():
             if self._run_container(container, "initContainerStatuses", None) != 0:
                 return
         self._run_container(spec["containers"][0], "containerStatuses", script)
 
-    def _is_met(self) -> bool:
-        return self.kubelet.faults.meets(self.worker)
-
     def _until_scheduled(self) -> None:
         self._set(phase="Pending")
-        while self._is_met() and (message := self.kubelet.faults.unschedulable) is not None:
-            self._record("Warning", "FailedScheduling", message)
+        while message := self.kubelet.faults.unschedulable:
+            self._warn("FailedScheduling", message)
             self._set_condition("PodScheduled", "False", "Unschedulable", message)
             self._pause(POLL_SECONDS)
         self._set_condition("PodScheduled", "True")
         with self._edited() as pod:
             pod["spec"]["nodeName"] = f"node-{self.worker}"
-        self._record("Normal", "Scheduled", f"Successfully assigned to node-{self.worker}")
         reason = (
             "PodInitializing" if self.pod["spec"].get("initContainers") else "ContainerCreating"
         )
         self._set_waiting(reason)
 
     def _until_pulled(self) -> None:
-        while self._is_met() and (message := self.kubelet.faults.image_pull) is not None:
+        while message := self.kubelet.faults.image_pull:
             image = self.pod["spec"]["containers"][0]["image"]
-            self._record("Warning", "Failed", f'Failed to pull image "{image}": {message}')
+            self._warn("Failed", f'Failed to pull image "{image}": {message}')
             self._set_waiting("ImagePullBackOff", message)
-            self._record("Normal", "BackOff", f'Back-off pulling image "{image}"')
             self._pause(POLL_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -333,7 +313,6 @@ class _Runner(threading.Thread):
         main = statuses == "containerStatuses"
         phase = {"phase": "Running", "podIP": "127.0.0.1"} if main else {}
         self._set_state(statuses, container, {"running": {"startedAt": started}}, **phase)
-        self._record("Normal", "Started", f"Started container {name}")
         code = self._wait_for(process)
         # All that is left in the container ends with its first process.
         kill_all(self.pod["metadata"]["uid"])
@@ -359,7 +338,6 @@ class _Runner(threading.Thread):
                 kill_all(uid)
             elif grace is not None and told is None:
                 told = time.monotonic()
-                self._record("Normal", "Killing", "Stopping container")
                 process.terminate()  # the first process alone, as in a cluster
             time.sleep(POLL_SECONDS)
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -385,8 +363,6 @@ class _Runner(threading.Thread):
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(REPOSITORY),
             "HOSTNAME": self.pod["metadata"]["name"],
-            **self.kubelet.environment,
-            **self._environment_from(container),
             **{each["name"]: self._mounted(each["value"]) for each in container.get("env", ())},
             "HOME": folder,
             "TMPDIR": folder,
@@ -404,18 +380,6 @@ class _Runner(threading.Thread):
             inside = rf"(?<![\w./-]){re.escape(path)}(?=/|$|[^\w.-])"
             text = re.sub(inside, str(folder).replace("\\", r"\\"), text)
         return text
-
-    def _environment_from(self, container: Object) -> dict[str, str]:
-        """Of those ConfigMaps and Secrets that exist; all are optional here."""
-        found: dict[str, str] = {}
-        place = self.pod["metadata"]["namespace"]
-        for source in container.get("envFrom", ()):
-            plural = "configmaps" if "configMapRef" in source else "secrets"
-            name = next(value["name"] for value in source.values() if isinstance(value, dict))
-            with suppress(Refusal):
-                content = self.kubelet.store.get(plural, place, name)
-                found |= content.get("data", {}) | content.get("stringData", {})
-        return found
 
     def _localise_rendezvous(self, environment: dict[str, str]) -> None:
         environment["PET_LOCAL_ADDR"] = "127.0.0.1"
@@ -475,8 +439,8 @@ class _Runner(threading.Thread):
                 set_condition(pod, "Ready", str(ready))
                 set_condition(pod, "ContainersReady", str(ready))
 
-    def _record(self, kind: str, reason: str, message: str) -> None:
-        self.kubelet.store.record(self.pod, kind, reason, message)
+    def _warn(self, reason: str, message: str) -> None:
+        self.kubelet.store.warn(self.pod, reason, message)
 
 
 def set_condition(pod: Object, kind: str, value: str, reason: str = "", message: str = "") -> None:

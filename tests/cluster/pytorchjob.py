@@ -6,7 +6,6 @@ when something else changes; a job fails by an exit code without a `completionTi
 """
 
 import copy
-import re
 from datetime import UTC, datetime
 
 from tests.cluster.kubelet import worker_of
@@ -15,34 +14,15 @@ from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_b
 PORT = 23456
 CONTAINER = "pytorch"
 NO_EXIT_CODE = 0xBEEF  # the operator's value for an unknown exit code
-_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 def admit(job: Object) -> None:
-    """The operator's validating webhook, and what this double cannot do."""
-    name = job["metadata"]["name"]
-    if not _DNS_1035.fullmatch(name):
-        raise _denied(
-            f'metadata.name: Invalid value: "{name}": should match: a DNS-1035 label must consist '
-            "of lower case alphanumeric characters or '-', start with an alphabetic character, and "
-            "end with an alphanumeric character"
-        )
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    for kind, replica in replicas.items():
-        containers = replica["template"]["spec"]["containers"]
-        if CONTAINER not in [container["name"] for container in containers]:
-            path = f"spec.pytorchReplicaSpecs[{kind}].template.spec.containers"
-            raise _denied(f"{path}: Required value: must have at least one container named pytorch")
-    if set(replicas) != {"Worker"} or "elasticPolicy" not in job["spec"]:
+    """Reject what this double cannot do."""
+    worker = job["spec"]["pytorchReplicaSpecs"].get("Worker", {})
+    if "elasticPolicy" not in job["spec"] or len(job["spec"]["pytorchReplicaSpecs"]) != 1:
         raise Refusal(501, "NotImplemented", "the double runs elastic jobs of Workers alone")
-    if replicas["Worker"].get("restartPolicy", "Never") not in ("ExitCode", "Never"):
+    if worker.get("restartPolicy", "Never") not in ("ExitCode", "Never"):
         raise Refusal(501, "NotImplemented", "the double knows restartPolicy ExitCode and Never")
-
-
-def _denied(text: str) -> Refusal:
-    webhook = "validator.pytorchjob.training-operator.kubeflow.org"
-    message = f'admission webhook "{webhook}" denied the request: {text}'
-    return Refusal(403, "Forbidden", message)
 
 
 def reconcile(store: Store, job: Object) -> None:
@@ -55,9 +35,6 @@ def reconcile(store: Store, job: Object) -> None:
         set_condition(status, "Created", "True", "PyTorchJobCreated", text)
     if is_true(status, "Succeeded") or is_true(status, "Failed"):
         _clean_up(store, policy.get("cleanPodPolicy", "None"), pods)
-        if is_true(status, "Succeeded"):
-            workers = status["replicaStatuses"]["Worker"]
-            workers["succeeded"] = workers.get("succeeded", 0) + workers.pop("active", 0)
     elif policy.get("suspend"):
         _suspend(store, job, status, pods)
     else:
@@ -82,29 +59,24 @@ def _clean_up(store: Store, policy: str, pods: list[Object]) -> None:
 def _suspend(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     for pod in pods:
         delete_pod(store, pod)
-    for replicas in status.get("replicaStatuses", {}).values():
-        replicas.pop("active", None)
     text = f"PyTorchJob {job['metadata']['name']} is suspended."
     if is_true(status, "Running"):
         set_condition(status, "Running", "False", "PyTorchJobSuspended", text)
     if not is_true(status, "Suspended"):
         set_condition(status, "Suspended", "True", "PyTorchJobSuspended", text)
-        store.record(job, "Normal", "PyTorchJobSuspended", text)
 
 
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     name, policy = job["metadata"]["name"], job["spec"].get("runPolicy", {})
     for pod in pods:
         _tell_of_trouble(store, job, pod)
-    if text := _limit(name, policy, status, pods):
+    if text := _limit(name, policy, status):
         for pod in pods:
             delete_pod(store, pod)
         status.setdefault("completionTime", now())
-        store.record(job, "Normal", "PyTorchJobFailed", text)
         set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
         return
     counts: dict[str, int] = {}
-    status.setdefault("replicaStatuses", {})["Worker"] = counts
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     by_index = {worker_of(pod): pod for pod in pods}
     for index in range(worker["replicas"]):
@@ -116,16 +88,11 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         _count(counts, pod)
     for pod in by_index.values():
         delete_pod(store, pod)
-    _summarise(store, job, status, counts)
+    _summarise(job, status, counts)
 
 
-def _limit(name: str, policy: Object, status: Object, pods: list[Object]) -> str | None:
-    """Why a job may not continue."""
-    failed = sum(pod.get("status", {}).get("phase") == "Failed" for pod in pods)
-    known = status.get("replicaStatuses", {}).get("Worker", {}).get("failed", 0)
-    # The operator's count of retries is always 0, and a recreated pod's of restarts too.
-    if policy.get("backoffLimit") == 0 and failed > known:
-        return f"Job {name} has failed because it has reached the specified backoff limit"
+def _limit(name: str, policy: Object, status: Object) -> str | None:
+    """Why a job may not continue; restarts are not counted (see the module's docstring)."""
     seconds = policy.get("activeDeadlineSeconds")
     if seconds is not None and "startTime" in status:
         started = datetime.fromisoformat(status["startTime"])
@@ -139,20 +106,17 @@ def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
     name = job["metadata"]["name"]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     code = exit_code(pod, CONTAINER)
-    if code is not None:
-        place = f"{pod['metadata']['namespace']}.{pod['metadata']['name']}"
-        store.record(job, "Normal", "ExitedWithCode", f"Pod: {place} exited with code {code}")
     failed = pod.get("status", {}).get("phase") == "Failed"
     if not failed or worker.get("restartPolicy") != "ExitCode":
         return
     if (NO_EXIT_CODE if code is None else code) >= 128:
         delete_pod(store, pod)
         text = f"job {name} is restarting because Worker replica(s) failed."
-        store.record(job, "Warning", "PyTorchJobRestarting", text)
+        store.warn(job, "PyTorchJobRestarting", text)
         set_condition(status, "Restarting", "True", "PyTorchJobRestarting", text)
     else:
         text = f'job "{name}" is failing because "Worker" replica(s) failed.'
-        store.record(job, "Warning", "PyTorchJobFailed", text)
+        store.warn(job, "PyTorchJobFailed", text)
         set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
 
 
@@ -165,7 +129,7 @@ def _count(counts: dict[str, int], pod: Object) -> None:
         counts[keys[phase]] = counts.get(keys[phase], 0) + 1
 
 
-def _summarise(store: Store, job: Object, status: Object, counts: dict[str, int]) -> None:
+def _summarise(job: Object, status: Object, counts: dict[str, int]) -> None:
     name = job["metadata"]["name"]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     where = f"{job['metadata']['namespace']}/{name}"
@@ -173,7 +137,6 @@ def _summarise(store: Store, job: Object, status: Object, counts: dict[str, int]
     active, succeeded = counts.get("active", 0), counts.get("succeeded", 0)
     if succeeded == worker["replicas"]:
         text = f"PyTorchJob {where} successfully completed."
-        store.record(job, "Normal", "PyTorchJobSucceeded", text)
         status.setdefault("completionTime", now())
         set_condition(status, "Succeeded", "True", "PyTorchJobSucceeded", text)
     elif active > 0:
@@ -187,7 +150,6 @@ def _summarise(store: Store, job: Object, status: Object, counts: dict[str, int]
         else:
             text = f"PyTorchJob {name} is failed because {failed} Worker replica(s) failed."
             status.setdefault("completionTime", now())
-            store.record(job, "Normal", "PyTorchJobFailed", text)
             set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
 
 
@@ -247,11 +209,11 @@ def _tell_of_trouble(store: Store, job: Object, pod: Object) -> None:
         waiting = container["state"].get("waiting", {})
         if waiting.get("message"):
             text = f"Error pod {name} container {container['name']} waiting message: "
-            store.record(job, "Warning", waiting["reason"], text + waiting["message"])
+            store.warn(job, waiting["reason"], text + waiting["message"])
     for condition in status.get("conditions", ()) if "containerStatuses" not in status else ():
         if condition["status"] != "True" and condition.get("message"):
             text = f"Error pod {name} condition message: {condition['message']}"
-            store.record(job, "Warning", condition["reason"], text)
+            store.warn(job, condition["reason"], text)
 
 
 def exit_code(pod: Object, container: str) -> int | None:

@@ -24,10 +24,6 @@ PORT = 29400
 CONTAINER = "node"
 CACHE_SECONDS = 0.05  # by which its view of runtimes lags behind
 ATTEMPT = "cluster-double/restart-attempt"  # annotation; a JobSet has it in its status
-RESERVED = {
-    f"PET_{name}"
-    for name in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-}
 
 
 def admit(store: Store, job: Object) -> None:
@@ -46,10 +42,6 @@ def admit(store: Store, job: Object) -> None:
             f'spec.runtimeRef: Invalid value: {kind}.trainer.kubeflow.org "{name}" not found: '
             f"specified {kind[0].lower()}{kind[1:]} must be created before the TrainJob is created"
         )
-    named = {variable["name"] for variable in job["spec"].get("trainer", {}).get("env", ())}
-    if named & RESERVED:
-        text = f"must not have reserved envs, invalid envs configured: {sorted(named & RESERVED)}"
-        raise _denied(f"spec.trainer.env: Invalid value: {text}")
 
 
 def _runtime(job: Object) -> tuple[str, str, str]:
@@ -104,7 +96,6 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         return
     failed = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Failed"]
     done = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Succeeded"]
-    _summarise(status, of_attempt, failed, done, nodes)
     if failed:
         _judge(store, job, status, template, of_attempt, failed[0])
     elif len(done) == nodes:
@@ -168,7 +159,7 @@ def _restart(
         return
     for pod in pods:
         delete_pod(store, pod)
-    store.record(job, "Warning", "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
+    store.warn(job, "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
     with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
         edited["metadata"].setdefault("annotations", {})[ATTEMPT] = str(attempt + 1)
 
@@ -184,22 +175,6 @@ def _is_late(job: Object) -> bool:
     seconds = job["spec"].get("activeDeadlineSeconds")
     created = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
     return seconds is not None and (datetime.now(UTC) - created).total_seconds() >= seconds
-
-
-def _summarise(
-    status: Object, pods: list[Object], failed: list[Object], done: list[Object], nodes: int
-) -> None:
-    ready = sum(pod.get("status", {}).get("phase") == "Running" for pod in pods) + len(done)
-    status["jobsStatus"] = [
-        {
-            "name": CONTAINER,
-            "ready": int(ready >= nodes),
-            "succeeded": int(len(done) == nodes),
-            "failed": int(bool(failed)),
-            "active": int(not failed and len(done) < nodes),
-            "suspended": 0,
-        }
-    ]
 
 
 def _nodes(job: Object, runtime: Object) -> int:
