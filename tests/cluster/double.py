@@ -5,10 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tests.cluster import indexed_job, kueue, pytorchjob, schema, trainjob
+from tests.cluster import kueue, schema, trainjob
 from tests.cluster.api import ApiServer, _Fault
 from tests.cluster.controllers import Controllers
 from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
@@ -47,10 +46,9 @@ class Cluster:
         mounts: Mapping[str, Path] | None = None,
         role: frozenset[tuple[str, str]] | None = LAUNCHER_ROLE,
     ) -> None:
-        installed = set(operators)
         trainer = {"trainjobs", "trainingruntimes", "clustertrainingruntimes"}
-        absent = {"pytorchjobs": {"pytorchjobs"}, "trainjobs": trainer}
-        missing = {name for kind in absent if kind not in installed for name in absent[kind]}
+        missing = set() if "trainjobs" in operators else trainer
+        missing |= {"pytorchjobs"} - {*operators}
         self.folder = folder
         self.store = Store()
         self.kubelet = Kubelet(self.store, folder / "pods", mounts or {})
@@ -65,15 +63,10 @@ class Cluster:
         self.kubelet.start()
         self.controllers.start()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.kube_config.write_text(json.dumps(_kube_config(self.api.port)))
+        write_kube_config(self.kube_config, f"http://127.0.0.1:{self.api.port}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._restart is not None:
             self._restart.cancel()
             self._restart.join()
@@ -113,10 +106,10 @@ class Cluster:
             raise LookupError(f"no pod {name}; there are {[_name(pod) for pod in self.pods()]}")
         return found[0]
 
-    def log(self, pod: str, container: str | None = None) -> str:
+    def log(self, pod: str) -> str:
         """What a pod's container has written so far."""
         known = self.pod(pod)
-        name = container or known["spec"]["containers"][0]["name"]
+        name = known["spec"]["containers"][0]["name"]
         log = self.kubelet.log_of(known["metadata"]["uid"], name)
         return "" if log is None else log.text()
 
@@ -181,15 +174,15 @@ class Cluster:
 
     def over_quota(self, message: str | None = QUOTA) -> None:
         """Controllers may create no pods; with None they may again."""
-        with self.store.changed:
-            self.store.quota = message
-            self.store.version += 1  # controllers look again
-            self.store.changed.notify_all()
+        self._have(quota=message)
 
     def kueue(self, **queues: str) -> None:
         """Install Kueue with these queues, and why each admits no job; an empty text: it does."""
+        self._have(queues=queues)
+
+    def _have(self, **changes: Any) -> None:
         with self.store.changed:
-            self.store.queues = queues
+            vars(self.store).update(changes)
             self.store.version += 1  # controllers look again
             self.store.changed.notify_all()
 
@@ -260,10 +253,7 @@ class Cluster:
 
     def expire_watches(self) -> None:
         """Forget all changes so far: a watch from an older resource version ends with 410 Gone."""
-        with self.store.changed:
-            self.store.version += 1
-            self.store.oldest = self.store.version
-            self.store.changed.notify_all()
+        self._have(oldest=self.store.version + 1)
 
     def restart_api(self, seconds: float = 2) -> None:
         """Stop the API server at once and start it again after `seconds`; returns meanwhile.
@@ -283,12 +273,8 @@ class Cluster:
             name = content["metadata"].get("name")
             what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'
             raise Refusal(422, "Invalid", what)
-        if plural == "pytorchjobs" and is_new:
-            pytorchjob.admit(content)
-        elif plural == "trainjobs":
+        if plural == "trainjobs":
             trainjob.admit(self.store, content)
-        elif plural == "jobs" and is_new:
-            indexed_job.admit(content)
 
 
 _ERRORS = {  # status: reason and message
@@ -303,17 +289,16 @@ def _name(content: Object) -> str:
     return str(content["metadata"]["name"])
 
 
-def _kube_config(port: int) -> Object:
-    return {
+def write_kube_config(file: Path, address: str) -> Path:
+    """What kubectl would have to reach `address`."""
+    context = {"cluster": "double", "user": "launcher", "namespace": NAMESPACE}
+    config = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "double", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
-        "users": [{"name": "launcher", "user": {"token": "none"}}],
-        "contexts": [
-            {
-                "name": "double",
-                "context": {"cluster": "double", "user": "launcher", "namespace": NAMESPACE},
-            }
-        ],
         "current-context": "double",
+        "clusters": [{"name": "double", "cluster": {"server": address}}],
+        "contexts": [{"name": "double", "context": context}],
+        "users": [{"name": "launcher", "user": {"token": "not-a-secret"}}],
     }
+    file.write_text(json.dumps(config))  # JSON is YAML
+    return file

@@ -37,14 +37,12 @@ class Script:
 
     Attributes:
         lines: to its standard output.
-        interval: seconds before each line.
         seconds: that it goes on after the last line; None: until it is ended.
         exit_code: of its own ending.
         on_terminate: exit code upon SIGTERM; None: it does not listen.
     """
 
     lines: tuple[str, ...] = ()
-    interval: float = 0.0
     seconds: float | None = 0.0
     exit_code: int = 0
     on_terminate: int | None = 143
@@ -54,7 +52,7 @@ class Script:
         trap = "''" if self.on_terminate is None else f"'exit {self.on_terminate}'"
         words = [f"trap {trap} TERM"]
         for line in self.lines:
-            words += [_sleep(self.interval), f"printf '%s\\n' {shlex.quote(line)}"]
+            words += [f"printf '%s\\n' {shlex.quote(line)}"]
         words += [_sleep(self.seconds), f"exit {self.exit_code}"]
         return ["/bin/sh", "-c", "\n".join(filter(None, words))]
 
@@ -71,17 +69,11 @@ class Line:
     nanoseconds: int
     content: bytes
 
-    @property
-    def seconds(self) -> float:
-        return self.nanoseconds / 1e9
-
     def encoded(self, stamped: bool) -> bytes:
         """With the time in front, as `timestamps=true` wants it."""
-        if not stamped:
-            return self.content
         whole, rest = divmod(self.nanoseconds, 10**9)
         at = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        return f"{at}.{rest:09d}Z ".encode() + self.content
+        return f"{at}.{rest:09d}Z ".encode() * stamped + self.content
 
 
 class Log:
@@ -271,7 +263,7 @@ class _Runner(threading.Thread):
         while message := self.kubelet.faults.image_pull:
             image = self.pod["spec"]["containers"][0]["image"]
             self._warn("Failed", f'Failed to pull image "{image}": {message}')
-            self._set_waiting("ImagePullBackOff", message)
+            self._set_waiting("ImagePullBackOff", message=message)
             self._pause(POLL_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -293,21 +285,15 @@ class _Runner(threading.Thread):
         command, environment = self._localised(container)
         folder = self.kubelet.folder / self.pod["metadata"]["uid"]
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            process = subprocess.Popen(
-                script.command() if script else command,
-                env=environment,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            log.end()
-            state = {"exitCode": 128, "reason": "StartError", "message": str(error)}
-            self._set_state(statuses, container, {"terminated": state}, phase="Failed")
-            return 128
+        process = subprocess.Popen(
+            script.command() if script else command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         reader = threading.Thread(target=_read, args=(process, log), daemon=True)
         reader.start()
         main = statuses == "containerStatuses"
@@ -412,8 +398,8 @@ class _Runner(threading.Thread):
         with self._edited() as pod:
             set_condition(pod, kind, value, reason, message)
 
-    def _set_waiting(self, reason: str, message: str = "") -> None:
-        state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+    def _set_waiting(self, reason: str, **message: str) -> None:
+        state = {"waiting": {"reason": reason, **message}}
         for container in self.pod["spec"]["containers"]:
             self._set_state("containerStatuses", container, state)
 
@@ -422,18 +408,9 @@ class _Runner(threading.Thread):
         with self._edited() as pod:
             known = pod["status"].setdefault(statuses, [])
             known[:] = [c for c in known if c["name"] != container["name"]]
-            known.append(
-                {
-                    "name": container["name"],
-                    "image": container["image"],
-                    "imageID": "",
-                    "restartCount": 0,
-                    "ready": ready,
-                    "started": "running" in state,
-                    "state": state,
-                    "lastState": {},
-                }
-            )
+            fixed = {"image": container["image"], "imageID": "", "restartCount": 0, "lastState": {}}
+            started = {"ready": ready, "started": "running" in state}
+            known.append({"name": container["name"], **fixed, **started, "state": state})
             pod["status"] |= status
             if statuses == "containerStatuses":
                 set_condition(pod, "Ready", str(ready))

@@ -6,23 +6,15 @@ when something else changes; a job fails by an exit code without a `completionTi
 """
 
 import copy
+from collections import Counter
 from datetime import UTC, datetime
 
 from tests.cluster.kubelet import worker_of
-from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner
+from tests.cluster.store import Object, Store, delete_pod, now, owned_by, owner
 
 PORT = 23456
 CONTAINER = "pytorch"
 NO_EXIT_CODE = 0xBEEF  # the operator's value for an unknown exit code
-
-
-def admit(job: Object) -> None:
-    """Reject what this double cannot do."""
-    worker = job["spec"]["pytorchReplicaSpecs"].get("Worker", {})
-    if "elasticPolicy" not in job["spec"] or len(job["spec"]["pytorchReplicaSpecs"]) != 1:
-        raise Refusal(501, "NotImplemented", "the double runs elastic jobs of Workers alone")
-    if worker.get("restartPolicy", "Never") not in ("ExitCode", "Never"):
-        raise Refusal(501, "NotImplemented", "the double knows restartPolicy ExitCode and Never")
 
 
 def reconcile(store: Store, job: Object) -> None:
@@ -76,19 +68,14 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         status.setdefault("completionTime", now())
         set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
         return
-    counts: dict[str, int] = {}
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     by_index = {worker_of(pod): pod for pod in pods}
     for index in range(worker["replicas"]):
         if index not in by_index:
             store.create_pod(_worker(job, index), job, "FailedCreatePod")
             continue
-        pod = by_index.pop(index)
-        _judge(store, job, status, pod)
-        _count(counts, pod)
-    for pod in by_index.values():
-        delete_pod(store, pod)
-    _summarise(job, status, counts)
+        _judge(store, job, status, by_index[index])
+    _summarise(job, status, pods)
 
 
 def _limit(name: str, policy: Object, status: Object) -> str | None:
@@ -105,10 +92,10 @@ def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
     """What a pod's end means for the job."""
     name = job["metadata"]["name"]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    code = exit_code(pod, CONTAINER)
     failed = pod.get("status", {}).get("phase") == "Failed"
     if not failed or worker.get("restartPolicy") != "ExitCode":
         return
+    code = exit_code(pod, CONTAINER)
     if (NO_EXIT_CODE if code is None else code) >= 128:
         delete_pod(store, pod)
         text = f"job {name} is restarting because Worker replica(s) failed."
@@ -120,29 +107,22 @@ def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
         set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
 
 
-def _count(counts: dict[str, int], pod: Object) -> None:
-    phase = pod.get("status", {}).get("phase")
-    deleted = "deletionTimestamp" in pod["metadata"]
-    keys = {"Running": "failed" if deleted else "active", "Succeeded": "succeeded"}
-    keys["Failed"] = "failed"
-    if phase in keys:
-        counts[keys[phase]] = counts.get(keys[phase], 0) + 1
-
-
-def _summarise(job: Object, status: Object, counts: dict[str, int]) -> None:
-    name = job["metadata"]["name"]
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    where = f"{job['metadata']['namespace']}/{name}"
+def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
+    name, worker = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
     status.setdefault("startTime", now())
-    active, succeeded = counts.get("active", 0), counts.get("succeeded", 0)
+    phases = Counter(
+        "Failed" if phase == "Running" and "deletionTimestamp" in pod["metadata"] else phase
+        for pod in pods
+        if (phase := pod.get("status", {}).get("phase"))
+    )
+    active, succeeded, failed = (phases[one] for one in ("Running", "Succeeded", "Failed"))
     if succeeded == worker["replicas"]:
-        text = f"PyTorchJob {where} successfully completed."
+        text = f"PyTorchJob {job['metadata']['namespace']}/{name} successfully completed."
         status.setdefault("completionTime", now())
         set_condition(status, "Succeeded", "True", "PyTorchJobSucceeded", text)
     elif active > 0:
-        text = f"PyTorchJob {where} is running."
+        text = f"PyTorchJob {job['metadata']['namespace']}/{name} is running."
         set_condition(status, "Running", "True", "PyTorchJobRunning", text)
-    failed = counts.get("failed", 0)
     if failed and worker["replicas"] > succeeded + active:
         if worker.get("restartPolicy") == "ExitCode":
             text = f"PyTorchJob {name} is restarting because {failed} Worker replica(s) failed."
@@ -233,26 +213,14 @@ def is_true(status: Object, kind: str) -> bool:
 
 def set_condition(status: Object, kind: str, value: str, reason: str, message: str) -> None:
     """The operator's way: Running and Restarting replace each other, and Failed is the last."""
-    if is_true(status, "Failed"):
-        return
     conditions = status.setdefault("conditions", [])
-    known = next((c for c in conditions if c["type"] == kind), None)
-    if known is not None and (known["status"], known["reason"]) == (value, reason):
+    known = next((c for c in conditions if c["type"] == kind), {})
+    if is_true(status, "Failed") or (known.get("status"), known.get("reason")) == (value, reason):
         return
     instead = {"Running": "Restarting", "Restarting": "Running"}.get(kind)
     conditions[:] = [c for c in conditions if c["type"] not in (kind, instead)]
-    if kind in ("Failed", "Succeeded"):
-        for condition in conditions:
-            if condition["type"] == "Running":
-                condition["status"] = "False"
-    since = known["lastTransitionTime"] if known and known["status"] == value else now()
-    conditions.append(
-        {
-            "type": kind,
-            "status": value,
-            "reason": reason,
-            "message": message,
-            "lastUpdateTime": now(),
-            "lastTransitionTime": since,
-        }
-    )
+    for condition in conditions:
+        if kind in ("Failed", "Succeeded") and condition["type"] == "Running":
+            condition["status"] = "False"
+    condition = {"type": kind, "status": value, "reason": reason, "message": message}
+    conditions.append({**condition, "lastUpdateTime": now(), "lastTransitionTime": now()})

@@ -7,14 +7,13 @@ unless its `podFailurePolicy` says that the exit code is permanent.
 import copy
 from datetime import UTC, datetime
 
-from tests.cluster.pytorchjob import is_true
+from tests.cluster.pytorchjob import is_true, set_condition
 from tests.cluster.store import (
     RESOURCES,
     Object,
     Refusal,
     Store,
     delete_pod,
-    now,
     owned_by,
     owner,
     suffix,
@@ -38,10 +37,12 @@ def admit(store: Store, job: Object) -> None:
     seen = [one for one in store.list(plural, place) if store.age(one) > CACHE_SECONDS]
     if name not in [runtime["metadata"]["name"] for runtime in seen]:
         kind = RESOURCES[plural].kind
-        raise _denied(
+        text = (
             f'spec.runtimeRef: Invalid value: {kind}.trainer.kubeflow.org "{name}" not found: '
             f"specified {kind[0].lower()}{kind[1:]} must be created before the TrainJob is created"
         )
+        webhook = f'admission webhook "validator.trainjob.{RESOURCES["trainjobs"].group}"'
+        raise Refusal(403, "Forbidden", f"{webhook} denied the request: {text}")
 
 
 def _runtime(job: Object) -> tuple[str, str, str]:
@@ -50,12 +51,6 @@ def _runtime(job: Object) -> tuple[str, str, str]:
     is_own = reference.get("kind") == "TrainingRuntime"
     own, shared = ("trainingruntimes", place), ("clustertrainingruntimes", "")
     return *(own if is_own else shared), reference["name"]
-
-
-def _denied(text: str) -> Refusal:
-    webhook = "validator.trainjob.trainer.kubeflow.org"
-    message = f'admission webhook "{webhook}" denied the request: {text}'
-    return Refusal(403, "Forbidden", message)
 
 
 def reconcile(store: Store, job: Object) -> None:
@@ -68,10 +63,10 @@ def reconcile(store: Store, job: Object) -> None:
     if job["spec"].get("suspend"):
         for pod in pods:
             delete_pod(store, pod)
-        _set_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
+        set_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
     else:
         if is_true(status, "Suspended"):
-            _set_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
+            set_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
         _run(store, job, status, pods)
     if status != job.get("status", {}):
         with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
@@ -100,7 +95,7 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         _judge(store, job, status, template, of_attempt, failed[0])
     elif len(done) == nodes:
         text = "jobset completed successfully"
-        _set_condition(status, "Complete", "True", "AllJobsCompleted", text)
+        set_condition(status, "Complete", "True", "AllJobsCompleted", text)
     elif len(of_attempt) < nodes:
         # A pod was taken away; with a backoffLimit of 0 its job has failed.
         _restart(store, job, status, template, of_attempt)
@@ -165,7 +160,7 @@ def _restart(
 
 
 def _fail(store: Store, status: Object, pods: list[Object], reason: str, message: str) -> None:
-    _set_condition(status, "Failed", "True", reason, message)
+    set_condition(status, "Failed", "True", reason, message)
     for pod in pods:
         if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
             delete_pod(store, pod)
@@ -233,12 +228,3 @@ def _automatic(trainer: Object) -> str:
     if limits is None or any("gpu" in name for name in limits):
         return "auto"
     return str(max(int(limits.get("cpu", 1)), 1))
-
-
-def _set_condition(status: Object, kind: str, value: str, reason: str, message: str) -> None:
-    conditions = status.setdefault("conditions", [])
-    known: Object = next((c for c in conditions if c["type"] == kind), {})
-    if (known.get("status"), known.get("reason")) != (value, reason):
-        conditions[:] = [c for c in conditions if c["type"] != kind]
-        condition = {"type": kind, "status": value, "reason": reason, "message": message}
-        conditions.append({**condition, "lastTransitionTime": now()})

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -185,36 +184,6 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_
     assert replayed.returncode == 0, replayed.stderr
     found = json.loads((tmp_path / "step.json").read_text())
     assert found["loss"] == pytest.approx(losses[0][2], rel=1e-2)  # bf16
-
-
-@pytest.mark.thorough
-def test_two_nodes_of_two_processes_train_with_tensor_parallelism(
-    prepared: Prepared, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = [
-        start(
-            [
-                *(sys.executable, "-m", "d2plm.launch.elastic", "--nnodes=2", "--nproc-per-node=2"),
-                *(f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"),
-                *("-m", "d2plm", *training(prepared, output, "distributed.tensor=2")),
-                *("distributed.processes=2", "trainer.max_steps=4", "trainer.precision=fp32"),
-            ],
-            tmp_path / f"log{node}",
-        )
-        for node in (0, 1)
-    ]
-    try:
-        for node, process in enumerate(nodes):
-            assert process.wait(180) == 0, (tmp_path / f"log{node}").read_text()
-    finally:
-        for process in nodes:
-            process.kill()
-    assert steps(output) >= 4
-    assert (output / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.xdist_group("pipeline")

@@ -176,12 +176,23 @@ def test_a_pipeline_that_is_terminated_ends_its_steps_too(
     assert steps(output_dir) == rows
 
 
+KILLED = """
+import os, signal
+from d2plm.settings.registry import register
+from d2plm.training.callbacks.callback import Callback
+class Killed(Callback):
+    def on_step_begin(self, trainer):
+        os.kill(os.getpid(), signal.SIGKILL)
+register("callback", "killed", Killed)
+"""
+
+
 @pytest.mark.thorough
 def test_a_training_that_is_killed_fails_the_pipeline_and_is_marked_so(
     finished: Finished, tmp_path: Path
 ) -> None:
-    # Killed by SIGKILL, it can say nothing itself.
-    killed = ["--module", "tests.integration.killed", "callbacks.killed={}"]
+    (tmp_path / "killed.py").write_text(KILLED)
+    killed = ["--module", str(tmp_path / "killed.py"), "callbacks.killed={}"]
     result = run_d2plm(*on_prepared_data(finished, tmp_path), *killed)
     assert result.returncode == 1
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("d2plm: error")]

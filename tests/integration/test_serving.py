@@ -1,7 +1,6 @@
 """The registered champion behind a real `d2plm serve`, over HTTP."""
 
 import csv
-import gzip
 import json
 import os
 import random
@@ -165,128 +164,23 @@ def test_a_server_that_cannot_start_says_why_in_a_line(
     assert reason in error and error.count("d2plm: error: ") == 1 and "Traceback" not in error
 
 
-# A thousand requests, drawn at random.
-
-Sent = tuple[Any, str | None]  # body, content type
-ODD: list[Any] = [
-    *(None, True, False, -1, 0, 10**30, -(2.0**70), 0.5, "", "x" * 5000, "MK\0", "МКТ", "\ud800"),
-    *([], [[]], {}, {"sequence": "MKT"}, ["MKT", None], [True], "nan", "None"),
+GENERATE = {"task": "generate", "steps": 2}
+VALID = [
+    {"inputs": {"sequence": ["MKT", "MKV"]}, "params": {"masks_per_sequence": 2, "seed": 3}},
+    {"dataframe_split": {"columns": ["length"], "data": [[9], [None]]}, "params": GENERATE},
+    {"instances": [{"sequence": "MK_"}], "params": {"task": "infill", "steps": 2}},
 ]
+ODD = [b"", b"\0", b"\xff", b"NaN", b"null", b"[", b"}", b'"', b"1e999", b"[" * 10**6]
 
 
-def protein(rng: random.Random, letters: str = "ACDEFGHIKLMNPQRSTVWYX") -> str:
-    return "".join(rng.choices(letters, k=rng.randint(1, 30)))
-
-
-def in_a_form(rng: random.Random, column: str, values: list[Any]) -> dict[str, Any]:
-    records = [{column: value} for value in values]
-    return rng.choice(
-        [
-            {"inputs": {column: values}},
-            {"inputs": records},
-            {"instances": records},
-            {"instances": {column: values}},
-            {"dataframe_records": records},
-            {"dataframe_split": {"columns": [column], "data": [[value] for value in values]}},
-        ]
-    )
-
-
-def valid(rng: random.Random) -> dict[str, Any]:
-    task, rows = rng.choice(["score", "generate", "infill"]), range(rng.randint(1, 4))
-    params: dict[str, Any] = {"task": task, "seed": rng.randrange(2**40)}
-    if task == "score":
-        params["masks_per_sequence"] = rng.randint(1, 4)
-        return in_a_form(rng, "sequence", [protein(rng) for _ in rows]) | {"params": params}
-    params |= {"steps": rng.randint(1, 4), "number": rng.randint(1, 3), "temperature": 0.7}
-    if task == "generate":
-        lengths = [rng.choice([None, rng.randint(1, 40)]) for _ in rows]
-        return in_a_form(rng, "length", lengths) | {"params": params}
-    return in_a_form(rng, "sequence", [protein(rng) + "_" for _ in rows]) | {"params": params}
-
-
-def with_odd_value(rng: random.Random, document: dict[str, Any]) -> None:
-    """Replace one value at any depth."""
-    places: list[tuple[Any, Any]] = []
-
-    def walk(node: Any) -> None:
-        for key in node if isinstance(node, dict) else range(len(node)):
-            places.append((node, key))
-            if isinstance(node[key], (dict, list)):
-                walk(node[key])
-
-    walk(document)
-    node, key = rng.choice(places)
-    node[key] = rng.choice(ODD)
-
-
-def with_other_bytes(rng: random.Random, body: bytes) -> bytes:
-    changed = bytearray(body)
-    for _ in range(rng.randint(1, 4)):
-        place, end = sorted(rng.choices(range(len(changed) + 1), k=2))
-        odd = rng.choice([b"", b"\0", b"\xff", b"NaN", b"null", b"[", b"}", b'"', b"1e999"])
-        changed[place : rng.choice([place, place + 1, end])] = odd
-    return bytes(changed)
-
-
-def hostile(rng: random.Random) -> Sent:
-    body = json.dumps(valid(rng)).encode()
-    long = rng.randint(2**20, 2**24)
-    return rng.choice(
-        [
-            (body, None),
-            (body, rng.choice(["", ";", "text/html", f"{JSON}; charset=latin-1", "a" * 5000])),
-            (body.decode().encode(rng.choice(["utf-16", "utf-32", "utf-8-sig"])), JSON),
-            (b"[" * rng.randint(1, 10**6), JSON),
-            (b'{"inputs":' * rng.randint(1, 10**5), JSON),
-            (b"junk " * (long // 5), JSON),
-            ((b"[[]," * 2**14 for _ in range(long // 2**16)), JSON),
-            (b'{"inputs": [{}%s]}' % (b",{}" * rng.randint(1, 300_000)), JSON),
-            (b'{"inputs": {"sequence": [""%s]}}' % (b',""' * rng.randint(1, 300_000)), JSON),
-            (b'{"inputs": {"length": [%s]}}' % (b"9" * rng.randint(1, 5000)), JSON),
-            (b"PAR1" + rng.randbytes(1000), "application/vnd.apache.parquet"),
-            (rng.randbytes(rng.randint(0, 5000)), rng.choice([JSON, "text/csv"])),
-            (gzip.compress(body), JSON),
-        ]
-    )
-
-
-def drawn(rng: random.Random) -> tuple[Sent, bool]:
-    """A request, and whether it must be answered."""
-    kind = rng.choice(["valid", "valid", "odd", "odd", "bytes", "bytes", "hostile"])
-    document = valid(rng)
-    if kind == "hostile":
-        return hostile(rng), False
-    if kind == "odd":
-        with_odd_value(rng, document)
-    body = json.dumps(document).encode()
-    return (with_other_bytes(rng, body) if kind == "bytes" else body, JSON), kind == "valid"
-
-
-def require_right_types(body: bytes, predictions: list[Any]) -> None:
-    """Of a JSON request that was answered, read once more, with no code of the server."""
-    request = json.loads(body, parse_constant=pytest.fail)
-    params = request.pop("params", None) or {}
-    ((form, data),) = request.items()
-    task = params.get("task", "score")
-    column = "length" if task == "generate" else "sequence"
-    if form == "dataframe_split":
-        place = data["columns"].index(column)
-        cells = [row[place] for row in data["data"]]
-    elif isinstance(data, dict):
-        cells = data[column] if isinstance(data[column], list) else [data[column]]
-    else:
-        cells = [row.get(column) for row in data]
-    kinds = (int, float, type(None)) if task == "generate" else (str,)
-    assert all(type(cell) in kinds for cell in cells), body
-    texts = [cell for cell in cells if isinstance(cell, str)]
-    assert all(text.isascii() and "\0" not in text for text in texts), body
-    for name, value in params.items():
-        right = {"temperature": (int, float, type(None)), "task": (str,)}.get(
-            name, (int, type(None))
-        )
-        assert type(value) in right, body
-    assert len(predictions) == len(cells) * (1 if task == "score" else params.get("number", 1))
+def drawn(rng: random.Random) -> tuple[bytes, bool]:
+    """A request, and whether it is as it was: some of its bytes may be replaced by odd ones."""
+    body = bytearray(json.dumps(rng.choice(VALID)).encode())
+    changes = rng.randint(0, 4)
+    for _ in range(changes):
+        place, end = sorted(rng.choices(range(len(body) + 1), k=2))
+        body[place : rng.choice([place, place + 1, end])] = rng.choice(ODD)
+    return bytes(body), changes == 0
 
 
 def memory(process: psutil.Process) -> int:
@@ -295,24 +189,21 @@ def memory(process: psutil.Process) -> int:
 
 
 @pytest.mark.thorough
-def test_a_thousand_requests_are_answered_or_rejected(exports: Exports, tmp_path: Path) -> None:
-    rng = random.Random(15)
-    slowest, most, done = 0.0, 0, threading.Event()
+def test_a_thousand_odd_requests_delay_no_ping_and_take_no_memory(
+    exports: Exports, tmp_path: Path
+) -> None:
+    rng, done = random.Random(15), threading.Event()
+    slowest, most = 0.0, 0
 
-    def send(request: tuple[Sent, bool]) -> None:
-        (body, content_type), is_valid = request
-        headers = {} if content_type is None else {"Content-Type": content_type}
-        response = client.post("/invocations", content=body, headers=headers)
-        document = response.json()
-        if response.status_code == 200:
-            require_right_types(body, document["predictions"])
-            return
-        assert response.status_code in (400, 413, 415), (body, response.text)
-        assert not is_valid, (body, response.text)
-        assert set(document) == {"error_code", "message"}
-        assert len(document["message"]) < 600 and "Traceback" not in response.text
+    def send(request: tuple[bytes, bool]) -> None:
+        body, is_valid = request
+        response = client.post("/invocations", content=body, headers={"Content-Type": JSON})
+        assert response.status_code in ([200] if is_valid else [200, 400, 413]), body
+        if response.status_code != 200:
+            assert set(response.json()) == {"error_code", "message"}
+            assert len(response.text) < 700 and "Traceback" not in response.text
 
-    def ping() -> None:
+    def watch() -> None:
         nonlocal slowest, most
         while not done.wait(0.1):
             start = time.monotonic()
@@ -326,11 +217,11 @@ def test_a_thousand_requests_are_answered_or_rejected(exports: Exports, tmp_path
     ):
         process = psutil.Process(server.pid)
         deque(pool.map(send, [drawn(rng) for _ in range(100)]), maxlen=0)
-        before, pings = memory(process), pool.submit(ping)
+        before, watching = memory(process), pool.submit(watch)
         try:
             deque(pool.map(send, (drawn(rng) for _ in range(900))), maxlen=0)
         finally:
             done.set()
-        pings.result()
+        watching.result()
         assert slowest < 5
         assert most - before < 350 * 2**20

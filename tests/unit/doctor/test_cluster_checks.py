@@ -11,6 +11,7 @@ import pytest
 from d2plm.doctor.cluster_checks import ClusterChecks
 from d2plm.doctor.verdicts import Verdicts, examine
 from d2plm.launch.job_spec import TrainingJob
+from tests.cluster.double import write_kube_config
 from tests.conftest import MonkeyPatch
 from tests.unit.doctor.api import (
     CLAIM,
@@ -29,7 +30,6 @@ from tests.unit.doctor.api import (
     node,
     pod,
     serving,
-    write_kube_config,
 )
 
 CLAIM_CHECK = "claim d2plm-workspace"

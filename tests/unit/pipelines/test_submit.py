@@ -72,18 +72,6 @@ def test_a_definition_is_uploaded_once_as_a_version_of_the_pipeline_or_not_at_al
     assert server.posted("/runs")[-1]["pipeline_spec"]["platform_spec"]
 
 
-@pytest.mark.parametrize(
-    ("words", "memory"),
-    [(["experiment=demo"], None), (["model=nano"], "16Gi"), (["prepare_memory=2Gi"], "2Gi")],
-)
-def test_the_steps_ask_for_what_the_experiment_needs(
-    server: KfpServer, words: list[str], memory: str | None
-) -> None:
-    assert d2plm(["pipeline", "submit", *words]) == 0
-    (sent,) = server.posted("/runs")
-    assert sent["runtime_config"]["parameters"].get("prepare_memory") == memory  # None: 4Gi
-
-
 def test_the_token_is_sent_and_the_namespace_to_a_server_that_has_one_for_each_user(
     server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
@@ -128,23 +116,6 @@ def test_a_refusal_is_one_line_with_what_was_said_and_what_to_set(
     assert "html" not in error and "secret" not in error
     paths = [at for _, at, _, _ in server.requests]
     assert len(paths) == len({*paths}) or body == {}  # it does not hammer
-
-
-def test_a_proxy_is_not_used_for_this_machine_and_named_where_it_refuses(
-    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
-    with kfp_server() as proxy:
-        proxy.refusals[""] = (1000, (503, "no upstream"))
-        for name in ("http_proxy", "https_proxy"):
-            monkeypatch.setenv(name, proxy.url)
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
-        assert d2plm([*SUBMIT]) == 0
-        assert not proxy.requests
-        for host, said in (("http", f"the proxy {proxy.url}"), ("https", "501 Unsupported")):
-            monkeypatch.setenv("KFP_HOST", f"{host}://kubeflow.example")  # https: by CONNECT
-            assert d2plm([*SUBMIT]) == 1
-            assert said in capsys.readouterr().err
 
 
 def test_a_certificate_of_an_unknown_authority_is_reported_and_taken_with_its_authority(
@@ -350,7 +321,7 @@ def test_following_ends_where_the_token_has_expired_or_patience_has(
     server.script = [run("RUNNING")]
     server.refusals["/runs/r1"] = (1000, (status, {"message": "gone"}))
     assert d2plm([*SUBMIT, "wait=true"]) == 1
-    assert f"the run itself continues: {server.url}/#/runs/details/r1" in capsys.readouterr().err
+    assert "the run itself continues" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_the_following_and_not_the_run(
