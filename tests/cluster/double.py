@@ -79,12 +79,9 @@ class Cluster:
 
     # What there is.
 
-    def count(self, verb: str, resource: str, status: int | None = None) -> int:
-        """How many requests there were, such as ("create", "pytorchjobs"), with this answer."""
-        return sum(
-            (r.verb, r.resource) == (verb, resource) and status in (None, r.status)
-            for r in self.api.requests
-        )
+    def count(self, verb: str, resource: str) -> int:
+        """How many requests there were, such as ("create", "pytorchjobs")."""
+        return sum((r.verb, r.resource) == (verb, resource) for r in self.api.requests)
 
     def job(self, name: str, plural: str = "pytorchjobs") -> Object | None:
         """A job as it is now; None: there is none."""

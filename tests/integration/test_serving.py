@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from d2plm.cli import main
-from d2plm.commands import generate, score
+from d2plm.commands import score
 from d2plm.config import compose
 from tests.conftest import Captured, Exports, MonkeyPatch
 from tests.integration.conftest import Finished
@@ -99,23 +99,6 @@ def test_it_scores_as_the_command_does(
     assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
     for name, value in row.items():
         assert float(expected[name]) == pytest.approx(value, abs=1e-4)
-
-
-def test_it_generates_as_the_command_does(
-    server: httpx.Client, finished: Finished, tmp_path: Path
-) -> None:
-    output = tmp_path / "generated.fasta"
-    settings = {"number": 3, "steps": 4, "temperature": 0.8, "top_k": 12, "seed": 3}
-    overrides = [f"generation.{name}={value}" for name, value in settings.items()]
-    model = f"model_dir='{finished.work_dir / 'model'}'"
-    expected = generate.run(
-        compose("generate", [model, f"output='{output}'", "device=cpu", *overrides])
-    )
-    drawn = rows(server, [{"length": None}], task="generate", **settings)
-    assert [row["sequence"] for row in drawn] == expected
-    headers = [line for line in output.read_text().splitlines() if line.startswith(">")]
-    for row, header in zip(drawn, headers, strict=True):
-        assert header.endswith(f"length={row['length']} {row['settings']}")
 
 
 def test_on_sigterm_the_requests_that_have_begun_are_finished(

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -15,8 +14,7 @@ from mlflow import MlflowClient
 
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import compose, read
-from d2plm.core.errors import ClusterError, ConfigError, DataError, TrackingError
-from d2plm.core.vocabulary import PROTEIN
+from d2plm.core.errors import ClusterError, ConfigError, TrackingError
 from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run
 from pipelines import components, record, retries, steps
 from tests.conftest import Captured, Logged, MonkeyPatch
@@ -176,24 +174,6 @@ def test_a_copy_for_the_ui_that_fails_does_not_fail_or_repeat_the_step(
     assert len(done) == 1
     assert record.entries(Path(config))["prepare"].state == "succeeded"
     assert "artifacts in the UI are incomplete" in caplog.text
-
-
-def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
-    tmp_path: Path, monkeypatch: MonkeyPatch, configure: Configure
-) -> None:
-    write = Mock(side_effect=lambda exported, settings, output, _: output.write_text(">a\nMKV\n"))
-    monkeypatch.setattr("d2plm.assembly.generation.generate", write)
-    fail = Mock(side_effect=DataError("no MMseqs2; install it"))
-    monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
-    # Last: modules that are imported with it replaced would keep the replacement.
-    exported = SimpleNamespace(vocabulary=PROTEIN)
-    monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: exported)
-    config = configure(f"output_dir={tmp_path}")
-    with pytest.raises(SystemExit) as failed:
-        steps.generate(config)
-    said = str(failed.value.__cause__)
-    assert str(tmp_path / "generated.fasta") in said and "no MMseqs2" in said
-    assert (tmp_path / "generated.fasta").read_text() == ">a\nMKV\n"
 
 
 @pytest.fixture(scope="module")
