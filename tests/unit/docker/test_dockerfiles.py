@@ -89,3 +89,10 @@ def test_images_are_named_by_registry_tag_and_version() -> None:
         assert f"--tag d2plm-trainer:{__version__} " in said
         assert f"TORCH_INDEX=https://{index}" in said
     assert make("image-trainer", "VARIANT=gpu").returncode != 0
+
+
+def test_what_the_lock_lacks_of_the_server_is_pinned_beside_it() -> None:
+    for line in (ROOT / "docker/mlflow.requirements.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name = re.split(r"[\[=]", line)[0].lower()
+            assert (name in LOCKED) != ("==" in line), line

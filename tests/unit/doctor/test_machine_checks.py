@@ -165,3 +165,9 @@ def test_a_check_that_breaks_or_hangs_does_not_keep_the_others_back() -> None:
     assert found["breaks"].found == "the check crashed: ZeroDivisionError: of https://***@host"
     assert found["hangs"].found == "no answer within 0.3 s"
     assert found["works"] == ok("well")
+
+
+def test_little_shared_memory_is_warned_of(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 64 * 2**20))
+    assert machine_checks.shared_memory(tmp_path).status == "warning"
+    assert machine_checks.shared_memory(tmp_path / "absent").status == "skipped"

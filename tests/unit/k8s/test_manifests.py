@@ -349,3 +349,9 @@ def test_complaints_are_made_of_a_typo_a_rule_of_a_webhook_and_a_pod_that_is_not
     assert "runpolicy" in str(schema_complaints(job, KUBERNETES[0])) or not os.environ.get(
         "D2PLM_CRD_DIR"
     )
+
+
+def test_the_smoke_test_runs_every_step_there_is() -> None:
+    script = (K8S / "kind" / "smoke.sh").read_text()
+    steps = [job["metadata"]["labels"]["step"] for job in rendered("kind/steps.yaml", ())]
+    assert f"for name in {' '.join(steps)}; do" in script

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,8 @@ from mlflow import MlflowClient
 
 from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import compose, read
-from d2plm.core.errors import ClusterError, ConfigError, TrackingError
+from d2plm.core.errors import ClusterError, ConfigError, DataError, TrackingError
+from d2plm.core.vocabulary import PROTEIN
 from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run
 from pipelines import components, record, retries, steps
 from tests.conftest import Captured, Logged, MonkeyPatch
@@ -353,3 +355,20 @@ def test_a_job_that_its_step_has_left_behind_is_deleted(
         assert double.job(name) is not None
         steps.finish("run-1", str(work), "FAILED")
         double.wait_for(lambda: double.job(name) is None)
+
+
+def test_proteins_are_kept_where_the_report_on_them_fails(
+    tmp_path: Path, monkeypatch: MonkeyPatch, configure: Configure
+) -> None:
+    write = Mock(side_effect=lambda exported, settings, output, _: output.write_text(">a\nMKV\n"))
+    monkeypatch.setattr("d2plm.assembly.generation.generate", write)
+    fail = Mock(side_effect=DataError("no MMseqs2; install it"))
+    monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
+    # Last: modules that are imported with it replaced would keep the replacement.
+    exported = SimpleNamespace(vocabulary=PROTEIN)
+    monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: exported)
+    config = configure(f"output_dir={tmp_path}")
+    with pytest.raises(SystemExit) as failed:
+        steps.generate(config)
+    assert str(tmp_path / "generated.fasta") in str(failed.value.__cause__)
+    assert (tmp_path / "generated.fasta").read_text() == ">a\nMKV\n"

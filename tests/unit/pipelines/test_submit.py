@@ -428,3 +428,47 @@ def test_keys_that_vary_reach_the_pods_as_they_were_written(
     assert parameters["paradigm"] == "diffusion,flow_matching"
     assert parameters["overrides"] == "tracking=none launcher.nodes=2 trainer.seed=1,2"
     assert [one["display_name"] for one in server.pipelines] == ["d2plm-sweep-train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "memory"),
+    [(["experiment=demo"], None), (["model=nano"], "16Gi"), (["prepare_memory=2Gi"], "2Gi")],
+)
+def test_the_steps_ask_for_what_the_experiment_needs(
+    server: KfpServer, words: list[str], memory: str | None
+) -> None:
+    assert d2plm(["pipeline", "submit", *words]) == 0
+    (sent,) = server.posted("/runs")
+    assert sent["runtime_config"]["parameters"].get("prepare_memory") == memory  # None: 4Gi
+
+
+def test_steps_of_several_runs_are_numbered(server: KfpServer, capsys: Captured) -> None:
+    server.logs["d2plm-wrq7f-train"] = "d2plm: error: b,_seed_1: no memory\n"
+    early, late = ({"create_time": f"2026-11-30T03:00:0{n}Z", "task_id": n} for n in "01")
+    first = step("train", "SUCCEEDED", **early)
+    server.script = [
+        run("RUNNING", step("train", "RUNNING", **early)),
+        run("RUNNING", step("train", "RUNNING", **late), first),
+        run("FAILED", step("train", "FAILED", **late), first),
+    ]
+    assert d2plm(["pipeline", "submit", *SWEEP, "wait=true"]) == 1
+    said = capsys.readouterr()
+    lines = ["train: running", "train: succeeded", "train 2: running", "train 2: failed"]
+    assert said.out.splitlines()[1:] == lines
+    assert said.err.endswith(": train 2: b,_seed_1: no memory\n")
+
+
+def test_a_proxy_is_not_used_for_this_machine_and_named_where_it_refuses(
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
+) -> None:
+    with kfp_server() as proxy:
+        proxy.refusals[""] = (1000, (503, "no upstream"))
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        assert d2plm([*SUBMIT]) == 0
+        assert not proxy.requests
+        monkeypatch.setenv("KFP_HOST", "http://kubeflow.example")
+        assert d2plm([*SUBMIT]) == 1
+        assert f"the proxy {proxy.url}" in capsys.readouterr().err

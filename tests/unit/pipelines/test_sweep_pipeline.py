@@ -116,6 +116,8 @@ def test_runs_that_have_finished_with_the_same_settings_are_not_repeated(
     assert names(sweep.plan(str(again))) == ["a, seed 1"]  # a loop over nothing is avoided
     changed = configured("run-3", "tracking=none", "optimizer.learning_rate=0.1")
     assert len(sweep.plan(str(changed))) == 4
+    fresh = configured("run-4", "tracking=none", "trainer.resume=none")
+    assert len(sweep.plan(str(fresh))) == 4
     manifest = Path(one.data.prepared_dir, "manifest.json")
     write_text(manifest, json.dumps({"digests": {"train": "of other data"}}))
     assert len(sweep.plan(str(again))) == 4
