@@ -214,7 +214,7 @@ def is_true(status: Object, kind: str) -> bool:
 def set_condition(status: Object, kind: str, value: str, reason: str, message: str) -> None:
     """The operator's way: Running and Restarting replace each other, and Failed is the last."""
     conditions = status.setdefault("conditions", [])
-    known = next((c for c in conditions if c["type"] == kind), {})
+    known: Object = next((c for c in conditions if c["type"] == kind), {})
     if is_true(status, "Failed") or (known.get("status"), known.get("reason")) == (value, reason):
         return
     instead = {"Running": "Restarting", "Restarting": "Running"}.get(kind)

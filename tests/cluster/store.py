@@ -222,8 +222,9 @@ class Store:
             involved = {"kind": regarding["kind"], "apiVersion": regarding["apiVersion"]}
             involved |= {key: metadata[key] for key in ("name", "namespace", "uid")}
             name, place = f"{metadata['name']}.{uuid.uuid4().hex[:16]}", metadata["namespace"]
-            event = {"metadata": {"name": name, "namespace": place}, "involvedObject": involved}
-            event |= {"type": "Warning", "reason": reason, "message": message, "count": 1}
+            event: Object = {"metadata": {"name": name, "namespace": place}}
+            event |= {"involvedObject": involved, "type": "Warning", "count": 1}
+            event |= {"reason": reason, "message": message}
             self.create("events", {**event, "firstTimestamp": now(), "lastTimestamp": now()})
 
     def _tell(self, plural: str, change: str, content: Object) -> Object:

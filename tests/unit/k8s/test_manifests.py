@@ -232,7 +232,8 @@ def test_everything_is_in_one_namespace(manifests: list[Manifest]) -> None:
         assert uri in (None, f"http://mlflow.{namespace}.svc:5000")
 
 
-NETWORK = {  # case → allowed, and not allowed: from, to (None: outside, or another namespace), port
+# case → allowed, and not allowed: from, to (None: outside, or another namespace), port
+NETWORK: Any = {
     ("base", ("backup",)): (
         [
             *(("trainer", "trainer", 40123), ("trainer", "mlflow", 5000), ("pipeline", None, 6443)),

@@ -87,7 +87,8 @@ def test_processes_follow_the_gpus_threads_the_cpus_and_limits_the_requests() ->
     assert (trainer["numProcPerNode"], trainer["numNodes"]) == (8, 4)
     resources = trainer["resourcesPerNode"]
     assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == 8
-    for cpu, threads in (("8", "2"), (1.5, "1")):  # a number, as YAML gives it
+    cases: Any = (("8", "2"), (1.5, "1"))  # a number, as YAML gives it
+    for cpu, threads in cases:
         job = replace(JOB, processes=3, cpu=cpu)
         assert pytorchjob(job)["spec"]["nprocPerNode"] == "3"
         assert "nvidia.com/gpu" not in str(pytorchjob(job))
