@@ -10,9 +10,8 @@ import pytest
 from d2plm.core.errors import ClusterError
 from d2plm.launch.client import OBJECTS, PYTORCHJOB, TRAINJOB, JobKind, connect
 from d2plm.launch.job_spec import TrainingJob
-from tests.cluster import NAMESPACE, Cluster, Script
+from tests.cluster import NAMESPACE, Cluster, Script, trainjob
 from tests.cluster.store import owner as owner_of
-from tests.cluster.trainjob import CACHE_SECONDS
 from tests.conftest import MonkeyPatch
 
 RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
@@ -28,7 +27,7 @@ def cluster(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def create(kind: JobKind, pause: float = 2 * CACHE_SECONDS) -> None:
+def create(kind: JobKind, pause: float = 2 * trainjob.CACHE_SECONDS) -> None:
     for resource, make in OBJECTS[kind]:
         connect().create(resource, make(JOB))
         time.sleep(pause)
@@ -106,7 +105,10 @@ def test_a_trainjob_whose_runtime_goes_first_stays_until_the_runtime_is_back(
     cluster.wait_for(lambda: cluster.job("run", "trainjobs") is None)
 
 
-def test_trainers_webhook_sees_a_runtime_a_little_later(cluster: Cluster) -> None:
+def test_trainers_webhook_sees_a_runtime_a_little_later(
+    cluster: Cluster, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainjob, "CACHE_SECONDS", 60)
     with pytest.raises(ClusterError, match="must be created before the TrainJob"):
         create(TRAINJOB, pause=0)
 

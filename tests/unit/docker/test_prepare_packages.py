@@ -68,7 +68,9 @@ def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RUN = {
     "info": {
         **dict.fromkeys(("run_id", "run_uuid"), "0123456789abcdef0123456789abcdef"),
-        **{"experiment_id": "1", "status": "RUNNING", "lifecycle_stage": "active"},
+        "experiment_id": "1",
+        "status": "RUNNING",
+        "lifecycle_stage": "active",
         "artifact_uri": "mlflow-artifacts:/1/run/artifacts",
     },
     "data": {},
