@@ -6,12 +6,11 @@ What schemas cannot say is here as functions that give a list of complaints: the
 webhooks, and the restricted profile of Pod Security.
 """
 
-import gzip
 import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,9 @@ from typing import Any
 import kubernetes_validate
 import yaml
 from kubernetes_validate import utils
+
+from tests.cluster.schema import errors
+from tests.cluster.store import RESOURCES
 
 Manifest = dict[str, Any]
 
@@ -31,14 +33,8 @@ DEFINITIONS = {  # kind: file in $D2PLM_CRD_DIR
 # Their schemas are not at hand.
 UNCHECKED = ("LocalQueue", "ClusterQueue", "ResourceFlavor", "VirtualService")
 RESTRICTED_VOLUMES = {
-    "configMap",
-    "csi",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"),
+    *("projected", "secret"),
 }
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 # Without it, all schemas would be read for every object.
@@ -94,43 +90,43 @@ def _schema_complaints(text: str, kubernetes: str) -> list[str]:
         except kubernetes_validate.SchemaNotFoundError as error:
             return [error.message]
         return []
-    folder = os.environ.get("D2PLM_CRD_DIR")
-    if not folder:
-        return []
-    errors = _custom_validator(Path(folder), kind).iter_errors(manifest)
-    return [_complaint(kind, error) for error in errors]
-
-
-def closed(schema: Any) -> Any:
-    """A definition's OpenAPI schema as a JSON schema that allows no keys but its own."""
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "string"]}
-    result = dict(schema)
-    for keyword in ("items", "additionalProperties", "not"):
-        if keyword in schema:
-            result[keyword] = closed(schema[keyword])
-    for keyword in ("allOf", "anyOf", "oneOf"):
-        if keyword in schema:
-            result[keyword] = [closed(item) for item in schema[keyword]]
-    if "properties" in schema:
-        result["properties"] = {key: closed(item) for key, item in schema["properties"].items()}
-        if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            result.setdefault("additionalProperties", False)
-    return result
+    (resource,) = (one for one in RESOURCES.values() if one.kind == kind)
+    if manifest["apiVersion"] != resource.api_version:
+        return [f"{kind}.apiVersion: must be {resource.api_version}"]
+    return [f"{kind}.{error}" for error in errors(resource, manifest)]
 
 
 def webhook_complaints(manifest: Manifest) -> list[str]:
-    """What the training operators and their webhooks reject."""
-    rules = {"PyTorchJob": _pytorchjob_rules, "TrainJob": _trainjob_rules}
-    rules["TrainingRuntime"] = _training_runtime_rules
-    checks = rules[manifest["kind"]](manifest["spec"]) if manifest["kind"] in rules else {}
-    return [complaint for complaint, passed in checks.items() if not passed] + (
-        []
-        if _DNS_1035.fullmatch(manifest["metadata"]["name"])
-        else ["the name is no DNS-1035 label"]
-    )
+    """What the training operators and their webhooks reject, or take for something else."""
+    if manifest["kind"] not in DEFINITIONS:
+        return []
+    spec: Any = manifest["spec"]
+    checks: dict[str, object]
+    if manifest["kind"] == "PyTorchJob":
+        worker = spec["pytorchReplicaSpecs"]["Worker"]
+        names = [one["name"] for one in worker["template"]["spec"]["containers"]]
+        checks = {
+            "an elastic job has Workers alone": {*spec["pytorchReplicaSpecs"]} == {"Worker"},
+            "nprocPerNode": re.fullmatch(r"auto|cpu|gpu|[1-9]\d*", spec["nprocPerNode"]),
+            "cleanPodPolicy": spec["runPolicy"]["cleanPodPolicy"] in ("All", "Running", "None"),
+            "restartPolicy": worker["restartPolicy"] in ("OnFailure", "Never", "ExitCode"),
+            "a container is named pytorch": "pytorch" in names,
+        }
+    elif manifest["kind"] == "TrainJob":
+        variables = spec["trainer"].get("env", ())
+        checks = {"PET_ is the operator's": not any("PET_" in one["name"] for one in variables)}
+    else:
+        (replicated,) = spec["template"]["spec"]["replicatedJobs"]
+        step = "trainer.kubeflow.org/trainjob-ancestor-step"
+        template = replicated["template"]["spec"]["template"]["spec"]
+        checks = {
+            "the job is named node": replicated["name"] == "node",
+            "the step is trainer": replicated["template"]["metadata"]["labels"][step] == "trainer",
+            "a container is named node": "node" in [one["name"] for one in template["containers"]],
+            "a podFailurePolicy wants restartPolicy Never": template["restartPolicy"] == "Never",
+        }
+    checks["the name is a DNS-1035 label"] = _DNS_1035.fullmatch(manifest["metadata"]["name"])
+    return [complaint for complaint, passed in checks.items() if not passed]
 
 
 def pod_templates(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
@@ -211,19 +207,17 @@ def allowed(
 def _one_way(
     policies: Sequence[Manifest], direction: str, of: str | None, peer: str | None, port: int
 ) -> bool:
-    if of is None:
-        return True
-    key, peers = {"Egress": ("egress", "to"), "Ingress": ("ingress", "from")}[direction]
     applied = [
         policy
         for policy in policies
-        if direction in policy["policyTypes"] and _selects(policy["podSelector"], of)
+        if direction in policy["policyTypes"] and of and _selects(policy["podSelector"], of)
     ]
-    rules = [rule for policy in applied for rule in policy.get(key, ())]
+    peers = {"Egress": "to", "Ingress": "from"}[direction]
     return not applied or any(
         any(item.get("port", port) == port for item in rule.get("ports", ({},)))
         and (peers not in rule or any(_is_peer(item, peer) for item in rule[peers]))
-        for rule in rules
+        for policy in applied
+        for rule in policy.get(direction.lower(), ())
     )
 
 
@@ -236,95 +230,16 @@ def _is_peer(item: Manifest, component: str | None) -> bool:
 
 
 def _selects(selector: Manifest, component: str) -> bool:
-    labels = {
-        "app.kubernetes.io/component": component,
-        **({"app.kubernetes.io/part-of": "d2plm"} if component != "stranger" else {}),
-    }
-    tests: Mapping[str, Any] = {
-        "In": lambda value, values: value in values,
-        "NotIn": lambda value, values: value not in values,
-    }
+    labels = {"app.kubernetes.io/component": component}
+    labels |= {"app.kubernetes.io/part-of": "d2plm"} if component != "stranger" else {}
     return all(
         labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()
     ) and all(
-        tests[item["operator"]](labels.get(item["key"]), item["values"])
+        (labels.get(item["key"]) in item["values"])
+        == {"In": True, "NotIn": False}[item["operator"]]
         for item in selector.get("matchExpressions", ())
     )
 
 
-def _pytorchjob_rules(spec: Manifest) -> dict[str, bool]:
-    replicas = spec.get("pytorchReplicaSpecs", {})
-    elastic = spec.get("elasticPolicy")
-    policy = spec.get("runPolicy", {})
-    checks = {
-        "replica types are Master and Worker": set(replicas) <= {"Master", "Worker"},
-        "an elastic job has Workers alone": elastic is None or set(replicas) == {"Worker"},
-        "nprocPerNode is a string, a number or auto, cpu, gpu": isinstance(
-            spec.get("nprocPerNode", "auto"), str
-        )
-        and re.fullmatch(r"auto|cpu|gpu|[1-9]\d*", spec.get("nprocPerNode", "auto")) is not None,
-        "nprocPerNode is not also in elasticPolicy": "nProcPerNode" not in (elastic or {}),
-        "cleanPodPolicy is All, Running or None": policy.get("cleanPodPolicy", "None")
-        in ("All", "Running", "None"),
-    }
-    for kind, replica in replicas.items():
-        checks[f"{kind}.restartPolicy"] = replica.get("restartPolicy", "Never") in (
-            "Always",
-            "OnFailure",
-            "Never",
-            "ExitCode",
-        )
-        named = [c for c in replica["template"]["spec"]["containers"] if c["name"] == "pytorch"]
-        checks[f"{kind} has a container named pytorch, with an image"] = bool(
-            named and named[0].get("image")
-        )
-    if elastic is not None and "Worker" in replicas:
-        checks["minReplicas ≤ replicas ≤ maxReplicas"] = (
-            elastic["minReplicas"] <= replicas["Worker"]["replicas"] <= elastic["maxReplicas"]
-        )
-    return checks
-
-
-def _trainjob_rules(spec: Manifest) -> dict[str, bool]:
-    names = [variable["name"] for variable in spec["trainer"].get("env", ())]
-    processes = str(spec["trainer"].get("numProcPerNode", "auto"))
-    return {
-        "numProcPerNode is a number or auto, cpu, gpu": re.fullmatch(
-            r"auto|cpu|gpu|[1-9]\d*", processes
-        )
-        is not None,
-        "PET_ variables are the operator's": not any(name.startswith("PET_") for name in names),
-        "runtimeRef is a TrainingRuntime": spec["runtimeRef"]["kind"] == "TrainingRuntime",
-    }
-
-
-def _training_runtime_rules(spec: Manifest) -> dict[str, bool]:
-    (replicated,) = spec["template"]["spec"]["replicatedJobs"]
-    ancestor = replicated["template"]["metadata"]["labels"].get(
-        "trainer.kubeflow.org/trainjob-ancestor-step"
-    )
-    template = replicated["template"]["spec"]["template"]["spec"]
-    return {
-        "its replicated job is named node": replicated["name"] == "node",
-        "the step's label is trainer": ancestor == "trainer",
-        "it has a container named node": "node" in [c["name"] for c in template["containers"]],
-        "a podFailurePolicy wants restartPolicy Never": template["restartPolicy"] == "Never",
-    }
-
-
 def _complaint(kind: str, error: Any) -> str:
     return f"{kind}.{'.'.join(map(str, error.absolute_path))}: {error.message[:300]}"
-
-
-@cache
-def _custom_validator(folder: Path, kind: str) -> Any:
-    from jsonschema import Draft202012Validator
-
-    text = gzip.decompress((folder / DEFINITIONS[kind]).read_bytes())
-    (definition,) = documents(text.decode())
-    (version,) = definition["spec"]["versions"]
-    schema = closed(version["schema"]["openAPIV3Schema"])
-    group = definition["spec"]["group"]
-    schema["properties"]["apiVersion"] = {"const": f"{group}/{version['name']}"}
-    schema["properties"]["metadata"] = {"type": "object"}  # as every kind's
-    return Draft202012Validator(schema)

@@ -10,12 +10,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -61,20 +60,11 @@ class _Fault:
 
     times: int
     refusal: Refusal
-    headers: dict[str, str]
     verb: str | None
     resource: str | None
 
     def meets(self, request: Request) -> bool:
         return self.verb in (None, request.verb) and self.resource in (None, request.resource)
-
-
-@dataclass
-class _Cut:
-    """Streams to break off: those open now, or the next one, after some of its pieces."""
-
-    generation: int = 0
-    pieces_left: int | None = None
 
 
 @dataclass
@@ -84,12 +74,13 @@ class Faults:
     Attributes:
         allowed: (resource, verb) pairs that the client has permission for; None: all.
         forbidden: pairs that it has not, whatever `allowed` says.
+        cuts: how often streams of each kind were broken off.
     """
 
     allowed: frozenset[tuple[str, str]] | None = None
     forbidden: set[tuple[str, str]] = field(default_factory=set)
     ordered: list[_Fault] = field(default_factory=list)
-    cuts: dict[str, _Cut] = field(default_factory=lambda: {"watch": _Cut(), "log": _Cut()})
+    cuts: dict[str, int] = field(default_factory=lambda: {"watch": 0, "log": 0})
 
     def permits(self, resource: str, verb: str) -> bool:
         """Whether RBAC does."""
@@ -120,7 +111,8 @@ class ApiServer:
     def start(self) -> None:
         """Listen; on the port of the last time, if there was one."""
         self.stopping = False
-        self._server = _Server(("127.0.0.1", self.port), _handler(self))
+        handler = type("Handler", (_Handler,), {"api": self, "store": self.store})
+        self._server = _Server(("127.0.0.1", self.port), handler)
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -163,17 +155,12 @@ def drop(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _handler(api: ApiServer) -> type[BaseHTTPRequestHandler]:
-    return type("Handler", (_Handler,), {"api": api, "store": api.store})
-
-
 class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
     api: ApiServer
     store: Store
-    extra_headers: Mapping[str, str] = MappingProxyType({})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("do_"):  # one for each HTTP method
@@ -214,23 +201,16 @@ class _Handler(BaseHTTPRequestHandler):
         for fault in faults.ordered:
             if fault.times > 0 and fault.meets(request):
                 fault.times -= 1
-                self.extra_headers = fault.headers
                 raise fault.refusal
 
     def _answer(self, request: Request, parts: dict[str, str]) -> None:
         if request.verb == "discover":
             self._send(200, self._discover(request.path))
             return
-        if parts["plural"] == "selfsubjectaccessreviews":
-            self._send(201, self._review(request.body))
-            return
         resource = self.api.served.get(parts["plural"])
-        if resource is None or (resource.group, resource.version) != (
-            parts["group"],
-            parts["version"],
-        ):
-            # Plain text and no Status, as the real server's.
-            self._send(404, "404 page not found\n")
+        asked = (parts["group"], parts["version"])
+        if resource is None or (resource.group, resource.version) != asked:
+            self._send(404, "404 page not found\n")  # no Status, as the real server's
             return
         self._authorise(request, resource)
         if request.resource == "pods/log":
@@ -244,34 +224,14 @@ class _Handler(BaseHTTPRequestHandler):
     # Answers.
 
     def _discover(self, path: str) -> Object:
-        groups = sorted({r.group for r in self.api.served.values() if r.group})
-        if path == "/version":
-            unknown = (
-                "buildDate",
-                "compiler",
-                "gitCommit",
-                "gitTreeState",
-                "goVersion",
-                "platform",
-            )
-            known = {"major": "1", "minor": "32", "gitVersion": "v1.32.0"}
-            return {**known, **dict.fromkeys(unknown, "")}
-        if path == "/api":
-            return {"kind": "APIVersions", "versions": ["v1"]}
-        if path == "/apis":
-            versions = {r.group: r.version for r in self.api.served.values()}
-            return {
-                "kind": "APIGroupList",
-                "apiVersion": "v1",
-                "groups": [_group(name, versions[name]) for name in groups],
-            }
-        for group in groups:
-            version = next(r.version for r in self.api.served.values() if r.group == group)
-            if path == f"/apis/{group}":
-                return {"kind": "APIGroup", "apiVersion": "v1", **_group(group, version)}
+        """A group with its version, or the resources of one."""
+        served = self.api.served.values()
+        for resource in served:
+            if path == f"/apis/{resource.group}":
+                return {"kind": "APIGroup", "apiVersion": "v1", **_group(resource)}
         of_path = [
             r
-            for r in self.api.served.values()
+            for r in served
             if path == (f"/apis/{r.api_version}" if r.group else f"/api/{r.version}")
         ]
         if not of_path:
@@ -280,67 +240,32 @@ class _Handler(BaseHTTPRequestHandler):
             "kind": "APIResourceList",
             "groupVersion": of_path[0].api_version,
             "resources": [
-                {
-                    "name": r.plural,
-                    "singularName": r.kind.lower(),
-                    "namespaced": r.is_namespaced,
-                    "kind": r.kind,
-                    "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
-                }
+                {"name": r.plural, "singularName": "", "namespaced": r.is_namespaced}
+                | {"kind": r.kind, "verbs": ["create", "delete", "get", "list", "patch", "watch"]}
                 for r in of_path
             ],
         }
 
-    def _review(self, body: Object) -> Object:
-        asked = body["spec"]["resourceAttributes"]
-        resource = "/".join(filter(None, (asked.get("resource"), asked.get("subresource"))))
-        allowed = self.api.faults.permits(resource, asked["verb"])
-        return {**body, "status": {"allowed": allowed}}
-
     def _authorise(self, request: Request, resource: Resource) -> None:
         if not self.api.faults.permits(request.resource, request.verb):
-            name = f' "{request.name}"' if request.name else ""
-            raise Refusal(
-                403,
-                "Forbidden",
-                f'{resource.full_name}{name} is forbidden: User "{USER}" cannot {request.verb} '
-                f'resource "{request.resource}" in API group "{resource.group}" in the namespace '
-                f'"{request.namespace}"',
-            )
+            what = f'cannot {request.verb} resource "{request.resource}"'
+            text = f'{resource.full_name} is forbidden: User "{USER}" {what}'
+            raise Refusal(403, "Forbidden", text)
 
     def _create(self, request: Request, resource: Resource) -> tuple[int, Object]:
         content = request.body
-        wanted = content.get("apiVersion"), content.get("kind")
-        if wanted != (resource.api_version, resource.kind):
-            message = f"{wanted} does not match {resource.api_version} {resource.kind}"
-            raise Refusal(400, "BadRequest", message)
         place = content.setdefault("metadata", {}).setdefault("namespace", request.namespace)
-        if place != request.namespace:
-            message = f"the namespace of the provided object does not match ({place})"
-            raise Refusal(400, "BadRequest", message)
         if place != (NAMESPACE if resource.is_namespaced else ""):
             raise Refusal(404, "NotFound", f'namespaces "{place}" not found')
-        self._allow_owners(content)
         self.api.admit(resource.plural, content, True)
         return 201, self.store.create(resource.plural, content)
-
-    def _allow_owners(self, content: Object) -> None:
-        """Kubernetes' admission plugin OwnerReferencesPermissionEnforcement, on in OpenShift."""
-        plurals = {resource.kind: plural for plural, resource in RESOURCES.items()}
-        for owner in content["metadata"].get("ownerReferences", ()):
-            finalizers = f"{plurals.get(owner['kind'])}/finalizers"
-            if owner.get("blockOwnerDeletion") and not self.api.faults.permits(
-                finalizers, "update"
-            ):
-                text = "an ownerReference refers to a resource you can't set finalizers on"
-                raise Refusal(403, "Forbidden", f"cannot set blockOwnerDeletion if {text}")
 
     def _get(self, request: Request, resource: Resource) -> tuple[int, Object]:
         return 200, self.store.get(resource.plural, request.namespace, request.name)
 
     def _list(self, request: Request, resource: Resource) -> tuple[int, Object]:
         with self.store.changed:
-            chosen = _chosen(request, resource)
+            chosen = _chosen(request)
             items = self.store.list(resource.plural, request.namespace or None, chosen)
             version = str(self.store.version)
         return 200, {
@@ -351,11 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def _patch(self, request: Request, resource: Resource) -> tuple[int, Object]:
-        kind = self.headers.get("Content-Type", "")
-        if "merge-patch" not in kind:
-            raise Refusal(
-                415, "UnsupportedMediaType", f"the double takes merge patches, not {kind}"
-            )
+        assert "merge-patch" in self.headers["Content-Type"]
         with self.store.edit(resource.plural, request.namespace, request.name) as edited:
             merged = merge(edited, request.body)
             self.api.admit(resource.plural, merged, False)
@@ -363,54 +284,20 @@ class _Handler(BaseHTTPRequestHandler):
             edited.update(merged)
         return self._get(request, resource)
 
-    def _replace(self, request: Request, resource: Resource) -> tuple[int, Object]:
-        with self.store.edit(resource.plural, request.namespace, request.name) as edited:
-            given = request.body["metadata"].get("resourceVersion")
-            if given not in (None, edited["metadata"]["resourceVersion"]):
-                raise Refusal(
-                    409,
-                    "Conflict",
-                    f'Operation cannot be fulfilled on {resource.full_name} "{request.name}": the '
-                    "object has been modified; please apply your changes to the latest version",
-                )
-            self.api.admit(resource.plural, request.body, False)
-            edited.clear()
-            edited.update(request.body)
-        return self._get(request, resource)
-
     def _delete(self, request: Request, resource: Resource) -> tuple[int, Object]:
         options = {**request.query, **(request.body or {})}
-        policy = options.get("propagationPolicy", "Background")
         place, name, plural = request.namespace, request.name, resource.plural
-        with self.store.changed:
-            found = self.store.get(plural, place, name)
-            wanted = options.get("preconditions", {}).get("uid")
-            if wanted not in (None, found["metadata"]["uid"]):
-                message = f"Precondition failed: UID in precondition: {wanted}"
-                raise Refusal(409, "Conflict", message)
-            if policy == "Orphan":
-                self._orphan(found["metadata"]["uid"])
-            given = options.get("gracePeriodSeconds")
-            seconds = None if given is None else int(given)
-            self.store.delete(plural, place, name, policy, seconds)
+        self.store.delete(plural, place, name, options.get("propagationPolicy", "Background"))
         return 200, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
-
-    def _orphan(self, uid: str) -> None:
-        for pod in self.store.list("pods"):
-            metadata = pod["metadata"]
-            with self.store.edit("pods", metadata["namespace"], metadata["name"]) as edited:
-                owners = edited["metadata"].get("ownerReferences", [])
-                edited["metadata"]["ownerReferences"] = [o for o in owners if o["uid"] != uid]
 
     # Streams.
 
     def _watch(self, request: Request, resource: Resource) -> None:
-        chosen = _chosen(request, resource)
+        chosen = _chosen(request)
         self._begin_stream("application/json")
         for change in self._changes(request, resource, chosen):
             line = json.dumps({"type": change.type, "object": change.object}) + "\n"
-            if not self._send_piece(line.encode(), "watch"):
-                return
+            self._send_piece(line.encode())
             if change.type == "ERROR":
                 break
         self._end_stream()
@@ -421,7 +308,7 @@ class _Handler(BaseHTTPRequestHandler):
         store, place = self.store, request.namespace
         seconds = float(request.query.get("timeoutSeconds", 1800))
         end = time.monotonic() + seconds
-        generation = self.api.faults.cuts["watch"].generation
+        generation = self.api.faults.cuts["watch"]
         given = request.query.get("resourceVersion", "0")
         with store.changed:
             at = int(given) if given not in ("", "0") else store.version
@@ -451,13 +338,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _log(self, request: Request) -> None:
         query = request.query
         pod = self.store.get("pods", request.namespace, request.name)
-        containers = [c["name"] for c in pod["spec"]["containers"]]
-        starting = [c["name"] for c in pod["spec"].get("initContainers", ())]
-        container = query.get("container", containers[0])
-        if container not in containers + starting:
-            message = f"container {container} is not valid for pod {request.name}"
-            raise Refusal(400, "BadRequest", message)
-        uid, generation = pod["metadata"]["uid"], self.api.faults.cuts["log"].generation
+        container = query.get("container", pod["spec"]["containers"][0]["name"])
+        uid, generation = pod["metadata"]["uid"], self.api.faults.cuts["log"]
         if uid in self.api.kubelet.lost:
             while not self.api.kubelet.lost[uid] and self._is_wanted("log", generation):
                 time.sleep(POLL_SECONDS)
@@ -467,28 +349,22 @@ class _Handler(BaseHTTPRequestHandler):
         log = self.api.kubelet.log_of(uid, container)
         if log is None:
             what = f'container "{container}" in pod "{request.name}" is waiting to start'
-            raise Refusal(400, "BadRequest", f"{what}: {_why_waiting(pod, container)}")
-        if query.get("previous") == "true":
-            message = f'previous terminated container "{container}" not found'
-            raise Refusal(400, "BadRequest", message)
+            raise Refusal(400, "BadRequest", f"{what}: ContainerCreating")
         self._begin_stream("text/plain")
         for line in self._lines(log, query):
-            if not self._send_piece(line, "log"):
-                return
+            self._send_piece(line)
         self._end_stream()
 
     def _lines(self, log: Log, query: dict[str, str]) -> Iterator[bytes]:
         since = float("-inf")
-        if "sinceSeconds" in query:
-            since = time.time() - float(query["sinceSeconds"])
         if "sinceTime" in query:
             since = datetime.fromisoformat(query["sinceTime"]).timestamp()
         stamped = query.get("timestamps", "").lower() == "true"
         following = query.get("follow", "").lower() == "true"
-        generation = self.api.faults.cuts["log"].generation
+        generation = self.api.faults.cuts["log"]
         lines, ended = log.from_line(0, 0)
         at = len(lines)
-        lines = [line for line in lines if line.seconds >= since]
+        lines = [line for line in lines if line.nanoseconds >= since * 1e9]
         if "tailLines" in query:
             count = int(query["tailLines"])
             lines = lines[-count:] if count else []
@@ -500,7 +376,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_wanted(self, kind: str, generation: int) -> bool:
         """Whether a stream continues; hangs up at the requested place."""
-        if self.api.faults.cuts[kind].generation != generation:
+        if self.api.faults.cuts[kind] != generation:
             drop(self.connection)
             raise ConnectionAbortedError
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -515,18 +391,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.flush()
 
-    def _send_piece(self, content: bytes, kind: str) -> bool:
-        """Whether the stream continues after this piece."""
-        cut = self.api.faults.cuts[kind]
-        if cut.pieces_left is not None:
-            if cut.pieces_left == 0:
-                cut.pieces_left = None
-                drop(self.connection)
-                return False
-            cut.pieces_left -= 1
+    def _send_piece(self, content: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
         self.wfile.flush()
-        return True
 
     def _end_stream(self) -> None:
         self.wfile.write(b"0\r\n\r\n")
@@ -539,9 +406,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", "text/plain" if is_text else "application/json")
         self.send_header("Content-Length", str(len(content)))
-        for key, value in self.extra_headers.items():
-            self.send_header(key, value)
-        self.extra_headers = {}
         self.end_headers()
         self.wfile.write(content)
 
@@ -551,7 +415,6 @@ _ACTIONS = {
     "get": _Handler._get,
     "list": _Handler._list,
     "patch": _Handler._patch,
-    "update": _Handler._replace,
     "delete": _Handler._delete,
 }
 
@@ -569,15 +432,6 @@ def merge(content: Any, patch: Any) -> Any:
     return merged
 
 
-def _why_waiting(pod: Object, container: str) -> str:
-    for status in pod.get("status", {}).get("containerStatuses", ()):
-        reason = status["state"].get("waiting", {}).get("reason")
-        if status["name"] == container and reason is not None:
-            is_pull = reason in ("ImagePullBackOff", "ErrImagePull")
-            return "trying and failing to pull image" if is_pull else str(reason)
-    return "ContainerCreating"
-
-
 def _verb(method: str, parts: dict[str, str], watching: bool) -> str:
     if not parts or (parts["plural"] not in RESOURCES and not parts["name"] and method == "GET"):
         return "discover"
@@ -586,12 +440,12 @@ def _verb(method: str, parts: dict[str, str], watching: bool) -> str:
     return _VERBS[method]
 
 
-def _chosen(request: Request, resource: Resource) -> Callable[[Object], bool]:
+def _chosen(request: Request) -> Callable[[Object], bool]:
     by_label = by_labels(request.query.get("labelSelector", ""))
-    by_field = by_fields(resource.plural, request.query.get("fieldSelector", ""))
+    by_field = by_fields(request.query.get("fieldSelector", ""))
     return lambda content: by_label(content) and by_field(content)
 
 
-def _group(name: str, version: str) -> Object:
-    served = {"groupVersion": f"{name}/{version}", "version": version}
-    return {"name": name, "versions": [served], "preferredVersion": served}
+def _group(resource: Resource) -> Object:
+    version = {"groupVersion": resource.api_version, "version": resource.version}
+    return {"name": resource.group, "versions": [version], "preferredVersion": version}

@@ -5,11 +5,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tests.cluster import indexed_job, kueue, pytorchjob, schema, trainjob
-from tests.cluster.api import ApiServer, Faults, Request, _Fault
+from tests.cluster import kueue, schema, trainjob
+from tests.cluster.api import ApiServer, _Fault
 from tests.cluster.controllers import Controllers
 from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
 from tests.cluster.store import NAMESPACE, RESOURCES, Object, Refusal, Store, delete_pod
@@ -37,7 +36,6 @@ class Cluster:
         folder: for the kube config, and the pods' own folders.
         operators: of "pytorchjobs" and "trainjobs", those whose operator and CRDs are installed.
         mounts: path in a container → folder of this machine.
-        environment: of every container, where its manifest does not say otherwise.
         role: (resource, verb) pairs that the client may; None: everything.
     """
 
@@ -46,16 +44,14 @@ class Cluster:
         folder: Path,
         operators: Iterable[str] = OPERATORS,
         mounts: Mapping[str, Path] | None = None,
-        environment: Mapping[str, str] | None = None,
         role: frozenset[tuple[str, str]] | None = LAUNCHER_ROLE,
     ) -> None:
-        installed = set(operators)
         trainer = {"trainjobs", "trainingruntimes", "clustertrainingruntimes"}
-        absent = {"pytorchjobs": {"pytorchjobs"}, "trainjobs": trainer}
-        missing = {name for kind in absent if kind not in installed for name in absent[kind]}
+        missing = set() if "trainjobs" in operators else trainer
+        missing |= {"pytorchjobs"} - {*operators}
         self.folder = folder
         self.store = Store()
-        self.kubelet = Kubelet(self.store, folder / "pods", mounts or {}, environment or {})
+        self.kubelet = Kubelet(self.store, folder / "pods", mounts or {})
         self.controllers = Controllers(self.store)
         self.api = ApiServer(self.store, self.kubelet, set(RESOURCES) - missing, self._admit)
         self.api.faults.allowed = role
@@ -67,15 +63,10 @@ class Cluster:
         self.kubelet.start()
         self.controllers.start()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.kube_config.write_text(json.dumps(_kube_config(self.api.port)))
+        write_kube_config(self.kube_config, f"http://127.0.0.1:{self.api.port}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._restart is not None:
             self._restart.cancel()
             self._restart.join()
@@ -88,14 +79,9 @@ class Cluster:
 
     # What there is.
 
-    @property
-    def requests(self) -> list[Request]:
-        """All that were made, in their order."""
-        return list(self.api.requests)
-
     def count(self, verb: str, resource: str) -> int:
         """How many requests there were, such as ("create", "pytorchjobs")."""
-        return sum((r.verb, r.resource) == (verb, resource) for r in self.requests)
+        return sum((r.verb, r.resource) == (verb, resource) for r in self.api.requests)
 
     def job(self, name: str, plural: str = "pytorchjobs") -> Object | None:
         """A job as it is now; None: there is none."""
@@ -117,10 +103,10 @@ class Cluster:
             raise LookupError(f"no pod {name}; there are {[_name(pod) for pod in self.pods()]}")
         return found[0]
 
-    def log(self, pod: str, container: str | None = None) -> str:
+    def log(self, pod: str) -> str:
         """What a pod's container has written so far."""
         known = self.pod(pod)
-        name = container or known["spec"]["containers"][0]["name"]
+        name = known["spec"]["containers"][0]["name"]
         log = self.kubelet.log_of(known["metadata"]["uid"], name)
         return "" if log is None else log.text()
 
@@ -146,12 +132,6 @@ class Cluster:
                 raise AssertionError(f"waited {seconds} s in vain\n{self.describe()}")
             with self.store.changed:
                 self.store.changed.wait(0.02)
-
-    def wait_for_phase(self, pod: str, phase: str, seconds: float = 90) -> Object:
-        """The pod, once it is in a phase."""
-        found = self.wait_for(lambda: self.pod(pod)["status"].get("phase") == phase, seconds)
-        assert found
-        return self.pod(pod)
 
     def describe(self) -> str:
         """Jobs, pods, their logs' ends and events, for a test that fails."""
@@ -179,46 +159,29 @@ class Cluster:
         """
         self.kubelet.scripts[worker] = list(scripts)
 
-    def configure(self, plural: str, name: str, data: Mapping[str, str]) -> None:
-        """Add a ConfigMap ("configmaps") or Secret ("secrets", its values as they are)."""
-        key = "data" if plural == "configmaps" else "stringData"
-        metadata = {"name": name, "namespace": NAMESPACE}
-        self.store.create(plural, {"metadata": metadata, key: dict(data)})
+    # What goes wrong with the nodes; of the first two, the last that was called counts.
 
-    # What goes wrong with the nodes; of the first four, the last that was called counts.
+    def full(self, message: str = FULL) -> None:
+        """No node takes pods."""
+        self.kubelet.faults = NodeFaults(unschedulable=message)
 
-    def full(self, message: str = FULL, workers: Iterable[int] | None = None) -> None:
-        """No node takes pods; of the workers named, or of all."""
-        chosen = None if workers is None else frozenset(workers)
-        self.kubelet.faults = NodeFaults(unschedulable=message, workers=chosen)
+    def without_image(self, message: str = NO_IMAGE) -> None:
+        """The image cannot be pulled."""
+        self.kubelet.faults = NodeFaults(image_pull=message)
 
     def over_quota(self, message: str | None = QUOTA) -> None:
         """Controllers may create no pods; with None they may again."""
-        with self.store.changed:
-            self.store.quota = message
-            self.store.version += 1  # controllers look again
-            self.store.changed.notify_all()
+        self._have(quota=message)
 
     def kueue(self, **queues: str) -> None:
         """Install Kueue with these queues, and why each admits no job; an empty text: it does."""
+        self._have(queues=queues)
+
+    def _have(self, **changes: Any) -> None:
         with self.store.changed:
-            self.store.queues = queues
+            vars(self.store).update(changes)
             self.store.version += 1  # controllers look again
             self.store.changed.notify_all()
-
-    def without_image(self, message: str = NO_IMAGE, workers: Iterable[int] | None = None) -> None:
-        """The image cannot be pulled; by the workers named, or by all."""
-        chosen = None if workers is None else frozenset(workers)
-        self.kubelet.faults = NodeFaults(image_pull=message, workers=chosen)
-
-    def slow(self, seconds: float, workers: Iterable[int] | None = None) -> None:
-        """Containers take so long to start; of the workers named, or of all."""
-        chosen = None if workers is None else frozenset(workers)
-        self.kubelet.faults = NodeFaults(delay=seconds, workers=chosen)
-
-    def healthy(self) -> None:
-        """Nodes, registry and starts are well again."""
-        self.kubelet.faults = NodeFaults()
 
     def oom_kill(self, pod: str) -> None:
         """Kill a pod for its memory: exit code 137, reason OOMKilled."""
@@ -227,7 +190,7 @@ class Cluster:
     def evict(self, pod: str, message: str = "The node was low on resource: memory.") -> None:
         """End a pod as a kubelet under pressure does: phase Failed, reason Evicted."""
         known = self.pod(pod)
-        self.store.record(known, "Warning", "Evicted", message)
+        self.store.warn(known, "Evicted", message)
         self.kubelet.runner(known).kill(137, "Error", {"reason": "Evicted", "message": message})
 
     def shut_down_node(self, pod: str, reason: str, message: str) -> None:
@@ -244,14 +207,13 @@ class Cluster:
         self.kubelet.lost[known["metadata"]["uid"]] = answers
         with self.store.edit("pods", NAMESPACE, _name(known)) as edited:
             set_condition(edited, "Ready", "False")
-        self.store.record(known, "Warning", "NodeNotReady", "Node is not ready")
+        self.store.warn(known, "NodeNotReady", "Node is not ready")
         self.kubelet.runner(known).kill(137, "Error")
 
     def preempt(self, pod: str) -> None:
         """Delete a pod as the scheduler does for one of higher priority: SIGTERM, then SIGKILL."""
         known = self.pod(pod)
-        message = f"{_name(known)}: preempting to accommodate a higher priority pod"
-        self.store.record(known, "Normal", "Preempted", message)
+        message = "preempting to accommodate a higher priority pod"
         with self.store.edit("pods", NAMESPACE, _name(known)) as edited:
             set_condition(edited, "DisruptionTarget", "True", "PreemptionByScheduler", message)
         delete_pod(self.store, known)
@@ -271,58 +233,33 @@ class Cluster:
         self.api.faults.forbidden.add((resource, verb))
 
     def fail_next(
-        self,
-        times: int,
-        status: int = 500,
-        verb: str | None = None,
-        resource: str | None = None,
-        retry_after: int | None = None,
+        self, times: int, status: int = 500, verb: str | None = None, resource: str | None = None
     ) -> None:
-        """Answer the next requests, or the next of a verb and resource, with an error.
+        """Answer the next requests, or the next of a verb and resource, with an error."""
+        self.api.faults.ordered.append(
+            _Fault(times, Refusal(status, *_ERRORS[status]), verb, resource)
+        )
 
-        Args:
-            status: 401, 409, 429, 500, 503 or 504; another one has no reason.
-            retry_after: seconds, of the header Retry-After.
-        """
-        reason, message = _ERRORS.get(status, ("", "an error to order"))
-        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        fault = _Fault(times, Refusal(status, reason, message), headers, verb, resource)
-        self.api.faults.ordered.append(fault)
+    def cut_watches(self) -> None:
+        """Break off every watch."""
+        self.api.faults.cuts["watch"] += 1
 
-    def cut_watches(self, after: int | None = None) -> None:
-        """Break off every watch, or (`after`) the next one to send so many changes."""
-        self._cut("watch", after)
-
-    def cut_logs(self, after: int | None = None) -> None:
-        """Break off every log that is streamed, or (`after`) the next one after so many lines."""
-        self._cut("log", after)
+    def cut_logs(self) -> None:
+        """Break off every log that is streamed."""
+        self.api.faults.cuts["log"] += 1
 
     def expire_watches(self) -> None:
         """Forget all changes so far: a watch from an older resource version ends with 410 Gone."""
-        with self.store.changed:
-            self.store.version += 1
-            self.store.oldest = self.store.version
-            self.store.changed.notify_all()
+        self._have(oldest=self.store.version + 1)
 
-    def stop_api(self) -> None:
-        """Close the port and drop every connection; pods and operators continue."""
-        self.api.stop()
+    def restart_api(self, seconds: float = 2) -> None:
+        """Stop the API server at once and start it again after `seconds`; returns meanwhile.
 
-    def start_api(self) -> None:
-        """Listen again, on the same port."""
-        self.api.start()
-
-    def restart_api(self, seconds: float = 0.5) -> None:
-        """Stop the API server at once and start it again after `seconds`; returns meanwhile."""
+        Pods and operators continue.
+        """
         self.api.stop()
         self._restart = threading.Timer(seconds, self.api.start)
         self._restart.start()
-
-    def _cut(self, kind: str, after: int | None) -> None:
-        if after is None:
-            self.api.faults.cuts[kind].generation += 1
-        else:
-            self.api.faults.cuts[kind].pieces_left = after
 
     def _admit(self, plural: str, content: Object, is_new: bool) -> None:
         resource = RESOURCES[plural]
@@ -333,21 +270,15 @@ class Cluster:
             name = content["metadata"].get("name")
             what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'
             raise Refusal(422, "Invalid", what)
-        if plural == "pytorchjobs" and is_new:
-            pytorchjob.admit(content)
-        elif plural == "trainjobs":
+        if plural == "trainjobs":
             trainjob.admit(self.store, content)
-        elif plural == "jobs" and is_new:
-            indexed_job.admit(content)
 
 
-_ERRORS = {
-    401: ("Unauthorized", "Unauthorized"),
-    409: ("Conflict", "the object has been modified; please apply your changes to the latest"),
+_ERRORS = {  # status: reason and message
+    403: ("Forbidden", "forbidden"),
     429: ("TooManyRequests", "too many requests, please try again later"),
     500: ("InternalError", "Internal error occurred: etcdserver: leader changed"),
     503: ("ServiceUnavailable", "the server is currently unable to handle the request"),
-    504: ("Timeout", "Timeout: request did not complete within requested timeout"),
 }
 
 
@@ -355,20 +286,16 @@ def _name(content: Object) -> str:
     return str(content["metadata"]["name"])
 
 
-def _kube_config(port: int) -> Object:
-    return {
+def write_kube_config(file: Path, address: str) -> Path:
+    """What kubectl would have to reach `address`."""
+    context = {"cluster": "double", "user": "launcher", "namespace": NAMESPACE}
+    config = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "double", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
-        "users": [{"name": "launcher", "user": {"token": "none"}}],
-        "contexts": [
-            {
-                "name": "double",
-                "context": {"cluster": "double", "user": "launcher", "namespace": NAMESPACE},
-            }
-        ],
         "current-context": "double",
+        "clusters": [{"name": "double", "cluster": {"server": address}}],
+        "contexts": [{"name": "double", "context": context}],
+        "users": [{"name": "launcher", "user": {"token": "not-a-secret"}}],
     }
-
-
-__all__ = ["LAUNCHER_ROLE", "NAMESPACE", "Cluster", "Faults", "Request", "Script"]
+    file.write_text(json.dumps(config))  # JSON is YAML
+    return file

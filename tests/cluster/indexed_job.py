@@ -12,23 +12,12 @@ from datetime import UTC, datetime
 
 from d2plm.core.shards import format_indices, parse_indices
 from tests.cluster.kubelet import worker_of
-from tests.cluster.pytorchjob import is_true
-from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner, suffix
-from tests.cluster.trainjob import _set_condition
+from tests.cluster.pytorchjob import is_true, set_condition
+from tests.cluster.store import Object, Store, delete_pod, now, owned_by, owner, suffix
 
 BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
 FAILURES = "cluster-double/failures"  # annotation: {index: [uid of each failed pod that counts]}
 ENDED = ("Complete", "Failed")
-
-
-def admit(job: Object) -> None:
-    """What the API server's validation refuses, and what this double cannot do."""
-    spec = job["spec"]
-    if spec.get("completionMode") != "Indexed" or "backoffLimitPerIndex" not in spec:
-        raise Refusal(501, "NotImplemented", "the double runs Indexed Jobs with limits per index")
-    if spec["template"]["spec"].get("restartPolicy") != "Never":
-        text = "spec.template.spec.restartPolicy: Invalid value: only Never with podFailurePolicy"
-        raise Refusal(422, "Invalid", text)
 
 
 def reconcile(store: Store, job: Object) -> None:
@@ -40,10 +29,10 @@ def reconcile(store: Store, job: Object) -> None:
     pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
     if spec.get("suspend"):
         _end(store, pods)
-        _set_condition(status, "Suspended", "True", "JobSuspended", "Job suspended")
+        set_condition(status, "Suspended", "True", "JobSuspended", "Job suspended")
     else:
         if is_true(status, "Suspended"):
-            _set_condition(status, "Suspended", "False", "JobResumed", "Job resumed")
+            set_condition(status, "Suspended", "False", "JobResumed", "Job resumed")
         _run(store, job, status, pods)
     if status != job.get("status", {}):
         with store.edit("jobs", metadata["namespace"], metadata["name"]) as edited:
@@ -94,12 +83,12 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     if seconds > spec.get("activeDeadlineSeconds", seconds):
         _end(store, pods)
         text = "Job was active longer than specified deadline"
-        _set_condition(status, "Failed", "True", "DeadlineExceeded", text)
+        set_condition(status, "Failed", "True", "DeadlineExceeded", text)
     elif len(done | failed) == spec["completions"]:
         if failed:
-            _set_condition(status, "Failed", "True", "FailedIndexes", "Job has failed indexes")
+            set_condition(status, "Failed", "True", "FailedIndexes", "Job has failed indexes")
         else:
-            _set_condition(
+            set_condition(
                 status, "Complete", "True", "CompletionsReached", "Reached expected number"
             )
 

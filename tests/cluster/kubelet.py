@@ -37,14 +37,12 @@ class Script:
 
     Attributes:
         lines: to its standard output.
-        interval: seconds before each line.
         seconds: that it goes on after the last line; None: until it is ended.
         exit_code: of its own ending.
         on_terminate: exit code upon SIGTERM; None: it does not listen.
     """
 
     lines: tuple[str, ...] = ()
-    interval: float = 0.0
     seconds: float | None = 0.0
     exit_code: int = 0
     on_terminate: int | None = 143
@@ -54,7 +52,7 @@ class Script:
         trap = "''" if self.on_terminate is None else f"'exit {self.on_terminate}'"
         words = [f"trap {trap} TERM"]
         for line in self.lines:
-            words += [_sleep(self.interval), f"printf '%s\\n' {shlex.quote(line)}"]
+            words += [f"printf '%s\\n' {shlex.quote(line)}"]
         words += [_sleep(self.seconds), f"exit {self.exit_code}"]
         return ["/bin/sh", "-c", "\n".join(filter(None, words))]
 
@@ -71,17 +69,11 @@ class Line:
     nanoseconds: int
     content: bytes
 
-    @property
-    def seconds(self) -> float:
-        return self.nanoseconds / 1e9
-
     def encoded(self, stamped: bool) -> bytes:
         """With the time in front, as `timestamps=true` wants it."""
-        if not stamped:
-            return self.content
         whole, rest = divmod(self.nanoseconds, 10**9)
         at = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        return f"{at}.{rest:09d}Z ".encode() + self.content
+        return f"{at}.{rest:09d}Z ".encode() * stamped + self.content
 
 
 class Log:
@@ -116,20 +108,10 @@ class Log:
 
 @dataclass
 class NodeFaults:
-    """What is wrong with the nodes; a worker is matched by the number that ends its pod's index.
-
-    Attributes:
-        unschedulable, image_pull: the scheduler's or the registry's message; None: all is well.
-        delay: seconds that a container takes to start.
-    """
+    """The scheduler's or the registry's message; None: all is well."""
 
     unschedulable: str | None = None
     image_pull: str | None = None
-    delay: float = 0.0
-    workers: frozenset[int] | None = None
-
-    def meets(self, worker: int) -> bool:
-        return self.workers is None or worker in self.workers
 
 
 class _Deleted(Exception):  # noqa: N818  # a way out, no error
@@ -142,14 +124,10 @@ class Kubelet:
     Args:
         folder: the pods' own folders (working folder, HOME, TMPDIR) are made in it.
         mounts: path in a container → folder of this machine.
-        environment: of every container, below what its manifest says.
     """
 
-    def __init__(
-        self, store: Store, folder: Path, mounts: Mapping[str, Path], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, store: Store, folder: Path, mounts: Mapping[str, Path]) -> None:
         self.store, self.folder, self.mounts = store, folder, dict(mounts)
-        self.environment = dict(environment)
         self.faults = NodeFaults()
         self.scripts: dict[int | None, list[Script]] = {}
         self.errors: list[BaseException] = []
@@ -261,37 +239,31 @@ class _Runner(threading.Thread):
         spec, script = self.pod["spec"], None
         self._until_scheduled()
         self._until_pulled()
-        self._pause(self.kubelet.faults.delay if self._is_met() else 0)
         script = self.kubelet.script_for(self.worker)
         for container in spec.get("initContainers", ()) if script is None else ():
             if self._run_container(container, "initContainerStatuses", None) != 0:
                 return
         self._run_container(spec["containers"][0], "containerStatuses", script)
 
-    def _is_met(self) -> bool:
-        return self.kubelet.faults.meets(self.worker)
-
     def _until_scheduled(self) -> None:
         self._set(phase="Pending")
-        while self._is_met() and (message := self.kubelet.faults.unschedulable) is not None:
-            self._record("Warning", "FailedScheduling", message)
+        while message := self.kubelet.faults.unschedulable:
+            self._warn("FailedScheduling", message)
             self._set_condition("PodScheduled", "False", "Unschedulable", message)
             self._pause(POLL_SECONDS)
         self._set_condition("PodScheduled", "True")
         with self._edited() as pod:
             pod["spec"]["nodeName"] = f"node-{self.worker}"
-        self._record("Normal", "Scheduled", f"Successfully assigned to node-{self.worker}")
         reason = (
             "PodInitializing" if self.pod["spec"].get("initContainers") else "ContainerCreating"
         )
         self._set_waiting(reason)
 
     def _until_pulled(self) -> None:
-        while self._is_met() and (message := self.kubelet.faults.image_pull) is not None:
+        while message := self.kubelet.faults.image_pull:
             image = self.pod["spec"]["containers"][0]["image"]
-            self._record("Warning", "Failed", f'Failed to pull image "{image}": {message}')
-            self._set_waiting("ImagePullBackOff", message)
-            self._record("Normal", "BackOff", f'Back-off pulling image "{image}"')
+            self._warn("Failed", f'Failed to pull image "{image}": {message}')
+            self._set_waiting("ImagePullBackOff", message=message)
             self._pause(POLL_SECONDS)
 
     def _pause(self, seconds: float) -> None:
@@ -313,27 +285,20 @@ class _Runner(threading.Thread):
         command, environment = self._localised(container)
         folder = self.kubelet.folder / self.pod["metadata"]["uid"]
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            process = subprocess.Popen(
-                script.command() if script else command,
-                env=environment,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            log.end()
-            state = {"exitCode": 128, "reason": "StartError", "message": str(error)}
-            self._set_state(statuses, container, {"terminated": state}, phase="Failed")
-            return 128
+        process = subprocess.Popen(
+            script.command() if script else command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         reader = threading.Thread(target=_read, args=(process, log), daemon=True)
         reader.start()
         main = statuses == "containerStatuses"
         phase = {"phase": "Running", "podIP": "127.0.0.1"} if main else {}
         self._set_state(statuses, container, {"running": {"startedAt": started}}, **phase)
-        self._record("Normal", "Started", f"Started container {name}")
         code = self._wait_for(process)
         # All that is left in the container ends with its first process.
         kill_all(self.pod["metadata"]["uid"])
@@ -359,7 +324,6 @@ class _Runner(threading.Thread):
                 kill_all(uid)
             elif grace is not None and told is None:
                 told = time.monotonic()
-                self._record("Normal", "Killing", "Stopping container")
                 process.terminate()  # the first process alone, as in a cluster
             time.sleep(POLL_SECONDS)
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -385,8 +349,6 @@ class _Runner(threading.Thread):
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(REPOSITORY),
             "HOSTNAME": self.pod["metadata"]["name"],
-            **self.kubelet.environment,
-            **self._environment_from(container),
             **{each["name"]: self._mounted(each["value"]) for each in container.get("env", ())},
             "HOME": folder,
             "TMPDIR": folder,
@@ -404,18 +366,6 @@ class _Runner(threading.Thread):
             inside = rf"(?<![\w./-]){re.escape(path)}(?=/|$|[^\w.-])"
             text = re.sub(inside, str(folder).replace("\\", r"\\"), text)
         return text
-
-    def _environment_from(self, container: Object) -> dict[str, str]:
-        """Of those ConfigMaps and Secrets that exist; all are optional here."""
-        found: dict[str, str] = {}
-        place = self.pod["metadata"]["namespace"]
-        for source in container.get("envFrom", ()):
-            plural = "configmaps" if "configMapRef" in source else "secrets"
-            name = next(value["name"] for value in source.values() if isinstance(value, dict))
-            with suppress(Refusal):
-                content = self.kubelet.store.get(plural, place, name)
-                found |= content.get("data", {}) | content.get("stringData", {})
-        return found
 
     def _localise_rendezvous(self, environment: dict[str, str]) -> None:
         environment["PET_LOCAL_ADDR"] = "127.0.0.1"
@@ -448,8 +398,8 @@ class _Runner(threading.Thread):
         with self._edited() as pod:
             set_condition(pod, kind, value, reason, message)
 
-    def _set_waiting(self, reason: str, message: str = "") -> None:
-        state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}
+    def _set_waiting(self, reason: str, **message: str) -> None:
+        state = {"waiting": {"reason": reason, **message}}
         for container in self.pod["spec"]["containers"]:
             self._set_state("containerStatuses", container, state)
 
@@ -458,25 +408,16 @@ class _Runner(threading.Thread):
         with self._edited() as pod:
             known = pod["status"].setdefault(statuses, [])
             known[:] = [c for c in known if c["name"] != container["name"]]
-            known.append(
-                {
-                    "name": container["name"],
-                    "image": container["image"],
-                    "imageID": "",
-                    "restartCount": 0,
-                    "ready": ready,
-                    "started": "running" in state,
-                    "state": state,
-                    "lastState": {},
-                }
-            )
+            fixed = {"image": container["image"], "imageID": "", "restartCount": 0, "lastState": {}}
+            started = {"ready": ready, "started": "running" in state}
+            known.append({"name": container["name"], **fixed, **started, "state": state})
             pod["status"] |= status
             if statuses == "containerStatuses":
                 set_condition(pod, "Ready", str(ready))
                 set_condition(pod, "ContainersReady", str(ready))
 
-    def _record(self, kind: str, reason: str, message: str) -> None:
-        self.kubelet.store.record(self.pod, kind, reason, message)
+    def _warn(self, reason: str, message: str) -> None:
+        self.kubelet.store.warn(self.pod, reason, message)
 
 
 def set_condition(pod: Object, kind: str, value: str, reason: str = "", message: str = "") -> None:

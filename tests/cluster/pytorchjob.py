@@ -6,43 +6,15 @@ when something else changes; a job fails by an exit code without a `completionTi
 """
 
 import copy
-import re
+from collections import Counter
 from datetime import UTC, datetime
 
 from tests.cluster.kubelet import worker_of
-from tests.cluster.store import Object, Refusal, Store, delete_pod, now, owned_by, owner
+from tests.cluster.store import Object, Store, delete_pod, now, owned_by, owner
 
 PORT = 23456
 CONTAINER = "pytorch"
 NO_EXIT_CODE = 0xBEEF  # the operator's value for an unknown exit code
-_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-
-
-def admit(job: Object) -> None:
-    """The operator's validating webhook, and what this double cannot do."""
-    name = job["metadata"]["name"]
-    if not _DNS_1035.fullmatch(name):
-        raise _denied(
-            f'metadata.name: Invalid value: "{name}": should match: a DNS-1035 label must consist '
-            "of lower case alphanumeric characters or '-', start with an alphabetic character, and "
-            "end with an alphanumeric character"
-        )
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    for kind, replica in replicas.items():
-        containers = replica["template"]["spec"]["containers"]
-        if CONTAINER not in [container["name"] for container in containers]:
-            path = f"spec.pytorchReplicaSpecs[{kind}].template.spec.containers"
-            raise _denied(f"{path}: Required value: must have at least one container named pytorch")
-    if set(replicas) != {"Worker"} or "elasticPolicy" not in job["spec"]:
-        raise Refusal(501, "NotImplemented", "the double runs elastic jobs of Workers alone")
-    if replicas["Worker"].get("restartPolicy", "Never") not in ("ExitCode", "Never"):
-        raise Refusal(501, "NotImplemented", "the double knows restartPolicy ExitCode and Never")
-
-
-def _denied(text: str) -> Refusal:
-    webhook = "validator.pytorchjob.training-operator.kubeflow.org"
-    message = f'admission webhook "{webhook}" denied the request: {text}'
-    return Refusal(403, "Forbidden", message)
 
 
 def reconcile(store: Store, job: Object) -> None:
@@ -55,9 +27,6 @@ def reconcile(store: Store, job: Object) -> None:
         set_condition(status, "Created", "True", "PyTorchJobCreated", text)
     if is_true(status, "Succeeded") or is_true(status, "Failed"):
         _clean_up(store, policy.get("cleanPodPolicy", "None"), pods)
-        if is_true(status, "Succeeded"):
-            workers = status["replicaStatuses"]["Worker"]
-            workers["succeeded"] = workers.get("succeeded", 0) + workers.pop("active", 0)
     elif policy.get("suspend"):
         _suspend(store, job, status, pods)
     else:
@@ -82,50 +51,35 @@ def _clean_up(store: Store, policy: str, pods: list[Object]) -> None:
 def _suspend(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     for pod in pods:
         delete_pod(store, pod)
-    for replicas in status.get("replicaStatuses", {}).values():
-        replicas.pop("active", None)
     text = f"PyTorchJob {job['metadata']['name']} is suspended."
     if is_true(status, "Running"):
         set_condition(status, "Running", "False", "PyTorchJobSuspended", text)
     if not is_true(status, "Suspended"):
         set_condition(status, "Suspended", "True", "PyTorchJobSuspended", text)
-        store.record(job, "Normal", "PyTorchJobSuspended", text)
 
 
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     name, policy = job["metadata"]["name"], job["spec"].get("runPolicy", {})
     for pod in pods:
         _tell_of_trouble(store, job, pod)
-    if text := _limit(name, policy, status, pods):
+    if text := _limit(name, policy, status):
         for pod in pods:
             delete_pod(store, pod)
         status.setdefault("completionTime", now())
-        store.record(job, "Normal", "PyTorchJobFailed", text)
         set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
         return
-    counts: dict[str, int] = {}
-    status.setdefault("replicaStatuses", {})["Worker"] = counts
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     by_index = {worker_of(pod): pod for pod in pods}
     for index in range(worker["replicas"]):
         if index not in by_index:
             store.create_pod(_worker(job, index), job, "FailedCreatePod")
             continue
-        pod = by_index.pop(index)
-        _judge(store, job, status, pod)
-        _count(counts, pod)
-    for pod in by_index.values():
-        delete_pod(store, pod)
-    _summarise(store, job, status, counts)
+        _judge(store, job, status, by_index[index])
+    _summarise(job, status, pods)
 
 
-def _limit(name: str, policy: Object, status: Object, pods: list[Object]) -> str | None:
-    """Why a job may not continue."""
-    failed = sum(pod.get("status", {}).get("phase") == "Failed" for pod in pods)
-    known = status.get("replicaStatuses", {}).get("Worker", {}).get("failed", 0)
-    # The operator's count of retries is always 0, and a recreated pod's of restarts too.
-    if policy.get("backoffLimit") == 0 and failed > known:
-        return f"Job {name} has failed because it has reached the specified backoff limit"
+def _limit(name: str, policy: Object, status: Object) -> str | None:
+    """Why a job may not continue; restarts are not counted (see the module's docstring)."""
     seconds = policy.get("activeDeadlineSeconds")
     if seconds is not None and "startTime" in status:
         started = datetime.fromisoformat(status["startTime"])
@@ -138,48 +92,37 @@ def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
     """What a pod's end means for the job."""
     name = job["metadata"]["name"]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    code = exit_code(pod, CONTAINER)
-    if code is not None:
-        place = f"{pod['metadata']['namespace']}.{pod['metadata']['name']}"
-        store.record(job, "Normal", "ExitedWithCode", f"Pod: {place} exited with code {code}")
     failed = pod.get("status", {}).get("phase") == "Failed"
     if not failed or worker.get("restartPolicy") != "ExitCode":
         return
+    code = exit_code(pod, CONTAINER)
     if (NO_EXIT_CODE if code is None else code) >= 128:
         delete_pod(store, pod)
         text = f"job {name} is restarting because Worker replica(s) failed."
-        store.record(job, "Warning", "PyTorchJobRestarting", text)
+        store.warn(job, "PyTorchJobRestarting", text)
         set_condition(status, "Restarting", "True", "PyTorchJobRestarting", text)
     else:
         text = f'job "{name}" is failing because "Worker" replica(s) failed.'
-        store.record(job, "Warning", "PyTorchJobFailed", text)
+        store.warn(job, "PyTorchJobFailed", text)
         set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
 
 
-def _count(counts: dict[str, int], pod: Object) -> None:
-    phase = pod.get("status", {}).get("phase")
-    deleted = "deletionTimestamp" in pod["metadata"]
-    keys = {"Running": "failed" if deleted else "active", "Succeeded": "succeeded"}
-    keys["Failed"] = "failed"
-    if phase in keys:
-        counts[keys[phase]] = counts.get(keys[phase], 0) + 1
-
-
-def _summarise(store: Store, job: Object, status: Object, counts: dict[str, int]) -> None:
-    name = job["metadata"]["name"]
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    where = f"{job['metadata']['namespace']}/{name}"
+def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
+    name, worker = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
     status.setdefault("startTime", now())
-    active, succeeded = counts.get("active", 0), counts.get("succeeded", 0)
+    phases = Counter(
+        "Failed" if phase == "Running" and "deletionTimestamp" in pod["metadata"] else phase
+        for pod in pods
+        if (phase := pod.get("status", {}).get("phase"))
+    )
+    active, succeeded, failed = (phases[one] for one in ("Running", "Succeeded", "Failed"))
     if succeeded == worker["replicas"]:
-        text = f"PyTorchJob {where} successfully completed."
-        store.record(job, "Normal", "PyTorchJobSucceeded", text)
+        text = f"PyTorchJob {job['metadata']['namespace']}/{name} successfully completed."
         status.setdefault("completionTime", now())
         set_condition(status, "Succeeded", "True", "PyTorchJobSucceeded", text)
     elif active > 0:
-        text = f"PyTorchJob {where} is running."
+        text = f"PyTorchJob {job['metadata']['namespace']}/{name} is running."
         set_condition(status, "Running", "True", "PyTorchJobRunning", text)
-    failed = counts.get("failed", 0)
     if failed and worker["replicas"] > succeeded + active:
         if worker.get("restartPolicy") == "ExitCode":
             text = f"PyTorchJob {name} is restarting because {failed} Worker replica(s) failed."
@@ -187,7 +130,6 @@ def _summarise(store: Store, job: Object, status: Object, counts: dict[str, int]
         else:
             text = f"PyTorchJob {name} is failed because {failed} Worker replica(s) failed."
             status.setdefault("completionTime", now())
-            store.record(job, "Normal", "PyTorchJobFailed", text)
             set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
 
 
@@ -247,11 +189,11 @@ def _tell_of_trouble(store: Store, job: Object, pod: Object) -> None:
         waiting = container["state"].get("waiting", {})
         if waiting.get("message"):
             text = f"Error pod {name} container {container['name']} waiting message: "
-            store.record(job, "Warning", waiting["reason"], text + waiting["message"])
+            store.warn(job, waiting["reason"], text + waiting["message"])
     for condition in status.get("conditions", ()) if "containerStatuses" not in status else ():
         if condition["status"] != "True" and condition.get("message"):
             text = f"Error pod {name} condition message: {condition['message']}"
-            store.record(job, "Warning", condition["reason"], text)
+            store.warn(job, condition["reason"], text)
 
 
 def exit_code(pod: Object, container: str) -> int | None:
@@ -271,26 +213,14 @@ def is_true(status: Object, kind: str) -> bool:
 
 def set_condition(status: Object, kind: str, value: str, reason: str, message: str) -> None:
     """The operator's way: Running and Restarting replace each other, and Failed is the last."""
-    if is_true(status, "Failed"):
-        return
     conditions = status.setdefault("conditions", [])
-    known = next((c for c in conditions if c["type"] == kind), None)
-    if known is not None and (known["status"], known["reason"]) == (value, reason):
+    known: Object = next((c for c in conditions if c["type"] == kind), {})
+    if is_true(status, "Failed") or (known.get("status"), known.get("reason")) == (value, reason):
         return
     instead = {"Running": "Restarting", "Restarting": "Running"}.get(kind)
     conditions[:] = [c for c in conditions if c["type"] not in (kind, instead)]
-    if kind in ("Failed", "Succeeded"):
-        for condition in conditions:
-            if condition["type"] == "Running":
-                condition["status"] = "False"
-    since = known["lastTransitionTime"] if known and known["status"] == value else now()
-    conditions.append(
-        {
-            "type": kind,
-            "status": value,
-            "reason": reason,
-            "message": message,
-            "lastUpdateTime": now(),
-            "lastTransitionTime": since,
-        }
-    )
+    for condition in conditions:
+        if kind in ("Failed", "Succeeded") and condition["type"] == "Running":
+            condition["status"] = "False"
+    condition = {"type": kind, "status": value, "reason": reason, "message": message}
+    conditions.append({**condition, "lastUpdateTime": now(), "lastTransitionTime": now()})

@@ -42,8 +42,6 @@ RESOURCES = {
     for resource in (
         Resource("", "v1", "pods", "Pod"),
         Resource("", "v1", "events", "Event"),
-        Resource("", "v1", "configmaps", "ConfigMap"),
-        Resource("", "v1", "secrets", "Secret"),
         Resource("batch", "v1", "jobs", "Job"),
         Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload"),
         Resource("argoproj.io", "v1alpha1", "workflows", "Workflow"),
@@ -138,7 +136,7 @@ class Store:
             self.create("pods", pod)
         else:
             text = f'Error creating: pods "{maker["metadata"]["name"]}-" is forbidden: {self.quota}'
-            self.record(maker, "Warning", reason, text)
+            self.warn(maker, reason, text)
 
     def age(self, content: Object) -> float:
         """Seconds since it was created."""
@@ -214,8 +212,8 @@ class Store:
                     if policy == "Foreground" and FOREGROUND not in finalizers:
                         finalizers.append(FOREGROUND)
 
-    def record(self, regarding: Object, kind: str, reason: str, message: str) -> None:
-        """Add an Event (`kind`: Normal or Warning), unless one says the same already."""
+    def warn(self, regarding: Object, reason: str, message: str) -> None:
+        """Add an Event of type Warning, unless one says the same already."""
         metadata = regarding["metadata"]
         with self.changed:
             if (metadata["uid"], reason, message) in self._recorded:
@@ -223,23 +221,11 @@ class Store:
             self._recorded.add((metadata["uid"], reason, message))
             involved = {"kind": regarding["kind"], "apiVersion": regarding["apiVersion"]}
             involved |= {key: metadata[key] for key in ("name", "namespace", "uid")}
-            self.create(
-                "events",
-                {
-                    "metadata": {
-                        "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}",
-                        "namespace": metadata["namespace"],
-                    },
-                    "involvedObject": involved,
-                    "type": kind,
-                    "reason": reason,
-                    "message": message,
-                    "count": 1,
-                    "firstTimestamp": now(),
-                    "lastTimestamp": now(),
-                    "source": {"component": "cluster-double"},
-                },
-            )
+            name, place = f"{metadata['name']}.{uuid.uuid4().hex[:16]}", metadata["namespace"]
+            event: Object = {"metadata": {"name": name, "namespace": place}}
+            event |= {"involvedObject": involved, "type": "Warning", "count": 1}
+            event |= {"reason": reason, "message": message}
+            self.create("events", {**event, "firstTimestamp": now(), "lastTimestamp": now()})
 
     def _tell(self, plural: str, change: str, content: Object) -> Object:
         self.version += 1

@@ -7,14 +7,13 @@ unless its `podFailurePolicy` says that the exit code is permanent.
 import copy
 from datetime import UTC, datetime
 
-from tests.cluster.pytorchjob import is_true
+from tests.cluster.pytorchjob import is_true, set_condition
 from tests.cluster.store import (
     RESOURCES,
     Object,
     Refusal,
     Store,
     delete_pod,
-    now,
     owned_by,
     owner,
     suffix,
@@ -24,10 +23,6 @@ PORT = 29400
 CONTAINER = "node"
 CACHE_SECONDS = 0.05  # by which its view of runtimes lags behind
 ATTEMPT = "cluster-double/restart-attempt"  # annotation; a JobSet has it in its status
-RESERVED = {
-    f"PET_{name}"
-    for name in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-}
 
 
 def admit(store: Store, job: Object) -> None:
@@ -42,14 +37,12 @@ def admit(store: Store, job: Object) -> None:
     seen = [one for one in store.list(plural, place) if store.age(one) > CACHE_SECONDS]
     if name not in [runtime["metadata"]["name"] for runtime in seen]:
         kind = RESOURCES[plural].kind
-        raise _denied(
+        text = (
             f'spec.runtimeRef: Invalid value: {kind}.trainer.kubeflow.org "{name}" not found: '
             f"specified {kind[0].lower()}{kind[1:]} must be created before the TrainJob is created"
         )
-    named = {variable["name"] for variable in job["spec"].get("trainer", {}).get("env", ())}
-    if named & RESERVED:
-        text = f"must not have reserved envs, invalid envs configured: {sorted(named & RESERVED)}"
-        raise _denied(f"spec.trainer.env: Invalid value: {text}")
+        webhook = f'admission webhook "validator.trainjob.{RESOURCES["trainjobs"].group}"'
+        raise Refusal(403, "Forbidden", f"{webhook} denied the request: {text}")
 
 
 def _runtime(job: Object) -> tuple[str, str, str]:
@@ -58,12 +51,6 @@ def _runtime(job: Object) -> tuple[str, str, str]:
     is_own = reference.get("kind") == "TrainingRuntime"
     own, shared = ("trainingruntimes", place), ("clustertrainingruntimes", "")
     return *(own if is_own else shared), reference["name"]
-
-
-def _denied(text: str) -> Refusal:
-    webhook = "validator.trainjob.trainer.kubeflow.org"
-    message = f'admission webhook "{webhook}" denied the request: {text}'
-    return Refusal(403, "Forbidden", message)
 
 
 def reconcile(store: Store, job: Object) -> None:
@@ -76,10 +63,10 @@ def reconcile(store: Store, job: Object) -> None:
     if job["spec"].get("suspend"):
         for pod in pods:
             delete_pod(store, pod)
-        _set_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
+        set_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
     else:
         if is_true(status, "Suspended"):
-            _set_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
+            set_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
         _run(store, job, status, pods)
     if status != job.get("status", {}):
         with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
@@ -104,12 +91,11 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         return
     failed = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Failed"]
     done = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Succeeded"]
-    _summarise(status, of_attempt, failed, done, nodes)
     if failed:
         _judge(store, job, status, template, of_attempt, failed[0])
     elif len(done) == nodes:
         text = "jobset completed successfully"
-        _set_condition(status, "Complete", "True", "AllJobsCompleted", text)
+        set_condition(status, "Complete", "True", "AllJobsCompleted", text)
     elif len(of_attempt) < nodes:
         # A pod was taken away; with a backoffLimit of 0 its job has failed.
         _restart(store, job, status, template, of_attempt)
@@ -168,13 +154,13 @@ def _restart(
         return
     for pod in pods:
         delete_pod(store, pod)
-    store.record(job, "Warning", "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
+    store.warn(job, "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
     with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
         edited["metadata"].setdefault("annotations", {})[ATTEMPT] = str(attempt + 1)
 
 
 def _fail(store: Store, status: Object, pods: list[Object], reason: str, message: str) -> None:
-    _set_condition(status, "Failed", "True", reason, message)
+    set_condition(status, "Failed", "True", reason, message)
     for pod in pods:
         if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
             delete_pod(store, pod)
@@ -184,22 +170,6 @@ def _is_late(job: Object) -> bool:
     seconds = job["spec"].get("activeDeadlineSeconds")
     created = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
     return seconds is not None and (datetime.now(UTC) - created).total_seconds() >= seconds
-
-
-def _summarise(
-    status: Object, pods: list[Object], failed: list[Object], done: list[Object], nodes: int
-) -> None:
-    ready = sum(pod.get("status", {}).get("phase") == "Running" for pod in pods) + len(done)
-    status["jobsStatus"] = [
-        {
-            "name": CONTAINER,
-            "ready": int(ready >= nodes),
-            "succeeded": int(len(done) == nodes),
-            "failed": int(bool(failed)),
-            "active": int(not failed and len(done) < nodes),
-            "suspended": 0,
-        }
-    ]
 
 
 def _nodes(job: Object, runtime: Object) -> int:
@@ -258,12 +228,3 @@ def _automatic(trainer: Object) -> str:
     if limits is None or any("gpu" in name for name in limits):
         return "auto"
     return str(max(int(limits.get("cpu", 1)), 1))
-
-
-def _set_condition(status: Object, kind: str, value: str, reason: str, message: str) -> None:
-    conditions = status.setdefault("conditions", [])
-    known: Object = next((c for c in conditions if c["type"] == kind), {})
-    if (known.get("status"), known.get("reason")) != (value, reason):
-        conditions[:] = [c for c in conditions if c["type"] != kind]
-        condition = {"type": kind, "status": value, "reason": reason, "message": message}
-        conditions.append({**condition, "lastTransitionTime": now()})

@@ -19,16 +19,18 @@ Outputs = dict[str, Any]
 
 
 def execute(component: Any, folder: Path, **parameters: Any) -> tuple[Outputs, Outputs, Path]:
-    """Run a component's body; returns its output parameters, its artifacts' metadata, and their
-    folder."""
+    """Run a component's body; returns its outputs, its artifacts' metadata, and their folder."""
     folder = folder / component.name
-    outputs = component.component_spec.outputs or {}
+    kinds = {
+        name: output.type.partition("@")[0]
+        for name, output in (component.component_spec.outputs or {}).items()
+    }
     artifacts = {
         name: {
             "artifacts": [{"name": name, "uri": str(folder / name), "type": {"schemaTitle": kind}}]
         }
-        for name, output in outputs.items()
-        if (kind := output.type.partition("@")[0]).startswith("system.")
+        for name, kind in kinds.items()
+        if kind.startswith("system.")
     }
     file = folder / "output.json"
     given = {
@@ -38,9 +40,7 @@ def execute(component: Any, folder: Path, **parameters: Any) -> tuple[Outputs, O
     Executor(given, component).execute()
     written = json.loads(file.read_text())
     ParseDict(written, pipeline_spec_pb2.ExecutorOutput())
-    metadata = {
-        name: listed["artifacts"][0]["metadata"] for name, listed in written["artifacts"].items()
-    }
+    metadata = {name: one["artifacts"][0]["metadata"] for name, one in written["artifacts"].items()}
     return written["parameterValues"], metadata, folder
 
 

@@ -6,27 +6,16 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from d2plm.cli import main
 from d2plm.core.errors import DataError
 from tests.commands import CLOSED_PIPE, d2plm
-from tests.conftest import Exports
+from tests.conftest import Captured, Exports, MonkeyPatch
 from tests.integration.conftest import Prepared, few_proteins
 
 GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
-
-
-def refusal(*words: str, **changes: Any) -> str:
-    """The error line of a rejected command, besides its progress messages."""
-    result = d2plm(*words, "--quiet", **changes)
-    assert result.returncode != 0, result.stdout
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("d2plm: error: ")
-    return lines[0]
 
 
 def test_a_folder_without_write_permission_is_named() -> None:
@@ -56,31 +45,20 @@ def as_ordinary_user() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_help_names_only_commands_that_exist() -> None:
-    lines = d2plm("--help").stdout.splitlines()
-    names = [line.split()[0] for line in lines if line.startswith("  ")]
-    for name in [name for name in names if not name.startswith("-")]:
-        assert d2plm(name, "--help").returncode == 0, name
-
-
 @pytest.mark.parametrize("stdout", ["/dev/full", CLOSED_PIPE])
 @pytest.mark.parametrize(
     "words",
     [
-        *("", "--version", "train --help", "train --cfg --json", "completion bash", "pipeline"),
-        *("checkpoint list {run}", "ingest input={fasta} output={new}", "data head store={store}"),
-        *("data export store={store} output=-", "data stats store={store} --json"),
+        *("", "train --help", "train --cfg --json", "data stats store={store} --json"),
+        *("ingest input={fasta} output={new}", "data export store={store} output=-"),
         "score {fasta} model_dir={model} evaluation.masks_per_sequence=1",
-        "generate model_dir={model} generation.number=1 output={new}.fasta",
     ],
 )
 def test_standard_output_that_is_full_or_closed_is_an_error(
     words: str, stdout: str, prepared: Prepared, exports: Exports, tmp_path: Path
 ) -> None:
-    (tmp_path / "step-00000005").mkdir()
     (tmp_path / "in.fasta").write_text(GOOD)
     places = {
-        "run": tmp_path,
         "fasta": tmp_path / "in.fasta",
         "new": tmp_path / "new",
         "store": f"'{prepared.work_dir / 'data' / 'train_lmdb'}'",
@@ -89,21 +67,22 @@ def test_standard_output_that_is_full_or_closed_is_an_error(
     result = d2plm(*(word.format(**places) for word in shlex.split(words)), stdout=stdout)
     assert result.returncode == 1
     said = result.stderr.strip().splitlines()[-1:]
-    expected = "" if stdout == CLOSED_PIPE else "d2plm: error: standard output cannot"  # as filters
-    assert not expected or said[0].startswith(expected)
-    assert stdout != CLOSED_PIPE or "error" not in result.stderr
+    if stdout == CLOSED_PIPE:  # as filters
+        assert "error" not in result.stderr
+    else:
+        assert said[0].startswith("d2plm: error: standard output cannot")
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("words", ["--help", "train --cfg", "ingest input=x output=y"])
 def test_a_deleted_working_folder_is_an_error(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert main(words.split()) == 1
-    assert capsys.readouterr().err.startswith("d2plm: error: the working folder was deleted")
+    for words in ("--help", "train --cfg", "ingest input=x output=y"):
+        assert main(words.split()) == 1
+        assert "the working folder was deleted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -114,7 +93,6 @@ def test_a_deleted_working_folder_is_an_error(
         "embed bad.fasta model_dir={model} output=new/out",
         "embed long.fasta model_dir={model} output=new/out",
         "score bad.fasta model_dir={model} output=new/out.csv",
-        "score long.fasta model_dir=models:/none@champion",
         "score long.fasta model_dir=models:/none/1 tracking_uri=sqlite:///new/mlflow.db",
         "generate model_dir={model} generation.templates=bad.fasta output=new/out.fasta",
         "generate model_dir={model} generation.relatives=bad.fasta output=new/out.fasta",
@@ -127,12 +105,21 @@ def test_a_deleted_working_folder_is_an_error(
         "register {prepared} output_dir=new model_dir={model}",
     ],
 )
-def test_a_rejected_command_leaves_nothing_behind(
-    words: str, prepared: Prepared, exports: Exports, tmp_path: Path
+def test_a_rejected_command_is_one_line_and_leaves_nothing_behind(
+    words: str,
+    prepared: Prepared,
+    exports: Exports,
+    tmp_path: Path,
+    monkeypatch: MonkeyPatch,
+    capfd: Captured,
 ) -> None:
     (tmp_path / "bad.fasta").write_text(">a\nMK1T\n")
     (tmp_path / "long.fasta").write_text(f">a\n{'MKTAYIAKQR' * 300}\n")
     given = "experiment=debug", f"data.prepared_dir='{prepared.work_dir / 'data'}'", "work_dir=new"
     places = {"model": exports.masked, "prepared": shlex.join(given)}
-    refusal(*shlex.split(words.format(**places)), folder=tmp_path, TMPDIR=str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main([*shlex.split(words.format(**places)), "--quiet"]) != 0
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("d2plm: error: ")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.fasta", "long.fasta"]

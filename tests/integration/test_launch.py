@@ -4,19 +4,21 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from d2plm.cli import main
 from d2plm.training import checkpoint
 from tests.commands import d2plm
+from tests.conftest import Captured
 from tests.integration.conftest import REPOSITORY, Finished, Prepared, steps
 from tests.runs import wait_for
 
 ENTRY = [sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--nproc-per-node=2"]
+ENDLESS = ["trainer.max_steps=100000", "callbacks.evaluation=null"]
 
 
 def training(prepared: Prepared, output: Path, *more: str) -> list[str]:
@@ -58,21 +60,20 @@ def workers(parent: int) -> list[int]:
     "how",
     [
         "SIGTERM",
-        pytest.param("SIGUSR1", marks=pytest.mark.thorough),
-        pytest.param("SIGTERM to one rank", marks=pytest.mark.thorough),
-        pytest.param("SIGTERM to the group of d2plm train", marks=pytest.mark.thorough),
+        *(
+            pytest.param(how, marks=pytest.mark.thorough)
+            for how in ("SIGUSR1", "SIGTERM to one rank", "SIGTERM to the group of d2plm train")
+        ),
     ],
 )
 def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
     how: str, prepared: Prepared, tmp_path: Path
 ) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
-    endless = ["trainer.max_steps=100000", "callbacks.evaluation.every=100000"]
-    if how == "SIGTERM":
-        endless.append("data.num_workers=1")  # torchrun tells the whole process group
+    endless = [*ENDLESS, "data.num_workers=1"] if how == "SIGTERM" else ENDLESS
     to_group = how.endswith("train")  # as service managers do; it passes the signal on as well
     entry = [sys.executable] if to_group else ENTRY
-    endless += ["distributed.processes=2"] * to_group
+    endless = [*endless, *["distributed.processes=2"] * to_group]
     process = start([*entry, "-m", "d2plm", *training(prepared, output, *endless)], log)
     try:
         wait_for(lambda: steps(output) > 2)
@@ -86,40 +87,35 @@ def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
     root = checkpoint.Root(str(output / "checkpoints"))
     newest = checkpoint.newest_whole(root)
     assert newest is not None
-    assert checkpoint.step_of(newest) == steps(output)
-    assert f"stopped by a signal at step {steps(output)}" in log.read_text()
+    assert checkpoint.step_of(newest) == steps(output) > 2
     assert "Traceback" not in log.read_text()
-
-    done = checkpoint.step_of(newest)
     # The same run on one process; its limit, of which the schedule is made, stays as it was.
     again = d2plm(*training(prepared, output, *endless, "--dry-run"))
     assert f"from {root.of(newest)}" in again.stdout, again.stderr
-    assert done > 2
+
+
+BROKEN = """
+from d2plm.settings.registry import register
+from d2plm.training.callbacks.callback import Callback
+class Broken(Callback):
+    def on_step_end(self, trainer, *_):
+        if trainer.step == 2 and trainer.process.rank == 1:
+            raise RuntimeError("a rank of its own opinion")
+register("callback", "broken", Broken)
+"""
 
 
 def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Path) -> None:
-    words = training(prepared, tmp_path / "run", "trainer.max_steps=20")
     (tmp_path / "temporary").mkdir()
-    broken = tmp_path / "broken_callback.py"
-    broken.write_text(
-        "from d2plm.training.callbacks.callback import Callback\n"
-        "class Broken(Callback):\n"
-        "    def on_step_end(self, trainer, *_):\n"
-        "        if trainer.step == 2 and trainer.process.rank == 1:\n"
-        "            raise RuntimeError('a rank of its own opinion')\n"
-        "from d2plm.settings.registry import register\n"
-        "register('callback', 'broken', Broken)\n"
-    )
+    (tmp_path / "broken.py").write_text(BROKEN)
     result = d2plm(
-        *words,
-        "distributed.processes=2",
-        *("--module", str(broken), "callbacks.broken={}"),
+        *training(prepared, tmp_path / "run", *ENDLESS, "distributed.processes=2"),
+        *("--module", str(tmp_path / "broken.py"), "callbacks.broken={}"),
         TMPDIR=str(tmp_path / "temporary"),
     )
     assert result.returncode == 1
     left = {file.name for file in (tmp_path / "temporary").iterdir()}
     assert not {name for name in left if not name.startswith("torchinductor_")}  # its cache
-    assert not (tmp_path / "run" / ".torchrun").exists()
     text = result.stdout + result.stderr
     assert text.count("Traceback") == 1, text
     assert text.count("RuntimeError: a rank of its own opinion") == 1, text
@@ -145,8 +141,7 @@ def test_local_training_does_not_look_up_the_machines_own_name(
 
 def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
-    words = training(prepared, output, "trainer.max_steps=100000", "callbacks.evaluation=null")
-    process = start([*ENTRY, "-m", "d2plm", *words], log)
+    process = start([*ENTRY, "-m", "d2plm", *training(prepared, output, *ENDLESS)], log)
     try:
         wait_for(lambda: steps(output) > 1)
         os.kill(workers(process.pid)[1], signal.SIGKILL)
@@ -162,89 +157,56 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     result = d2plm(*training(prepared, ours, "distributed=fsdp2", "trainer.precision=bf16"))
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("training diffusion") == 1
+    accelerate = Path(sys.executable).with_name("accelerate")
     process = start(
         [
-            *(str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes=2"),
-            *("--config_file", str(REPOSITORY / "configs" / "accelerate" / "fsdp2.yaml")),
+            *(str(accelerate), "launch", "--num_processes=2", "--config_file"),
+            str(REPOSITORY / "configs" / "accelerate" / "fsdp2.yaml"),
             *("-m", "d2plm", *training(prepared, theirs)),
         ],
         tmp_path / "log",
     )
     assert process.wait(120) == 0, (tmp_path / "log").read_text()
     losses = [
-        [row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-         if "loss" in row]
+        [
+            row["loss"]
+            for line in (folder / "metrics.jsonl").open()
+            if "loss" in (row := json.loads(line))
+        ]
         for folder in (ours, theirs)
-    ]  # fmt: skip
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # other threads, in bf16
     assert len(losses[0]) == 10
-
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (ours, theirs)]
+    assert weights[0] == weights[1]
     # A step of two ranks, again on one, whatever the plan was.
     replayed = d2plm("replay", str(ours), "--step", "3", f"output={tmp_path / 'step.json'}")
     assert replayed.returncode == 0, replayed.stderr
     found = json.loads((tmp_path / "step.json").read_text())
     assert found["loss"] == pytest.approx(losses[0][2], rel=1e-2)  # bf16
-    assert (ours / "model" / "model.safetensors").read_bytes() == (
-        theirs / "model" / "model.safetensors"
-    ).read_bytes()
-
-
-@pytest.mark.thorough
-def test_two_nodes_of_two_processes_train_with_tensor_parallelism(
-    prepared: Prepared, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = [
-        start(
-            [
-                *(sys.executable, "-m", "d2plm.launch.elastic", "--nnodes=2", "--nproc-per-node=2"),
-                *(f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"),
-                *("-m", "d2plm", *training(prepared, output, "distributed.tensor=2")),
-                *("distributed.processes=2", "trainer.max_steps=4", "trainer.precision=fp32"),
-            ],
-            tmp_path / f"log{node}",
-        )
-        for node in (0, 1)
-    ]
-    try:
-        for node, process in enumerate(nodes):
-            assert process.wait(180) == 0, (tmp_path / f"log{node}").read_text()
-    finally:
-        for process in nodes:
-            process.kill()
-    assert steps(output) >= 4
-    assert (output / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.xdist_group("pipeline")
 def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
-    finished: Finished, tmp_path: Path
+    finished: Finished, tmp_path: Path, capsys: Captured
 ) -> None:
+    run = str(finished.output_dir)
     rows = [json.loads(line) for line in (finished.output_dir / "metrics.jsonl").open()]
     logged = next(row for row in rows if row["step"] == 2 and "loss" in row)
     output = tmp_path / "step.json"
-    result = d2plm("replay", str(finished.output_dir), "--step", "2", f"output={output}")
-    assert result.returncode == 0, result.stderr
-    replayed = json.loads(output.read_text())
-    assert replayed["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-6)
-    assert f"{replayed['loss']:.6f}" in result.stdout
-    listed = d2plm("checkpoint", "list", str(finished.output_dir))
-    assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == [
-        "step-00000005",
-        "step-00000010",
-    ]
-    assert d2plm("checkpoint", "verify", str(finished.output_dir)).returncode == 0
-    source = finished.output_dir / "checkpoints" / "step-00000010"
-    converted = d2plm("checkpoint", "convert", str(source), f"output={tmp_path / 'converted'}")
-    assert converted.returncode == 0, converted.stderr
+    assert main(["replay", run, "--step", "2", f"output={output}"]) == 0
+    assert json.loads(output.read_text())["grad_norm"] == pytest.approx(
+        logged["grad_norm"], rel=1e-6
+    )
+    capsys.readouterr()
+    assert main(["checkpoint", "list", run]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert listed == ["step-00000005", "step-00000010"]
+    assert main(["checkpoint", "verify", run]) == 0
+    source = str(finished.output_dir / "checkpoints" / listed[1])
+    assert main(["checkpoint", "convert", source, f"output={tmp_path / 'converted'}"]) == 0
     assert list((tmp_path / "converted").glob("*.safetensors"))
-    nothing = d2plm("checkpoint", "verify", str(tmp_path))
-    assert nothing.returncode == 1
-    assert "contains no checkpoint" in nothing.stderr
+    assert main(["checkpoint", "verify", str(tmp_path / "none")]) == 1
 
 
 @pytest.mark.xdist_group("pipeline")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from d2plm.cli import main
-from tests.unit.doctor.api import NODES, Api, serving, write_kube_config
+from tests.cluster.double import write_kube_config
+from tests.unit.doctor.api import NODES, Api, serving
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from d2plm import __version__
+
 ROOT = Path(__file__).parents[3]
 IMAGES = ("trainer", "mmseqs2", "mlflow")
 LOCKED = {
@@ -18,13 +20,6 @@ LOCKED = {
     )
     if equals
 }
-
-
-def test_what_the_lock_lacks_of_the_server_is_pinned_beside_it() -> None:
-    for line in (ROOT / "docker/mlflow.requirements.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name = re.split(r"[\[=]", line)[0].lower()
-            assert (name in LOCKED) != ("==" in line), line
 
 
 def test_what_the_wheel_includes_is_in_the_images() -> None:
@@ -84,30 +79,20 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_images_are_named_by_registry_and_tag() -> None:
+def test_images_are_named_by_registry_tag_and_version() -> None:
     done = make("images", "CONTAINER_ENGINE=podman", "REGISTRY=registry.example/you", "TAG=1.2.3")
     assert re.findall(r"podman build .* --tag (\S+)", done.stdout) == [
         f"registry.example/you/d2plm-{image}:1.2.3" for image in IMAGES
     ]
+    for variant, index in (("cpu", "download.pytorch.org/whl/cpu"), ("cuda", "pypi.org/simple")):
+        said = make("image-trainer", f"VARIANT={variant}").stdout
+        assert f"--tag d2plm-trainer:{__version__} " in said
+        assert f"TORCH_INDEX=https://{index}" in said
+    assert make("image-trainer", "VARIANT=gpu").returncode != 0
 
 
-def test_images_are_tagged_with_the_version_by_default() -> None:
-    from d2plm import __version__
-
-    assert f"--tag d2plm-trainer:{__version__} " in make("image-trainer").stdout
-
-
-def test_a_variant_chooses_the_build_of_torch() -> None:
-    indices = {
-        variant: re.findall(
-            r"TORCH_INDEX=(\S+)", make("image-trainer", f"VARIANT={variant}").stdout
-        )
-        for variant in ("cpu", "cuda")
-    }
-    assert indices == {
-        "cpu": ["https://download.pytorch.org/whl/cpu"],
-        "cuda": ["https://pypi.org/simple"],
-    }
-    refused = make("image-trainer", "VARIANT=gpu")
-    assert refused.returncode != 0
-    assert "VARIANT=gpu: give cpu or cuda" in refused.stderr
+def test_what_the_lock_lacks_of_the_server_is_pinned_beside_it() -> None:
+    for line in (ROOT / "docker/mlflow.requirements.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name = re.split(r"[\[=]", line)[0].lower()
+            assert (name in LOCKED) != ("==" in line), line

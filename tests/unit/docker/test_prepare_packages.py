@@ -5,18 +5,19 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 from packaging.requirements import Requirement
 
+from tests.http_server import JSON, listening
+
 ROOT = Path(__file__).parents[3]
 
+NO_EXTRA = {"extra": ""}
 STEP = """
 import kfp
 from kfp import dsl
@@ -36,25 +37,16 @@ def packages(list_name: str) -> set[str]:
     return {*found[1].split()}
 
 
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def with_dependencies(names: set[str]) -> set[str]:
     """`names` and all that they require on this machine."""
     found: set[str] = set()
     waiting = [Requirement(name) for name in names]
     while waiting:
         requirement = waiting.pop()
-        if canonical(requirement.name) in found:
-            continue
-        found.add(canonical(requirement.name))
-        required = map(Requirement, distribution(requirement.name).requires or ())
-        waiting += [
-            further
-            for further in required
-            if further.marker is None or further.marker.evaluate({"extra": ""})
-        ]
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if name not in found and (not requirement.marker or requirement.marker.evaluate(NO_EXTRA)):
+            found.add(name)
+            waiting += map(Requirement, distribution(name).requires or ())
     return found
 
 
@@ -73,56 +65,40 @@ def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class TrackingServer(BaseHTTPRequestHandler):
-    """As much of MLflow's REST API as a run needs."""
-
-    seen: ClassVar[list[str]] = []
-    run: ClassVar[dict[str, Any]] = {
-        "info": {
-            "run_id": "0123456789abcdef0123456789abcdef",
-            "run_uuid": "0123456789abcdef0123456789abcdef",
-            "experiment_id": "1",
-            "status": "RUNNING",
-            "lifecycle_stage": "active",
-            "artifact_uri": "mlflow-artifacts:/1/run/artifacts",
-        },
-        "data": {},
-    }
-
-    def answer(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        path = self.path.partition("?")[0].rpartition("/mlflow")[2]
-        self.seen.append(f"{self.command} {path}")
-        experiment = {"experiment_id": "1", "name": "d2plm", "lifecycle_stage": "active"}
-        content = {
-            "/experiments/get-by-name": {"experiment": experiment},
-            "/runs/create": {"run": self.run},
-            "/runs/get": {"run": self.run},
-        }.get(path, {})
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_POST = do_PUT = answer  # noqa: N815  # the names that http.server calls
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        pass
+RUN = {
+    "info": {
+        **dict.fromkeys(("run_id", "run_uuid"), "0123456789abcdef0123456789abcdef"),
+        "experiment_id": "1",
+        "status": "RUNNING",
+        "lifecycle_stage": "active",
+        "artifact_uri": "mlflow-artifacts:/1/run/artifacts",
+    },
+    "data": {},
+}
+EXPERIMENT = {"experiment_id": "1", "name": "d2plm", "lifecycle_stage": "active"}
+ANSWERS = {
+    "/experiments/get-by-name": {"experiment": EXPERIMENT},
+    "/runs/create": {"run": RUN},
+    "/runs/get": {"run": RUN},
+}
 
 
 @pytest.fixture
-def tracking_server() -> Iterator[str]:
-    TrackingServer.seen.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), TrackingServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def tracked() -> Iterator[tuple[str, list[str]]]:
+    """The address of as much of MLflow's REST API as a run needs, and the calls that it had."""
+    calls: list[str] = []
+
+    def answer(request: BaseHTTPRequestHandler, _: bytes) -> tuple[int, str, bytes]:
+        path = request.path.partition("?")[0].rpartition("/mlflow")[2]
+        calls.append(f"{request.command} {path}")
+        return 200, JSON, json.dumps(ANSWERS.get(path, {})).encode()
+
+    with listening(answer) as port:
+        yield f"http://127.0.0.1:{port}", calls
 
 
 def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
-    site_packages: Path, tracking_server: str, tmp_path: Path
+    site_packages: Path, tracked: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "component.py").write_text(STEP)
     with gzip.open(ROOT / "examples/data/uniprot_500.fasta.gz", "rt") as proteins:
@@ -153,7 +129,7 @@ def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
         env={
             "PATH": "/usr/bin:/bin",
             "HOME": str(tmp_path),
-            "MLFLOW_TRACKING_URI": tracking_server,
+            "MLFLOW_TRACKING_URI": tracked[0],
             "_KFP_RUNTIME": "true",
         },
         cwd=tmp_path,
@@ -164,8 +140,8 @@ def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
     assert done.returncode == 0, done.stderr
     digest = json.loads((tmp_path / "output.json").read_text())["parameterValues"]["Output"]
     assert re.fullmatch("[0-9a-f]{64}", digest)
-    assert {"POST /runs/log-inputs", "POST /runs/log-batch"} <= {*TrackingServer.seen}
-    assert any(call.endswith("/artifacts/data/manifest.json") for call in TrackingServer.seen)
+    assert {"POST /runs/log-inputs", "POST /runs/log-batch"} <= {*tracked[1]}
+    assert any(call.endswith("/artifacts/data/manifest.json") for call in tracked[1])
 
 
 def test_the_image_contains_neither_torch_nor_what_is_as_heavy(site_packages: Path) -> None:

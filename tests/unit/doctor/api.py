@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -25,6 +24,7 @@ TRAINJOBS = "/apis/trainer.kubeflow.org/v1alpha1"
 CREATE_PYTORCHJOB = f"{PYTORCHJOBS}/namespaces/d2plm/pytorchjobs"
 CREATE_RUNTIME = f"{TRAINJOBS}/namespaces/d2plm/trainingruntimes"
 CREATE_TRAINJOB = f"{TRAINJOBS}/namespaces/d2plm/trainjobs"
+CREATED = (CREATE_PYTORCHJOB, CREATE_RUNTIME, CREATE_TRAINJOB)
 IMAGE = "registry.example/you/d2plm-trainer:0.1.0"
 
 Answer = dict[str, Any] | int  # an object, or the status of a refusal
@@ -90,41 +90,18 @@ def serving(api: Api) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def write_kube_config(file: Path, address: str) -> Path:
-    """What kubectl would have to reach `address`."""
-    context = {"cluster": "double", "user": "me", "namespace": "d2plm"}
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "double",
-        "clusters": [{"name": "double", "cluster": {"server": address}}],
-        "contexts": [{"name": "double", "context": context}],
-        "users": [{"name": "me", "user": {"token": "not-a-secret"}}],
-    }
-    file.write_text(json.dumps(config))  # JSON is YAML
-    return file
-
-
 def healthy() -> dict[str, Answer]:
     """A cluster that has all that d2plm needs."""
+    version = dict.fromkeys(("buildDate", "compiler", "gitCommit", "gitTreeState", "platform"), "")
+    version |= {"gitVersion": "v1.33.1", "goVersion": "", "major": "1", "minor": "33"}
     return {
-        "/version": {
-            **dict.fromkeys(("buildDate", "compiler", "gitCommit", "gitTreeState", "platform"), ""),
-            "gitVersion": "v1.33.1",
-            "goVersion": "",
-            "major": "1",
-            "minor": "33",
-        },
+        "/version": version,
         "/apis": {"kind": "APIGroupList", "groups": []},
         "/apis/kueue.x-k8s.io": {"preferredVersion": {"version": "v1beta1"}},
         PYTORCHJOBS: resources("kubeflow.org/v1", "pytorchjobs", "pytorchjobs/status"),
         TRAINJOBS: resources("trainer.kubeflow.org/v1alpha1", "trainjobs", "trainingruntimes"),
-        REVIEWS: {},
-        CREATE_PYTORCHJOB: {},
-        CREATE_RUNTIME: {},
-        CREATE_TRAINJOB: {},
+        **{path: {} for path in (REVIEWS, NAMESPACE, *CREATED)},
         CLAIM: claim(),
-        NAMESPACE: {},
         PODS: {"items": []},
         NODES: {"items": [node("gpu-a", gpus=8), node("gpu-b", gpus=8), node("small")]},
         QUEUE: {"status": {"conditions": [{"type": "Active", "status": "True"}]}},
@@ -157,19 +134,10 @@ def node(name: str, gpus: int = 0) -> dict[str, Any]:
 
 def pod(name: str, state: dict[str, Any], created: str, image_id: str = "") -> dict[str, Any]:
     """A pod of the training image, whose one container is in `state`."""
-    status = {
-        "name": "pytorch",
-        "image": IMAGE,
-        "imageID": image_id,
-        "ready": False,
-        "restartCount": 0,
-        "state": state,
-    }
-    phase = "Pending"
-    if "terminated" in state:
-        phase = "Failed" if state["terminated"]["exitCode"] else "Succeeded"
+    container = {"name": "pytorch", "image": IMAGE}
+    status = {**container, "imageID": image_id, "ready": False, "restartCount": 0, "state": state}
     return {
         "metadata": {"name": name, "creationTimestamp": created},
-        "spec": {"containers": [{"name": "pytorch", "image": IMAGE}]},
-        "status": {"phase": phase, "containerStatuses": [status]},
+        "spec": {"containers": [container]},
+        "status": {"phase": "Pending", "containerStatuses": [status]},
     }

@@ -8,12 +8,14 @@ from contextlib import ExitStack
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from d2plm.doctor import service_checks
 from d2plm.doctor.verdicts import Verdict, examine
 from d2plm.tracking.sqlite_store import create_store
+from tests.conftest import MonkeyPatch
 from tests.http_server import JSON, listening
 
 HTML = "text/html; charset=utf-8"
@@ -21,7 +23,7 @@ Serve = Callable[..., str]
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_environment(monkeypatch: MonkeyPatch) -> None:
     # Set first, so that what the checks set themselves is taken back.
     for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
         monkeypatch.setenv(name, "1")
@@ -68,23 +70,38 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_missing_sqlite_store_is_not_made(tmp_path: Path) -> None:
+def test_a_sqlite_store_answers_a_damaged_one_fails_and_a_missing_one_is_not_made(
+    tmp_path: Path, gone: str
+) -> None:
     file = tmp_path / "runs" / "mlflow.db"
-    assert mlflow(["mlflow"], f"sqlite:///{file}", 1).status == "ok"
+    uri = f"sqlite:///{file}"
+    assert mlflow(["mlflow"], uri, 1).status == "ok"
     assert not file.parent.exists()
-
-
-def test_a_sqlite_store_answers_and_a_damaged_one_fails(tmp_path: Path) -> None:
-    file = tmp_path / "mlflow.db"
+    file.parent.mkdir()
     create_store(file)
-    assert mlflow(["mlflow"], f"sqlite:///{file}", 1).found == f"sqlite:///{file} answers"
+    assert mlflow(["mlflow"], uri, 1).found == f"{uri} answers"
     file.write_text("not a database" * 100)
-    found = mlflow(["mlflow"], f"sqlite:///{file}", 1)
-    assert found.status == "failed" and "move" in found.found
-
-
-def test_without_mlflow_among_the_trackers_its_store_is_not_asked(gone: str) -> None:
+    assert mlflow(["mlflow"], uri, 1).status == "failed"
     assert mlflow(["tensorboard"], gone, 1).status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((403, "text/plain", "Invalid Host header - possible DNS rebinding"), "--allowed-hosts"),
+        ((401, "text/plain", "You are not authenticated"), "MLFLOW_TRACKING_USERNAME"),
+        ("gone", ""),
+        ("silent", ""),
+    ],
+)
+def test_an_mlflow_server_that_refuses_or_does_not_answer_fails(
+    serve: Serve, request: pytest.FixtureRequest, answer: Any, said: str
+) -> None:
+    address = request.getfixturevalue(answer) if isinstance(answer, str) else serve(*answer)
+    began = time.monotonic()
+    found = mlflow(["mlflow"], address, 1)
+    assert found.status == "failed" and address in found.found and said in found.found
+    assert time.monotonic() - began < 5
 
 
 def experiment_at(location: str) -> str:
@@ -93,7 +110,7 @@ def experiment_at(location: str) -> str:
 
 
 def test_the_environments_mlflow_server_wins_and_stores_an_empty_file(
-    serve: Serve, gone: str, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, gone: str, monkeypatch: MonkeyPatch
 ) -> None:
     address = serve(200, JSON, experiment_at("mlflow-artifacts:/1"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
@@ -110,69 +127,35 @@ def test_an_mlflow_server_whose_files_stay_on_this_machine_is_reported(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_mlflow_server_that_does_not_know_its_host_says_what_to_allow(serve: Serve) -> None:
-    address = serve(403, "text/plain", "Invalid Host header - possible DNS rebinding attack")
-    found = mlflow(["mlflow"], address, 5)
-    assert found.status == "failed"
-    assert "--allowed-hosts" in found.found
-
-
-def test_an_mlflow_server_that_wants_a_password_reports_it(serve: Serve) -> None:
-    found = mlflow(["mlflow"], serve(401, "text/plain", "You are not authenticated"), 5)
-    assert found.status == "failed" and "MLFLOW_TRACKING_USERNAME" in found.found
-
-
-@pytest.mark.parametrize("server", ["gone", "silent"])
-def test_an_mlflow_server_that_is_gone_or_silent_is_given_up(
-    server: str, request: pytest.FixtureRequest
-) -> None:
-    address, began = request.getfixturevalue(server), time.monotonic()
-    found = mlflow(["mlflow"], address, 1)
-    assert found.status == "failed" and address in found.found
-    assert time.monotonic() - began < 5
-
-
 def test_passwords_are_hidden(gone: str) -> None:
     secret = gone.replace("http://", "http://me:secret@")
     assert "secret" not in str(mlflow(["mlflow"], secret, 1))
     assert "secret" not in str(kubeflow_pipelines(secret, 1))
 
 
-def test_a_pipeline_server_answers(serve: Serve) -> None:
-    assert kubeflow_pipelines(serve(200, JSON, "{}") + "/", 5).status == "ok"
-
-
-def test_without_kfp_host_the_pipeline_server_is_skipped() -> None:
+def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: MonkeyPatch) -> None:
     assert kubeflow_pipelines(None, 5).status == "skipped"
-
-
-def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     address = serve(200, JSON, "{}", token="mine")  # noqa: S106  # of this test
     refused = kubeflow_pipelines(address, 5)
     assert refused.status == "failed" and "KFP_TOKEN" in refused.found
     monkeypatch.setenv("KFP_TOKEN", "mine")
-    assert kubeflow_pipelines(address, 5).status == "ok"
+    assert kubeflow_pipelines(f"{address}/", 5).status == "ok"
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "message"),
+    ("answer", "said"),
     [
-        (200, HTML, "login page"),
-        (302, "text/plain", "login page"),
-        (403, JSON, "403; request permission"),
-        (503, JSON, "503; check the log"),
+        ((200, HTML, "<html>"), "login page"),
+        ((302, "text/plain", "<html>"), "login page"),
+        ((403, JSON, "<html>"), "403"),
+        ((503, JSON, "<html>"), "503"),
+        *((address, "KFP_HOST") for address in ("gone", "silent", "kubeflow.invalid", "http://[")),
     ],
 )
-def test_what_is_not_the_pipeline_api_is_distinguished(
-    serve: Serve, status: int, kind: str, message: str
+def test_what_is_not_the_pipeline_api_fails(
+    serve: Serve, gone: str, silent: str, answer: Any, said: str
 ) -> None:
-    found = kubeflow_pipelines(serve(status, kind, "<html>"), 5)
-    assert found.status == "failed" and message in found.found
-
-
-def test_a_pipeline_server_that_is_gone_or_silent_or_no_address_fails(
-    gone: str, silent: str
-) -> None:
-    for address in (gone, silent, "kubeflow.invalid", "http://["):
-        found = kubeflow_pipelines(address, 0.3)
-        assert found.status == "failed" and "KFP_HOST" in found.found
+    known = {"gone": gone, "silent": silent}
+    address = known.get(answer, answer) if isinstance(answer, str) else serve(*answer)
+    found = kubeflow_pipelines(address, 0.5)
+    assert found.status == "failed" and said in found.found

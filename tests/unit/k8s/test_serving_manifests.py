@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 from d2plm import __version__
 from d2plm.config import compose
@@ -60,16 +59,18 @@ def pod(labels: dict[str, str], spec: Manifest) -> Manifest:
 
 
 @pytest.mark.parametrize("kubernetes", KUBERNETES)
-def test_every_object_fits_its_closed_schema(
+def test_every_object_fits_its_closed_schema_and_selects_the_pods(
     plain: dict[str, Manifest], kserve: dict[str, Manifest], pods: list[Manifest], kubernetes: str
 ) -> None:
     assert {*plain} - {*kserve} == {"Deployment/d2plm-serving", "Service/d2plm-serving"}
     assert {*kserve} - {*plain} == {"InferenceService/d2plm-diffusion"}
     for manifest in [*plain.values(), *pods]:
         assert schema_complaints(manifest, kubernetes) == []
-    typo = copy.deepcopy(pods[1])
-    typo["spec"]["containers"][0]["redinessProbe"] = {}
-    assert schema_complaints(typo, kubernetes) != []
+    assert plain["Service/d2plm-serving"]["spec"]["selector"] == SELECTED
+    assert plain["Deployment/d2plm-serving"]["spec"]["selector"]["matchLabels"] == SELECTED
+    for manifests in (plain, kserve):
+        policy = manifests["NetworkPolicy/d2plm-serving"]["spec"]
+        assert policy["podSelector"]["matchLabels"].items() <= SELECTED.items()
 
 
 def test_the_pods_are_restricted(pods: list[Manifest]) -> None:
@@ -110,29 +111,3 @@ def test_the_command_is_one_that_d2plm_takes(pods: list[Manifest]) -> None:
     assert config.timeout < spec["terminationGracePeriodSeconds"]
     (tmp,) = container["volumeMounts"]
     assert tmp["mountPath"] == "/tmp"  # noqa: S108  # the pod's own
-
-
-def test_what_selects_the_pods_finds_them(
-    plain: dict[str, Manifest], kserve: dict[str, Manifest]
-) -> None:
-    spec = plain["Service/d2plm-serving"]["spec"]
-    assert spec["selector"] == SELECTED
-    assert plain["Deployment/d2plm-serving"]["spec"]["selector"]["matchLabels"] == SELECTED
-    for manifests in (plain, kserve):
-        policy = manifests["NetworkPolicy/d2plm-serving"]["spec"]
-        assert policy["podSelector"]["matchLabels"].items() <= SELECTED.items()
-
-
-def test_a_registry_is_put_before_the_image_of_both(tmp_path: Path) -> None:
-    for folder in (SERVING, SERVING / "kserve"):
-        overlay = tmp_path / folder.name
-        overlay.mkdir()
-        (overlay / "kustomization.yaml").write_text(
-            yaml.safe_dump(
-                {
-                    "resources": [os.path.relpath(folder, overlay.resolve())],
-                    "images": [{"name": "d2plm-trainer", "newName": "registry.example/you/t"}],
-                }
-            )
-        )
-        assert f"registry.example/you/t:{__version__}" in str(rendered(overlay))

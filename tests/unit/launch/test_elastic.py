@@ -1,140 +1,115 @@
 """The cause among many failing workers: one exit code and one message."""
 
 import json
+import logging
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from d2plm.core.processes import LOST
 from d2plm.launch.elastic import first_failure, leave_error, main
+from tests.commands import python_c
+from tests.conftest import Captured, MonkeyPatch
 
 
-def failed(exitcode: int, data: dict[str, Any] | None = None) -> Any:
-    return SimpleNamespace(exitcode=exitcode, error_file_data=data or {})
+def failed(
+    exitcode: int, text: str = "", time_ns: int = 0, code: int = 1, is_bug: bool = False
+) -> Any:
+    """A failed worker, which may have reported an error."""
+    error = {"text": text, "time_ns": time_ns, "exit_code": code, "is_bug": is_bug}
+    return SimpleNamespace(exitcode=exitcode, error_file_data={"d2plm": error} if text else {})
 
 
-@pytest.mark.parametrize(("nodes", "lost"), [("2", True), ("1", False)])
-def test_an_abort_is_the_loss_of_another_node_where_there_are_several(
-    nodes: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+FRAMES = 'Traceback (most recent call last):\n  File "trainer.py", line 7, in step\n' * 20
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:6313"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "failures", "code", "said"),
+    [
+        ("2", [failed(-signal.SIGABRT)], LOST, "rank 0"),  # of another node
+        ("1", [failed(-signal.SIGABRT)], 134, "rank 0"),
+        ("1", [failed(1, "closed", 20), failed(2, "no such key", 10, 2)], 2, "no such key"),
+        ("1", [failed(1, "closed", 1), failed(-9)], 137, "rank 1 was killed by SIGKILL"),
+        ("1", [failed(7)], 7, ""),
+        *(("1", [failed(code)], 143, "") for code in (143, -15)),
+        ("1", [failed(1, CLOSED, 1)], 1, CLOSED),  # on one machine: a bug
+        ("1:2", [failed(1, CLOSED, 1)], 138, CLOSED),
+        ("1:2", [failed(1, f"{FRAMES}{CLOSED}\n", 1, is_bug=True)], 138, CLOSED),
+        ("1:2", [failed(2, "no such key", 1, 2)], 2, "no such key"),
+    ],
+)
+def test_one_of_many_failures_is_the_cause(
+    nodes: str, failures: list[Any], code: int, said: str, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PET_NNODES", nodes)
-    code, message = first_failure({0: failed(-signal.SIGABRT)})
-    assert (code == LOST) == lost
-    assert ("another node's worker has ended" in message) == lost
-    assert "rank 0" in message
-
-
-def told(text: str, time_ns: int, exit_code: int = 1, is_bug: bool = False) -> dict[str, Any]:
-    error = {"text": text, "time_ns": time_ns, "exit_code": exit_code, "is_bug": is_bug}
-    return {"d2plm": error}
-
-
-def test_the_first_that_reported_an_error_is_the_cause() -> None:
-    failures = {
-        0: failed(1, told("connection closed by peer", 20)),
-        1: failed(2, told("no such key", 10, 2)),
-    }
-    assert first_failure(failures) == (2, "no such key")
-
-
-def test_a_killed_worker_is_the_cause_whatever_the_others_tell() -> None:
-    failures = {0: failed(1, told("connection closed by peer", 1)), 1: failed(-9)}
-    code, message = first_failure(failures)
-    assert code == 137
-    assert "rank 1 was killed by SIGKILL" in message
-
-
-@pytest.mark.parametrize(("exitcode", "expected"), [(143, 143), (-15, 143), (7, 7)])
-def test_without_a_message_the_code_is_passed_on(exitcode: int, expected: int) -> None:
-    assert first_failure({0: failed(exitcode)}) == (expected, "")
-
-
-def test_a_connection_that_another_nodes_loss_has_broken_is_worth_another_try(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    text = (
-        "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:6313"
-    )
-    failures = {0: failed(1, told(text, 1))}
-    monkeypatch.delenv("PET_NNODES", raising=False)
-    assert first_failure(failures)[0] == 1  # on one machine: a bug
-    monkeypatch.setenv("PET_NNODES", "1:2")
-    assert first_failure(failures) == (138, text)
-    frames = 'Traceback (most recent call last):\n  File "trainer.py", line 7, in step\n'
-    code, message = first_failure({0: failed(1, told(f"{frames * 20}{text}\n", 1, is_bug=True))})
-    assert code == 138
-    assert text in message
-    assert len(message.splitlines()) == 1
-    assert first_failure({0: failed(2, told("no such key", 1, 2))})[0] == 2
+    found, message = first_failure(dict(enumerate(failures)))
+    assert found == code and said in message
+    assert len(message.splitlines()) <= 1
 
 
 def test_an_error_is_left_where_torchrun_looks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    monkeypatch.setenv("D2PLM_QUIET_WORKERS", "1")
-    assert not leave_error("text", 1)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert leave_error("text", 3)
-    content = json.loads((tmp_path / "error.json").read_text())
-    assert content["message"] == "text"
-    assert (content["d2plm"]["text"], content["d2plm"]["exit_code"]) == ("text", 3)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
-    assert not leave_error("text", 1)
+    file = tmp_path / "error.json"
+    for quiet, path, is_left in (
+        *(("1", "", False), ("", str(file), False)),  # under torchrun itself a worker prints it
+        *(("1", str(tmp_path / "no" / "folder"), False), ("1", str(file), True)),
+    ):
+        for name, value in (("D2PLM_QUIET_WORKERS", quiet), ("TORCHELASTIC_ERROR_FILE", path)):
+            monkeypatch.delenv(name, raising=False)
+            if value:
+                monkeypatch.setenv(name, value)
+        assert leave_error("text", 3) == is_left == file.exists()
+    content = json.loads(file.read_text())
+    assert content["message"] == content["d2plm"]["text"] == "text"
+    assert content["d2plm"]["exit_code"] == 3
 
 
-def test_under_torchrun_itself_a_worker_tells_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_nodes_that_cannot_be_reached_are_worth_another_try(
+    monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.delenv("D2PLM_QUIET_WORKERS", raising=False)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert not leave_error("text", 1)
-    assert not (tmp_path / "error.json").exists()
-
-
-def test_nodes_that_cannot_be_reached_are_no_defect_and_worth_another_try(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import logging
-    import signal
-
-    from torch.distributed import run
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-
-    def lose(_words: list[str]) -> None:
-        raise RendezvousConnectionError("The connection to the C10d store has failed.")
-
+    lose = Mock(side_effect=RendezvousConnectionError("The connection to the store has failed."))
     monkeypatch.setattr(run, "main", lose)
-    monkeypatch.delenv("D2PLM_QUIET_WORKERS", raising=False)
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    names = ("D2PLM_QUIET_WORKERS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    for name in names:
+        monkeypatch.setenv(name, "")  # to be restored
+        monkeypatch.delenv(name)
     before, level = signal.getsignal(signal.SIGUSR1), logging.root.manager.disable
     try:
         assert main() > 127
     finally:
         signal.signal(signal.SIGUSR1, before)
         logging.disable(level)
-        for name in ("D2PLM_QUIET_WORKERS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
-            monkeypatch.delenv(name, raising=False)
+        for name in names:
+            os.environ.pop(name, None)
     assert capsys.readouterr().err.count("cannot be reached") == 1
 
 
+PROCESSES = """
+import os, torch
+from torch.distributed import run
+from d2plm.launch import elastic
+torch.cuda.is_available = lambda: False
+run.main = lambda _: print(os.environ["PET_NPROC_PER_NODE"])
+elastic.main()
+"""
+
+
+@pytest.mark.parametrize(("given", "expected"), [("auto", "1"), ("3", "3")])
 def test_a_pod_without_gpus_has_one_process_if_its_job_does_not_say(
-    monkeypatch: pytest.MonkeyPatch,
+    given: str, expected: str
 ) -> None:
-    script = (
-        "import os, torch\nfrom torch.distributed import run\nfrom d2plm.launch import elastic\n"
-        "torch.cuda.is_available = lambda: False\n"
-        "run.main = lambda _: print(os.environ['PET_NPROC_PER_NODE'])\nelastic.main()"
-    )
-    for given, expected in (("auto", "1"), ("3", "3")):
-        monkeypatch.setenv("PET_NPROC_PER_NODE", given)
-        shown = subprocess.check_output([sys.executable, "-c", script], text=True)
-        assert shown.strip() == expected
+    environment = {**os.environ, "PET_NPROC_PER_NODE": given}
+    shown = python_c(PROCESSES, environment=environment)
+    assert shown.stdout.strip() == expected
 
 
 SIGNALLED = """
@@ -168,23 +143,22 @@ sys.exit(code)
 
 
 def test_a_heartbeat_in_the_middle_of_a_signal_prints_no_traceback() -> None:
-    run = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
+    run = python_c(SIGNALLED)
     assert (run.returncode, run.stderr) == (143, "")
 
 
 RENDEZVOUS = """
 import subprocess, sys, threading, time
 from d2plm.launch import elastic
-elastic.REPORT_SECONDS = 0.2
+elastic.REPORT_SECONDS = 0.1
 threading.Thread(target=elastic._report_rendezvous, daemon=True).start()
-time.sleep(1)
+time.sleep(0.5)
 subprocess.Popen(["sleep", "1"])
 print("started", file=sys.stderr, flush=True)
-time.sleep(1)
+time.sleep(0.5)
 """
 
 
 def test_a_node_reports_that_it_waits_for_the_others_until_it_has_workers() -> None:
-    run = subprocess.run([sys.executable, "-c", RENDEZVOUS], capture_output=True, text=True)
-    before, _, after = run.stderr.partition("started")
+    before, _, after = python_c(RENDEZVOUS).stderr.partition("started")
     assert "waiting for the other nodes for" in before and not after.strip()

@@ -26,33 +26,23 @@ def read(phase: str, containers: list[Any] | None = None, **status: Any) -> PodS
     return state_of(pod(phase, containers, **status), PYTORCHJOB)
 
 
-def test_a_pod_that_trains_has_started_and_waits_for_nothing() -> None:
-    state = read("Running", [container(running={})])
-    assert (state.has_started, state.waits_for, state.ended) == (True, None, None)
-
-
-def test_a_pod_without_a_node_says_what_the_scheduler_says() -> None:
-    message = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+def unschedulable(message: str) -> PodState:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    state = read("Pending", conditions=[{**condition, "message": message}])
-    assert not state.has_started
-    assert state.waits_for is not None
-    assert f"Unschedulable: {message}" in state.waits_for
-    assert "gpus" in state.waits_for or "gpus" in state.waits_for
+    return read("Pending", conditions=[{**condition, "message": message}])
 
 
 @pytest.mark.parametrize(
     ("message", "advice", "other"),
     [
+        ("3 Insufficient nvidia.com/gpu.", "gpus", "taints"),
         ('persistentvolumeclaim "d2plm-workspace" not found.', "claims", "lower cpu"),
         ("pod has unbound immediate PersistentVolumeClaims.", "kubectl describe pvc", "lower cpu"),
         ("1 node(s) were unschedulable.", "uncordon", "lower cpu"),
+        ("1 node(s) had untolerated taint {nvidia.com/gpu: present}.", "taints", "lower cpu"),
         (
             "1 node(s) had untolerated taint {node.kubernetes.io/unschedulable: }.",
-            "uncordon",
-            "taints",
+            *("uncordon", "taints"),
         ),
-        ("1 node(s) had untolerated taint {nvidia.com/gpu: present}.", "taints", "lower cpu"),
         ("1 node(s) were unschedulable, 2 Insufficient cpu.", "lower cpu", "taints"),
         ("something new.", "lower cpu", "uncordon"),
     ],
@@ -60,70 +50,70 @@ def test_a_pod_without_a_node_says_what_the_scheduler_says() -> None:
 def test_a_pod_without_a_node_is_given_the_advice_that_its_message_asks_for(
     message: str, advice: str, other: str
 ) -> None:
-    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    message = f"0/3 nodes are available: {message}"
-    waits_for = read("Pending", conditions=[{**condition, "message": message}]).waits_for
-    assert waits_for is not None
-    assert advice in waits_for.partition(message)[2]
-    assert other not in waits_for.partition(message)[2]
+    state = unschedulable(message)
+    assert state.waits_for is not None and not state.has_started
+    said = state.waits_for.partition(f"Unschedulable: {message}")[2]
+    assert advice in said and other not in said
 
 
-def test_a_pod_without_container_statuses_ends_with_its_reason_from_wherever_it_is() -> None:
-    assert read("Failed", reason="NodeShutdown", message="rejected").ended == (
-        "NodeShutdown: rejected"
-    )
-    removed = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
-    removed |= {"message": "PodGC: node no longer exists"}
-    state = read("Failed", [container(running={})], conditions=[removed])
-    assert state.ended == "DeletionByPodGC: PodGC: node no longer exists"
-    assert read("Failed").ended == "failed for an unknown reason"
+BACKING_OFF = {"reason": "ImagePullBackOff", "message": "no such tag"}
+REMOVED = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
+REMOVED |= {"message": "PodGC: node no longer exists"}
+INITIALISING = container(waiting={"reason": "PodInitializing"})
 
 
-@pytest.mark.parametrize("initial", [True, False])
-def test_an_image_that_cannot_be_pulled_is_said_and_starting_is_not(initial: bool) -> None:
-    where = "initContainerStatuses" if initial else "containerStatuses"
-    backing_off = {"reason": "ImagePullBackOff", "message": "no such tag"}
-    state = read("Pending", **{where: [container(waiting=backing_off)]})
-    assert state.waits_for is not None
-    assert "ImagePullBackOff: no such tag" in state.waits_for
-    assert "image" in state.waits_for
-    assert not state.has_started
-    creating = container(waiting={"reason": "ContainerCreating"})
-    assert read("Pending", [creating]).waits_for is None
+@pytest.mark.parametrize(
+    ("state", "waits_for", "has_started"),
+    [
+        (read("Running", [container(running={})]), None, True),
+        (read("Pending", [container(waiting={"reason": "ContainerCreating"})]), None, False),
+        (
+            read("Pending", initContainerStatuses=[container("prepare", running={})]),
+            *(None, True),
+        ),
+        (read("Pending", initContainerStatuses=[container("istio", running={})]), None, False),
+        *(
+            (read("Pending", **{key: [container(waiting=BACKING_OFF)]}), "no such tag", False)
+            for key in ("initContainerStatuses", "containerStatuses")
+        ),
+    ],
+)
+def test_what_a_pod_waits_for_and_whether_it_has_started(
+    state: PodState, waits_for: str | None, has_started: bool
+) -> None:
+    assert (state.has_started, state.ended) == (has_started, None)
+    assert (state.waits_for is None) == (waits_for is None)
+    assert (waits_for or "") in (state.waits_for or "")
 
 
-def test_a_pod_that_ran_out_of_memory_is_reported_with_its_fix() -> None:
-    state = read("Failed", [container(terminated={"exitCode": 137, "reason": "OOMKilled"})])
-    assert (state.exit_code, state.reason, state.has_started) == (137, "OOMKilled", True)
-    assert state.ended == (
-        "exit code 137 (OOMKilled); raise the job's memory, or lower the token budget"
-    )
-
-
-def test_an_evicted_pod_has_ended_though_no_container_says_so() -> None:
-    state = read("Failed", reason="Evicted", message="The node was low on resource: memory.")
-    assert state.exit_code is None
-    assert state.ended is not None
-    assert state.ended.startswith("Evicted: The node was low on resource: memory.")
-
-
-def test_a_preparation_that_failed_is_the_container_to_look_at() -> None:
-    failed = container("prepare", terminated={"exitCode": 1, "reason": "Error"})
-    waiting = container(waiting={"reason": "PodInitializing"})
-    state = read("Failed", [waiting], initContainerStatuses=[failed])
-    assert (state.container, state.exit_code, state.ended) == ("prepare", 1, "exit code 1")
-
-
-def test_a_pod_that_prepares_has_started() -> None:
-    waiting = container(waiting={"reason": "PodInitializing"})
-    assert read(
-        "Pending", [waiting], initContainerStatuses=[container("prepare", running={})]
-    ).has_started
-    assert not read(
-        "Pending", [waiting], initContainerStatuses=[container("istio", running={})]
-    ).has_started
-
-
-def test_a_pod_that_ended_well_has_not_failed() -> None:
-    state = read("Succeeded", [container(terminated={"exitCode": 0, "reason": "Completed"})])
-    assert (state.ended, state.exit_code, state.has_started) == (None, None, True)
+@pytest.mark.parametrize(
+    ("state", "ended", "exit_code"),
+    [
+        (read("Succeeded", [container(terminated={"exitCode": 0})]), None, None),
+        (
+            read("Failed", [container(terminated={"exitCode": 137, "reason": "OOMKilled"})]),
+            *("exit code 137 (OOMKilled); raise the job's memory", 137),
+        ),
+        (
+            read(
+                "Failed",
+                [INITIALISING],
+                initContainerStatuses=[container("prepare", terminated={"exitCode": 1})],
+            ),
+            *("exit code 1", 1),
+        ),
+        (read("Failed", reason="Evicted", message="low on memory."), "Evicted: low on me", None),
+        (
+            read("Failed", [container(running={})], conditions=[REMOVED]),
+            *("DeletionByPodGC: PodGC: node no longer exists", None),
+        ),
+        (read("Failed"), "failed for an unknown reason", None),
+    ],
+)
+def test_how_a_pod_has_ended_wherever_that_is_written(
+    state: PodState, ended: str | None, exit_code: int | None
+) -> None:
+    assert state.exit_code == exit_code
+    assert (state.ended is None) == (ended is None)
+    assert (state.ended or "").startswith(ended or "")
+    assert state.container == "prepare" or ended != "exit code 1"

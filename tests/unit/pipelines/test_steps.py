@@ -1,11 +1,12 @@
 """The pipeline's steps: the composed configuration, and the state after a failed run."""
 
 import errno
-import logging
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from kfp import dsl
@@ -16,7 +17,7 @@ from d2plm.assembly.tracked_run import tracked_run
 from d2plm.config import compose, read
 from d2plm.core.errors import ClusterError, ConfigError, DataError, TrackingError
 from d2plm.core.vocabulary import PROTEIN
-from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run, end_left_running
+from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run
 from pipelines import components, record, retries, steps
 from tests.conftest import Captured, Logged, MonkeyPatch
 
@@ -40,37 +41,19 @@ def configure(tmp_path: Path) -> Configure:
     return composed
 
 
-def caused(error: Exception, cause: Exception) -> Exception:
-    error.__cause__ = cause
-    return error
-
-
-def hidden(error: Exception, context: Exception) -> Exception:
-    """`error` as `raise error from None` leaves it, in the handling of `context`."""
-    error.__context__, error.__cause__ = context, None
-    return error
-
-
-def test_parameters_that_are_empty_or_0_leave_the_settings_to_the_configuration(
-    configure: Configure,
-) -> None:
-    expected = compose("pipeline", ["experiment=debug"])
-    config = read("pipeline", Path(configure()))
-    assert config.model == expected.model
-    assert config.trainer.max_steps == expected.trainer.max_steps
-    assert config.launcher.cpu == expected.launcher.cpu
-
-
 def test_parameters_and_further_settings_reach_the_configuration_whatever_characters_they_have(
     configure: Configure, tmp_path: Path
 ) -> None:
+    expected = compose("pipeline", ["experiment=debug"])
+    config = read("pipeline", Path(configure()))  # whose parameters are empty or 0
+    assert (config.model, config.launcher.cpu) == (expected.model, expected.launcher.cpu)
+    assert config.trainer.max_steps == expected.trainer.max_steps
     proteins = tmp_path / "a 'b'" / "c=d,e.fasta"
     proteins.parent.mkdir()
     proteins.write_text(">a\nMKV\n")
     given = {"max_steps": 7.0, "node_cpu": "3", "input": str(proteins), "claim": "mine"}
     config = read("pipeline", Path(configure("generation.seed=0 'name=b c'", **given)))
-    assert config.trainer.max_steps == 7
-    assert config.launcher.cpu == "3"
+    assert (config.trainer.max_steps, config.launcher.cpu) == (7, "3")
     assert config.data.input == str(proteins)
     assert config.launcher.claims == {"mine": "/workspace"}
     assert (config.generation.seed, config.name) == (0, "b c")
@@ -99,27 +82,26 @@ def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder
     assert config.generation.relatives == str(tmp_path / "image" / family)
 
 
-@pytest.mark.parametrize("overrides", ["paradigm=flow_matching_uniform", "paradigm.shift=true"])
-def test_relatives_for_what_takes_none_are_rejected_before_the_first_step(
-    configure: Configure, overrides: str
+@pytest.mark.parametrize(
+    ("parameters", "key"),
+    [
+        ({"experiment": "demo", "overrides": "paradigm.shift=true"}, "data.max_relatives="),
+        (
+            {
+                "experiment": "demo",
+                "overrides": "model.relatives_dim=null data.max_relatives=null data.alphabet=dna",
+            },
+            "generation.relatives",
+        ),
+        *(({"overrides": f"{key}=/nope"}, f"{key}=/nope") for key in ("data.input", "init_from")),
+    ],
+)
+def test_what_cannot_be_used_is_rejected_by_the_first_step(
+    configure: Configure, parameters: dict[str, str], key: str
 ) -> None:
     with pytest.raises(SystemExit) as refused:
-        configure(experiment="demo", overrides=overrides)
-    assert "data.max_relatives=null" in str(refused.value.__cause__)
-    alone = "model.relatives_dim=null data.max_relatives=null"
-    configure(experiment="demo", overrides=f"{overrides} {alone}")
-    with pytest.raises(SystemExit) as refused:
-        configure(experiment="demo", overrides=f"{alone} data.alphabet=dna")
-    assert "generation.relatives" in str(refused.value.__cause__)
-
-
-@pytest.mark.parametrize("key", ["data.input", "init_from", "data.tokenizer"])
-def test_inputs_that_do_not_exist_are_refused_by_the_first_step(
-    configure: Configure, capfd: Captured, key: str
-) -> None:
-    with pytest.raises(SystemExit):
-        configure(f"{key}=/workspace/nope")
-    assert f"error: {key}=/workspace/nope: no such file" in capfd.readouterr().err
+        configure(**parameters)
+    assert key in str(refused.value.__cause__)
 
 
 @pytest.mark.parametrize(
@@ -128,104 +110,72 @@ def test_inputs_that_do_not_exist_are_refused_by_the_first_step(
 def test_a_step_that_fails_says_why_in_its_last_line_and_keeps_its_traceback_in_a_file(
     tmp_path: Path, capfd: Captured, error: Exception, code: int
 ) -> None:
-    def fail() -> None:
-        raise error
-
     with pytest.raises(SystemExit) as ended:
-        steps.run_step("evaluate", tmp_path / "run.yaml", fail)
+        steps.run_step("evaluate", tmp_path / "run.yaml", Mock(side_effect=error))
     assert ended.value.code == code
     lines = capfd.readouterr().err.splitlines()
     assert lines[-1].startswith("d2plm: error: ") and str(error) in lines[-1]
     assert not any("Traceback" in line for line in lines)
-    assert "in fail" in (tmp_path / "run.log").read_text()
+    assert "Traceback" in (tmp_path / "run.log").read_text()
     failure = record.cause(tmp_path / "run.yaml")
     assert failure is not None and str(error) in failure.message
 
 
-@pytest.mark.parametrize("in_cluster", [True, False])
+def chained(error: Exception, **links: Exception | None) -> Exception:
+    """An error with a `__cause__` or a `__context__`."""
+    for name, value in links.items():
+        setattr(error, f"__{name}__", value)
+    return error
+
+
+AWAY = ConnectionRefusedError("the MLflow server is away")
+
+
 @pytest.mark.parametrize(
-    ("error", "is_temporary"),
+    ("pod", "error", "is_repeated"),
     [
-        (ConnectionRefusedError("the MLflow server is away"), True),
-        (OSError(errno.ESTALE, "Stale file handle"), True),
-        (ConfigError("trainer.max_step=7: unknown key"), False),
-        (FileNotFoundError("/workspace/nope.fasta"), False),
-        (socket.gaierror(socket.EAI_NONAME, "no such server"), False),
-        (ApiException(status=0, reason="SSLError"), True),  # of TLS
-        (hidden(ConfigError("no"), ConnectionRefusedError("handled")), False),
-        (caused(ClusterError("no answer"), ConnectionRefusedError("repeated")), False),
+        ("", AWAY, False),
+        ("prepare", AWAY, True),
+        ("prepare", OSError(errno.ESTALE, "Stale file handle"), True),
+        ("prepare", ApiException(status=0, reason="SSLError"), True),  # of TLS
+        ("prepare", ConfigError("trainer.max_step=7: unknown key"), False),
+        ("prepare", FileNotFoundError("/workspace/nope.fasta"), False),
+        ("prepare", socket.gaierror(socket.EAI_NONAME, "no such server"), False),
+        # As `raise … from None` leaves it, and as it is after requests that were repeated.
+        ("prepare", chained(ConfigError("no"), context=AWAY, cause=None), False),
+        ("prepare", chained(ClusterError("no answer"), cause=AWAY), False),
     ],
 )
 def test_only_temporary_failures_are_tried_again_and_only_in_a_pod(
-    tmp_path: Path, monkeypatch: MonkeyPatch, error: Exception, is_temporary: bool, in_cluster: bool
+    tmp_path: Path, monkeypatch: MonkeyPatch, pod: str, error: Exception, is_repeated: bool
 ) -> None:
-    if in_cluster:
-        monkeypatch.setenv("KFP_POD_NAME", "prepare")
+    if pod:
+        monkeypatch.setenv("KFP_POD_NAME", pod)
     monkeypatch.setattr(retries, "PAUSES", (0, 0))
-    attempts = []
-
-    def fail_once() -> str:
-        attempts.append(1)
-        if len(attempts) == 1:
-            raise TrackingError("cannot do it") from error
-        return "done"
-
-    if is_temporary and in_cluster:
-        assert steps.run_step("prepare", tmp_path / "run.yaml", fail_once) == "done"
-    else:
-        with pytest.raises(SystemExit):
-            steps.run_step("prepare", tmp_path / "run.yaml", fail_once)
-        assert len(attempts) == 1
+    once = Mock(side_effect=[chained(TrackingError("cannot"), cause=error), "done"])
+    with nullcontext() if is_repeated else pytest.raises(SystemExit):
+        assert steps.run_step("prepare", tmp_path / "run.yaml", once) == "done"
+    assert once.call_count == 1 + is_repeated
 
 
 def test_a_copy_for_the_ui_that_fails_does_not_fail_or_repeat_the_step(
     configure: Configure, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     monkeypatch.setenv("KFP_POD_NAME", "prepare")
+    away = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
+    monkeypatch.setattr("pipelines.artifacts.fill", away)
     done = []
-
-    def away(*_: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
 
     @steps.step
     def prepare(config: str) -> str:
         done.append(config)
         return "digest"
 
-    monkeypatch.setattr("pipelines.artifacts.fill", away)
     config = configure()
     assert prepare(config, dataset=None) == "digest"
     assert len(done) == 1
     assert record.entries(Path(config))["prepare"].state == "succeeded"
     assert "artifacts in the UI are incomplete" in caplog.text
-
-
-def test_a_run_that_was_cancelled_before_it_wrote_makes_no_folder(tmp_path: Path) -> None:
-    work_dir = tmp_path / "work"
-    steps.finish("run-1", str(work_dir), "RUNNING")
-    assert not work_dir.exists()
-
-
-def test_proteins_are_kept_and_said_to_be_where_the_report_on_them_fails(
-    tmp_path: Path, monkeypatch: MonkeyPatch, configure: Configure
-) -> None:
-    def write(exported: object, settings: object, output: Path, precision: str) -> None:
-        output.write_text(">a\nMKV\n")
-
-    def fail(config: object, exported: object) -> None:
-        raise DataError("no MMseqs2; install it")
-
-    monkeypatch.setattr("d2plm.assembly.generation.generate", write)
-    monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
-    # Last: modules that are imported with it replaced would keep the replacement.
-    exported = SimpleNamespace(vocabulary=PROTEIN)
-    monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: exported)
-    config = configure(f"output_dir={tmp_path}")
-    with pytest.raises(SystemExit) as failed:
-        steps.generate(config)
-    said = str(failed.value.__cause__)
-    assert f"wrote {tmp_path / 'generated.fasta'}, but not the report on it: no MMseqs2" in said
-    assert (tmp_path / "generated.fasta").read_text() == ">a\nMKV\n"
 
 
 @pytest.fixture(scope="module")
@@ -325,56 +275,33 @@ def test_a_run_whose_model_is_registered_or_that_ended_badly_stays_as_it_is(
     assert client.get_run(run_id).info.status == status
 
 
-def test_a_run_of_another_pipeline_in_the_same_folder_is_left_alone(work: Path) -> None:
-    client, run_id = left_running(work)
-    client.set_tag(run_id, "pipeline.run", "run-9")
-    steps.finish("run-1", str(work), "FAILED")
-    assert client.get_run(run_id).info.status == "RUNNING"
-    client.set_tag(run_id, "pipeline.run", "run-1")
-    steps.finish("run-1", str(work), "FAILED")
-    assert client.get_run(run_id).info.status == "FAILED"
-
-
-@pytest.mark.parametrize("status", ["FINISHED", "RUNNING"])
-def test_a_training_of_no_pipeline_in_the_same_folder_is_left_alone(
-    work: Path, status: str
+@pytest.mark.parametrize("pipeline", ["run-9", None])
+def test_a_run_of_another_pipeline_or_of_none_in_the_same_folder_is_left_alone(
+    work: Path, pipeline: str | None
 ) -> None:
     client, run_id = left_running(work)
     client.delete_tag(run_id, "pipeline.run")
-    client.set_terminated(run_id, status=status)
+    if pipeline is not None:
+        client.set_tag(run_id, "pipeline.run", pipeline)
     steps.finish("run-1", str(work), "FAILED")
-    found = client.get_run(run_id)
-    assert found.info.status == status and "pipeline.state" not in found.data.tags
+    run = client.get_run(run_id)
+    assert run.info.status == "RUNNING" and "pipeline.state" not in run.data.tags
 
 
 def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
     work: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
+    steps.finish("run-2", str(work / "none"), "RUNNING")  # cancelled before it wrote
+    assert not (work / "none").exists()
     steps.finish("run-2", str(work), "FAILED")  # whose first step has failed
-    left_running(work)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
-    steps.finish("run-1", str(work), "FAILED")
-    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "what the steps have left running: cannot reach the MLflow store" in warnings[0]
-
-
-def test_without_a_run_the_store_is_not_asked(
-    work: Path, monkeypatch: MonkeyPatch, caplog: Logged
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/none/mlflow.db")
-    steps.finish("run-1", str(work), "FAILED")
+    steps.finish("run-1", str(work), "FAILED")  # which has no run: the store is not asked
     assert not caplog.records
-
-
-def test_the_experiment_that_kubeflow_pipelines_sets_is_taken(
-    work: Path, monkeypatch: MonkeyPatch, store: str
-) -> None:
-    client = MlflowClient(tracking_uri=store)
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", client.create_experiment("of KFP"))
-    _, run_id = left_running(work)
-    experiment = client.get_experiment(client.get_run(run_id).info.experiment_id)
-    assert experiment.name == "of KFP"
+    (work / "diffusion").mkdir()
+    (work / "diffusion" / "tracking_run.json").write_text('{"run_id": "' + "0" * 32 + '"}')
+    steps.finish("run-1", str(work), "FAILED")
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "cannot reach the MLflow store" in warning
 
 
 def test_the_steps_share_one_run_beside_those_that_kfps_plugin_makes_for_each(
@@ -383,12 +310,9 @@ def test_the_steps_share_one_run_beside_those_that_kfps_plugin_makes_for_each(
     client = MlflowClient(tracking_uri=store)
     experiment = client.create_experiment("of the plugin")
     parent = client.create_run(experiment).info.run_id
-
-    def begin_step() -> str:
-        nested = client.create_run(experiment, tags={PARENT_TAG: parent}).info.run_id
-        for name, value in (("RUN_ID", nested), ("EXPERIMENT_ID", experiment)):
-            monkeypatch.setenv(f"MLFLOW_{name}", value)
-        return nested
+    configuring, *nested = (
+        client.create_run(experiment, tags={PARENT_TAG: parent}).info.run_id for _ in range(3)
+    )
 
     @steps.step
     def track(file: str) -> str | None:
@@ -397,26 +321,18 @@ def test_the_steps_share_one_run_beside_those_that_kfps_plugin_makes_for_each(
 
     monkeypatch.setenv("KFP_POD_NAME", "step")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    begin_step()
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", experiment)
+    monkeypatch.setenv("MLFLOW_RUN_ID", configuring)
     config = configure()
-    nested = [begin_step(), begin_step()]
     begun = []
     for run_id in nested:
         monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
         begun.append(track(config))
     assert begun[0] is not None and begun[0] == begun[1] not in nested
     own = client.get_run(begun[0])
-    assert own.data.tags[PARENT_TAG] == parent
+    assert (own.info.experiment_id, own.data.tags[PARENT_TAG]) == (experiment, parent)
     for run_id in nested:
-        tags = client.get_run(run_id).data.tags
-        assert tags["mlflow.note.content"] == f"The results of this step are in the run {begun[0]}."
-
-
-def test_a_run_that_the_store_does_not_have_is_reported(work: Path) -> None:
-    left_running(work)
-    (work / "diffusion" / "tracking_run.json").write_text('{"run_id": "' + "0" * 32 + '"}')
-    with pytest.raises(TrackingError, match="0000"):
-        end_left_running(work / "diffusion", "FAILED", tags={})
+        assert begun[0] in client.get_run(run_id).data.tags["mlflow.note.content"]
 
 
 def test_a_job_that_its_step_has_left_behind_is_deleted(
@@ -439,3 +355,20 @@ def test_a_job_that_its_step_has_left_behind_is_deleted(
         assert double.job(name) is not None
         steps.finish("run-1", str(work), "FAILED")
         double.wait_for(lambda: double.job(name) is None)
+
+
+def test_proteins_are_kept_where_the_report_on_them_fails(
+    tmp_path: Path, monkeypatch: MonkeyPatch, configure: Configure
+) -> None:
+    write = Mock(side_effect=lambda exported, settings, output, _: output.write_text(">a\nMKV\n"))
+    monkeypatch.setattr("d2plm.assembly.generation.generate", write)
+    fail = Mock(side_effect=DataError("no MMseqs2; install it"))
+    monkeypatch.setattr("d2plm.commands.report.report_on_proteins", fail)
+    # Last: modules that are imported with it replaced would keep the replacement.
+    exported = SimpleNamespace(vocabulary=PROTEIN)
+    monkeypatch.setattr("d2plm.tracking.locations.open_export", lambda folder, device: exported)
+    config = configure(f"output_dir={tmp_path}")
+    with pytest.raises(SystemExit) as failed:
+        steps.generate(config)
+    assert str(tmp_path / "generated.fasta") in str(failed.value.__cause__)
+    assert (tmp_path / "generated.fasta").read_text() == ">a\nMKV\n"
