@@ -144,7 +144,6 @@ class Denoiser:
 
 
 EXACT = Denoiser(conditional)
-IGNORING = Denoiser(lambda relatives: conditional(()))
 
 
 def tokens_of(member: Member) -> NDArray[np.uint8]:
@@ -238,14 +237,6 @@ def test_the_order_of_the_relatives_does_not_matter_and_one_more_does(
     assert found[0] != pytest.approx(found[2], rel=1e-3)
 
 
-@both
-def test_one_that_ignores_the_relatives_bounds_the_marginal_and_no_less(
-    paradigm: MaskedParadigm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = expected_bounds(monkeypatch, paradigm, IGNORING, CASES)
-    np.testing.assert_allclose(found, [nats(protein, ()) for protein, _ in CASES], rtol=1e-9)
-
-
 UNIFORM = np.full((LETTERS,) * LENGTH, LETTERS**-LENGTH)
 WORSE: dict[str, Predict] = {
     "ignores the relatives": lambda relatives: conditional(()),
@@ -268,22 +259,6 @@ def test_a_worse_denoiser_s_bound_is_looser_by_the_divergence_from_what_it_belie
     assert mean > entropy(relatives) + 0.05
     gap = divergence(relatives, believed(relatives))
     assert mean - entropy(relatives) == pytest.approx(gap, rel=1e-9)
-
-
-@both
-def test_a_denoiser_of_no_joint_distribution_is_no_better_than_an_exact_one(
-    paradigm: MaskedParadigm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Arbitrary(Denoiser):
-        def __init__(self) -> None:
-            self.toy = cache(lambda relatives: Toy(seed=sum(map(len, relatives))))
-
-    relatives = FAMILIES[3]
-    cases = [(protein, relatives) for protein in EVERY]
-    bounds = expected_bounds(monkeypatch, paradigm, Arbitrary(), cases)
-    assert (np.exp(-bounds)).sum() < 1  # each is above −log of the probability by its own joint
-    mean = float(bounds @ [conditional(relatives)[protein] for protein in EVERY])
-    assert mean > entropy(relatives) + 0.05
 
 
 @pytest.mark.parametrize(

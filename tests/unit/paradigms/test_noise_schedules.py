@@ -50,11 +50,8 @@ def alpha_bars(name: str, steps: int) -> list[float]:
     return [ALPHA_BARS[name](t, steps) for t in range(steps + 1)]
 
 
-# --- continuous time ---------------------------------------------------------------------------
-
-
 @EVERY
-def test_kept_rises_from_zero_to_one_by_its_formula(schedule: NoiseSchedule, curve: Curve) -> None:
+def test_kept_and_its_rate_are_those_of_the_formula(schedule: NoiseSchedule, curve: Curve) -> None:
     times = grid(0, 1, 1001)
     kept = schedule.kept(times)
     assert float(kept[0]) == pytest.approx(0, abs=1e-15)
@@ -62,9 +59,6 @@ def test_kept_rises_from_zero_to_one_by_its_formula(schedule: NoiseSchedule, cur
     assert (kept.diff() > 0).all()
     np.testing.assert_allclose(kept, [curve(float(t)) for t in times], rtol=0, atol=1e-13)
 
-
-@EVERY
-def test_the_rate_is_the_derivative(schedule: NoiseSchedule, curve: Curve) -> None:
     times, h = grid(0.01, 0.99, 99), 1e-6
     differences = [(curve(t + h) - curve(t - h)) / (2 * h) for t in times.tolist()]
     np.testing.assert_allclose(schedule.rate(times), differences, rtol=1e-6, atol=1e-9)
@@ -78,9 +72,6 @@ def test_the_time_at_a_corrupted_fraction_inverts_the_schedule(
     times = schedule.time_at(fractions)
     assert float(times.min()) >= -1e-12 and float(times.max()) <= 1 + 1e-12
     np.testing.assert_allclose([1 - curve(float(t)) for t in times], fractions, atol=1e-12)
-
-
-# --- T steps -----------------------------------------------------------------------------------
 
 
 @DISCRETE
@@ -112,22 +103,6 @@ def test_in_steps_the_inverse_is_exact_at_the_steps_and_linear_between_them(name
     np.testing.assert_allclose(interpolated, between, atol=1e-9)
 
 
-@pytest.mark.parametrize("name, tolerance", [("linear", 1e-15), ("cosine", 1e-15)])
-def test_steps_lie_on_the_continuous_curve(name: str, tolerance: float) -> None:
-    times = grid(0, 1, 51)
-    in_steps = InSteps(IN_STEPS[name], 50).kept(times)
-    np.testing.assert_allclose(in_steps, IN_STEPS[name].kept(times), atol=tolerance)
-
-
-def test_linear_beta_in_continuous_time_is_that_of_a_thousand_steps() -> None:
-    """ln Π(1 − β_s) and −∫β differ by Σβ²/2 and by the end points' half steps."""
-    times, schedule = grid(0, 1, 1001), LinearBeta(1e-4, 0.02)
-    np.testing.assert_allclose(InSteps(schedule, 1000).kept(times), schedule.kept(times), atol=3e-3)
-
-
-# --- the paradigms' own time axes --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", ["mask", "uniform"])
 @pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
 def test_a_flow_counts_time_from_the_source_whichever_it_is(
@@ -142,20 +117,12 @@ def test_a_flow_counts_time_from_the_source_whichever_it_is(
 
 
 @DISCRETE
-@pytest.mark.parametrize("steps", [None, 1000])
-def test_diffusion_counts_time_from_the_data(name: str, steps: int | None) -> None:
-    diffusion = AbsorbingDiffusion(num_train_timesteps=steps, schedule=name)
-    times = torch.arange(1001, dtype=torch.float64) / 1000
-    curve = CONTINUOUS_ALPHA_BARS[name]
-    expected = (
-        [1 - curve(float(t)) for t in times]
-        if steps is None
-        else [1 - a for a in alpha_bars(name, 1000)]
-    )
+def test_diffusion_counts_time_from_the_data(name: str) -> None:
+    diffusion = AbsorbingDiffusion(num_train_timesteps=None, schedule=name)
+    times = grid(0, 1, 101)
+    expected = [1 - CONTINUOUS_ALPHA_BARS[name](float(t)) for t in times]
     np.testing.assert_allclose(diffusion.corrupted_fraction(times), expected, atol=1e-12)
     inverse = diffusion.time_at_corrupted_fraction(torch.tensor(expected, dtype=torch.float64))
-    np.testing.assert_allclose(
-        diffusion.corrupted_fraction(inverse), expected, atol=1e-9 if steps is None else 1e-6
-    )
+    np.testing.assert_allclose(diffusion.corrupted_fraction(inverse), expected, atol=1e-9)
     assert diffusion.kept(diffusion.prior_time) == pytest.approx(0, abs=1e-15)
     assert diffusion.kept(diffusion.data_time) == 1

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from scipy.integrate import quad
 from scipy.special import expit, log_softmax
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from d2plm.core.vocabulary import CANONICAL_START, encode
 from d2plm.data.loader import framed
 from d2plm.paradigms import flow_matching
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.paradigms.paradigm import BoundDraw, Denoiser
 from d2plm.paradigms.uniform_noise import generalised_kl_nats, log_posterior, time_reversal_nats
 from tests.unit.paradigms.closed_forms import KAPPAS, Curve
 from tests.unit.paradigms.two_residues import (
@@ -39,9 +37,7 @@ from tests.unit.paradigms.two_residues import (
     chances,
     exact_denoiser,
     kernel,
-    likelihood,
     logistic_nodes,
-    path_divergence,
     path_integral,
     protein_batch,
     random_joint,
@@ -65,8 +61,8 @@ BOUNDS = pytest.mark.parametrize("loss", RATES)
 
 
 @cache
-def reference(loss: str, protein: Protein, exact: bool) -> float:
-    return path_integral(RATES[loss], exact_denoiser(JOINT) if exact else WRONG, protein)
+def reference(loss: str, protein: Protein) -> float:
+    return path_integral(RATES[loss], WRONG, protein)
 
 
 def code_integral(
@@ -96,9 +92,6 @@ def code_integral(
     return total
 
 
-# --- the losses --------------------------------------------------------------------------------
-
-
 @BOUNDS
 @FLOWS
 def test_the_expected_loss_is_the_divergence_of_the_chains_whatever_the_schedule(
@@ -107,65 +100,7 @@ def test_the_expected_loss_is_the_divergence_of_the_chains_whatever_the_schedule
     """The model is a function of κ alone, however it learns of κ."""
     paradigm, protein = UniformFlowMatching(**settings, loss=loss), PROTEINS[0]
     found = code_integral(monkeypatch, paradigm, WRONG, kappa, protein)
-    assert found == pytest.approx(reference(loss, protein, False), rel=1e-6)
-
-
-@BOUNDS
-@FLOWS
-def test_at_each_time_the_loss_is_the_rate_of_kappa_times_the_divergence(
-    settings: dict[str, Any], kappa: Curve, loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paradigm, (x1, x2), h = UniformFlowMatching(**settings, loss=loss), PROTEINS[1], 1e-6
-    for time in (0.03, 0.4, 0.93):
-        batch = protein_batch((x1, x2), N**2)
-        times = torch.full((N**2,), time, dtype=torch.float64)
-        with monkeypatch.context() as patch:
-            show_every_state(patch, paradigm, times)
-            corrupted = paradigm.corrupt(batch, Key(0))
-        rate = (kappa(time + h) - kappa(time - h)) / (2 * h)
-        expected = rate * path_divergence(RATES[loss], WRONG, (x1, x2), kappa(time)).flatten()
-        logits = told_the_time(WRONG, kappa)(corrupted.tokens, batch.cu_seqlens, 4, times)
-        for state in range(0, N**2, 7):
-            one = torch.where(batch.segment_ids() == state, corrupted.weights, 0.0)
-            nats, count = paradigm.loss(logits, batch, replace(corrupted, weights=one))
-            assert float(nats) == pytest.approx(expected[state], rel=1e-6)
-            assert count == 2 * N**2  # every residue is a target
-
-
-@FLOWS
-def test_the_expected_mean_loss_is_the_cross_entropy_of_bayes_rule(
-    settings: dict[str, Any], kappa: Curve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paradigm, protein = UniformFlowMatching(**settings, loss="mean"), PROTEINS[0]
-    expected = 0.0
-    for time, width in zip(*logistic_nodes(), strict=True):
-        p, noise = np.exp(WRONG(Z1, Z2, np.full((N, N), kappa(time)))), kernel(kappa(time))
-        for site, shown in enumerate((Z1, Z2)):
-            joint = p[:, :, site] * noise.T[shown]
-            weights = chances(protein, kappa(time))
-            right = np.where(weights > 0, joint[..., protein[site]] / joint.sum(-1), 1.0)
-            expected -= width * float((weights * np.log(right)).sum())
-    found = code_integral(monkeypatch, paradigm, WRONG, kappa, protein)
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
-@BOUNDS
-@pytest.mark.parametrize("sampling", ["uniform", "low_variance"])
-def test_random_corruption_estimates_the_same_losses(loss: str, sampling: str) -> None:
-    """No scripted draws: times, noise and weights as in training."""
-    protein, copies = PROTEINS[2], 1000
-    batch, model = protein_batch(protein, copies), told_the_time(WRONG, KAPPAS[3][1])
-    paradigm, steps = UniformFlowMatching(schedule="cosine", loss=loss, time_sampling=sampling), []
-    for step in range(16):
-        corrupted = paradigm.corrupt(batch, Key(1, step))
-        logits = model(corrupted.tokens, batch.cu_seqlens, 4, corrupted.times)
-        nats, count = paradigm.loss(logits, batch, corrupted)
-        assert count == 2 * copies
-        steps.append(float(nats) / copies)
-    assert stats.ttest_1samp(steps, reference(loss, protein, False)).pvalue > 1e-3
-
-
-# --- against derivations that know no rates ----------------------------------------------------
+    assert found == pytest.approx(reference(loss, protein), rel=1e-6)
 
 
 def by_small_steps(steps: int, step_kl: Callable[[float, float], float]) -> float:
@@ -217,7 +152,7 @@ def test_each_bound_is_the_limit_of_the_elbo_in_small_steps(
         for n in (200, 400, 800)
     )
     limit = (8 * finest - 6 * fine + coarse) / 3  # Richardson: without the terms 1/n and 1/n²
-    assert limit == pytest.approx(reference(loss, protein, False), rel=1e-5)
+    assert limit == pytest.approx(reference(loss, protein), rel=1e-5)
 
 
 def test_the_time_reversal_integrand_is_that_of_schiff_et_al() -> None:
@@ -246,9 +181,6 @@ def test_the_time_reversal_integrand_is_that_of_schiff_et_al() -> None:
         np.testing.assert_allclose(found, total / (N * alpha), rtol=1e-9, atol=1e-12)
 
 
-# --- they are bounds ---------------------------------------------------------------------------
-
-
 def test_with_exact_posteriors_the_time_reversal_bound_is_minus_log_p(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,74 +190,6 @@ def test_with_exact_posteriors_the_time_reversal_bound_is_minus_log_p(
             monkeypatch, UniformFlowMatching(schedule="linear"), exact, LINEAR, protein
         )
         assert found == pytest.approx(-math.log(JOINT[protein]), rel=1e-6)
-
-
-def test_with_exact_posteriors_the_generalised_kl_lies_above_the_entropy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two letters of the twenty: four proteins, so that the expectation is a sum."""
-    joint = np.full((N, N), 1e-12)
-    joint[:2, :2] += [[0.4, 0.15], [0.1, 0.35]]
-    joint /= joint.sum()
-    entropy = -float((joint * np.log(joint)).sum())
-    exact = exact_denoiser(joint)
-
-    def integrand(kappa: float) -> float:
-        return sum(
-            float(joint[x])
-            * float((chances(x, kappa) * path_divergence(velocity_rates, exact, x, kappa)).sum())
-            for x in np.ndindex(2, 2)
-        )
-
-    expected = quad(integrand, 1e-9, 1 - 1e-9, epsabs=1e-6, epsrel=1e-6, limit=100)[0]
-    paradigm = UniformFlowMatching(schedule="linear", loss="generalised_kl")
-    found = sum(
-        joint[x] * code_integral(monkeypatch, paradigm, exact, LINEAR, x) for x in np.ndindex(2, 2)
-    )
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert found > entropy + 0.1
-
-
-@pytest.mark.thorough
-@BOUNDS
-def test_no_model_is_above_the_likelihood_of_its_own_chain(loss: str) -> None:
-    """Kolmogorov's forward equation gives what the chain with the model's rates ends in."""
-    chain = likelihood(RATES[loss], WRONG)
-    assert chain.sum() == pytest.approx(1)
-    for protein in PROTEINS:
-        assert reference(loss, protein, False) > -math.log(chain[protein]) + 0.05
-
-
-@pytest.mark.thorough
-@BOUNDS
-def test_the_chain_of_exact_posteriors_ends_in_the_data(loss: str) -> None:
-    np.testing.assert_allclose(likelihood(RATES[loss], exact_denoiser(JOINT)), JOINT, atol=1e-8)
-
-
-def test_the_weighted_cross_entropy_of_the_mask_source_is_no_bound_here() -> None:
-    """Data without any order, ln 20 nats a residue, and a model that never says what it is shown.
-
-    κ̇/(1 − κ)·CE at the residues that differ from the clean one comes to 19/20·ln 19 < ln 20; the
-    two bounds do not fall for it.
-    """
-    shown, clean = torch.arange(N).repeat(N), torch.arange(N).repeat_interleave(N)
-    log_p = torch.zeros(N * N, N, dtype=torch.float64)
-    log_p[torch.arange(N * N), shown] = -200.0
-    log_p = log_p.log_softmax(-1)
-    plain, bounds = 0.0, dict.fromkeys(LOSSES, 0.0)
-    for kappa, width in zip(*logistic_nodes(), strict=True):
-        at = torch.full((N * N,), kappa, dtype=torch.float64)
-        weights = width * kernel(kappa).flatten() / N  # of clean residue and shown one
-        nats = -log_posterior(log_p, shown, at).gather(-1, clean[:, None])[:, 0]
-        plain += float(weights @ torch.where(shown != clean, nats, 0.0).numpy() / (1 - kappa))
-        for name, integrand in LOSSES.items():
-            bounds[name] += float(weights @ integrand(log_p, shown, clean, at).numpy())
-    assert plain == pytest.approx(19 / 20 * math.log(19), rel=1e-6)
-    assert plain < math.log(20) - 0.1
-    assert min(bounds.values()) > math.log(20) + 0.1
-
-
-# --- Bayes' rule, and the ends of time ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("kappa", [0.0, 1e-6, 0.2, 0.5, 0.97, 1 - 1e-6])
@@ -362,32 +226,6 @@ def test_losses_and_gradients_are_finite_at_the_ends_of_time(loss: str, kappa: f
             assert (gradient[~paradigm.maskable(batch)] == 0).all()
 
 
-@pytest.mark.parametrize("loss", UniformFlowMatching.losses)
-@pytest.mark.parametrize("kappa", [0.1, 0.6, 0.95])
-def test_gradients_are_the_finite_differences(loss: str, kappa: float) -> None:
-    paradigm = UniformFlowMatching(schedule="linear", loss=loss)
-    batch = PackedBatch.pack([framed(encode("ACD"))])
-    corrupted = paradigm.corrupt(batch, Key(3))
-    corrupted = replace(corrupted, times=torch.tensor([kappa], dtype=torch.float64))
-    logits = torch.randn(5, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def nats(logits: Tensor) -> Tensor:
-        return paradigm.loss(logits, batch, corrupted)[0]
-
-    logits.requires_grad_()
-    (gradient,) = torch.autograd.grad(nats(logits), logits)
-    h = 1e-5
-    with torch.no_grad():
-        for token, symbol in [(1, 6), (1, 20), (2, 5), (2, 9), (3, 23), (2, 30), (0, 7)]:
-            step = torch.zeros_like(logits)
-            step[token, symbol] = h
-            difference = float(nats(logits + step) - nats(logits - step)) / (2 * h)
-            assert float(gradient[token, symbol]) == pytest.approx(difference, rel=1e-5, abs=1e-8)
-
-
-# --- the bound's estimator ---------------------------------------------------------------------
-
-
 @FLOWS
 @pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
 def test_the_bound_estimates_the_time_reversal_bound(
@@ -411,34 +249,14 @@ def test_the_bound_estimates_the_time_reversal_bound(
         for node, width in zip(nodes, widths, strict=True)
     ]
     found = float(drawn.nats.numpy() @ np.array(weights).flatten())
-    assert found == pytest.approx(reference("elbo", protein, False), rel=2e-5)
-
-
-def draws_of_the_bound(
-    copies: int, draws: int, *, control: Tensor | None = None, seed: int = 0
-) -> list[BoundDraw]:
-    paradigm, batch = UniformFlowMatching(schedule="cosine"), protein_batch(PROTEINS[0], copies)
-    model = told_the_time(WRONG, KAPPAS[3][1])
-    return [
-        paradigm.bound(model, batch, Key(seed), draw=draw, draws=draws, control=control)
-        for draw in range(draws)
-    ]
-
-
-@pytest.mark.parametrize("draws", [1, 4])
-@pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
-def test_random_draws_average_to_the_bound(draws: int, control: Tensor | None) -> None:
-    copies, expected = 12_000, reference("elbo", PROTEINS[0], False)
-    drawn = draws_of_the_bound(copies, draws, control=control, seed=100)
-    means = torch.stack([draw.nats for draw in drawn]).mean(0)
-    standard_error = float(means.std()) / math.sqrt(copies)
-    assert abs(float(means.mean()) - expected) < 3.3 * standard_error  # the level of 1e-3
-    assert standard_error < 0.02 * expected
+    assert found == pytest.approx(reference("elbo", protein), rel=2e-5)
 
 
 def test_draws_are_strata_of_the_root_of_the_corrupted_fraction() -> None:
-    draws = 5
-    for number, drawn in enumerate(draws_of_the_bound(500, draws)):
+    paradigm, batch, draws = UniformFlowMatching(), protein_batch(PROTEINS[0], 500), 5
+    model = told_the_time(WRONG, KAPPAS[3][1])
+    for number in range(draws):
+        drawn = paradigm.bound(model, batch, Key(0), draw=number, draws=draws)
         place = (1 - drawn.fraction.sqrt()) * draws - number
         assert float(place.min()) > -1e-9 and float(place.max()) < 1 + 1e-9
         assert stats.kstest(place.numpy(), "uniform").pvalue > 1e-3
@@ -457,36 +275,12 @@ def test_the_control_variate_makes_a_unigram_models_estimate_exact() -> None:
         sum(float(CONTROL[t - CANONICAL_START]) for t in encode(text) if t < CANONICAL_START + N)
         for text in texts
     ]
-    plain = []
-    for seed in range(200):
-        arguments = (unigram_model, batch, Key(seed))
-        controlled = UniformFlowMatching().bound(*arguments, control=CONTROL).nats
+    paradigm, plain = UniformFlowMatching(), set()
+    for seed in range(10):
+        controlled = paradigm.bound(unigram_model, batch, Key(seed), control=CONTROL).nats
         np.testing.assert_allclose(controlled, exact, rtol=1e-5)
-        plain.append(UniformFlowMatching().bound(*arguments).nats)
-    estimates = torch.stack(plain)
-    standard_errors = estimates.std(0) / math.sqrt(len(plain))
-    assert (standard_errors > 0.01).all()  # without it, a draw is far from exact
-    assert ((estimates.mean(0) - torch.tensor(exact)).abs() < 4 * standard_errors).all()
-
-
-def test_a_sequences_draws_are_keyed_by_its_id_not_by_its_batch() -> None:
-    random = np.random.default_rng(0)
-    sequences = [framed(random.integers(4, 24, n, dtype=np.uint8)) for n in (9, 30, 17, 5)]
-    ids = np.array([77, 3, 12, 40])
-
-    def drawn(chosen: list[int], **shape: Any) -> BoundDraw:
-        batch = PackedBatch.pack(
-            [sequences[i] for i in chosen], draw_ids=ids[chosen], global_sequences=99, **shape
-        )
-        return UniformFlowMatching().bound(unigram_model, batch, Key(4), draw=1, draws=3)
-
-    whole = drawn([0, 1, 2, 3])
-    for chosen in ([2], [3, 0], [1, 2, 0]):
-        part = drawn(chosen, token_budget=128, max_segments=6)
-        for field in ("nats", "fraction", "cross_entropy", "predicted"):
-            mine = getattr(part, field)[: len(chosen)]
-            np.testing.assert_allclose(mine, getattr(whole, field)[chosen], rtol=1e-12)
-    assert len(set(whole.fraction.tolist())) == 4
+        plain.add(round(float(paradigm.bound(unigram_model, batch, Key(seed)).nats[0]), 3))
+    assert len(plain) > 5  # without it, a draw is far from exact
 
 
 def test_what_a_draw_reports_beside_the_bound() -> None:
@@ -501,11 +295,9 @@ def test_what_a_draw_reports_beside_the_bound() -> None:
         seen.append((tokens.long(), times))
         return logits
 
-    recording: Denoiser = model
-    changed = variance = 0.0
-    for draw in range(8):
+    for draw in range(2):
         drawn = UniformFlowMatching(schedule="polynomial").bound(
-            recording, batch, Key(1), draw=draw, draws=8
+            model, batch, Key(1), draw=draw, draws=2
         )
         tokens, times = seen[-1]
         kappas = times.double() ** 2
@@ -524,13 +316,6 @@ def test_what_a_draw_reports_beside_the_bound() -> None:
             assert float(drawn.cross_entropy[segment]) == pytest.approx(
                 -np.log(right).sum(), rel=1e-4
             )
-            chance = float(drawn.fraction[segment]) * 19 / 20
-            changed += int((shown != clean).sum()) - len(p) * chance
-            variance += len(p) * chance * (1 - chance)
-    assert abs(changed) < 3.3 * math.sqrt(variance)  # the level of 1e-3
-
-
-# --- low-variance times ------------------------------------------------------------------------
 
 
 @BOUNDS
@@ -566,10 +351,5 @@ def test_low_variance_times_keep_the_expectation_and_make_the_second_moment_fini
     assert high == pytest.approx(low, rel=0.05)
     uniform_low, uniform_high = (moments["uniform", reach][1] for reach in (7.0, 13.0))
     assert high < 0.75 * uniform_low
-    # A schedule that ends at slope 0 spends its time near the data: uniform times suffice for it.
-    ends_flat = settings == {"schedule": "cubic"}
-    assert (
-        uniform_high == pytest.approx(uniform_low, rel=0.05)
-        if ends_flat
-        else (uniform_high > 2 * uniform_low)
-    )
+    if settings != {"schedule": "cubic"}:  # which ends at slope 0: uniform times suffice for it
+        assert uniform_high > 2 * uniform_low

@@ -154,32 +154,6 @@ def path_integral(rates: ModelRates, log_p: LogP, protein: Protein) -> float:
     )
 
 
-def likelihood(rates: ModelRates, log_p: LogP) -> Array:
-    """P(x_1, x_2) [20, 20] that the model's own chain ends in, from uniform noise.
-
-    Kolmogorov's forward equation, by Runge and Kutta's rule in ln(κ/(1 − κ)), in which no rate is
-    large.
-    """
-
-    def derivative(s: float, state: Array) -> Array:
-        kappa, unit = float(expit(s)), float(expit(s) * expit(-s))
-        p, change = np.exp(log_p(Z1, Z2, np.full((N, N), kappa))), np.zeros_like(state)
-        for site in range(2):
-            flow = state[..., None] * np.where(OTHER[site], unit * rates(p, site, kappa), 0.0)
-            change -= flow.sum(-1)
-            change += flow.sum(0).T if site == 0 else flow.sum(1)
-        return change
-
-    state, step = np.full((N, N), 1 / N**2), 0.1
-    for s in np.arange(-23, 23, step):
-        a = derivative(s, state)
-        b = derivative(s + step / 2, state + step / 2 * a)
-        c = derivative(s + step / 2, state + step / 2 * b)
-        d = derivative(s + step, state + step * c)
-        state = state + step / 6 * (a + 2 * b + 2 * c + d)
-    return state
-
-
 # --- the package's own numbers, with the noise enumerated ---------------------------------------
 
 
