@@ -71,7 +71,10 @@ def lines(found: Alignment, pair: int) -> Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_alignments_are_the_posterior_of_all_paths(threads: int) -> None:
+def test_alignments_are_the_posterior_of_all_paths(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     random = np.random.default_rng(0)
     targets = [protein(random, n, hidden) for n, hidden in ((9, 0.3), (1, 0), (5, 0), (24, 0.6))]
     related = [
@@ -81,12 +84,7 @@ def test_alignments_are_the_posterior_of_all_paths(threads: int) -> None:
         [np.concatenate([targets[3][:8], protein(random, 3), targets[3][14:]]), targets[0]],
     ]
     batch = PackedBatch.pack(targets, token_budget=48)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = align(batch.tokens, batch.cu_seqlens, Relatives.pack(related))
-    finally:
-        torch.set_num_threads(before)
+    found = align(batch.tokens, batch.cu_seqlens, Relatives.pack(related))
     pairs = [(s, relative) for s, of_one in enumerate(related) for relative in of_one]
     assert len(found.bounds) == len(pairs) + 1
     for number, (segment, relative) in enumerate(pairs):
