@@ -8,7 +8,7 @@ import torch
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
-from tests.unit.paradigms.closed_forms import CONTINUOUS_ALPHA_BARS, KAPPAS, Curve
+from tests.unit.paradigms.closed_forms import CONTINUOUS_ALPHA_BARS, KAPPAS, Curve, logistic_nodes
 from tests.unit.paradigms.four_residues import (
     PROTEIN,
     SUBSETS,
@@ -16,7 +16,6 @@ from tests.unit.paradigms.four_residues import (
     expected_loss,
     mask_probability,
 )
-from tests.unit.paradigms.two_residues import logistic_nodes
 
 PROCESSES: list[tuple[type[MaskedParadigm], dict[str, Any], Curve]] = [
     *(
