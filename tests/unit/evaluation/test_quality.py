@@ -19,7 +19,6 @@ from scipy.stats import ecdf, entropy
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, encode
-from d2plm.data.homology import mmseqs_in
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import kmer_counts
 from d2plm.evaluation.baselines import sample_composition as composition_samples
@@ -29,7 +28,6 @@ from d2plm.evaluation.quality import (
     Novelty,
     QualitySettings,
     compare_quality,
-    count_clusters,
     find_novelty,
     in_training,
     js_divergence,
@@ -260,18 +258,6 @@ def test_a_comparison_is_json_and_says_what_it_is_doing(comparison: Comparison) 
     assert typed(Quality, json.loads(json.dumps(asdict(result), allow_nan=False))) == result
     assert sum(result.training_lengths) == 200
     assert [line.split()[0] for line in lines] == ["looking", "searching", "clustering"]
-
-
-def test_clusters_of_equal_and_of_short_sequences(tmp_path: Path, proteins: list[Tokens]) -> None:
-    base = next(tokens for tokens in proteins if 150 < len(tokens) < 250)
-    near = base.copy()
-    near[60:80] = 4 + (near[60:80] - 4 + 7) % 20
-    short = [encode(x) for x in ("M", "M", "W", "MKV", "MKV")]
-    with mmseqs_in(tmp_path, Resources(threads=1)) as mmseqs:
-        settings = ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.8)
-        assert count_clusters([base, near, base], settings, mmseqs) == 1
-        assert count_clusters(short, settings, mmseqs) == 3
-        assert count_clusters([*short, base, near], ClusterSettings(method="none"), mmseqs) == 5
 
 
 @pytest.mark.parametrize(

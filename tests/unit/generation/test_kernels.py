@@ -107,25 +107,6 @@ def test_halving_the_step_halves_the_error(
     assert errors[2] / errors[1] == pytest.approx(0.5, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    ("options", "few", "many"),
-    [
-        ({}, 16, 32),  # too few remaskings to matter
-        ({"remdm_eta": 0.2}, 64, 256),
-        ({"remdm_schedule": "rescale", "remdm_eta": 0.5}, 64, 256),
-    ],
-)
-def test_the_error_of_remdm_falls_with_the_root_of_the_steps_once_it_remasks_much(
-    options: dict[str, Any], few: int, many: int
-) -> None:
-    joint, sampling = KnownJoint(2), Sampling(sampler="remdm", **options)
-    before, after = (
-        distance(exact_law(joint, AbsorbingDiffusion(), sampling, steps), joint)
-        for steps in (few, many)
-    )
-    assert after / before == pytest.approx(0.5, abs=0.08)
-
-
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_probabilities_of_a_softmax_add_up_to_one_within_the_margin(

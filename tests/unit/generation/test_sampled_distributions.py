@@ -127,22 +127,6 @@ def drawn_law(
     return KnownJoint(sites).counts([row[:sites] for row in rows])
 
 
-def test_first_hitting_is_random_order_autoregression_for_a_model_without_time() -> None:
-    sites, copies = 3, 6000
-    law = np.zeros((LETTERS,) * sites)
-    for sequence in itertools.product(range(LETTERS), repeat=sites):
-        for order in itertools.permutations(range(sites)):
-            shown, chance = [HIDDEN] * sites, 1 / 6
-            for site in order:
-                chance *= random_conditionals(site, tuple(shown))[sequence[site]]
-                shown[site] = sequence[site]
-            law[sequence] += chance
-    model = first_sites(random_conditionals, sites)
-    sampling = Sampling(sampler="first_hitting", seed=3)
-    counts = drawn_law(model, AbsorbingDiffusion(), sites, copies, sampling)
-    assert stats.chisquare(counts, law.ravel() * copies).pvalue > P_VALUE
-
-
 def confidence_law(conditional: Conditional, masks_after: list[int], remask: bool) -> Any:
     """MaskGIT's law over three sites, by following every draw; `masks_after` each step."""
     law = {(HIDDEN,) * 3: 1.0}

@@ -276,11 +276,6 @@ def test_logits_that_are_not_finite_stop_at_once_and_say_where(
     assert calls == 3
 
 
-FROM_MASKS = pytest.mark.parametrize(
-    ("paradigm", "options"), [case for case in CASES if case[0].source == "mask"]
-)
-
-
 class Shown:
     """A model that keeps each sequence that it is shown, by its first residue."""
 
@@ -335,33 +330,6 @@ def test_a_sequence_goes_through_the_model_once_for_each_wanted_residue_and_then
     assert seen == [(done, steps) for done in range(1, steps + 1)]
 
 
-@FROM_MASKS
-def test_a_step_of_many_shows_the_model_only_sequences_of_which_something_changes(
-    paradigm: Paradigm, options: dict[str, Any]
-) -> None:
-    wanted = [3, 0, 8]
-    model, seen = Shown(), list[tuple[int, int]]()
-    templates = named_templates(wanted)
-    sampling = with_steps(50, **options)
-    filled = sample(
-        model,
-        paradigm,
-        templates,
-        sampling,
-        max_length=64,
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    assert 4 + 1 not in model.rows
-    for index in (0, 2):
-        shown = [*model.rows[4 + index], [0, *filled[index].tolist(), 2]]
-        residues = [row[1:-1] for row in shown]
-        if sampling.sampler != "confidence" or not sampling.remask:
-            assert all(a != b for a, b in itertools.pairwise(residues))
-        if sampling.resolved(paradigm).sampler == "ancestral":
-            assert len(shown) - 1 <= wanted[index]
-    assert seen[-1][0] == seen[-1][1] == len(seen) >= model.calls
-
-
 @EVERY
 def test_nothing_changes_where_every_sequence_goes_through_the_model_at_every_step(
     paradigm: Paradigm, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -371,17 +339,24 @@ def test_nothing_changes_where_every_sequence_goes_through_the_model_at_every_st
     for template in templates[::2]:
         template[random.random(len(template)) < 0.8] = 7
 
-    def run(steps: int) -> Tokens:
-        sampling = with_steps(steps, **options)
-        rows = sample(context_model, paradigm, templates, sampling, max_length=64)
-        return np.concatenate(rows)
+    def run() -> tuple[Tokens, int]:
+        """The proteins, and how many the model was shown in all steps."""
+        shown = 0
 
-    steps = (4, 50)
-    skipping = [run(count) for count in steps]
-    everywhere = partial(Paradigm.may_change, paradigm)
-    monkeypatch.setattr(paradigm, "may_change", everywhere)
-    for count, rows in zip(steps, skipping, strict=True):
-        np.testing.assert_array_equal(rows, run(count))
+        def model(tokens: Tensor, cu_seqlens: Tensor, limit: int, times: Tensor) -> Tensor:
+            nonlocal shown
+            shown += len(times)
+            return context_model(tokens, cu_seqlens, limit, times)
+
+        sampling = with_steps(50, **options)
+        return np.concatenate(sample(model, paradigm, templates, sampling, max_length=64)), shown
+
+    skipping, few = run()
+    monkeypatch.setattr(paradigm, "may_change", partial(Paradigm.may_change, paradigm))
+    everywhere, many = run()
+    np.testing.assert_array_equal(skipping, everywhere)
+    if paradigm.source == "mask" and options.get("sampler") not in ("first_hitting", "confidence"):
+        assert few < many
 
 
 def test_padding_never_goes_through_the_model() -> None:

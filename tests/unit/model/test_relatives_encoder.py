@@ -14,8 +14,6 @@ from d2plm.core.vocabulary import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.model import alignment
 from d2plm.model.alignment import LETTERS, UNKNOWN, align
 from d2plm.model.dit import DiT
-from d2plm.model.dit_config import DiTConfig
-from tests.conftest import TINY_SIZES
 
 Factory = Callable[..., DiT]
 Tokens = NDArray[np.uint8]
@@ -191,15 +189,6 @@ def test_groups_do_not_see_each_other_and_the_order_of_relatives_does_not_matter
             )
         torch.testing.assert_close(found[first : first + len(target)], alone, rtol=0, atol=1e-9)
         first += len(target)
-
-
-def test_a_fresh_model_predicts_the_same_with_and_without(
-    groups: tuple[list[Tokens], list[list[Tokens]]],
-) -> None:
-    targets, related = groups
-    model = DiT(DiTConfig(**TINY_SIZES, relatives_dim=8))
-    model.initialise(0)
-    assert torch.equal(logits(model, targets, related), logits(model, targets, None))
 
 
 def test_a_model_without_an_encoder_rejects_relatives(

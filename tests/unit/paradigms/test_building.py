@@ -16,7 +16,6 @@ from d2plm.core.files import config_dir
 from d2plm.paradigms import load_paradigm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
-from d2plm.paradigms.noise_schedules import Cubic, Polynomial
 from d2plm.paradigms.paradigm import Paradigm
 from d2plm.settings import registry
 
@@ -40,23 +39,6 @@ def test_a_file_builds_its_paradigm_under_its_own_name(choice: str) -> None:
     assert paradigm.name == config.paradigm.name == choice
     assert paradigm.source == ("uniform" if choice == "flow_matching_uniform" else "mask")
     assert paradigm.samplers and not set(paradigm.samplers) & set(paradigm.refused_samplers)
-
-
-@pytest.mark.parametrize(
-    "choice, override, attribute, value",
-    [
-        ("diffusion", "paradigm.num_train_timesteps=null", "steps", None),
-        ("diffusion", "paradigm.num_train_timesteps=7", "steps", 7),
-        ("diffusion", "paradigm.time_sampling=low_variance", "time_sampling", "low_variance"),
-        ("flow_matching", "paradigm.schedule=cubic", "schedule", Cubic(0.0, 0.0)),
-        ("flow_matching_uniform", "paradigm.loss=generalised_kl", "loss_kind", "generalised_kl"),
-        ("flow_matching_uniform", "paradigm.schedule=polynomial", "schedule", Polynomial(2.0)),
-    ],
-)
-def test_an_override_reaches_the_paradigm(
-    choice: str, override: str, attribute: str, value: Any
-) -> None:
-    assert getattr(composed(choice, override), attribute) == value
 
 
 def test_the_source_chooses_the_class() -> None:
