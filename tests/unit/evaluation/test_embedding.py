@@ -19,7 +19,6 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import encode
 from d2plm.data.fasta import write_fasta
-from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation.embedding import embeddings
 from d2plm.model.esm import load_esm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -128,16 +127,6 @@ def test_embeddings_of_something_else_are_not_mixed_in(command: Callable[..., An
     for words in ("layer=0", "pooled=false", "format=safetensors"):
         with pytest.raises(DataError, match="contains embeddings"):
             command(words)
-
-
-def test_tables_and_stores_are_read_too(command: Callable[..., Any], tmp_path: Path) -> None:
-    table = tmp_path / "five.csv"
-    table.write_text("name,sequence\n" + "".join(f"p{n},{p}\n" for n, p in enumerate(PROTEINS)))
-    assert command(f"input='{table}'")["proteins"] == 5
-    with SequenceStoreWriter(tmp_path / "store", kind="raw") as writer:
-        writer.extend([b"a", b"b"], [bytes(encode("MKTA")), bytes(encode("GSHM"))])
-    other = [f"input='{tmp_path / 'store'}'", f"output='{tmp_path / 'of_store'}'"]
-    assert command(*other)["proteins"] == 2
 
 
 @pytest.mark.parametrize(

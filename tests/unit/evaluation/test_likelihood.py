@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import encode
 from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from tests.evaluations import context_model
 
 EITHER = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
 Tokens = NDArray[np.uint8]
@@ -23,15 +23,6 @@ Tokens = NDArray[np.uint8]
 
 def uniform_model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
     return torch.zeros(tokens.shape[0], 33)
-
-
-def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) -> Tensor:
-    """Logits from each token, the sum of its own sequence and the time: exact in any batch."""
-    segments = segment_ids(cu_seqlens, tokens.shape[0])
-    total = segment_sum(tokens.long(), segments, cu_seqlens.shape[0] - 1)[segments]
-    letters = torch.arange(33)
-    phase = (total + 3 * tokens.long())[:, None] * (letters + 1) % 17
-    return phase.float() / 8 + times[segments][:, None] * (letters % 3)
 
 
 @EITHER

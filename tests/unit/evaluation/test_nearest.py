@@ -173,14 +173,6 @@ def test_a_kept_result_with_any_byte_wrong_is_made_again_or_right(
     assert len(calls()) == 1
 
 
-def test_without_mmseqs_the_message_says_how_to_get_it(
-    tmp_path: Path, stores: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MMSEQS_BIN", str(tmp_path / "none"))
-    with pytest.raises(DataError, match="MMSEQS_BIN="):
-        nearest_identities(*stores, tmp_path / "kept")
-
-
 def test_folders_that_cannot_be_written(tmp_path: Path, stores: Stores, calls: Calls) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="file/nearest-"):

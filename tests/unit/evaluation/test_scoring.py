@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 from torch import Tensor
 
-from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.shards import interleaved
 from d2plm.core.vocabulary import CANONICAL, CLS, EOS, MASK, decode, encode
@@ -28,6 +27,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser
+from tests.evaluations import context_model
 
 Tokens = NDArray[np.uint8]
 
@@ -45,15 +45,6 @@ EITHER = pytest.mark.parametrize(
 
 def canonical_positions(sequence: Tokens) -> list[int]:
     return [i for i, token in enumerate(sequence.tolist()) if 4 <= token < 24]
-
-
-def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) -> Tensor:
-    """Logits from each token, the sum of its own sequence and the time: exact in any batch."""
-    segments = segment_ids(cu_seqlens, tokens.shape[0])
-    total = segment_sum(tokens.long(), segments, cu_seqlens.shape[0] - 1)[segments]
-    letters = torch.arange(33)
-    phase = (total + 3 * tokens.long())[:, None] * (letters + 1) % 17
-    return phase.double() / 8 + times[segments][:, None] * (letters % 3)
 
 
 FREQUENCIES = np.arange(1, 21) / 210
@@ -121,18 +112,6 @@ def test_the_pseudo_log_likelihood_is_that_of_masking_one_residue_after_another(
     found = pseudo_log_likelihoods(model, paradigm, SEQUENCES)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
     assert found[-1] == 0  # nothing in it is canonical
-
-
-def test_a_protein_takes_a_row_for_each_canonical_residue_and_is_told_that_share() -> None:
-    model = Counting(context_model)
-    told: list[int] = []
-    pseudo_log_likelihoods(
-        model, DIFFUSION, [encode("MKXTA"), encode("WWWWW")], token_budget=21, progress=told.append
-    )
-    assert model.rows == 4 + 5
-    assert model.calls == 3  # three rows of seven tokens fit
-    assert told == [21, 21, 21]
-    assert model.times == pytest.approx([1 / 4] * 4 + [1 / 5] * 5)
 
 
 @pytest.mark.parametrize("token_budget", [1, 40])

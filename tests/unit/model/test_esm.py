@@ -30,7 +30,7 @@ Row = NDArray[np.uint8]
 TOLERANCE = 1e-5  # of a logit, in standard deviations of the logits
 INVERSE_FREQUENCIES = "esm.rotary_embeddings.inv_freq"
 # Layers (fewer than the published ones, of the same shapes), width, heads, feed-forward width.
-SHAPES = {"35M": (12, 480, 20, 1920), "650M": (2, 1280, 20, 5120), "15B": (1, 5120, 40, 20480)}
+SHAPES = {"35M": (12, 480, 20, 1920), "650M": (2, 1280, 20, 5120), "3B": (1, 2560, 40, 10240)}
 SHIPPED = {
     "esm2_8m": (6, 320, 20, 1280),
     "esm2_35m": SHAPES["35M"],
@@ -131,8 +131,8 @@ def test_logits_of_every_esm2_shape_are_reproduced(size: str, tmp_path: Path) ->
     theirs = esm(*SHAPES[size])
     theirs.save_pretrained(tmp_path)
     ours = load_esm(tmp_path)
-    shutil.rmtree(tmp_path)  # pytest would keep these gigabytes
-    lengths = (17, 9) if size == "15B" else (60, 23, 23, 1, 140)
+    shutil.rmtree(tmp_path)  # pytest would keep them
+    lengths = (17, 9) if size == "3B" else (60, 23, 23, 1, 140)
     for masked in (0.0,) * len(lengths), (0.15, 1.0, 0.6, 0.0, 0.9)[: len(lengths)]:
         sequences = rows(lengths, masked)
         assert packed_difference(theirs, ours, sequences) < TOLERANCE
