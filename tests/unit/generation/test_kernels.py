@@ -107,6 +107,17 @@ def test_halving_the_step_halves_the_error(
     assert errors[2] / errors[1] == pytest.approx(0.5, abs=0.03)
 
 
+def test_a_step_corrupts_again_at_the_strength_that_is_set() -> None:
+    flow, h = MaskFlowMatching(schedule="linear"), 1e-4
+    corrector = Sampling(sampler="euler", corrector=3.0)
+    middle = step_between(flow, corrector, 0.5 - h, 0.5 + h)
+    assert middle.renoise == pytest.approx(3.0 * 2 * h / 0.5, rel=1e-3)  # the rate c·κ̇/κ
+    assert step_between(flow, corrector, 0.0, h).renoise == 0
+    for schedule, expected in (("cap", 0.2), ("rescale", 0.2 * (1 - 0.8) / 0.7)):
+        remdm = Sampling(sampler="remdm", remdm_schedule=schedule, remdm_eta=0.2)
+        assert step_between(flow, remdm, 0.7, 0.8).renoise == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_probabilities_of_a_softmax_add_up_to_one_within_the_margin(
