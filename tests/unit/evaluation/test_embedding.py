@@ -10,27 +10,26 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import EsmConfig, EsmModel
+from transformers import EsmForMaskedLM, EsmModel
 from transformers.utils.logging import disable_progress_bar
 
 from d2plm.api import load_model
 from d2plm.commands import embed
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.vocabulary import MASK, PAD, encode
+from d2plm.core.vocabulary import encode
 from d2plm.data.fasta import write_fasta
-from d2plm.data.store_writer import SequenceStoreWriter
 from d2plm.evaluation.embedding import embeddings
 from d2plm.model.esm import load_esm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import Exports
+from tests.unit.model.test_esm import esm_like
 
 disable_progress_bar()
 PROTEINS = ["MKTAYIAKQRQISFVK", "GSHM", "MKXLLVAGGWQERTYIPASDFGHKLCVNM", "W", "MKTAYIAKQRQISFVK"]
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2, -1, -3])
-@pytest.mark.parametrize("kind", ["masked", "uniform"])
+@pytest.mark.parametrize(("kind", "layer"), [("masked", 0), ("masked", -1), ("uniform", 1)])
 def test_a_protein_among_others_is_as_one_alone(kind: str, layer: int, exports: Exports) -> None:
     model = load_model(getattr(exports, kind), precision="fp32")
     together = model.embed(PROTEINS, layer=layer)
@@ -42,44 +41,15 @@ def test_a_protein_among_others_is_as_one_alone(kind: str, layer: int, exports: 
         np.testing.assert_allclose(vector, own.mean(axis=0), rtol=1e-5, atol=1e-6)
 
 
-def test_layers_differ_and_the_last_is_minus_one(exports: Exports) -> None:
-    model = load_model(exports.masked, precision="fp32")
-    layers = [model.embed(PROTEINS[0], layer=layer)[0] for layer in range(3)]
-    assert not np.allclose(layers[0], layers[1]) and not np.allclose(layers[1], layers[2])
-    np.testing.assert_array_equal(layers[2], model.embed(PROTEINS[0])[0])
-
-
-def test_layer_zero_is_the_embedding_of_each_residue(exports: Exports) -> None:
-    model = load_model(exports.masked, precision="fp32")
-    table = model.exported.model.token_embedding.weight.detach().numpy()
-    np.testing.assert_array_equal(model.embed("MKTA", layer=0)[0], table[encode("MKTA")])
-
-
 @pytest.mark.parametrize("layer", [3, -4, 0.5])
 def test_a_missing_layer_is_rejected(layer: int, exports: Exports) -> None:
-    with pytest.raises(ConfigError, match=f"layer={layer}: must be an integer ≥ -3 and ≤ 2"):
+    with pytest.raises(ConfigError, match=f"layer={layer}"):
         load_model(exports.masked).embed("MKTA", layer=layer)
 
 
 def test_those_of_a_converted_esm2_are_hugging_face_s(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = EsmConfig(
-        vocab_size=33,
-        mask_token_id=MASK,
-        pad_token_id=PAD,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=32,
-        position_embedding_type="rotary",
-        token_dropout=True,
-        emb_layer_norm_before=False,
-        layer_norm_eps=1e-5,
-        max_position_embeddings=130,
-        initializer_range=0.3,
-    )
-    from transformers import EsmForMaskedLM
-
+    config = esm_like(3, 16, 2, 32, max_position_embeddings=130, initializer_range=0.3)
     EsmForMaskedLM(config).save_pretrained(tmp_path / "esm")
     theirs = EsmModel.from_pretrained(tmp_path / "esm", add_pooling_layer=False).eval()
     ours, tokens = load_esm(tmp_path / "esm").eval(), [encode(one) for one in PROTEINS]
@@ -90,9 +60,6 @@ def test_those_of_a_converted_esm2_are_hugging_face_s(tmp_path: Path) -> None:
             with torch.no_grad():
                 states = theirs(ids, output_hidden_states=True).hidden_states[layer]
             np.testing.assert_allclose(own, states[0, 1:-1].numpy(), rtol=1e-4, atol=1e-5)
-
-
-# --- d2plm embed ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -111,8 +78,7 @@ def command(
     return run
 
 
-@pytest.mark.parametrize("form", ["parquet", "safetensors"])
-@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize(("form", "pooled"), [("parquet", True), ("safetensors", False)])
 def test_files_contain_what_the_model_gives_in_the_order_of_the_input(
     form: str, pooled: bool, command: Callable[..., Any], exports: Exports, tmp_path: Path
 ) -> None:
@@ -156,32 +122,20 @@ def test_a_stopped_run_writes_only_what_is_missing(
     assert found == whole
 
 
-@pytest.mark.parametrize("words", [["layer=0"], ["pooled=false"], ["format=safetensors"]])
-def test_embeddings_of_something_else_are_not_mixed_in(
-    words: list[str], command: Callable[..., Any]
-) -> None:
+def test_embeddings_of_something_else_are_not_mixed_in(command: Callable[..., Any]) -> None:
     command()
-    with pytest.raises(DataError, match="contains embeddings of another model, input or setting"):
-        command(*words)
-
-
-def test_tables_and_stores_are_read_too(command: Callable[..., Any], tmp_path: Path) -> None:
-    table = tmp_path / "five.csv"
-    table.write_text("name,sequence\n" + "".join(f"p{n},{p}\n" for n, p in enumerate(PROTEINS)))
-    assert command(f"input='{table}'")["proteins"] == 5
-    with SequenceStoreWriter(tmp_path / "store", kind="raw") as writer:
-        writer.extend([b"a", b"b"], [bytes(encode("MKTA")), bytes(encode("GSHM"))])
-    other = [f"input='{tmp_path / 'store'}'", f"output='{tmp_path / 'of_store'}'"]
-    assert command(*other)["proteins"] == 2
+    for words in ("layer=0", "pooled=false", "format=safetensors"):
+        with pytest.raises(DataError, match="contains embeddings"):
+            command(words)
 
 
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (["format=csv"], ConfigError, "format='csv': must be one of parquet, safetensors"),
+        (["format=csv"], ConfigError, "format='csv'"),
         (["layer=7"], ConfigError, "layer=7"),
-        (["input=nowhere.fasta"], DataError, "nowhere.fasta: no such file"),
-        (["pooled=3"], ConfigError, "pooled=3: must be true or false"),
+        (["input=nowhere.fasta"], DataError, "nowhere.fasta"),
+        (["pooled=3"], ConfigError, "pooled=3"),
     ],
 )
 def test_what_cannot_be_done_is_rejected(
@@ -194,7 +148,7 @@ def test_what_cannot_be_done_is_rejected(
 
 def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_path: Path) -> None:
     write_fasta(tmp_path / "long.fasta", [("short", "MKTA"), ("titin", "M" * 127)])
-    with pytest.raises(DataError, match=r"1 of 2 records have .*: titin \(127\); set max_residues"):
+    with pytest.raises(DataError, match="titin"):
         command(f"input='{tmp_path / 'long.fasta'}'")
     assert command()["complete"]  # the rejected run leaves no files that break the next one
     (tmp_path / "out" / "manifest.json").write_text('{"complete": true}')

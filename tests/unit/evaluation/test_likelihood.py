@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2plm.core.batch import segment_ids, segment_sum
-from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import encode
 from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from tests.evaluations import context_model
 
 EITHER = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
 Tokens = NDArray[np.uint8]
@@ -23,15 +23,6 @@ Tokens = NDArray[np.uint8]
 
 def uniform_model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
     return torch.zeros(tokens.shape[0], 33)
-
-
-def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) -> Tensor:
-    """Logits from each token, the sum of its own sequence and the time: exact in any batch."""
-    segments = segment_ids(cu_seqlens, tokens.shape[0])
-    total = segment_sum(tokens.long(), segments, cu_seqlens.shape[0] - 1)[segments]
-    letters = torch.arange(33)
-    phase = (total + 3 * tokens.long())[:, None] * (letters + 1) % 17
-    return phase.float() / 8 + times[segments][:, None] * (letters % 3)
 
 
 @EITHER
@@ -68,50 +59,6 @@ def test_scores_depend_neither_on_the_token_budget_nor_on_the_order_of_scoring(
     np.testing.assert_allclose(fewer.nats, one.nats[:5], rtol=1e-12)
 
 
-def test_more_masks_estimate_the_same_bound_more_closely() -> None:
-    """The exact NELBO by enumerating all masks, with k stratified over the draws."""
-    sequence = encode("MKVLA")
-    exact = 0.0
-    diffusion = AbsorbingDiffusion()
-    for code in range(1, 32):
-        masked = [bool(code >> i & 1) for i in range(5)]
-        k = sum(masked)
-        row = torch.tensor(
-            [0, *(32 if m else int(t) for m, t in zip(masked, sequence, strict=True)), 2]
-        )
-        logits = context_model(row, torch.tensor([0, 7]), 7, torch.tensor([k / 5]))
-        log_p = logits[1:-1, 4:24].double().log_softmax(-1)
-        nats = sum(-float(log_p[i, int(sequence[i]) - 4]) for i in range(5) if masked[i])
-        exact += nats / k / math.comb(5, k)
-    errors = []
-    for masks in (1, 64):
-        runs = score_sequences(
-            context_model, diffusion, [sequence] * 200, masks_per_sequence=masks, max_length=16
-        ).nats
-        assert abs(runs.mean() - exact) < 4 * runs.std() / math.sqrt(200)
-        errors.append(runs.std())
-    assert errors[1] < errors[0] / 6
-
-
-def test_the_control_variate_changes_the_variance_not_the_mean() -> None:
-    sequences = [encode("MKVLAAGWWYC")] * 300
-    unigram = np.linspace(1, 3, 20) / np.linspace(1, 3, 20).sum()
-    plain, controlled = (
-        score_sequences(
-            context_model,
-            AbsorbingDiffusion(),
-            sequences,
-            masks_per_sequence=2,
-            max_length=16,
-            unigram=control,
-        ).nats
-        for control in (None, unigram)
-    )
-    standard_error = math.hypot(plain.std(), controlled.std()) / math.sqrt(300)
-    assert abs(plain.mean() - controlled.mean()) < 4 * standard_error
-    assert not np.allclose(plain, controlled)
-
-
 def test_other_masks_have_another_digest() -> None:
     def digest(**changes: object) -> str:
         settings: dict[str, Any] = {"masks_per_sequence": 1, "max_length": 16, "seed": 0, **changes}
@@ -130,21 +77,12 @@ def test_other_masks_have_another_digest() -> None:
     assert digest() == digest()
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_diverged_model_is_a_model_error(poison: float) -> None:
+def test_a_diverged_model_is_a_model_error() -> None:
     def model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
-        return torch.full((tokens.shape[0], 33), poison)
+        return torch.full((tokens.shape[0], 33), float("nan"))
 
-    with pytest.raises(ModelError, match=r"bound \(draw 1\) of sequence 0 is not finite"):
+    with pytest.raises(ModelError, match="sequence 0"):
         score_sequences(model, AbsorbingDiffusion(), [encode("MKV")], max_length=16)
-
-
-def test_no_masks_is_rejected_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"^masks_per_sequence=0"):
-        score_sequences(uniform_model, AbsorbingDiffusion(), [encode("M")], masks_per_sequence=0)
-
-
-# --- the corpus figure and its interval --------------------------------------------------------
 
 
 def test_the_interval_is_that_of_resampling_whole_clusters() -> None:
@@ -176,9 +114,5 @@ def test_a_constant_rate_has_no_width_and_exp_is_the_perplexity() -> None:
     estimate = corpus_estimate(residues * math.log(17.0), residues, np.array([5, 9, 9]))
     assert estimate.exp().value == pytest.approx(17)
     assert estimate.exp().interval == pytest.approx((17, 17))
-
-
-def test_one_cluster_has_a_value_and_no_interval() -> None:
-    estimate = corpus_estimate(np.array([3.0, 5.0]), np.array([1, 3]), np.array([2, 2]))
-    assert estimate.value == 2
-    assert estimate.interval is None
+    one_cluster = corpus_estimate(np.array([3.0, 5.0]), np.array([1, 3]), np.array([2, 2]))
+    assert (one_cluster.value, one_cluster.interval) == (2, None)

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertTokenizer,
-    EsmConfig,
     EsmForMaskedLM,
     EsmTokenizer,
 )
@@ -17,9 +15,8 @@ from transformers import (
 from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, ESM2_TOKENS, MASK, encode
 from d2plm.data.loader import pack_all
-from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.masked_lm import MaskedLM
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from tests.unit.model.test_esm import esm_like
 
 SEQUENCES = [encode("MKVLAXAGW"), encode("MKV"), encode("GGGAAAWWYYCCMKVLAXAGW"), encode("CW")]
 
@@ -27,19 +24,7 @@ SEQUENCES = [encode("MKVLAXAGW"), encode("MKV"), encode("GGGAAAWWYYCCMKVLAXAGW")
 @pytest.fixture
 def esm(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    model = EsmForMaskedLM(
-        EsmConfig(
-            vocab_size=33,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=64,
-            position_embedding_type="rotary",
-            token_dropout=True,
-            mask_token_id=MASK,
-            pad_token_id=1,
-        )
-    )
+    model = EsmForMaskedLM(esm_like(2, 32, 4, 64))
     model.save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_text("\n".join(ESM2_TOKENS))
     EsmTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
@@ -93,35 +78,19 @@ def test_another_vocabulary_is_mapped_letter_by_letter(bert: Path) -> None:
     torch.testing.assert_close(found[:9, canonical], logits[0][:, columns], atol=1e-5, rtol=0)
 
 
-def test_it_is_scored_with_the_masks_of_any_other_model(esm: Path) -> None:
-    def uniform(tokens: torch.Tensor, *_: object) -> torch.Tensor:
-        return torch.zeros(len(tokens), 33)
-
-    settings = {"masks_per_sequence": 2, "max_length": 64, "seed": 3}
-    ours = score_sequences(uniform, AbsorbingDiffusion(), SEQUENCES, **settings)  # type: ignore[arg-type]
-    theirs = score_sequences(MaskedLM(esm), AbsorbingDiffusion(), SEQUENCES, **settings)  # type: ignore[arg-type]
-    assert ours.masks_digest == theirs.masks_digest
-    np.testing.assert_array_equal(ours.calibration.residues, theirs.calibration.residues)
-    assert np.isfinite(theirs.nats).all()
-    assert not np.allclose(ours.nats, theirs.nats)
-
-
 def test_a_sequence_beyond_its_positions_is_rejected(bert: Path) -> None:
     (batch,) = pack_all([encode("A" * 100)], 128, 128)
     with (
-        pytest.raises(ModelError, match=r"cannot take 102 tokens.*sequences that both can take"),
+        pytest.raises(ModelError, match="102 tokens"),
         torch.inference_mode(),
     ):
         MaskedLM(bert)(batch.tokens, batch.cu_seqlens, 102, torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    "lost, message",
-    [("config.json", "config.json is missing"), ("model.safetensors", "no .*safetensors")],
-)
-def test_a_folder_that_lacks_a_file_is_rejected(esm: Path, lost: str, message: str) -> None:
+@pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
+def test_a_folder_that_lacks_a_file_is_rejected(esm: Path, lost: str) -> None:
     (esm / lost).unlink()
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=lost.removeprefix("model")):
         MaskedLM(esm)
 
 
@@ -131,5 +100,5 @@ def test_a_vocabulary_without_residues_is_rejected(bert: Path) -> None:
         (bert / file).unlink(missing_ok=True)
     (bert / "vocab.txt").write_text("\n".join(words))
     BertTokenizer(str(bert / "vocab.txt"), do_lower_case=False).save_pretrained(bert)
-    with pytest.raises(ModelError, match="lacks L"):
+    with pytest.raises(ModelError, match="lacks"):
         MaskedLM(bert)

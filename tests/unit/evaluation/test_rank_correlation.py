@@ -43,15 +43,6 @@ def test_rho_and_interval_are_scipys_where_every_variant_has_a_position_of_its_o
     assert found.high == pytest.approx(expected.high, abs=0.025)
 
 
-def test_without_groups_it_is_as_wide_as_theory_says() -> None:
-    """Bonett & Wright (doi:10.1007/BF02294183): the variance of atanh ρ is (1 + ρ²/2)/(n − 3)."""
-    scores, measured = correlated(np.random.default_rng(2), 1000, 0.5)
-    found = rank_correlation(scores, measured, of_positions(1000))
-    half = 1.96 * math.sqrt((1 + found.rho**2 / 2) / 997)
-    expected = [math.tanh(math.atanh(found.rho) + sign * half) for sign in (-1, 1)]
-    assert [found.low, found.high] == pytest.approx(expected, abs=0.01)
-
-
 def test_variants_of_one_position_are_no_independent_evidence() -> None:
     scores, measured = correlated(np.random.default_rng(3), 60, 0.5)
     alone = rank_correlation(scores, measured, of_positions(60))
@@ -78,31 +69,30 @@ def test_the_interval_covers_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert covered >= 88  # of 95 that are expected; four standard deviations are 8.7
 
 
-def test_only_measured_variants_count_and_the_text_has_the_figures() -> None:
+def test_only_measured_variants_count() -> None:
     scores, measured = np.array([1.0, 9, 2, 3, 0]), np.array([10.0, np.nan, 30, 20, 5])
     found = rank_correlation(scores, measured, of_positions(5))
     assert found.variants == 4
     assert found.rho == pytest.approx(0.8)
-    assert str(found) == "Spearman's rho 0.800 (4 measured variants)"
     assert rank_correlation(scores, measured, of_positions(5)) == found
 
 
 @pytest.mark.parametrize(
-    ("scores", "measured", "variants", "text"),
+    ("scores", "measured", "variants"),
     [
-        ([1, 1, 1], [1, 2, 3], 3, "(3 measured variants)"),
-        ([1, 2, 3], [math.nan] * 3, 0, "(0 measured variants)"),
-        ([1, 2, 3], [1, 2, 2], 3, "(3 measured variants)"),
-        ([1, 2, 3], [1, math.nan, math.nan], 1, "(1 measured variant)"),
+        ([1, 1, 1], [1, 2, 3], 3),
+        ([1, 2, 3], [math.nan] * 3, 0),
+        ([1, 2, 3], [1, 2, 2], 3),
+        ([1, 2, 3], [1, math.nan, math.nan], 1),
     ],
 )
 def test_of_too_few_different_values_there_is_no_correlation(
-    scores: list[float], measured: list[float], variants: int, text: str
+    scores: list[float], measured: list[float], variants: int
 ) -> None:
     found = rank_correlation(np.array(scores), np.array(measured), of_positions(3))
     assert found.variants == variants
     assert math.isnan(found.rho) and math.isnan(found.low)
-    assert str(found) == f"no rank correlation, too few different values {text}"
+    assert "no rank correlation" in str(found)
 
 
 @pytest.mark.parametrize(("positions", "has_interval"), [(1, False), (9, False), (10, True)])

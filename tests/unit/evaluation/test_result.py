@@ -57,14 +57,6 @@ def test_a_figure_that_changes_changes_in_every_output(
             assert figure not in before[name], name
 
 
-def test_a_figure_that_is_renamed_is_renamed_in_every_output(
-    evaluation: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tables, "PERPLEXITY", "confusion")
-    for name, text in outputs(evaluation, tmp_path).items():
-        assert "confusion" in text, name
-
-
 @pytest.mark.parametrize(
     ("intervals", "expected"),
     [

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 from torch import Tensor
 
-from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.shards import interleaved
 from d2plm.core.vocabulary import CANONICAL, CLS, EOS, MASK, decode, encode
@@ -28,6 +27,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser
+from tests.evaluations import context_model
 
 Tokens = NDArray[np.uint8]
 
@@ -45,15 +45,6 @@ EITHER = pytest.mark.parametrize(
 
 def canonical_positions(sequence: Tokens) -> list[int]:
     return [i for i, token in enumerate(sequence.tolist()) if 4 <= token < 24]
-
-
-def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) -> Tensor:
-    """Logits from each token, the sum of its own sequence and the time: exact in any batch."""
-    segments = segment_ids(cu_seqlens, tokens.shape[0])
-    total = segment_sum(tokens.long(), segments, cu_seqlens.shape[0] - 1)[segments]
-    letters = torch.arange(33)
-    phase = (total + 3 * tokens.long())[:, None] * (letters + 1) % 17
-    return phase.double() / 8 + times[segments][:, None] * (letters % 3)
 
 
 FREQUENCIES = np.arange(1, 21) / 210
@@ -106,9 +97,6 @@ class Counting:
         return self.model(tokens, cu_seqlens, longest, times)
 
 
-# --- pseudo-log-likelihood -------------------------------------------------------------------
-
-
 @EITHER
 def test_the_pseudo_log_likelihood_is_that_of_masking_one_residue_after_another(
     paradigm: MaskedParadigm, time: Callable[[float], float], tiny_dit: Callable[..., Any]
@@ -126,47 +114,7 @@ def test_the_pseudo_log_likelihood_is_that_of_masking_one_residue_after_another(
     assert found[-1] == 0  # nothing in it is canonical
 
 
-def test_a_shifted_model_predicts_from_the_position_before(tiny_dit: Callable[..., Any]) -> None:
-    model = tiny_dit().double()
-
-    def ahead(tokens: Tensor, cu_seqlens: Tensor, longest: int, times: Tensor) -> Tensor:
-        return model(tokens, cu_seqlens, longest, times).roll(-1, dims=0)
-
-    np.testing.assert_allclose(
-        pseudo_log_likelihoods(ahead, AbsorbingDiffusion(shift=True), SEQUENCES),
-        pseudo_log_likelihoods(model, DIFFUSION, SEQUENCES),
-        atol=1e-10,
-    )
-
-
-def test_the_pseudo_log_likelihood_of_independent_residues_is_their_log_likelihood() -> None:
-    found = pseudo_log_likelihoods(frequency_model, DIFFUSION, [encode("MKXWA"), encode("CC")])
-    expected = [sum(map(log_frequency, "MKWA")), 2 * log_frequency("C")]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def test_a_protein_takes_a_row_for_each_canonical_residue_and_is_told_that_share() -> None:
-    model = Counting(context_model)
-    told: list[int] = []
-    pseudo_log_likelihoods(
-        model, DIFFUSION, [encode("MKXTA"), encode("WWWWW")], token_budget=21, progress=told.append
-    )
-    assert model.rows == 4 + 5
-    assert model.calls == 3  # three rows of seven tokens fit
-    assert told == [21, 21, 21]
-    assert model.times == pytest.approx([1 / 4] * 4 + [1 / 5] * 5)
-
-
-@pytest.mark.parametrize(("token_budget", "passes"), [(1, 6), (14, 3), (100, 1)])
-def test_draws_share_a_pass_within_the_budget(token_budget: int, passes: int) -> None:
-    model = Counting(context_model)
-    bound_draws(
-        model, DIFFUSION, [encode("MKXTA")], masks_per_sequence=6, token_budget=token_budget
-    )
-    assert (model.rows, model.calls) == (6, passes)
-
-
-@pytest.mark.parametrize("token_budget", [1, 25, 40, 16384])
+@pytest.mark.parametrize("token_budget", [1, 40])
 def test_scores_do_not_depend_on_the_packing(
     token_budget: int, tiny_dit: Callable[..., Any]
 ) -> None:
@@ -190,8 +138,6 @@ def test_scores_do_not_depend_on_the_packing(
         atol=1e-10,
     )
 
-
-# --- mutations -------------------------------------------------------------------------------
 
 WILD_TYPE = encode("MKXTAYIAKQRW")
 MUTANTS = ["M1A", "K2G:T4L", "T4C,K2D", "WT", "A5A", "W12Y;A8A", "M1C Q10N W12F"]
@@ -225,14 +171,6 @@ def test_effects_are_those_of_masking_the_changed_positions_at_once(
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
 
 
-def test_effects_add_up_where_residues_are_independent() -> None:
-    variants = [place(parse_variant(text), decode(WILD_TYPE)) for text in ("K2C", "K2C:A5L")]
-    single = log_frequency("C") - log_frequency("K")
-    double = single + log_frequency("L") - log_frequency("A")
-    found = mutational_effects(frequency_model, DIFFUSION, WILD_TYPE, variants)
-    np.testing.assert_allclose(found, [single, double], rtol=1e-12)
-
-
 def test_a_full_scan_takes_as_many_rows_as_residues() -> None:
     sequence = encode("MKTAYIAKQR")
     scan = [
@@ -250,15 +188,6 @@ def test_a_full_scan_takes_as_many_rows_as_residues() -> None:
     assert model.rows == 10 + 1
     assert model.calls == 3  # five rows of twelve tokens fit
     assert model.times == pytest.approx([0.1] * 10 + [0.2])
-
-
-def test_nothing_but_the_wild_type_calls_no_model() -> None:
-    model = Counting(context_model)
-    assert mutational_effects(model, DIFFUSION, WILD_TYPE, [Variant()] * 2).tolist() == [0, 0]
-    assert model.calls == 0
-
-
-# --- the bound and its interval --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("paradigm", [DIFFUSION, UniformFlowMatching()])
@@ -289,13 +218,10 @@ def test_the_interval_is_student_s() -> None:
     for row in range(4):
         expected = ttest_1samp(draws[row], 0).confidence_interval(0.95)
         assert (low[row], high[row]) == pytest.approx((expected.low, expected.high))
-
-
-def test_one_draw_has_no_interval() -> None:
     assert np.isnan(bound_interval(np.ones((3, 1)))).all()
 
 
-@pytest.mark.parametrize("masks", [3, 4, 16])
+@pytest.mark.parametrize("masks", [3, 16])
 def test_the_interval_covers_the_exact_bound_at_least_as_often_as_it_says(masks: int) -> None:
     """The exact NELBO by enumerating all masks; the interval in 1,500 independent runs."""
     sequence = encode("MKVLAWG")
@@ -312,28 +238,24 @@ def test_the_interval_covers_the_exact_bound_at_least_as_often_as_it_says(masks:
     assert covered > 0.95 - 2 * math.sqrt(0.95 * 0.05 / 1500)
 
 
-# --- what cannot be scored -------------------------------------------------------------------
-
-
 def test_a_diverged_model_is_named_with_the_sequence_and_the_quantity() -> None:
     def diverged(tokens: Tensor, cu_seqlens: Tensor, longest: int, times: Tensor) -> Tensor:
         logits = context_model(tokens, cu_seqlens, longest, times)
         return torch.where((tokens == 24)[:, None], float("nan"), logits).cumsum(0)
 
-    sequences, names = [encode("MK"), encode("MXK")], ["good", "P1"]
-    with pytest.raises(ModelError, match=r"the pseudo-log-likelihood of 'P1' is nan"):
-        pseudo_log_likelihoods(diverged, DIFFUSION, sequences, names=names, token_budget=1)
-    with pytest.raises(ModelError, match=r"the bound of 'P1' is nan"):
-        bound_draws(diverged, DIFFUSION, sequences, names=names, token_budget=1)
-    with pytest.raises(ModelError, match=r"the bound of sequence 1 is nan"):
-        bound_draws(diverged, DIFFUSION, sequences, token_budget=1)
-    with pytest.raises(ModelError, match=r"the mutational effect of 'P1' is nan"):
+    sequences = [encode("MK"), encode("MXK")]
+    options: dict[str, Any] = {"names": ["good", "P1"], "token_budget": 1}
+    with pytest.raises(ModelError, match="'P1' is nan"):
+        pseudo_log_likelihoods(diverged, DIFFUSION, sequences, **options)
+    with pytest.raises(ModelError, match="'P1' is nan"):
+        bound_draws(diverged, DIFFUSION, sequences, **options)
+    with pytest.raises(ModelError, match="'P1' is nan"):
         mutational_effects(diverged, DIFFUSION, sequences[1], [Variant((2,), (4,))], name="P1")
 
 
 def test_a_uniform_source_has_no_masked_prediction() -> None:
     assert require_masked(DIFFUSION, "mutations", "give another") is DIFFUSION
-    with pytest.raises(ModelError, match=r"mutations: .* no masked prediction.*; give another"):
+    with pytest.raises(ModelError, match="give another"):
         require_masked(UniformFlowMatching(), "mutations", "give another")
 
 

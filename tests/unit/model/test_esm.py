@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,16 @@ from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.model.flops import token_parameters
-from d2plm.settings.model import ModelSettings
-from tests.conftest import ESM
 
 disable_progress_bar()
 
 Row = NDArray[np.uint8]
 TOLERANCE = 1e-5  # of a logit, in standard deviations of the logits
 INVERSE_FREQUENCIES = "esm.rotary_embeddings.inv_freq"
-# Layers, width, heads, feed-forward width: of the two largest, and of those in between, the depth
-# is cut, which leaves every kernel's shapes as they are.
-SHAPES = {
-    "8M": (6, 320, 20, 1280),
-    "35M": (12, 480, 20, 1920),
-    "150M": (2, 640, 20, 2560),
-    "650M": (2, 1280, 20, 5120),
-    "3B": (1, 2560, 40, 10240),
-    "15B": (1, 5120, 40, 20480),
-}
+# Layers (fewer than the published ones, of the same shapes), width, heads, feed-forward width.
+SHAPES = {"35M": (12, 480, 20, 1920), "650M": (2, 1280, 20, 5120), "3B": (1, 2560, 40, 10240)}
 SHIPPED = {
-    "esm2_8m": SHAPES["8M"],
+    "esm2_8m": (6, 320, 20, 1280),
     "esm2_35m": SHAPES["35M"],
     "esm2_150m": (30, 640, 20, 2560),
     "esm2_650m": (33, 1280, 20, 5120),
@@ -137,17 +126,13 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.std())
 
 
-# --- the same function -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [pytest.param(s, marks=pytest.mark.thorough) for s in SHAPES])
 def test_logits_of_every_esm2_shape_are_reproduced(size: str, tmp_path: Path) -> None:
     theirs = esm(*SHAPES[size])
     theirs.save_pretrained(tmp_path)
     ours = load_esm(tmp_path)
-    shutil.rmtree(tmp_path)  # pytest would keep these gigabytes
-    large = size in ("3B", "15B")
-    lengths = (17, 9) if large else (60, 23, 23, 1, 140)
+    shutil.rmtree(tmp_path)  # pytest would keep them
+    lengths = (17, 9) if size == "3B" else (60, 23, 23, 1, 140)
     for masked in (0.0,) * len(lengths), (0.15, 1.0, 0.6, 0.0, 0.9)[: len(lengths)]:
         sequences = rows(lengths, masked)
         assert packed_difference(theirs, ours, sequences) < TOLERANCE
@@ -176,17 +161,11 @@ def test_a_small_checkpoint_s_logits_are_reproduced(
 ) -> None:
     ours = load_esm(folder, time_embedding_dim=time_embedding_dim)
     assert not ours.training and ours.dtype == torch.float32
-    assert packed_difference(theirs, ours, sequences) < TOLERANCE
-    assert padded_difference(theirs, ours, sequences) < TOLERANCE
-
-
-def test_a_protein_of_the_longest_length_is_reproduced(
-    theirs: EsmForMaskedLM, folder: Path
-) -> None:
-    ours = load_esm(folder)
     longest = rows((ours.config.max_position_embeddings - 2,), (0.3,))
     assert len(longest[0]) == 1024
+    assert packed_difference(theirs, ours, sequences) < TOLERANCE
     assert packed_difference(theirs, ours, longest) < TOLERANCE
+    assert padded_difference(theirs, ours, sequences) < TOLERANCE
 
 
 def test_a_checkpoint_without_token_dropout_is_reproduced(
@@ -197,49 +176,6 @@ def test_a_checkpoint_without_token_dropout_is_reproduced(
     ours = load_esm(folder)
     assert packed_difference(plain, ours, sequences) < TOLERANCE
     assert packed_difference(theirs, ours, sequences) > 0.1
-
-
-def test_every_weight_and_frequency_of_the_checkpoint_counts(
-    theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
-) -> None:
-    """That is: the test above would see a weight that was left out or put elsewhere."""
-    ours = load_esm(folder)
-    learnt = ("time_embedding", "modulation")
-    for name, parameter in ours.named_parameters():
-        if not any(part in name for part in learnt):
-            kept = parameter.detach().clone()
-            with torch.no_grad():
-                parameter += 0.2 * torch.randn(kept.shape)
-                assert packed_difference(theirs, ours, sequences) > 1e-4, name
-                parameter.copy_(kept)
-    ours.config.rope_frequencies = None
-    assert packed_difference(theirs, ours, sequences) > TOLERANCE
-
-
-def test_the_time_changes_nothing_until_it_is_learnt(folder: Path, sequences: list[Row]) -> None:
-    ours = load_esm(folder)
-    batch = PackedBatch.pack(sequences)
-    logits = [
-        ours(batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.full((5,), time))
-        for time in (0.1, 0.9)
-    ]
-    assert torch.equal(logits[0], logits[1])
-
-
-def test_a_segment_of_nothing_but_masks_gives_numbers(folder: Path) -> None:
-    batch = PackedBatch.pack([np.full(7, MASK, dtype=np.uint8)])
-    logits = load_esm(folder)(batch.tokens, batch.cu_seqlens, 7, torch.zeros(1))
-    assert logits.isfinite().all()
-
-
-def test_token_dropout_in_bf16_is_that_of_fp32_rounded(folder: Path, sequences: list[Row]) -> None:
-    ours = load_esm(folder)
-    batch = PackedBatch.pack(sequences, token_budget=300)
-    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(batch.num_segments))
-    exact = ours(*inputs)
-    cast = {name: parameter.bfloat16() for name, parameter in ours.named_parameters()}
-    rounded = torch.func.functional_call(ours, cast, inputs)
-    assert float((rounded - exact).std() / exact.std()) < 0.03
 
 
 def test_frequencies_seen_first_without_gradients_serve_training(
@@ -253,9 +189,6 @@ def test_frequencies_seen_first_without_gradients_serve_training(
         ours(*inputs)
     ours(*inputs).sum().backward()
     assert ours.blocks[0].attention.qkv_proj.weight.grad.any()
-
-
-# --- other ways in which a checkpoint is written -----------------------------------------------
 
 
 def test_a_sharded_checkpoint_is_read(
@@ -287,9 +220,17 @@ def test_the_names_of_older_and_newer_checkpoints_are_known(
     assert packed_difference(theirs, load_esm(folder), sequences) < TOLERANCE
 
 
-def test_missing_frequencies_are_computed(folder: Path) -> None:
-    rewrite(folder, lambda weights: [weights.pop(n) for n in [*weights] if "inv_freq" in n])
-    assert load_esm(folder).config.rope_frequencies is None
+def test_half_precision_is_widened_and_missing_frequencies_are_computed(folder: Path) -> None:
+    def change(weights: dict[str, Tensor]) -> None:
+        for name in [*weights]:
+            weights[name] = weights[name].half()
+            if "inv_freq" in name:
+                del weights[name]
+
+    rewrite(folder, change)
+    ours = load_esm(folder)
+    assert ours.config.rope_frequencies is None
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
 
 
 def test_an_untied_projection_is_read(folder: Path, sequences: list[Row]) -> None:
@@ -299,11 +240,6 @@ def test_an_untied_projection_is_read(folder: Path, sequences: list[Row]) -> Non
     untied = EsmForMaskedLM.from_pretrained(folder).eval()
     assert torch.equal(untied.lm_head.decoder.weight, projection)
     assert packed_difference(untied, load_esm(folder), sequences) < TOLERANCE
-
-
-def test_half_precision_weights_are_widened(folder: Path) -> None:
-    rewrite(folder, lambda weights: weights.update({k: v.half() for k, v in weights.items()}))
-    assert {parameter.dtype for parameter in load_esm(folder).parameters()} == {torch.float32}
 
 
 def test_the_model_does_not_depend_on_the_file_once_it_is_loaded(folder: Path) -> None:
@@ -322,9 +258,6 @@ def test_the_time_embedding_is_drawn_from_the_seed(folder: Path) -> None:
     weights = [model.time_embedding.mlp_in.weight for model in (first, again, other)]
     assert weights[0].shape == (8, 8)
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
-# --- what is no ESM-2 --------------------------------------------------------------------------
 
 
 def edit(file: Path, **changes: Any) -> None:
@@ -347,19 +280,14 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
         {"mask_token_id": 4},
         {"is_folding_model": True},
         {"is_decoder": True},
+        {"hidden_size": "wide"},
     ],
 )
-def test_another_architecture_is_rejected_by_what_differs(
+def test_another_architecture_is_rejected_in_one_line_that_says_what_differs(
     changes: dict[str, Any], folder: Path
 ) -> None:
     edit(folder / "config.json", **changes)
-    with pytest.raises(ModelError, match=f"config.json: {next(iter(changes))} is"):
-        load_esm(folder)
-
-
-def test_a_value_that_transformers_rejects_is_one_line(folder: Path) -> None:
-    edit(folder / "config.json", hidden_size="wide")
-    with pytest.raises(ModelError, match=r"config\.json: not an ESM configuration") as caught:
+    with pytest.raises(ModelError, match=rf"config\.json: .*{next(iter(changes))}") as caught:
         load_esm(folder)
     assert "\n" not in str(caught.value)
 
@@ -372,16 +300,23 @@ def test_another_vocabulary_is_rejected(folder: Path) -> None:
         load_esm(folder)
 
 
-@pytest.mark.parametrize("name", ["lm_head.bias", "esm.encoder.layer.1.attention.self.key.bias"])
-def test_a_missing_weight_is_named(name: str, folder: Path) -> None:
-    rewrite(folder, lambda weights: weights.pop(name))
-    with pytest.raises(ModelError, match=f"no tensor {name}"):
-        load_esm(folder)
+KEY_BIAS = "esm.encoder.layer.1.attention.self.key.bias"
+INTERMEDIATE = "esm.encoder.layer.0.intermediate.dense.weight"
 
 
-def test_a_weight_of_another_shape_is_rejected(folder: Path) -> None:
-    edit(folder / "config.json", intermediate_size=64)
-    with pytest.raises(ModelError, match=r"intermediate\.dense.*\(96, 48\).*\(64, 48\)"):
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda weights: weights.pop("lm_head.bias"), r"lm_head\.bias"),
+        (lambda weights: weights.pop(KEY_BIAS), KEY_BIAS),
+        (lambda weights: weights.update({INTERMEDIATE: torch.ones(64, 48)}), INTERMEDIATE),
+    ],
+)
+def test_a_weight_that_is_missing_or_of_another_shape_is_named(
+    change: Callable[[dict[str, Tensor]], object], named: str, folder: Path
+) -> None:
+    rewrite(folder, change)
+    with pytest.raises(ModelError, match=named):
         load_esm(folder)
 
 
@@ -399,20 +334,18 @@ def test_a_truncated_or_missing_file_is_a_model_error(name: str, folder: Path) -
 def test_pickled_weights_are_never_opened(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04anything")
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin is never opened"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin"):
         load_esm(folder)
 
 
-def test_a_missing_shard_is_named(theirs: EsmForMaskedLM, tmp_path: Path) -> None:
+def test_a_missing_shard_is_named_and_an_index_cannot_lead_out_of_the_folder(
+    theirs: EsmForMaskedLM, tmp_path: Path
+) -> None:
     theirs.save_pretrained(tmp_path, max_shard_size="50KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
     with pytest.raises(ModelError, match=shard.name):
         load_esm(tmp_path)
-
-
-def test_an_index_cannot_lead_out_of_the_folder(theirs: EsmForMaskedLM, tmp_path: Path) -> None:
-    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
     edit(tmp_path / "model.safetensors.index.json", weight_map={"a": "../model.safetensors"})
     with pytest.raises(ModelError, match="weight_map"):
         load_esm(tmp_path)
@@ -430,9 +363,6 @@ def test_kinds_of_folders_are_distinguished(
         is_esm(tmp_path / "nothing")
 
 
-# --- going on from it --------------------------------------------------------------------------
-
-
 def test_saving_and_loading_keeps_every_logit(
     folder: Path, sequences: list[Row], tmp_path: Path
 ) -> None:
@@ -445,13 +375,6 @@ def test_saving_and_loading_keeps_every_logit(
     assert torch.equal(again(*inputs), ours(*inputs))
 
 
-def test_the_settings_build_the_same_configuration(folder: Path) -> None:
-    found = load_esm(folder, time_embedding_dim=32).config
-    assert found.time_embedding_dim == 32
-    assert DiTConfig(**found.settings()).settings() == found.settings()
-    assert {one.name for one in fields(ModelSettings)} == {*found.settings()}
-
-
 def test_a_set_dropout_is_applied_and_saved(folder: Path, sequences: list[Row]) -> None:
     ours = load_esm(folder).train()
     batch = PackedBatch.pack(sequences)
@@ -460,42 +383,6 @@ def test_a_set_dropout_is_applied_and_saved(folder: Path, sequences: list[Row]) 
     ours.set_dropout(0.3)
     assert ours.config.hidden_dropout_prob == 0.3
     assert not torch.equal(ours(*inputs), ours(*inputs))
-
-
-# --- the options by themselves -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("option", [{name: value} for name, value in ESM.items()], ids=ESM)
-def test_each_option_changes_the_model_and_every_weight_of_it_learns(
-    option: dict[str, Any], tiny_dit: Callable[..., DiT], sequences: list[Row]
-) -> None:
-    model, plain = tiny_dit(**option), tiny_dit()
-    batch = PackedBatch.pack(sequences)
-    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5))
-    logits = model(*inputs)
-    assert not torch.allclose(logits, plain(*inputs), atol=1e-3)
-    logits.square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.any(), name
-
-
-def test_a_fresh_model_of_this_kind_predicts_uniformly_with_norms_of_one(
-    sequences: list[Row],
-) -> None:
-    config = compose("train", ["model=esm2_8m", "model.num_hidden_layers=2"])
-    model = DiT(DiTConfig(**vars(config.model))).eval()
-    model.initialise(0)
-    batch = PackedBatch.pack(sequences)
-    assert not model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5)).any()
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            assert (parameter == 1).all(), name
-        elif name == "head.dense.weight":
-            assert float(parameter.std()) == pytest.approx(320**-0.5, rel=0.05)
-        elif name.endswith(".bias") and "blocks" not in name:
-            assert not parameter.any(), name
-    biases = dict(model.named_parameters())
-    assert not biases["blocks.0.attention.qkv_proj.bias"].any()
 
 
 @pytest.mark.parametrize("name", SHIPPED)

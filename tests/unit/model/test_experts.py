@@ -1,24 +1,18 @@
 """Mixtures of experts against every expert computed on every token, and what routing promises."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from d2plm.config import compose
 from d2plm.core.batch import PackedBatch
-from d2plm.export.exported_model import save_export
-from d2plm.generation.lengths import LengthHistogram
-from d2plm.model.dit import DiT, load_dit
+from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import MixtureOfExperts, Router
 from d2plm.model.layers import SwiGLU
 from d2plm.model.lora import add_lora
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import TINY_SIZES, Tokens, randomise
 
 EXPERTS: dict[str, Any] = {"num_experts": 5, "experts_per_token": 2}
@@ -61,17 +55,17 @@ def by_every_expert(made: MixtureOfExperts, x: Tensor) -> Tensor:
     "changes",
     [
         {},
-        {"shared_expert_size": 10},
-        {"num_experts": 3, "experts_per_token": 3},
-        {"num_experts": 40},
-        {"balance_rate": 0.0},
+        {"shared_expert_size": 10, "num_experts": 40},
+        {"num_experts": 3, "experts_per_token": 3, "balance_rate": 0.0},
     ],
     ids=lambda changes: " ".join(changes) or "plain",
 )
 def test_output_and_gradients_are_those_of_every_expert_on_every_token(
     changes: dict[str, Any],
 ) -> None:
-    made, x = layer(**changes), drawn(TOKENS, TINY_SIZES["hidden_size"]).requires_grad_()
+    made, x = layer(**changes), drawn(TOKENS, TINY_SIZES["hidden_size"])
+    x[:9] = x[0]  # to the same experts
+    x.requires_grad_()
     trained = [x, *(p for p in made.parameters() if p.requires_grad)]
     weights = drawn(TOKENS, TINY_SIZES["hidden_size"], seed=1)
     expected = by_every_expert(made, x)
@@ -80,15 +74,6 @@ def test_output_and_gradients_are_those_of_every_expert_on_every_token(
     ours = torch.autograd.grad((found * weights).sum(), trained)
     theirs = torch.autograd.grad((expected * weights).sum(), trained)
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-
-
-def test_no_token_is_dropped_however_unequal_the_load() -> None:
-    made, x = layer(), drawn(1, TINY_SIZES["hidden_size"]).expand(TOKENS, -1)
-    everything = torch.ones(TOKENS, dtype=torch.bool)
-    chosen, _ = made.router(x, everything)
-    assert sorted(made.router.load.tolist()) == [0, 0, 0, TOKENS, TOKENS]
-    assert all(len(set(row)) == 2 for row in chosen.tolist())
-    torch.testing.assert_close(made(x, everything), by_every_expert(made, x))
 
 
 def test_equal_scores_go_to_the_first_experts() -> None:
@@ -123,9 +108,6 @@ def test_the_auxiliary_loss_has_the_gradient_of_its_formula() -> None:
     loss = 5 * (made.router.past_load * shares).sum()
     [expected] = torch.autograd.grad(0.3 * loss, [made.router.weight])
     torch.testing.assert_close(with_it - without, expected, rtol=1e-11, atol=1e-11)
-
-
-# --- in the model --------------------------------------------------------------------------------
 
 
 def routers(model: DiT) -> list[Router]:
@@ -166,20 +148,6 @@ def test_packed_equals_one_at_a_time_and_padding_does_not_count(
     torch.testing.assert_close(torch.stack(squares), torch.stack(zs).sum(0))
 
 
-def test_an_exported_model_has_the_same_logits_and_biases(
-    tiny_dit: Callable[..., DiT], batch: PackedBatch, tmp_path: Path
-) -> None:
-    model = tiny_dit(**EXPERTS, shared_expert_size=24)
-    lengths = LengthHistogram.of(np.array([10, 12]), 126)
-    loaded = load_dit(save_export(tmp_path / "model", model, AbsorbingDiffusion(), lengths, {}))
-    # Weights in a file's memory are aligned otherwise, so that sums may round otherwise.
-    torch.testing.assert_close(logits(loaded, batch), logits(model, batch))
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
-    for ours, theirs in zip(routers(loaded), routers(model), strict=True):
-        assert ours.bias is not None and torch.equal(ours.bias, theirs.bias)
-        assert not ours.bias.requires_grad
-
-
 def test_every_state_of_a_router_starts_at_zero_and_every_matrix_by_its_inputs() -> None:
     model = DiT(DiTConfig(**{**TINY_SIZES, **BOTH, "num_experts": 64}))
     model.initialise(seed=0)
@@ -193,30 +161,25 @@ def test_every_state_of_a_router_starts_at_zero_and_every_matrix_by_its_inputs()
         assert not torch.equal(weight[0], weight[1])
 
 
-@pytest.mark.parametrize("training", [True, False])
 def test_a_block_is_one_graph_and_counts_the_same(
-    training: bool, tiny_dit: Callable[..., DiT], batch: PackedBatch
+    tiny_dit: Callable[..., DiT], batch: PackedBatch
 ) -> None:
-    model = tiny_dit(**BOTH, shared_expert_size=24).double().train(training)
+    model = tiny_dit(**BOTH, shared_expert_size=24, num_hidden_layers=1).double().train()
     for router in routers(model):
         router.auxiliary_factor = torch.tensor(0.5, dtype=torch.float64)
-    expected = logits(model, batch)
-    expected.square().sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    loads = [getattr(router, "load", None) for router in routers(model)]
-    model.zero_grad(set_to_none=True)
-    for router in routers(model):
-        vars(router).pop("load", None)
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
-    found = logits(model, batch)
-    found.square().sum().backward()
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    after = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(after, gradients, rtol=1e-8, atol=1e-8)
-    counted = [getattr(router, "load", None) for router in routers(model)]
-    torch.testing.assert_close(counted, loads)
-    assert all((load is not None) == training for load in counted)
+    results = []
+    for compiled in (False, True):
+        if compiled:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
+        found = logits(model, batch)
+        found.square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        results.append((found, gradients, [router.load for router in routers(model)]))
+        model.zero_grad(set_to_none=True)
+        for router in routers(model):
+            del router.load
+    torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-8)
     torch._dynamo.reset()
 
 
@@ -226,26 +189,3 @@ def test_a_change_of_low_rank_leaves_the_experts_out(tiny_dit: Callable[..., DiT
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert any("shared_expert" in name for name in trained)
     assert not any(part in name for name in trained for part in (".router.", ".experts."))
-
-
-@pytest.mark.parametrize(
-    ("size", "millions", "active"), [("moe_8m", 7.9, 3.5), ("moe_450m_a150m", 454.7, 148.0)]
-)
-def test_the_sizes_are_what_their_names_say(size: str, millions: float, active: float) -> None:
-    config = DiTConfig(**vars(compose("train", [f"model={size}"]).model))
-    with torch.device("meta"):
-        model = DiT(config)
-    named = {name: p.numel() for name, p in model.named_parameters()}
-    idle = sum(number for name, number in named.items() if ".experts." in name)
-    idle *= 1 - config.experts_per_token / config.num_experts
-    assert round(sum(named.values()) / 1e6, 1) == millions
-    assert round((sum(named.values()) - idle) / 1e6, 1) == active
-
-
-def test_a_dense_model_has_no_state_of_experts(tiny_dit: Callable[..., DiT]) -> None:
-    names = [name for name, _ in tiny_dit().named_parameters() if "feed_forward." in name]
-    assert names == [
-        f"blocks.{block}.feed_forward.{matrix}_proj.weight"
-        for block in (0, 1)
-        for matrix in ("gate_up", "down")
-    ]

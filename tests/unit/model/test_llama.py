@@ -4,7 +4,6 @@ These are given a mask that lets every token attend to every other, as a DiT doe
 computes in fp32 whatever its dtype is, RMSNorm, is replaced by fp64 after a check.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from d2plm.config import compose
 from d2plm.core.batch import PackedBatch
-from d2plm.model.dit import DiT, load_dit
+from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
-from d2plm.model.lora import add_lora
 from tests.conftest import DiTFactory, randomise
 
 V, WIDTH, HEADS, LAYERS, INNER = 300, 32, 2, 3, 40
@@ -196,49 +193,6 @@ def test_a_model_without_a_time_has_no_parameter_of_one_and_ignores_it() -> None
     assert (logits(model) == 0).all()  # as of every fresh model
     randomise(model)
     assert torch.equal(logits(model), logits(model))  # at other times
-
-
-def test_a_model_of_these_options_is_saved_and_loaded(tmp_path: Path) -> None:
-    model = DiT(DiTConfig(**NEOX)).eval()
-    randomise(model)
-    model.save_pretrained(tmp_path)
-    loaded = load_dit(tmp_path)
-    assert loaded.config.settings() == model.config.settings()
-    assert torch.equal(logits(loaded), logits(model))
-
-
-@pytest.mark.parametrize(
-    ("size", "parameters"),
-    [("text_6m", 6_294_784), ("text_170m", 169_897_728), ("text_1b", 1_027_677_952)],
-)
-def test_the_shipped_sizes_are_those_of_scaled_up_masked_diffusion(
-    size: str, parameters: int
-) -> None:
-    """Non-embedding parameters as the authors count them (ML-GSAI/SMDM, pretrain/train_mdm.py)."""
-    with torch.device("meta"):
-        model = DiT(DiTConfig(**vars(compose("train", [f"model={size}"]).model)))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    kept = [n for name, n in sizes.items() if not name.startswith(("token_", "head.proj."))]
-    assert sum(kept) == parameters
-
-
-def test_low_rank_changes_fit_these_blocks() -> None:
-    model = DiT(DiTConfig(**LLAMA)).eval()
-    randomise(model)
-    before = logits(model)
-    add_lora(model, 2)
-    assert torch.equal(logits(model), before)
-    trained = sum(parameter.requires_grad for parameter in model.parameters())
-    assert trained == LAYERS * 4 * 2
-
-
-def test_norms_start_at_one_whatever_they_are(tiny_dit: DiTFactory) -> None:
-    model = tiny_dit(norm="rms", affine_norm=True)
-    model.initialise(3)
-    norms = {name: p for name, p in model.named_parameters() if "norm" in name}
-    assert len(norms) == 2 * 4 + 1 and all((weight == 1).all() for weight in norms.values())
-    bare = tiny_dit(norm="rms", qk_norm=False)
-    assert not any("norm" in name for name, _ in bare.named_parameters())
 
 
 def test_token_dropout_is_of_the_last_token_of_any_vocabulary(tiny_dit: DiTFactory) -> None:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.errors import ModelError
 from d2plm.export.exported_model import load_export, save_export, weights_digest
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
@@ -72,11 +72,6 @@ def test_merged_weights_are_the_same_function(base: DiT) -> None:
     assert (logits(model) - logits(base)).abs().max() > 0.01
 
 
-def test_an_invalid_rank_is_rejected(base: DiT) -> None:
-    with pytest.raises(ConfigError, match="lora_rank=0"):
-        add_lora(base, 0)
-
-
 @pytest.fixture
 def adapter(base: DiT, tmp_path: Path) -> Path:
     """The folder of an adapter of the export in `tmp_path / "base"`."""
@@ -101,13 +96,8 @@ def test_peft_reads_the_adapter(adapter: Path) -> None:
     assert (config.r, config.lora_alpha) == (3, 6)
     names = set(load_file(adapter / WEIGHTS))
     assert "base_model.model.blocks.0.attention.qkv_proj.lora_A.weight" in names
-
-
-def test_the_matrices_are_listed_in_order_so_that_equal_adapters_are_equal_files(
-    adapter: Path,
-) -> None:
     listed = json.loads((adapter / CONFIG).read_text())["target_modules"]
-    assert listed == sorted(listed) != []
+    assert listed == sorted(listed) != []  # so that equal adapters are equal files
 
 
 def test_a_part_of_the_change_is_a_part_of_every_weights(base: DiT, adapter: Path) -> None:
@@ -125,29 +115,23 @@ def test_an_adapter_of_another_base_is_rejected(
     model = tiny_dit(seed=9)
     assert isinstance(model, DiT)
     model.save_pretrained(adapter.with_name("base"))
-    with pytest.raises(ModelError, match="which has other weights"):
+    with pytest.raises(ModelError, match="other weights"):
         load_export(adapter)
     adapter.with_name("base").rename(adapter.with_name("elsewhere"))
-    with pytest.raises(ModelError, match="which does not exist"):
+    with pytest.raises(ModelError, match="base"):
         load_export(adapter)
     other = tiny_dit(hidden_size=24)
     assert isinstance(other, DiT)
-    with pytest.raises(ModelError, match="cannot be added to its base"):
+    with pytest.raises(ModelError, match="base"):
         apply_adapter(other, adapter)
 
 
-@pytest.mark.parametrize("damage", ["{", json.dumps({"r": 3}), "[]"])
-def test_a_damaged_adapter_is_named(adapter: Path, damage: str) -> None:
-    (adapter / "adapter_config.json").write_text(damage)
-    with pytest.raises(ModelError, match=r"adapter_config\.json: is damaged"):
-        load_export(adapter)
-
-
-@pytest.mark.parametrize("change", [{"r": 7}, {"r": "x"}, {"lora_alpha": [1]}])
-def test_settings_that_do_not_fit_the_weights_are_rejected(
-    adapter: Path, change: dict[str, object]
-) -> None:
-    settings = json.loads((adapter / CONFIG).read_text())
-    (adapter / CONFIG).write_text(json.dumps({**settings, **change}))
-    with pytest.raises(ModelError, match="cannot be added to its base model"):
+@pytest.mark.parametrize(
+    "damage", ["{", "[]", {"lora_alpha": None, "r": 3}, {"r": 7}, {"r": "x"}, {"lora_alpha": [1]}]
+)
+def test_a_damaged_adapter_is_an_error(adapter: Path, damage: str | dict[str, object]) -> None:
+    if isinstance(damage, dict):
+        damage = json.dumps({**json.loads((adapter / CONFIG).read_text()), **damage})
+    (adapter / CONFIG).write_text(damage)
+    with pytest.raises(ModelError, match="adapter"):
         load_export(adapter)

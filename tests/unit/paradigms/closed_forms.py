@@ -1,8 +1,12 @@
-"""Every schedule by its formula in the papers, written independently."""
+"""Every schedule by its formula in the papers, written independently; a rule for ∫₀¹."""
 
 import math
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit
 
 Curve = Callable[[float], float]
 
@@ -50,3 +54,15 @@ KAPPAS: list[tuple[dict[str, Any], Curve]] = [
     ({"schedule": "cubic"}, hermite(0, 0)),
     ({"schedule": "cubic", "cubic_start_slope": 3.0, "cubic_end_slope": 0.5}, hermite(3, 0.5)),
 ]
+
+
+def logistic_nodes(
+    step: float = 0.5, reach: float = 25.0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Nodes and weights of ∫₀¹, the trapezium rule in ln(t/(1 − t)).
+
+    Integrands that are smooth inside and at worst logarithmic at the ends converge like
+    exp(−1/step).
+    """
+    s = np.arange(-reach, reach, step)
+    return expit(s), step * expit(s) * expit(-s)

@@ -75,7 +75,7 @@ def gradients(
 
 
 @EVERY
-def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(
+def test_in_chunks_loss_and_gradients_are_those_of_whole_logits_which_autograd_does_not_keep(
     paradigm_class: type[Paradigm], settings: dict[str, Any], model: DiT, monkeypatch: MonkeyPatch
 ) -> None:
     paradigm = build(paradigm_class, settings)
@@ -88,6 +88,12 @@ def test_loss_and_gradients_in_chunks_are_those_of_whole_logits(
     for name, value in expected.items():
         scale = float(value.abs().max())
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12 * scale, msg=name)
+    kept, corrupted = {}, paradigm.corrupt(micro_batches[0], Key(1))
+    for whole in (False, True):
+        with counting_saved(model) as saved:
+            paradigm.model_loss(model, micro_batches[0], corrupted, whole_logits=whole)
+        kept[whole] = sum(saved.values())
+    assert kept[False] < 64 * 5000 * 8 / 2 < kept[True]  # no logits
 
 
 @EVERY
@@ -98,21 +104,6 @@ def test_a_batch_without_targets_has_no_loss_and_a_gradient_of_zero(
     found = gradients(build(paradigm_class, settings), model, [batch_of([0])])
     assert set(found) == {"loss", *dict(model.named_parameters())}
     assert not any(value.any() for value in found.values())
-
-
-@EVERY
-def test_autograd_keeps_no_logits(
-    paradigm_class: type[Paradigm], settings: dict[str, Any], model: DiT, monkeypatch: MonkeyPatch
-) -> None:
-    paradigm, batch = build(paradigm_class, settings), batch_of([11, 30, 4])
-    monkeypatch.setattr(base, "CHUNK_LOGITS", CHUNK * VOCABULARY.size)
-    corrupted = paradigm.corrupt(batch, Key(1))
-    kept = {}
-    for whole in (False, True):
-        with counting_saved(model) as saved:
-            paradigm.model_loss(model, batch, corrupted, whole_logits=whole)
-        kept[whole] = sum(saved.values())
-    assert kept[False] < 64 * 5000 * 8 / 2 < kept[True]
 
 
 def test_a_pass_has_no_more_logits_than_its_limit() -> None:

@@ -3,6 +3,7 @@
 Statistical tests at level LEVEL with fixed seeds: a right process fails once in a thousand seeds.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -33,20 +34,16 @@ def in_steps(schedule: str, steps: int) -> Curve:
     return lambda t: ALPHA_BARS[schedule](round(t * steps), steps)
 
 
-DIFFUSIONS: list[tuple[str, dict[str, Any], Curve]] = [
+CONTINUOUS: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
     *(
-        (
-            f"{name} T={steps}",
-            {"schedule": name, "num_train_timesteps": steps},
-            in_steps(name, steps),
-        )
-        for steps in (20, 1000)
-        for name in ALPHA_BARS
+        (AbsorbingDiffusion, {"schedule": name, "num_train_timesteps": None}, kept)
+        for name, kept in CONTINUOUS_ALPHA_BARS.items()
     ),
-    *(
-        (f"{name} continuous", {"schedule": name, "num_train_timesteps": None}, alpha_bar)
-        for name, alpha_bar in CONTINUOUS_ALPHA_BARS.items()
-    ),
+    *((MaskFlowMatching, settings, kappa) for settings, kappa in KAPPAS),
+]
+IN_STEPS: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
+    (AbsorbingDiffusion, {"schedule": name, "num_train_timesteps": steps}, in_steps(name, steps))
+    for name, steps in itertools.product(ALPHA_BARS, (20, 1000))
 ]
 
 
@@ -79,26 +76,13 @@ def deviation_p_value(
     return float(stats.chi2.sf(statistic, GROUPS))
 
 
-# --- masks and random residues -----------------------------------------------------------------
-
-
-MASKED = {
-    **{name: (AbsorbingDiffusion, settings, kept, 1) for name, settings, kept in DIFFUSIONS},
-    **{f"flow {settings}": (MaskFlowMatching, settings, kept, 2) for settings, kept in KAPPAS},
-}
-
-
 @SAMPLINGS
-@pytest.mark.parametrize("paradigm_class, settings, kept, seed", MASKED.values(), ids=[*MASKED])
+@pytest.mark.parametrize(("paradigm_class", "settings", "kept"), [*CONTINUOUS, *IN_STEPS])
 def test_residues_are_masked_with_the_probability_that_the_schedule_does_not_keep(
-    paradigm_class: type[Paradigm],
-    settings: dict[str, Any],
-    kept: Curve,
-    seed: int,
-    time_sampling: str,
+    paradigm_class: type[Paradigm], settings: dict[str, Any], kept: Curve, time_sampling: str
 ) -> None:
     paradigm = paradigm_class(**settings, time_sampling=time_sampling)
-    times, _, shown = corrupted_composition(paradigm, seed)
+    times, _, shown = corrupted_composition(paradigm, 1)
     masked = (shown == MASK).sum(1).numpy()
     assert deviation_p_value(times, masked, shown.shape[1], lambda t: 1 - kept(t)) > LEVEL
 
@@ -140,30 +124,19 @@ def test_corruption_is_independent_from_residue_to_residue() -> None:
         assert LEVEL / 2 < p_value < 1 - LEVEL / 2
 
 
-# --- times -------------------------------------------------------------------------------------
-
-
+@SAMPLINGS
 @pytest.mark.parametrize(
-    "paradigm_class, settings",
-    [
-        *((AbsorbingDiffusion, row[1]) for row in DIFFUSIONS if "continuous" in row[0]),
-        *((MaskFlowMatching, settings) for settings, _ in KAPPAS),
-        *((UniformFlowMatching, settings) for settings, _ in KAPPAS),
-    ],
+    ("paradigm_class", "settings", "kept"),
+    [*CONTINUOUS, *((UniformFlowMatching, settings, kappa) for settings, kappa in KAPPAS)],
 )
 def test_the_times_of_a_batch_are_stratified(
-    paradigm_class: type[Paradigm], settings: dict[str, Any]
+    paradigm_class: type[Paradigm], settings: dict[str, Any], kept: Curve, time_sampling: str
 ) -> None:
     """One in each of n strata: of the time itself, or of the root of the corrupted fraction."""
-    for sampling in ("uniform", "low_variance"):
-        paradigm = paradigm_class(**settings, time_sampling=sampling)
-        times, _, _ = corrupted_composition(paradigm, 5)
-        if sampling == "low_variance":
-            if paradigm_class is AbsorbingDiffusion:
-                kept = CONTINUOUS_ALPHA_BARS[settings["schedule"]]
-            else:
-                kept = next(kappa for known, kappa in KAPPAS if known == settings)
-            times = torch.tensor([1 - kept(float(t)) for t in times]).clamp(min=0).sqrt()
-        strata = times.sort().values * SEQUENCES - torch.arange(SEQUENCES)
-        assert float(strata.min()) > -1e-3 and float(strata.max()) < 1 + 1e-3
-        assert float(strata.std()) < 1e-3  # one shared offset
+    paradigm = paradigm_class(**settings, time_sampling=time_sampling)
+    times, _, _ = corrupted_composition(paradigm, 5)
+    if time_sampling == "low_variance":
+        times = torch.tensor([1 - kept(float(t)) for t in times]).clamp(min=0).sqrt()
+    strata = times.sort().values * SEQUENCES - torch.arange(SEQUENCES)
+    assert float(strata.min()) > -1e-3 and float(strata.max()) < 1 + 1e-3
+    assert float(strata.std()) < 1e-3  # one shared offset

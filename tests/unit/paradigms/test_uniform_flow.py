@@ -1,223 +1,262 @@
-"""The flow from random residues: its three losses and its bound, against sums over all noise.
+"""The flow from random residues: losses and bound of one residue, every noise summed over.
 
-The reference (two_residues.py) works with explicit rate matrices; two more derivations that know no
-rates at all, the ELBOs of the processes in many small steps, bind the reference itself.
+The reference takes its rates from the chains' own generators, for any number of residues; the ELBOs
+of the processes in many small steps, which know no rates, bind the reference itself.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from scipy import stats
-from scipy.integrate import quad
-from scipy.special import expit, log_softmax
+from scipy.linalg import expm
+from scipy.special import expit, log_softmax, xlogy
 from torch import Tensor
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
-from d2plm.core.vocabulary import CANONICAL_START, encode
+from d2plm.core.vocabulary import FIRST, PROTEIN, Vocabulary, encode
 from d2plm.data.loader import framed
 from d2plm.paradigms import flow_matching
+from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.paradigms.paradigm import BoundDraw, Denoiser
-from d2plm.paradigms.uniform_noise import generalised_kl_nats, log_posterior, time_reversal_nats
-from tests.unit.paradigms.closed_forms import KAPPAS, Curve
-from tests.unit.paradigms.two_residues import (
-    OTHER,
-    Z1,
-    Z2,
-    LogP,
-    ModelRates,
-    N,
-    Protein,
-    certain,
-    chances,
-    exact_denoiser,
-    kernel,
-    likelihood,
-    logistic_nodes,
-    path_divergence,
-    path_integral,
-    protein_batch,
-    random_joint,
-    reversal_rates,
-    show_every_state,
-    told_the_time,
-    velocity_rates,
-    wrong_denoiser,
-)
+from d2plm.paradigms.paradigm import Corrupted, Denoiser
+from d2plm.paradigms.uniform_noise import log_posterior, time_reversal_nats
+from tests.unit.paradigms.closed_forms import KAPPAS, Curve, logistic_nodes
+from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
-RATES: dict[str, ModelRates] = {"elbo": reversal_rates, "generalised_kl": velocity_rates}
-LOSSES = {"elbo": time_reversal_nats, "generalised_kl": generalised_kl_nats}
-PROTEINS = [(0, 1), (5, 3), (7, 7)]
-WRONG, JOINT = wrong_denoiser(1), random_joint(0)
-UNIGRAM = np.random.default_rng(5).dirichlet(np.ones(N))
-CONTROL = -torch.log(torch.from_numpy(UNIGRAM))
-LINEAR = KAPPAS[0][1]
+Array = NDArray[np.float64]
+LogP = Callable[[Array], Array]  # κ [...] → log p(x | z shown) [..., z, x]
 
+N = 20
+CONTROL = -torch.log(torch.from_numpy(np.random.default_rng(5).dirichlet(np.ones(N))))
+THREE, CLEAN = NumberedTokens(3), 1
 FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
-BOUNDS = pytest.mark.parametrize("loss", RATES)
+LOW_VARIANCE = [("elbo", "low_variance"), ("generalised_kl", "low_variance")]
+LOSSES = pytest.mark.parametrize("loss", UniformFlowMatching.losses)
+
+
+def kernel(residues: int, kappa: float) -> Array:
+    """P(x → z) [K, K]: uniform noise's generator has the exponential κ + (1 − κ)/K."""
+    return kappa * np.eye(residues) + (1 - kappa) / residues
+
+
+@pytest.mark.parametrize("residues", [3, 300])
+def test_the_kernel_is_the_exponential_of_the_generator(residues: int) -> None:
+    generator = np.ones((residues, residues)) / residues - np.eye(residues)
+    np.testing.assert_allclose(expm(-math.log(0.3) * generator), kernel(residues, 0.3), atol=1e-12)
+
+
+def wrong_model(residues: int) -> LogP:
+    table, slope = np.random.default_rng(1).normal(size=(2, residues, residues))
+    return lambda kappa: log_softmax(table + kappa[..., None, None] * slope, axis=-1)
+
+
+PRIOR = np.random.default_rng(3).dirichlet(np.ones(3))
+MODELS: dict[str, LogP] = {
+    "wrong": wrong_model(3),
+    "exact": lambda kappa: np.broadcast_to(np.log(PRIOR), (*kappa.shape, 3, 3)),
+}
+
+
+def denoiser(log_p: LogP, vocabulary: Vocabulary, kappa: Curve = lambda t: t) -> Denoiser:
+    """Rows <cls> x <eos>."""
+
+    def model(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor) -> Tensor:
+        shown = tokens.view(-1, 3)[:, 1].numpy().astype(int) - FIRST
+        distinct, which = np.unique(times.double().numpy(), return_inverse=True)
+        kappas = np.array([kappa(t) for t in distinct])
+        logits = np.full((len(shown), 3, vocabulary.size), 7.0)  # others do not count
+        logits[:, 1, FIRST : vocabulary.stop] = 3.0 + log_p(kappas)[which, shown]
+        return torch.from_numpy(logits).flatten(0, 1)
+
+    return model
+
+
+def show_every_state(
+    patch: pytest.MonkeyPatch, paradigm: UniformFlowMatching, clean: int, draws: Tensor
+) -> PackedBatch:
+    """A batch whose i-th copy shows residue i mod K, which is noise, at the time of `draws` [i]."""
+    vocabulary, residues = paradigm.vocabulary, paradigm.vocabulary.predicted
+    rows = np.zeros((len(draws), 3), dtype=np.int64)
+    rows[:, 1] = FIRST + np.arange(len(draws)) % residues
+    shown, drawn = torch.from_numpy(rows.flatten()), paradigm.times_of(draws)
+    patch.setattr(flow_matching, "random_residues", lambda key, *indices: shown)
+    patch.setattr(base, "uniform", lambda key, *indices: torch.zeros(indices[-1].shape).double())
+    patch.setattr(paradigm, "times_of", lambda _: drawn)
+    one = framed(np.array([FIRST + clean], dtype=vocabulary.dtype))
+    return PackedBatch.pack([one] * len(draws))
+
+
+def state_losses(
+    paradigm: UniformFlowMatching, model: Denoiser, batch: PackedBatch, corrupted: Corrupted
+) -> Array:
+    """The weighted loss of each copy, whose sum is the paradigm's loss."""
+    logits = model(corrupted.tokens, batch.cu_seqlens, 3, corrupted.times)
+    places = torch.arange(batch.num_segments) * 3 + 1
+    log_p = paradigm.log_probabilities(logits)[places]
+    nats = paradigm.position_nats(log_p, batch, corrupted, places) * corrupted.weights[places]
+    total, count = paradigm.loss(logits, batch, corrupted)
+    assert float(total) == pytest.approx(float(nats.sum()), rel=1e-9)
+    assert count == corrupted.count == batch.num_segments  # every residue is a target
+    return nats.numpy()
+
+
+def definition(loss: str, log_p: Array, clean: int, kappa: float) -> Array:
+    """The loss of each state z [K] per unit of κ, by the rates of the two chains."""
+    residues = len(log_p)
+    noise, p, rows = kernel(residues, kappa), np.exp(log_p), np.arange(residues)
+    truth = np.broadcast_to(np.eye(residues)[clean], p.shape)
+    if loss == "elbo":
+        # One unit of −ln κ is 1/κ units of κ.
+        u, u_hat = (
+            (x @ noise) / (x @ noise)[rows, rows, None] / residues / kappa for x in (truth, p)
+        )
+    else:
+        truth, p = (joint / joint.sum(1, keepdims=True) for joint in (truth * noise.T, p * noise.T))
+        if loss == "mean":
+            return -np.log(p[:, clean])
+        u, u_hat = truth / (1 - kappa), p / (1 - kappa)
+    terms = u_hat - u + xlogy(u, np.where(u > 0, u, 1)) - xlogy(u, u_hat)
+    return np.where(rows != rows[:, None], terms, 0.0).sum(1)
 
 
 @cache
-def reference(loss: str, protein: Protein, exact: bool) -> float:
-    return path_integral(RATES[loss], exact_denoiser(JOINT) if exact else WRONG, protein)
-
-
-def code_integral(
-    monkeypatch: pytest.MonkeyPatch,
-    paradigm: UniformFlowMatching,
-    log_p: LogP,
-    kappa: Curve,
-    protein: Protein,
-) -> float:
-    """∫₀¹ dt E over all noise of the paradigm's own loss, its own weights and its own corruption.
-
-    Weights are fp32: it is right to some 1e-7.
-    """
-    total, (nodes, widths) = 0.0, logistic_nodes()
-    for some in np.array_split(np.arange(len(nodes)), 8):
-        batch = protein_batch(protein, len(some) * N**2)
-        times = torch.from_numpy(nodes[some].repeat(N**2))
-        with monkeypatch.context() as patch:
-            show_every_state(patch, paradigm, times)
-            corrupted = paradigm.corrupt(batch, Key(0))
-        weights = [widths[i] * chances(protein, kappa(nodes[i])) for i in some]
-        by_token = torch.from_numpy(np.array(weights).flatten())[batch.segment_ids()]
-        model = told_the_time(log_p, kappa)
-        logits = model(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
-        weighted = replace(corrupted, weights=corrupted.weights * by_token)
-        total += float(paradigm.loss(logits, batch, weighted)[0])
+def reference(loss: str, model: str, curve: Curve = lambda t: t) -> float:
+    """∫ dt E_z of the definition; of the bounds the integral over κ, whatever the curve."""
+    total = 0.0
+    for node, width in zip(*logistic_nodes(), strict=True):
+        kappa = min(curve(node), 1 - 1e-15) if loss == "mean" else node
+        states = definition(loss, MODELS[model](np.array(kappa)), CLEAN, kappa)
+        chances = kernel(3, kappa)[CLEAN]
+        total += width * float((chances * np.where(chances > 1e-12, states, 0.0)).sum())
     return total
 
 
-# --- the losses --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "vocabulary", [THREE, PROTEIN, NumberedTokens(300)], ids=["3", "20", "300"]
+)
+@LOSSES
+def test_the_loss_of_every_state_is_that_of_the_chains(
+    loss: str, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    residues = vocabulary.predicted
+    paradigm, log_p = UniformFlowMatching(schedule="linear", loss=loss), wrong_model(residues)
+    paradigm.vocabulary, clean = vocabulary, residues - 2
+    for kappa in (0.03, 0.4, 0.93):
+        draws = torch.full((residues,), kappa, dtype=torch.float64)
+        with monkeypatch.context() as patch:
+            batch = show_every_state(patch, paradigm, clean, draws)
+            corrupted = paradigm.corrupt(batch, Key(0))
+        found = state_losses(paradigm, denoiser(log_p, vocabulary), batch, corrupted)
+        expected = definition(loss, log_p(np.array(kappa)), clean, kappa)
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-@BOUNDS
+@pytest.mark.parametrize(
+    ("loss", "time_sampling"),
+    [*((loss, "uniform") for loss in UniformFlowMatching.losses), *LOW_VARIANCE],
+)
 @FLOWS
 def test_the_expected_loss_is_the_divergence_of_the_chains_whatever_the_schedule(
-    settings: dict[str, Any], kappa: Curve, loss: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    kappa: Curve,
+    loss: str,
+    time_sampling: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The model is a function of κ alone, however it learns of κ."""
-    paradigm, protein = UniformFlowMatching(**settings, loss=loss), PROTEINS[0]
-    found = code_integral(monkeypatch, paradigm, WRONG, kappa, protein)
-    assert found == pytest.approx(reference(loss, protein, False), rel=1e-6)
+    """Over all noise and over the draw of the time, with the paradigm's own weights."""
+    paradigm = UniformFlowMatching(**settings, loss=loss, time_sampling=time_sampling)
+    paradigm.vocabulary = THREE
+    nodes, widths = logistic_nodes()
+    with monkeypatch.context() as patch:
+        batch = show_every_state(patch, paradigm, CLEAN, torch.from_numpy(nodes.repeat(3)))
+        corrupted = paradigm.corrupt(batch, Key(0))
+    losses = state_losses(paradigm, denoiser(MODELS["wrong"], THREE, kappa), batch, corrupted)
+    chances = [kernel(3, kappa(t))[CLEAN] for t in corrupted.times[::3].tolist()]
+    found = float((widths[:, None] * chances * losses.reshape(-1, 3)).sum())
+    expected = reference(loss, "wrong", kappa if loss == "mean" else KAPPAS[0][1])
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
-@BOUNDS
+@pytest.mark.parametrize("unigram", [None, [0.2, 0.5, 0.3]])
 @FLOWS
-def test_at_each_time_the_loss_is_the_rate_of_kappa_times_the_divergence(
-    settings: dict[str, Any], kappa: Curve, loss: str, monkeypatch: pytest.MonkeyPatch
+def test_the_bound_estimates_the_time_reversal_bound_that_is_minus_log_p_of_the_exact_model(
+    settings: dict[str, Any],
+    kappa: Curve,
+    unigram: list[float] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    paradigm, (x1, x2), h = UniformFlowMatching(**settings, loss=loss), PROTEINS[1], 1e-6
-    for time in (0.03, 0.4, 0.93):
-        batch = protein_batch((x1, x2), N**2)
-        times = torch.full((N**2,), time, dtype=torch.float64)
+    """The expectation of the code's own estimator: over its one draw of κ, and over all noise."""
+    paradigm = UniformFlowMatching(**settings)
+    control = None if unigram is None else -torch.tensor(unigram).double().log()
+    paradigm.vocabulary = THREE
+    nodes, widths = logistic_nodes(reach=13.0)
+    level = torch.from_numpy(nodes.repeat(3))
+
+    def scripted(key: Key, *indices: Tensor) -> Tensor:
+        return level if len(indices) == 1 else torch.zeros(indices[-1].shape).double()
+
+    # The corrupted fraction is the square of 1 − level.
+    weights = [w * kernel(3, 1 - (1 - n) ** 2)[CLEAN] for n, w in zip(nodes, widths, strict=True)]
+    for name, expected in (
+        ("wrong", reference("elbo", "wrong")),
+        ("exact", -math.log(PRIOR[CLEAN])),
+    ):
         with monkeypatch.context() as patch:
-            show_every_state(patch, paradigm, times)
-            corrupted = paradigm.corrupt(batch, Key(0))
-        rate = (kappa(time + h) - kappa(time - h)) / (2 * h)
-        expected = rate * path_divergence(RATES[loss], WRONG, (x1, x2), kappa(time)).flatten()
-        logits = told_the_time(WRONG, kappa)(corrupted.tokens, batch.cu_seqlens, 4, times)
-        for state in range(0, N**2, 7):
-            one = torch.where(batch.segment_ids() == state, corrupted.weights, 0.0)
-            nats, count = paradigm.loss(logits, batch, replace(corrupted, weights=one))
-            assert float(nats) == pytest.approx(expected[state], rel=1e-6)
-            assert count == 2 * N**2  # every residue is a target
+            batch = show_every_state(patch, paradigm, CLEAN, level)
+            patch.setattr(flow_matching, "uniform", scripted)
+            model = denoiser(MODELS[name], THREE, kappa)
+            drawn = paradigm.bound(model, batch, Key(0), control=control)
+        np.testing.assert_allclose(drawn.fraction[::3], (1 - nodes) ** 2, atol=1e-6)
+        assert (drawn.predicted == 1).all()
+        middle = len(nodes) // 2
+        k = 1 - (1 - nodes[middle]) ** 2
+        told = definition("mean", MODELS[name](np.array(k)), CLEAN, k)
+        np.testing.assert_allclose(drawn.cross_entropy[3 * middle :][:3], told, rtol=1e-6)
+        found = float(drawn.nats.numpy() @ np.array(weights).flatten())
+        assert found == pytest.approx(expected, rel=2e-5, abs=2e-5)  # the ends are cut off
 
 
-@FLOWS
-def test_the_expected_mean_loss_is_the_cross_entropy_of_bayes_rule(
-    settings: dict[str, Any], kappa: Curve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paradigm, protein = UniformFlowMatching(**settings, loss="mean"), PROTEINS[0]
-    expected = 0.0
-    for time, width in zip(*logistic_nodes(), strict=True):
-        p, noise = np.exp(WRONG(Z1, Z2, np.full((N, N), kappa(time)))), kernel(kappa(time))
-        for site, shown in enumerate((Z1, Z2)):
-            joint = p[:, :, site] * noise.T[shown]
-            weights = chances(protein, kappa(time))
-            right = np.where(weights > 0, joint[..., protein[site]] / joint.sum(-1), 1.0)
-            expected -= width * float((weights * np.log(right)).sum())
-    found = code_integral(monkeypatch, paradigm, WRONG, kappa, protein)
-    assert found == pytest.approx(expected, rel=1e-6)
+def kl(p: Array, q: Array) -> Array:
+    return (xlogy(p, np.where(p > 0, p, 1)) - xlogy(p, q)).sum(-1)
 
 
-@BOUNDS
-@pytest.mark.parametrize("sampling", ["uniform", "low_variance"])
-def test_random_corruption_estimates_the_same_losses(loss: str, sampling: str) -> None:
-    """No scripted draws: times, noise and weights as in training."""
-    protein, copies = PROTEINS[2], 1000
-    batch, model = protein_batch(protein, copies), told_the_time(WRONG, KAPPAS[3][1])
-    paradigm, steps = UniformFlowMatching(schedule="cosine", loss=loss, time_sampling=sampling), []
-    for step in range(16):
-        corrupted = paradigm.corrupt(batch, Key(1, step))
-        logits = model(corrupted.tokens, batch.cu_seqlens, 4, corrupted.times)
-        nats, count = paradigm.loss(logits, batch, corrupted)
-        assert count == 2 * copies
-        steps.append(float(nats) / copies)
-    assert stats.ttest_1samp(steps, reference(loss, protein, False)).pvalue > 1e-3
+def d3pm_step(now: float, then: float) -> Array:
+    """KL(q(z' | z, x) ‖ p(z' | z)) [z], Austin et al., eq. 3 and 4: noisier z at κ = now."""
+    p, before = np.exp(MODELS["wrong"](np.array(now))), kernel(3, then)
+    to_shown = kernel(3, now / then).T  # P(z' → z), [z, z']
+    truth, model = before[CLEAN] * to_shown, (p @ before) * to_shown
+    return kl(truth / truth.sum(-1, keepdims=True), model / model.sum(-1, keepdims=True))
 
 
-# --- against derivations that know no rates ----------------------------------------------------
-
-
-def by_small_steps(steps: int, step_kl: Callable[[float, float], float]) -> float:
-    """The ELBO of the process in `steps` steps, which are even in ln(κ/(1 − κ))."""
-    grid = expit(np.linspace(-18, 18, steps + 1))
-    return sum(step_kl(a, b) for a, b in zip(grid[:-1], grid[1:], strict=True))
-
-
-def kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    return np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / q), 0.0).sum(-1)
-
-
-def d3pm_step(protein: Protein, log_p: LogP, now: float, then: float) -> float:
-    """E_z KL(q(z' | z, x) ‖ p(z' | z)), Austin et al., eq. 3 and 4: noisier z at κ = now."""
-    p, before, between = (
-        np.exp(log_p(Z1, Z2, np.full((N, N), now))),
-        kernel(then),
-        kernel(now / then),
-    )
-    total = np.zeros((N, N))
-    for site, shown in enumerate((Z1, Z2)):
-        to_shown = between.T[shown]  # P(z' → z), [20, 20, z']
-        truth = before[protein[site]] * to_shown
-        model = (p[:, :, site] @ before) * to_shown
-        total += kl(truth / truth.sum(-1, keepdims=True), model / model.sum(-1, keepdims=True))
-    return float((chances(protein, now) * total).sum())
-
-
-def jump_step(protein: Protein, log_p: LogP, now: float, then: float) -> float:
+def jump_step(now: float, then: float) -> Array:
     """The flow's step: to the clean residue, or to one drawn from p_{1|t}, or no change."""
-    jump, noise = (then - now) / (1 - now), kernel(now)
-    p, total = np.exp(log_p(Z1, Z2, np.full((N, N), now))), np.zeros((N, N))
-    for site, shown in enumerate((Z1, Z2)):
-        posterior = p[:, :, site] * noise.T[shown]
-        posterior /= posterior.sum(-1, keepdims=True)
-        stay = (1 - jump) * ~OTHER[site]
-        truth = stay + jump * certain(protein)[:, :, site]
-        total += kl(truth, stay + jump * posterior)
-    return float((chances(protein, now) * total).sum())
+    posterior = np.exp(MODELS["wrong"](np.array(now))) * kernel(3, now).T
+    posterior /= posterior.sum(-1, keepdims=True)
+    jump = (then - now) / (1 - now)
+    stay = (1 - jump) * np.eye(3)
+    return kl(stay + jump * np.eye(3)[CLEAN], stay + jump * posterior)
 
 
 @pytest.mark.parametrize("loss, step", [("elbo", d3pm_step), ("generalised_kl", jump_step)])
 def test_each_bound_is_the_limit_of_the_elbo_in_small_steps(
-    loss: str, step: Callable[[Protein, LogP, float, float], float]
+    loss: str, step: Callable[[float, float], Array]
 ) -> None:
-    protein = PROTEINS[0]
-    coarse, fine, finest = (
-        by_small_steps(n, lambda now, then: step(protein, WRONG, now, then))
-        for n in (200, 400, 800)
-    )
-    limit = (8 * finest - 6 * fine + coarse) / 3  # Richardson: without the terms 1/n and 1/n²
-    assert limit == pytest.approx(reference(loss, protein, False), rel=1e-5)
+    """Steps that are even in ln(κ/(1 − κ))."""
+    totals = []
+    for steps in (200, 400, 800):
+        grid = expit(np.linspace(-18, 18, steps + 1)).tolist()
+        totals.append(sum(kernel(3, a)[CLEAN] @ step(a, b) for a, b in pairwise(grid)))
+    limit = (8 * totals[2] - 6 * totals[1] + totals[0]) / 3  # without the terms 1/n and 1/n²
+    assert limit == pytest.approx(reference(loss, "wrong"), rel=1e-5)
 
 
 def test_the_time_reversal_integrand_is_that_of_schiff_et_al() -> None:
@@ -246,92 +285,10 @@ def test_the_time_reversal_integrand_is_that_of_schiff_et_al() -> None:
         np.testing.assert_allclose(found, total / (N * alpha), rtol=1e-9, atol=1e-12)
 
 
-# --- they are bounds ---------------------------------------------------------------------------
-
-
-def test_with_exact_posteriors_the_time_reversal_bound_is_minus_log_p(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    exact = exact_denoiser(JOINT)
-    for protein in PROTEINS:
-        found = code_integral(
-            monkeypatch, UniformFlowMatching(schedule="linear"), exact, LINEAR, protein
-        )
-        assert found == pytest.approx(-math.log(JOINT[protein]), rel=1e-6)
-
-
-def test_with_exact_posteriors_the_generalised_kl_lies_above_the_entropy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two letters of the twenty: four proteins, so that the expectation is a sum."""
-    joint = np.full((N, N), 1e-12)
-    joint[:2, :2] += [[0.4, 0.15], [0.1, 0.35]]
-    joint /= joint.sum()
-    entropy = -float((joint * np.log(joint)).sum())
-    exact = exact_denoiser(joint)
-
-    def integrand(kappa: float) -> float:
-        return sum(
-            float(joint[x])
-            * float((chances(x, kappa) * path_divergence(velocity_rates, exact, x, kappa)).sum())
-            for x in np.ndindex(2, 2)
-        )
-
-    expected = quad(integrand, 1e-9, 1 - 1e-9, epsabs=1e-6, epsrel=1e-6, limit=100)[0]
-    paradigm = UniformFlowMatching(schedule="linear", loss="generalised_kl")
-    found = sum(
-        joint[x] * code_integral(monkeypatch, paradigm, exact, LINEAR, x) for x in np.ndindex(2, 2)
-    )
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert found > entropy + 0.1
-
-
-@pytest.mark.thorough
-@BOUNDS
-def test_no_model_is_above_the_likelihood_of_its_own_chain(loss: str) -> None:
-    """Kolmogorov's forward equation gives what the chain with the model's rates ends in."""
-    chain = likelihood(RATES[loss], WRONG)
-    assert chain.sum() == pytest.approx(1)
-    for protein in PROTEINS:
-        assert reference(loss, protein, False) > -math.log(chain[protein]) + 0.05
-
-
-@pytest.mark.thorough
-@BOUNDS
-def test_the_chain_of_exact_posteriors_ends_in_the_data(loss: str) -> None:
-    np.testing.assert_allclose(likelihood(RATES[loss], exact_denoiser(JOINT)), JOINT, atol=1e-8)
-
-
-def test_the_weighted_cross_entropy_of_the_mask_source_is_no_bound_here() -> None:
-    """Data without any order, ln 20 nats a residue, and a model that never says what it is shown.
-
-    κ̇/(1 − κ)·CE at the residues that differ from the clean one comes to 19/20·ln 19 < ln 20; the
-    two bounds do not fall for it.
-    """
-    shown, clean = torch.arange(N).repeat(N), torch.arange(N).repeat_interleave(N)
-    log_p = torch.zeros(N * N, N, dtype=torch.float64)
-    log_p[torch.arange(N * N), shown] = -200.0
-    log_p = log_p.log_softmax(-1)
-    plain, bounds = 0.0, dict.fromkeys(LOSSES, 0.0)
-    for kappa, width in zip(*logistic_nodes(), strict=True):
-        at = torch.full((N * N,), kappa, dtype=torch.float64)
-        weights = width * kernel(kappa).flatten() / N  # of clean residue and shown one
-        nats = -log_posterior(log_p, shown, at).gather(-1, clean[:, None])[:, 0]
-        plain += float(weights @ torch.where(shown != clean, nats, 0.0).numpy() / (1 - kappa))
-        for name, integrand in LOSSES.items():
-            bounds[name] += float(weights @ integrand(log_p, shown, clean, at).numpy())
-    assert plain == pytest.approx(19 / 20 * math.log(19), rel=1e-6)
-    assert plain < math.log(20) - 0.1
-    assert min(bounds.values()) > math.log(20) + 0.1
-
-
-# --- Bayes' rule, and the ends of time ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("kappa", [0.0, 1e-6, 0.2, 0.5, 0.97, 1 - 1e-6])
 def test_the_posterior_is_bayes_rule(kappa: float) -> None:
     prior = np.random.default_rng(4).dirichlet(np.full(N, 0.3))
-    evidence = (kernel(kappa) if kappa else np.full((N, N), 1 / N)).T  # [shown, clean]
+    evidence = kernel(N, kappa)
     expected = evidence * prior / (evidence * prior).sum(1, keepdims=True)
     found = log_posterior(
         torch.from_numpy(np.log(prior)).expand(N, N),
@@ -362,83 +319,10 @@ def test_losses_and_gradients_are_finite_at_the_ends_of_time(loss: str, kappa: f
             assert (gradient[~paradigm.maskable(batch)] == 0).all()
 
 
-@pytest.mark.parametrize("loss", UniformFlowMatching.losses)
-@pytest.mark.parametrize("kappa", [0.1, 0.6, 0.95])
-def test_gradients_are_the_finite_differences(loss: str, kappa: float) -> None:
-    paradigm = UniformFlowMatching(schedule="linear", loss=loss)
-    batch = PackedBatch.pack([framed(encode("ACD"))])
-    corrupted = paradigm.corrupt(batch, Key(3))
-    corrupted = replace(corrupted, times=torch.tensor([kappa], dtype=torch.float64))
-    logits = torch.randn(5, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def nats(logits: Tensor) -> Tensor:
-        return paradigm.loss(logits, batch, corrupted)[0]
-
-    logits.requires_grad_()
-    (gradient,) = torch.autograd.grad(nats(logits), logits)
-    h = 1e-5
-    with torch.no_grad():
-        for token, symbol in [(1, 6), (1, 20), (2, 5), (2, 9), (3, 23), (2, 30), (0, 7)]:
-            step = torch.zeros_like(logits)
-            step[token, symbol] = h
-            difference = float(nats(logits + step) - nats(logits - step)) / (2 * h)
-            assert float(gradient[token, symbol]) == pytest.approx(difference, rel=1e-5, abs=1e-8)
-
-
-# --- the bound's estimator ---------------------------------------------------------------------
-
-
-@FLOWS
-@pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
-def test_the_bound_estimates_the_time_reversal_bound(
-    settings: dict[str, Any], kappa: Curve, control: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The expectation of the code's own estimator: over its one draw of κ, and over all noise."""
-    paradigm, protein = UniformFlowMatching(**settings), PROTEINS[1]
-    nodes, widths = logistic_nodes(reach=13.0)  # the corrupted fraction is its square
-    batch = protein_batch(protein, len(nodes) * N**2)
-    level = torch.from_numpy(nodes.repeat(N**2))
-
-    def scripted(key: Key, *indices: Tensor) -> Tensor:
-        return level if len(indices) == 1 else torch.zeros(indices[-1].shape).double()
-
-    with monkeypatch.context() as patch:
-        show_every_state(patch, paradigm, level)
-        patch.setattr(flow_matching, "uniform", scripted)
-        drawn = paradigm.bound(told_the_time(WRONG, kappa), batch, Key(0), control=control)
-    weights = [
-        width * chances(protein, 1 - (1 - node) ** 2)
-        for node, width in zip(nodes, widths, strict=True)
-    ]
-    found = float(drawn.nats.numpy() @ np.array(weights).flatten())
-    assert found == pytest.approx(reference("elbo", protein, False), rel=2e-5)
-
-
-def draws_of_the_bound(
-    copies: int, draws: int, *, control: Tensor | None = None, seed: int = 0
-) -> list[BoundDraw]:
-    paradigm, batch = UniformFlowMatching(schedule="cosine"), protein_batch(PROTEINS[0], copies)
-    model = told_the_time(WRONG, KAPPAS[3][1])
-    return [
-        paradigm.bound(model, batch, Key(seed), draw=draw, draws=draws, control=control)
-        for draw in range(draws)
-    ]
-
-
-@pytest.mark.parametrize("draws", [1, 4])
-@pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
-def test_random_draws_average_to_the_bound(draws: int, control: Tensor | None) -> None:
-    copies, expected = 12_000, reference("elbo", PROTEINS[0], False)
-    drawn = draws_of_the_bound(copies, draws, control=control, seed=100)
-    means = torch.stack([draw.nats for draw in drawn]).mean(0)
-    standard_error = float(means.std()) / math.sqrt(copies)
-    assert abs(float(means.mean()) - expected) < 3.3 * standard_error  # the level of 1e-3
-    assert standard_error < 0.02 * expected
-
-
 def test_draws_are_strata_of_the_root_of_the_corrupted_fraction() -> None:
-    draws = 5
-    for number, drawn in enumerate(draws_of_the_bound(500, draws)):
+    batch, draws = PackedBatch.pack([framed(encode("A"))] * 500), 5
+    for number in range(draws):
+        drawn = UniformFlowMatching().bound(unigram_model, batch, Key(0), draw=number, draws=draws)
         place = (1 - drawn.fraction.sqrt()) * draws - number
         assert float(place.min()) > -1e-9 and float(place.max()) < 1 + 1e-9
         assert stats.kstest(place.numpy(), "uniform").pvalue > 1e-3
@@ -446,7 +330,7 @@ def test_draws_are_strata_of_the_root_of_the_corrupted_fraction() -> None:
 
 def unigram_model(tokens: Tensor, *_: Any) -> Tensor:
     logits = torch.zeros(len(tokens), 33)
-    logits[:, CANONICAL_START : CANONICAL_START + N] = -CONTROL.float()
+    logits[:, FIRST : FIRST + N] = -CONTROL.float()
     return logits
 
 
@@ -454,122 +338,11 @@ def test_the_control_variate_makes_a_unigram_models_estimate_exact() -> None:
     texts = ("MKVLAAGXXWY", "ACCCD")
     batch = PackedBatch.pack([framed(encode(text)) for text in texts])
     exact = [
-        sum(float(CONTROL[t - CANONICAL_START]) for t in encode(text) if t < CANONICAL_START + N)
-        for text in texts
+        sum(float(CONTROL[t - FIRST]) for t in encode(text) if t < FIRST + N) for text in texts
     ]
-    plain = []
-    for seed in range(200):
-        arguments = (unigram_model, batch, Key(seed))
-        controlled = UniformFlowMatching().bound(*arguments, control=CONTROL).nats
+    paradigm, plain = UniformFlowMatching(), set()
+    for seed in range(10):
+        controlled = paradigm.bound(unigram_model, batch, Key(seed), control=CONTROL).nats
         np.testing.assert_allclose(controlled, exact, rtol=1e-5)
-        plain.append(UniformFlowMatching().bound(*arguments).nats)
-    estimates = torch.stack(plain)
-    standard_errors = estimates.std(0) / math.sqrt(len(plain))
-    assert (standard_errors > 0.01).all()  # without it, a draw is far from exact
-    assert ((estimates.mean(0) - torch.tensor(exact)).abs() < 4 * standard_errors).all()
-
-
-def test_a_sequences_draws_are_keyed_by_its_id_not_by_its_batch() -> None:
-    random = np.random.default_rng(0)
-    sequences = [framed(random.integers(4, 24, n, dtype=np.uint8)) for n in (9, 30, 17, 5)]
-    ids = np.array([77, 3, 12, 40])
-
-    def drawn(chosen: list[int], **shape: Any) -> BoundDraw:
-        batch = PackedBatch.pack(
-            [sequences[i] for i in chosen], draw_ids=ids[chosen], global_sequences=99, **shape
-        )
-        return UniformFlowMatching().bound(unigram_model, batch, Key(4), draw=1, draws=3)
-
-    whole = drawn([0, 1, 2, 3])
-    for chosen in ([2], [3, 0], [1, 2, 0]):
-        part = drawn(chosen, token_budget=128, max_segments=6)
-        for field in ("nats", "fraction", "cross_entropy", "predicted"):
-            mine = getattr(part, field)[: len(chosen)]
-            np.testing.assert_allclose(mine, getattr(whole, field)[chosen], rtol=1e-12)
-    assert len(set(whole.fraction.tolist())) == 4
-
-
-def test_what_a_draw_reports_beside_the_bound() -> None:
-    """fraction, cross_entropy and predicted, from the tokens that the model was given."""
-    texts = ["ACDEFGHIKLMNPQRSTVWY" * 20, "MKVXLAAGBWYZ" * 30]
-    batch = PackedBatch.pack([framed(encode(text)) for text in texts])
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(batch.num_tokens, 33, generator=generator, dtype=torch.float64)
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def model(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor) -> Tensor:
-        seen.append((tokens.long(), times))
-        return logits
-
-    recording: Denoiser = model
-    changed = variance = 0.0
-    for draw in range(8):
-        drawn = UniformFlowMatching(schedule="polynomial").bound(
-            recording, batch, Key(1), draw=draw, draws=8
-        )
-        tokens, times = seen[-1]
-        kappas = times.double() ** 2
-        np.testing.assert_allclose(drawn.fraction, 1 - kappas, atol=1e-6)
-        maskable = UniformFlowMatching().maskable(batch)
-        assert torch.equal(tokens[~maskable], batch.tokens[~maskable].long())
-        assert drawn.predicted.tolist() == [400, 9 * 30]
-        for segment, kappa in enumerate((1 - drawn.fraction).tolist()):
-            rows = maskable & (batch.segment_ids() == segment)
-            p = log_softmax(logits[rows, 4:24].numpy(), axis=-1)
-            shown, clean = tokens[rows].numpy() - 4, batch.tokens[rows].numpy().astype(int) - 4
-            evidence = np.full_like(p, (1 - kappa) / N)
-            evidence[np.arange(len(p)), shown] += kappa
-            posterior = np.exp(p) * evidence
-            right = posterior[np.arange(len(p)), clean] / posterior.sum(1)
-            assert float(drawn.cross_entropy[segment]) == pytest.approx(
-                -np.log(right).sum(), rel=1e-4
-            )
-            chance = float(drawn.fraction[segment]) * 19 / 20
-            changed += int((shown != clean).sum()) - len(p) * chance
-            variance += len(p) * chance * (1 - chance)
-    assert abs(changed) < 3.3 * math.sqrt(variance)  # the level of 1e-3
-
-
-# --- low-variance times ------------------------------------------------------------------------
-
-
-@BOUNDS
-@FLOWS
-def test_low_variance_times_keep_the_expectation_and_make_the_second_moment_finite(
-    settings: dict[str, Any], kappa: Curve, loss: str
-) -> None:
-    """One residue, the unigram model, by quadrature over the draw of the time.
-
-    The bounds' integrand has E g² ~ ln²(1 − κ)/(1 − κ), whose integral over κ grows with every
-    digit of 1 − κ that is taken in.
-    """
-    shown, clean = torch.arange(N), torch.full((N,), 3)
-    log_p = -CONTROL.expand(N, N)
-    moments = {}
-    for sampling in ("uniform", "low_variance"):
-        paradigm = UniformFlowMatching(**settings, loss=loss, time_sampling=sampling)
-        for reach in (7.0, 13.0):
-            nodes, widths = logistic_nodes(reach=reach)
-            times, rates = paradigm.times_of(torch.from_numpy(nodes))
-            first = second = 0.0
-            for time, rate, width in zip(times.tolist(), rates.tolist(), widths, strict=True):
-                at = torch.full((N,), kappa(time), dtype=torch.float64)
-                nats = LOSSES[loss](log_p, shown, clean, at).numpy()
-                chance = kernel(kappa(time))[3]
-                first += width * rate * float(chance @ nats)
-                second += width * rate**2 * float(chance @ nats**2)
-            moments[sampling, reach] = first, second
-    loose = {"elbo": float(CONTROL[3]), "generalised_kl": moments["low_variance", 13.0][0]}
-    assert moments["low_variance", 13.0][0] == pytest.approx(loose[loss], rel=2e-4)
-    assert moments["uniform", 13.0][0] == pytest.approx(loose[loss], rel=2e-3)
-    low, high = (moments["low_variance", reach][1] for reach in (7.0, 13.0))
-    assert high == pytest.approx(low, rel=0.05)
-    uniform_low, uniform_high = (moments["uniform", reach][1] for reach in (7.0, 13.0))
-    assert high < 0.75 * uniform_low
-    # A schedule that ends at slope 0 spends its time near the data: uniform times suffice for it.
-    ends_flat = settings == {"schedule": "cubic"}
-    assert (
-        uniform_high == pytest.approx(uniform_low, rel=0.05)
-        if ends_flat
-        else (uniform_high > 2 * uniform_low)
-    )
+        plain.add(round(float(paradigm.bound(unigram_model, batch, Key(seed)).nats[0]), 3))
+    assert len(plain) > 5  # without it, a draw is far from exact

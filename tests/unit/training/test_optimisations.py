@@ -162,7 +162,6 @@ OPTIMISATIONS = {
     ),
 }
 # Where there is a compiler, and on two ranks: the blocks' hooks stand around what is compiled.
-# (One rank's compiled blocks are compared in test_dit.)
 COMPILED: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True, **MODEL},
     "compiled and recomputed": {"compile": True, **RECOMPUTED, **MODEL},
