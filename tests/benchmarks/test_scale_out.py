@@ -34,11 +34,6 @@ def test_traffic_is_the_parameters_twice_and_the_gradients_once() -> None:
     assert step.network_seconds == pytest.approx((step.gathered + step.reduced) / 450e9)
 
 
-def test_compute_is_that_of_sequences_of_the_length_attended_to() -> None:
-    step = step_of(CONFIG, shard=8, tokens=900, attended=450, mfu=0.5)
-    assert step.compute_seconds == pytest.approx(training_flops(CONFIG, [450, 450]) / PEAK / 0.5)
-
-
 def test_a_hybrids_copies_sum_their_shards_over_the_adapters() -> None:
     alone = step_of(CONFIG, shard=8, tokens=1000, network=NO_DELAY)
     hybrid = step_of(CONFIG, shard=8, replicate=4, tokens=1000, network=NO_DELAY)
@@ -46,13 +41,6 @@ def test_a_hybrids_copies_sum_their_shards_over_the_adapters() -> None:
     assert hybrid.all_reduced == pytest.approx(sent)
     extra = hybrid.network_seconds - alone.network_seconds
     assert extra == pytest.approx(sent / 50e9)
-
-
-def test_between_machines_the_adapters_are_the_bottleneck() -> None:
-    # Two machines: half of the volume comes through eight adapters of 50, against 450 within.
-    assert NO_DELAY.collective_seconds(1e9, 16) == pytest.approx(15 / 16 / 450)
-    assert NO_DELAY.collective_seconds(1e9, 1024) == pytest.approx((1 - 8 / 1024) / 400)
-    assert Network(hop=1e-6).collective_seconds(0, 1024) == pytest.approx(1023e-6)
 
 
 def test_at_the_tokens_to_hide_the_backwards_traffic_takes_as_long_as_its_compute() -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import multiprocessing
 import runpy
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from benchmarks.measure import (
     BenchError,
     Row,
     Timings,
-    busy_core,
     publish,
     ratio_row,
     require_same_losses,
@@ -66,14 +64,6 @@ def test_the_worse_end_of_the_range_over_states_is_compared_with_the_goal(
         ("busy", "ratio", False),
         ("busy", "loss", True),
     ]
-
-
-def test_the_loop_that_keeps_a_core_busy_ends_with_its_block() -> None:
-    before = len(multiprocessing.active_children())
-    with pytest.raises(KeyboardInterrupt), busy_core():
-        assert len(multiprocessing.active_children()) == before + 1
-        raise KeyboardInterrupt
-    assert len(multiprocessing.active_children()) == before
 
 
 def test_the_loop_that_keeps_a_core_busy_ends_with_a_killed_parent() -> None:

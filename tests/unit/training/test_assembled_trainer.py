@@ -48,10 +48,9 @@ def test_a_configuration_names_the_class_of_the_trainer(
     ],
 )
 def test_an_impossible_setting_is_rejected_by_its_key(override: str, tmp_path: Path) -> None:
-    config = configuration(tmp_path, override)
     for way in (forecast, built):
         with pytest.raises(ConfigError) as caught:
-            way(config)
+            way(configuration(tmp_path, override))
         assert str(caught.value).startswith(override.partition("=")[0])
 
 

@@ -95,20 +95,15 @@ def test_an_export_is_kept_where_nothing_was_trained_since(build: Build, tmp_pat
         (folder / "evaluation.json").write_text("{}")
 
 
-def test_step_hooks_receive_loss_and_gradient_norm_and_saves_their_location(
-    build: Callable[..., Trainer],
-) -> None:
+def test_hooks_receive_loss_and_gradient_norm_and_a_save_s_location(build: Build) -> None:
     seen: list[tuple[Any, ...]] = []
 
     class Listen(Callback):
-        def on_before_optimizer_step(
-            self, trainer: Trainer, loss: Tensor, grad_norm: Tensor, /
-        ) -> None:
-            seen.append((loss, grad_norm))
+        def on_before_optimizer_step(self, _: Trainer, loss: Tensor, grad_norm: Tensor, /) -> None:
+            seen.append((float(loss), float(grad_norm)))
 
         def on_step_end(self, trainer: Trainer, loss: Tensor, grad_norm: Tensor, /) -> None:
-            assert seen[-1] == (loss, grad_norm)
-            assert (loss.ndim, grad_norm.ndim) == (0, 0)
+            assert seen[-1] == (float(loss), float(grad_norm))
             assert (loss, grad_norm) == (trainer.loss, trainer.grad_norm)
 
         def on_save(self, trainer: Trainer, location: str, /) -> None:
@@ -120,9 +115,8 @@ def test_step_hooks_receive_loss_and_gradient_norm_and_saves_their_location(
     trainer = build(SaveCheckpoint(CheckpointSettings(every=2)), Listen(), max_steps=2)
     trainer.train()
     location = trainer.saver.root.of("step-00000002")
-    assert seen[-1] == ("saved", location)
-    build(SaveCheckpoint(CheckpointSettings(every=2)), Listen(), max_steps=2).load(location)
-    assert seen[-1] == ("loaded", location)
+    build(Listen(), max_steps=2).load(location)
+    assert seen[-2:] == [("saved", location), ("loaded", location)]
 
 
 class OwnData(Trainer):

@@ -1,6 +1,7 @@
 """Checkpoints on disk: complete or rejected, never half loaded, never lost to a failing save."""
 
 import copyreg
+import os
 import pickle
 import signal
 import threading
@@ -62,13 +63,9 @@ def flip_a_bit(folder: Path) -> None:
     data_file(folder).write_bytes(content)
 
 
-def truncate(folder: Path) -> None:
-    data_file(folder).write_bytes(data_file(folder).read_bytes()[:-10])
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped bit": flip_a_bit,
-    "truncated file": truncate,
+    "truncated file": lambda folder: os.truncate(data_file(folder), 10),
     "missing file": lambda folder: data_file(folder).unlink(),
     "missing metadata": lambda folder: (folder / ".metadata").unlink(),
     "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
@@ -224,24 +221,14 @@ def test_setting_aside_moves_later_steps_and_deletes_what_is_half_written(tmp_pa
     assert verify(tmp_path / "checkpoints.old" / "step-00000003") == {"step": 3, "again": True}
 
 
-class Evil:
-    """Makes a file when it is unpickled."""
+class Called:
+    """What a function returns when it is unpickled."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
+        self.call = function, arguments
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
-        return Path.touch, (self.file,)
-
-
-class Attribute:
-    """An attribute of an object when it is unpickled."""
-
-    def __init__(self, owner: object, name: str) -> None:
-        self.of = owner, name
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
-        return getattr, self.of
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return self.call
 
 
 @pytest.mark.parametrize(
@@ -267,11 +254,13 @@ def test_metadata_are_read_whichever_python_pickled_them(
 
 # Entries of a checkpoint's metadata that unpickling would run, or that PyTorch would unpickle.
 HOSTILE: dict[str, Callable[[Path], object]] = {
-    "a function": Evil,
-    "another class's attribute": lambda _: Attribute(Path, "touch"),
-    "an Enum's attribute that is no member": lambda _: Attribute(_MEM_FORMAT_ENCODING, "mro"),
-    "another Enum's member": lambda _: Attribute(signal.Signals, "SIGKILL"),
-    "a module's attribute": lambda _: Attribute(Attribute(torch.Size, "__init__"), "__globals__"),
+    "a function": lambda made: Called(Path.touch, made),
+    "another class's attribute": lambda _: Called(getattr, Path, "touch"),
+    "an Enum's attribute that is no member": lambda _: Called(getattr, _MEM_FORMAT_ENCODING, "mro"),
+    "another Enum's member": lambda _: Called(getattr, signal.Signals, "SIGKILL"),
+    "a module's attribute": lambda _: Called(
+        getattr, Called(getattr, torch.Size, "__init__"), "__globals__"
+    ),
     "bytes": lambda _: BytesStorageMetadata(),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from d2plm.assembly.training_run import build_callbacks, build_optimizer, build_schedule
-from d2plm.config import compose, read, save
+from d2plm.config import compose
 from d2plm.core.errors import ConfigError
 from d2plm.data.store import SequenceStore
 from d2plm.export.export_callback import Export
@@ -124,15 +124,6 @@ def test_the_default_ones_come_in_the_order_in_which_they_must_be_called(
 def test_null_leaves_one_out(chosen: Choose) -> None:
     left = [type(callback) for callback in chosen(*(f"callbacks.{n}=null" for n in CALLBACKS[::2]))]
     assert left == DEFAULT[1::2]
-
-
-def test_null_leaves_one_out_of_a_written_configuration_too(
-    tmp_path: Path, offered: RunContext
-) -> None:
-    save(compose("train"), tmp_path / "config.yaml")
-    config = read("train", tmp_path / "config.yaml", ["callbacks.progress=null"])
-    kinds = [type(callback) for callback in build_callbacks(config, offered)]
-    assert kinds == [kind for kind in DEFAULT if kind is not ProgressBar]
 
 
 def test_a_class_of_the_user_s_is_called_before_anything_is_saved(

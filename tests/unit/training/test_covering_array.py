@@ -5,6 +5,7 @@ have to reach in fp64, is made once for each model, optimizer and paradigm.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from tests.conftest import LLAMA, randomise
 from tests.covering import covering_array
 from tests.ranks import run
-from tests.unit.training import test_equality
-from tests.unit.training.test_equality import BUDGET, SHAREABLE, assert_close, result, train_each
+from tests.runs import SHAREABLE, assert_same_run, newest, tensors, train_each
+from tests.runs import SIZES as ONE_BLOCK
 
 # Sizes of which no shard of 4 is even, nor one of 2 of what tensor parallelism has split.
-SIZES = {**test_equality.SIZES, **SHAREABLE, "num_hidden_layers": 4}
+SIZES = {**ONE_BLOCK, **SHAREABLE, "num_hidden_layers": 4}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2, "shared_expert_size": 9}
 MODELS: dict[str, dict[str, Any]] = {
     "own": {},
@@ -36,6 +38,10 @@ PARADIGMS: dict[str, Any] = {
     "diffusion": AbsorbingDiffusion,
     "mean": lambda: AbsorbingDiffusion(loss="mean"),
     "uniform": UniformFlowMatching,
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(build_adamw, settings=AdamWSettings(learning_rate=1e-2)),
+    "muon": partial(build_muon, settings=MuonSettings(learning_rate=1e-2)),
 }
 TRAINED: dict[str, dict[str, Any]] = {
     "all": {},
@@ -106,9 +112,8 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": lambda: model_of(row),
         "paradigm": PARADIGMS[row["paradigm"]](),
-        "optimizer": {"adamw": build_adamw, "muon": build_muon}[row["optimizer"]],
+        "optimizer": OPTIMIZERS[row["optimizer"]],
         "max_grad_norm": row["max_grad_norm"],
-        "global_batch_tokens": 8 * BUDGET,
         "max_steps": 3,
         **TRAINED[row["trained"]],
     }
@@ -132,12 +137,11 @@ def train_as_one(ranks: int, store: Path, folder: Path, strength: int = 2) -> No
     run(train_rows, store, folder / "one", numbered, seconds=900)
     run(train_rows, store, folder / "many", numbered, world_size=ranks, seconds=900)
     for name, row in numbered.items():
-        one, many = (result(folder / place / name) for place in ("one", "many"))
-        states = [
-            n for n in one["weights"] if ".router." in n and n.endswith(("bias", "past_load"))
-        ]
-        assert all(one["weights"][n].any() for n in states)
-        assert_close(many, one, 1e-10, str(row))
+        one = tensors(newest(folder / "one" / name))
+        states = [n for n in one if ".router." in n and n.endswith(("bias", "past_load"))]
+        assert all(one[n].any() for n in states)
+        print(row)  # which is shown where it fails
+        assert_same_run(folder / "many" / name, folder / "one" / name, 1e-10)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])

@@ -37,6 +37,7 @@ from tests.unit.training.conftest import Recorder
 disable_progress_bar()
 
 STEPS = 4
+FROZEN = ["token_embedding.*", "blocks.0.*"]
 Build = Callable[..., Trainer]
 
 
@@ -109,37 +110,32 @@ def test_training_continues_from_esm2_and_learns_the_time(build: Build, esm_fold
     assert np.mean(recorder.losses[-5:]) < np.mean(recorder.losses[:5]) - 0.05
 
 
-# --- changes of low rank -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_only_the_changes_of_low_rank_are_trained(
-    precision: str, build: Build, tiny_dit: Callable[..., DiT]
-) -> None:
-    trainer = build(model=tiny_dit(), lora_rank=2, precision=precision)
-    before = weights(trainer.model)
-    trainer.train()
-    for name, weight in weights(trainer.model).items():
-        assert torch.equal(weight, before[name]) == (".lora_" not in name), name
-
-
 # --- frozen parameters -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("changes", "frozen"),
+    [
+        ({"lora_rank": 2}, lambda name: ".lora_" not in name),
+        ({"freeze": FROZEN}, lambda name: name.startswith(("token_embedding.", "blocks.0."))),
+    ],
+    ids=["low rank", "frozen"],
+)
 def test_frozen_parameters_stay_as_they_are_and_the_others_move(
-    precision: str, build: Build, tiny_dit: Callable[..., DiT]
+    changes: dict[str, Any],
+    frozen: Callable[[str], bool],
+    precision: str,
+    build: Build,
+    tiny_dit: Callable[..., DiT],
 ) -> None:
-    trainer = build(
-        model=tiny_dit(), precision=precision, freeze=["token_embedding.*", "blocks.0.*"]
-    )
+    trainer = build(model=tiny_dit(), precision=precision, **changes)
     before = weights(trainer.model)
     trainer.train()
     for name, parameter in trainer.model.named_parameters():
-        frozen = name.startswith(("token_embedding.", "blocks.0."))
-        assert torch.equal(parameter, before[name]) == frozen, name
-        assert torch.equal(trainer.ema.shadow[name], before[name]) == frozen, name
-        assert bool(trainer.optimizer.state[parameter]) != frozen, name
+        assert torch.equal(parameter, before[name]) == frozen(name), name
+        assert torch.equal(trainer.ema.shadow[name], before[name]) == frozen(name), name
+        assert bool(trainer.optimizer.state[parameter]) != frozen(name), name
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 CONFIG = DiTConfig(
     hidden_size=320,
-    num_hidden_layers=4,
+    num_hidden_layers=8,
     num_attention_heads=8,
     intermediate_size=864,
     time_embedding_dim=128,
@@ -128,7 +128,7 @@ def peak_of_a_step(
     [
         (1, {}, 512, 2),
         (8, {"replicate": 2, "reshard_after_forward": False}, 1024, 1),
-        (8, {"activation_checkpointing": 2}, 4096, 1),
+        (8, {"activation_checkpointing": 1}, 4096, 1),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
@@ -136,7 +136,7 @@ def peak_of_a_step(
                 (8, {"reshard_between_micro_batches": True}, 1024, 2),
                 (8, {"context": 2}, 4096, 1),
                 (8, {"tensor": 2}, 4096, 1),
-                (8, {"context": 4, "tensor": 2, "activation_checkpointing": 1}, 8192, 1),
+                (8, {"context": 2, "tensor": 2, "activation_checkpointing": 1}, 8192, 1),
             )
         ),
     ],

@@ -66,28 +66,18 @@ def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
     assert [short(step) for step in range(80, 101)] == [long(step) for step in range(280, 301)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "settings"),
-    [
-        (cosine, {}),
-        (linear, {}),
-        (constant, {}),
-        (wsd, {"decay_ratio": 0.3}),
-        (wsd, {"decay_ratio": 0.0}),
-        (wsd, {"decay_ratio": 0.3, "floor_ratio": 0.5}),
-    ],
-)
+@pytest.mark.parametrize("schedule", SETTINGS)
 def test_a_schedule_rises_without_a_jump_and_then_only_declines(
-    schedule: Callable[..., Schedule], settings: dict[str, Any]
+    schedule: Callable[..., Schedule],
 ) -> None:
-    values = [made(schedule, 1000, warmup_ratio=0.1, **settings)(step) for step in range(1001)]
+    values = [made(schedule, 1000, warmup_ratio=0.1)(step) for step in range(1001)]
     assert values[:101] == sorted(values[:101])
     assert values[100:] == sorted(values[100:], reverse=True)
     assert max(abs(now - before) for before, now in pairwise(values)) < 0.02
     assert all(0 <= value <= 1 for value in values)
 
 
-@pytest.mark.parametrize("schedule", [cosine, linear, constant, wsd])
+@pytest.mark.parametrize("schedule", SETTINGS)
 def test_the_ratio_gives_the_same_warm_up_as_its_steps(schedule: Callable[..., Schedule]) -> None:
     by_ratio, by_steps = (
         made(schedule, 200, **own) for own in ({"warmup_ratio": 0.05}, {"warmup_steps": 10})
@@ -99,7 +89,7 @@ def test_the_ratio_gives_the_same_warm_up_as_its_steps(schedule: Callable[..., S
 @pytest.mark.parametrize(
     ("schedule", "settings", "key"),
     [
-        *((kind, {"warmup_steps": 10}, "warmup_steps") for kind in (cosine, linear, constant, wsd)),
+        *((kind, {"warmup_steps": 10}, "warmup_steps") for kind in SETTINGS),
         (wsd, {"decay_steps": 10}, "decay_steps"),
         (wsd, {"decay_steps": 6, "warmup_steps": 5}, "decay_steps"),
     ],

@@ -1,7 +1,6 @@
 """Muon: the step by singular values, what it moves, and how the work is shared out."""
 
 import copy
-import math
 import os
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.muon import (
-    COEFFICIENTS,
-    ITERATIONS,
     Muon,
     Sharding,
     assign_to_ranks,
@@ -64,15 +61,22 @@ def muon(made: DiT) -> Muon:
     )
 
 
-def test_a_step_has_the_singular_vectors_of_the_momentum_and_values_near_one() -> None:
+def test_the_second_step_has_the_singular_vectors_of_nesterovs_momentum_and_values_near_one() -> (
+    None
+):
     made = model()
-    before, optimizer = with_gradients(made), muon(made)
+    optimizer, name = muon(made), "blocks.1.feed_forward.down_proj.weight"
+    weight = made.get_parameter(name)
+    with_gradients(made, 1)
+    assert weight.grad is not None
+    first = weight.grad.clone()
     optimizer.step()
-    weight = made.blocks[1].feed_forward.down_proj.weight
-    old = before["blocks.1.feed_forward.down_proj.weight"]
-    step = (old * (1 - RATE * DECAY) - weight.detach()) / RATE
-    # The first momentum is (1 - μ)·g, Nesterov's look ahead (1 - μ)·g + μ·(1 - μ)·g.
-    u, _, v = torch.linalg.svd(weight.grad, full_matrices=False)
+    before = with_gradients(made, 2)[name]
+    optimizer.step()
+    average = (1 - MOMENTUM) * (MOMENTUM * first + weight.grad)
+    direction = MOMENTUM * average + (1 - MOMENTUM) * weight.grad
+    step = (before * (1 - RATE * DECAY) - weight.detach()) / RATE
+    u, _, v = torch.linalg.svd(direction, full_matrices=False)
     values = u.mT @ step @ v.mT / (0.2 * max(weight.shape) ** 0.5)
     torch.testing.assert_close(values, torch.diag(values.diag()), atol=1e-12, rtol=0)
     assert values.diag().min() > LEAST and values.diag().max() < MOST
@@ -90,20 +94,6 @@ def test_each_matrix_of_a_stack_moves_as_one_of_its_own() -> None:
         [expected] = orthogonalise([grad], torch.float64)
         size = 0.2 * max(grad.shape) ** 0.5
         torch.testing.assert_close(step, size * expected, rtol=1e-9, atol=1e-9)
-
-
-def test_singular_values_of_every_size_are_brought_near_one() -> None:
-    values = torch.logspace(math.log10(0.003), 0, 4000, dtype=torch.float64)
-    expected = values.clone()
-    for _ in range(ITERATIONS):
-        a, b, c = COEFFICIENTS
-        expected = a * expected + b * expected**3 + c * expected**5
-    assert expected.min() > LEAST and expected.max() < MOST
-    # As a matrix: one of them beside what fills the norm up to 1.
-    for value, result in zip(values[::500], expected[::500], strict=True):
-        pair = torch.diag(torch.stack([value, (1 - value**2).sqrt()]))
-        found = polar_factors(pair[None])[0, 0, 0]
-        torch.testing.assert_close(found, result, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-15])
@@ -154,27 +144,6 @@ def orthogonalise_on_ranks(output: Path) -> None:
 def test_ranks_without_rows_or_without_a_matrix_take_part(tmp_path: Path) -> None:
     run(orthogonalise_on_ranks, tmp_path, world_size=4)
     assert len([*tmp_path.iterdir()]) == 8
-
-
-def test_the_second_step_follows_nesterovs_momentum() -> None:
-    made = model()
-    optimizer, name = muon(made), "blocks.0.attention.out_proj.weight"
-    with_gradients(made, 1)
-    first = made.get_parameter(name).grad
-    assert first is not None
-    first = first.clone()
-    optimizer.step()
-    before = with_gradients(made, 2)[name]
-    weight = made.get_parameter(name)
-    optimizer.step()
-    second = weight.grad
-    assert second is not None
-    average = (1 - MOMENTUM) * (MOMENTUM * first + second)
-    direction = MOMENTUM * average + (1 - MOMENTUM) * second
-    update = polar_factors(direction[None])[0] * 0.2 * 24**0.5
-    torch.testing.assert_close(
-        weight.detach(), before * (1 - RATE * DECAY) - RATE * update, atol=1e-12, rtol=1e-10
-    )
 
 
 def test_everything_else_moves_as_under_adamw() -> None:

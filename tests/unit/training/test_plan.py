@@ -81,5 +81,5 @@ def test_what_training_does_not_do_is_rejected(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(variable, "2" if variable.endswith("SIZE") else "true")
-    with pytest.raises(ConfigError, match=variable.removeprefix("ACCELERATE_")):
+    with pytest.raises(ConfigError):
         Plan(**plan_of_accelerate())

@@ -25,24 +25,6 @@ def test_other_ranks_say_nothing(build: Build, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-def test_each_evaluation_is_a_row_below_one_heading(
-    build: Build, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bar = ProgressBar()
-    trainer = build(bar)
-    bar.on_train_begin(trainer)
-    bar.on_log(trainer, {"loss": 2.5})
-    for step, perplexity in ((1000, 17.5), (2000, 16.25), (3000, 16.5)):
-        trainer.step = step
-        bar.on_evaluate(trainer, {"validation_perplexity": perplexity})
-    bar.on_stop(trainer)
-    *_, heading, first, second, third = capsys.readouterr().err.splitlines()
-    assert heading.split()[:4] == ["step", "loss", "perplexity", "best"]
-    assert first.split()[:4] == ["1,000", "2.5000", "17.500", "now"]
-    assert second.split()[:4] == ["2,000", "2.5000", "16.250", "now"]
-    assert third.split()[:4] == ["3,000", "2.5000", "16.500", "16.250"]
-
-
 def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
     tiny_store: SequenceStore, build: Build, capsys: pytest.CaptureFixture[str]
 ) -> None:

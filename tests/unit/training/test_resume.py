@@ -18,16 +18,17 @@ from d2plm.training.checkpoint import MANIFEST, PARTIAL, Root
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.shards import LocalParameters
-from d2plm.training.trainer import Trainer
 from d2plm.training.trainer_settings import difference
 from tests.ranks import Ranks, run
 from tests.runs import (
+    SHAREABLE,
     At,
     assert_each_sequence_once_an_epoch,
     assert_same_run,
     build,
     checkpoints,
     history,
+    interrupt,
     newest,
     progress,
     rows,
@@ -253,7 +254,6 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
 # --- other plans ---------------------------------------------------------------------------------
 
 INTERLEAVED = {"pipeline": 2, "pipeline_stages_per_rank": 2}
-SHAREABLE = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 26}
 LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "one and two ranks": [
         *((1, {}), (2, {"context": 2}), (2, {"tensor": 2}), (2, INTERLEAVED), (2, {}), (1, {}))
@@ -265,17 +265,11 @@ LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
-def interrupt(trainer: Trainer) -> None:
-    trainer.save()
-    trainer.saver.wait()
-    raise KeyboardInterrupt
-
-
 def train_a_leg(
     store: Path, output: Path, plan: dict[str, Any], step: int, kind: Callable[..., Any]
 ) -> None:
     """Up to a step that is `plan`'s last."""
-    settings: dict[str, Any] = {"max_steps": 21, "every": 0, "precision": "fp64", "plan": plan}
+    settings: dict[str, Any] = {"max_steps": 22, "every": 0, "precision": "fp64", "plan": plan}
     settings |= {"sizes": {**SHAREABLE, "num_hidden_layers": 4}, "optimizer": kind}
     settings |= {"gradient_accumulation_steps": 2 if "pipeline" in plan else 1}
     with suppress(KeyboardInterrupt):

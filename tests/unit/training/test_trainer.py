@@ -1,5 +1,6 @@
 """Trainer: gradients whatever the cut, resuming bit for bit, stopping on a signal."""
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from d2plm.core.batch import PackedBatch
@@ -23,6 +24,7 @@ from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import WORTH_COMPILING, compile_blocks
 from d2plm.training.trainer import Trainer
+from tests import runs
 from tests.conftest import TINY_SIZES
 from tests.unit.training.conftest import Recorder
 
@@ -45,26 +47,6 @@ def make_trainer(build: TrainerFactory) -> TrainerFactory:
         return build(**{**settings, **changes})
 
     return make
-
-
-def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Every tensor that the next step depends on, by name."""
-    tensors = {f"model.{n}": p.detach() for n, p in trainer.model.named_parameters()}
-    tensors |= {f"ema.{n}": t for n, t in trainer.ema.shadow.items()}
-    for name, parameter in trainer.model.named_parameters():
-        moments = trainer.optimizer.state[parameter]
-        tensors |= {f"optimizer.{name}.{kind}": value for kind, value in moments.items()}
-    return tensors
-
-
-def assert_same_state(found: Trainer, expected: Trainer) -> None:
-    ours, theirs = state_of(found), state_of(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
-    assert found.step == expected.step
-    assert found.position == expected.position
-    assert found.ema.updates == expected.ema.updates
 
 
 # --- the step ----------------------------------------------------------------------------------
@@ -157,14 +139,14 @@ def test_a_callback_can_drop_a_steps_gradients(make_trainer: TrainerFactory) -> 
             trainer.skip_update = trainer.step == 1
 
         def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            states.append({name: tensor.clone() for name, tensor in state_of(trainer).items()})
+            moments = trainer.optimizer.state_dict()["state"]
+            states.append(copy.deepcopy((trainer.parameters, trainer.ema.shadow, moments)))
 
-    states: list[dict[str, Tensor]] = []
+    states: list[Any] = []
     dropped = make_trainer(max_steps=2, callbacks=[Drop()])
     dropped.train()
-    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
-    assert dropped.step == 2
-    assert dropped.ema.updates == 1
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert (dropped.step, dropped.ema.updates) == (2, 1)
 
 
 def test_what_saves_is_called_last_whenever_it_was_added(make_trainer: TrainerFactory) -> None:
@@ -198,21 +180,19 @@ def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    make_trainer: TrainerFactory, tmp_path: Path
+    tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    config = {"hidden_dropout_prob": 0.2}
-    shared = {"config": config, "gradient_accumulation_steps": 2, "token_budget": 2048}
-    whole, before, after = Recorder(), Recorder(stop_after=4, save_every=1), Recorder()
-    unbroken = make_trainer(**shared, callbacks=[whole], output_dir=tmp_path / "unbroken")
-    unbroken.train()
+    sizes = {"hidden_dropout_prob": 0.2, "initial_gate": 1.0}
+    settings: dict[str, Any] = {"sizes": sizes, "gradient_accumulation_steps": 2, "log": False}
+    settings |= {"max_steps": 6, "every": 1}
+    store, broken, unbroken = tiny_store.path, tmp_path / "broken", tmp_path / "unbroken"
+    runs.train(store, unbroken, settings)
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(**shared, callbacks=[before]).train()
+        stop = runs.At("on_step_end", 4, runs.interrupt)
+        runs.build(store, broken, callbacks=[stop], **settings).train()
     torch.manual_seed(123)  # what else was drawn in the process must not matter
-    resumed = make_trainer(**shared, callbacks=[after])
-    resumed.train()
-    assert before.losses + after.losses == whole.losses
-    assert len(after.losses) == STEPS - 4
-    assert_same_state(resumed, unbroken)
+    runs.train(store, broken, settings)
+    runs.assert_same_run(broken, unbroken)
 
 
 def test_dropout_is_on_in_training(make_trainer: TrainerFactory, tmp_path: Path) -> None:
