@@ -57,7 +57,7 @@ def the_norm_is_of_all_shards(process: Process, folder: Path) -> None:
         loader=loader,
         position=None,
     )
-    norms = {"grad_norm": expected, "parameter_norm": expected}
+    norms = {"grad_norm": float(expected), "parameter_norm": float(expected)}
     assert StepState().read(stub) == pytest.approx({"learning_rate": 0.1, **norms, "epoch": 1.5})
 
 

@@ -54,5 +54,5 @@ def test_what_cannot_be_converted_is_rejected(tiny_store: SequenceStore, tmp_pat
     with pytest.raises(CheckpointError, match="not a whole checkpoint"):
         to_safetensors(str(tmp_path / "nothing"), tmp_path / "other")
     (tmp_path / "converted" / INDEX).write_text("{")
-    with pytest.raises(CheckpointError, match=INDEX):
+    with pytest.raises(CheckpointError, match="convert it again"):
         to_checkpoint(tmp_path / "converted", source)

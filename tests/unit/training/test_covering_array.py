@@ -69,7 +69,6 @@ FACTORS: dict[str, list[Any]] = {
     "micro_batches": [1, 2],
     "activation_checkpointing": [0, 1, 2],
     "speed": [*SPEED],
-    "num_workers": [0, 1],
 }
 DIMENSIONS = ("shard", "replicate", "context", "tensor", "pipeline")
 
@@ -125,7 +124,6 @@ def train_rows(store: Path, output: Path, rows: dict[str, dict[str, Any]]) -> No
         plan = {key: row[key] for key in (*DIMENSIONS, "pipeline_stages_per_rank", "expert")}
         plan |= {"activation_checkpointing": row["activation_checkpointing"], **SPEED[row["speed"]]}
         more = {"plan": plan, "gradient_accumulation_steps": row["micro_batches"]}
-        more |= {"num_workers": row["num_workers"]}
         settings = {**settings_of(row), **({} if output.name == "one" else more)}
         train_each(store, output, {name: settings})
 

@@ -88,7 +88,7 @@ def test_two_ranks_train_on_relatives_as_one(tiny_store: SequenceStore, tmp_path
     shared["relatives"] = following
     spreads: dict[str, dict[str, Any]] = {
         "adamw": shared,
-        "muon": {**shared, "gradient_accumulation_steps": 4, "num_workers": 1},
+        "muon": {**shared, "gradient_accumulation_steps": 4},
     }
     spreads["muon"]["optimizer"] = build_muon
     run(train_each, tiny_store.path, tmp_path / "1", spreads)
@@ -108,6 +108,7 @@ def test_low_precision_trains_on_two_ranks_as_on_one(
 ) -> None:
     shared = {"paradigm": AbsorbingDiffusion(loss="mean"), "overfit_batches": 1, "max_steps": 24}
     settings = {precision: {**shared, "precision": precision} for precision in ("bf16", "fp32")}
+    settings["fp32"]["num_workers"] = 1
     for ranks in (1, 2):
         run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
     one, two = (losses(tmp_path / str(ranks) / "bf16") for ranks in (1, 2))

@@ -51,7 +51,7 @@ def test_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path) -> Non
         ranks = Ranks(train_ignoring_signals_after_it, *arguments, world_size=2)
         pids = [process.pid for process in ranks.processes]
         wait_for(lambda pids=pids: started(output) == pids)
-        time.sleep(random.uniform(0, 0.3) * (number % 2))
+        time.sleep(random.uniform(0, 0.1) * (number % 2))
         first = random.randrange(2)
         # To one rank alone, to both, or to both and to the first once more.
         for rank in [first, 1 - first, first][: 1 + number % 3]:

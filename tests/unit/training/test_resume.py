@@ -189,23 +189,16 @@ def test_a_run_that_was_killed_resumes_under_a_python_that_pickles_enums_by_name
     is_there = Path(DEBIAN).exists() and not subprocess.run([DEBIAN, "-c", version]).returncode
     if sys.version_info[:2] != (3, 11) or not is_there:
         pytest.skip(f"needs Python 3.11, and {DEBIAN} of 3.11.0 to 3.11.3, as in Debian 12")
-    packages = [
-        path for path in sys.path if not path.endswith((".zip", "lib/python3.11", "lib-dynload"))
-    ]
+    own = (".zip", "lib/python3.11", "lib-dynload")
+    packages = os.pathsep.join(path for path in sys.path if not path.endswith(own))
+    environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
     broken, unbroken, settings = tmp_path / "broken", tmp_path / "unbroken", {"max_steps": 8}
+    both = f"Path({str(tiny_store.path)!r}), Path({str(broken)!r}), {settings}"
 
     def run_there(call: str) -> int:
-        code = (
-            f"from pathlib import Path\nfrom tests.unit.training import test_resume as t\nt.{call}"
-        )
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(packages),
-            "OMP_NUM_THREADS": "1",
-        }
+        code = f"from tests.unit.training.test_resume import *; {call}"
         return subprocess.run([DEBIAN, "-c", code], env=environment, timeout=240).returncode
 
-    both = f"Path({str(tiny_store.path)!r}), Path({str(broken)!r}), {settings}"
     assert run_there(f"train_until({both}, 'after_the_rename', 2)") == -signal.SIGKILL
     assert checkpoints(broken) == ["step-00000002", "step-00000004"]
     assert run_there(f"train({both})") == 0
