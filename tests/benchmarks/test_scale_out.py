@@ -8,11 +8,8 @@ from benchmarks.scale_out import (
     Network,
     bubble,
     cost_of,
-    dimensions_table,
-    memory_table,
     row_seconds,
     step_of,
-    traffic_table,
 )
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
@@ -37,11 +34,6 @@ def test_traffic_is_the_parameters_twice_and_the_gradients_once() -> None:
     assert step.network_seconds == pytest.approx((step.gathered + step.reduced) / 450e9)
 
 
-def test_compute_is_that_of_sequences_of_the_length_attended_to() -> None:
-    step = step_of(CONFIG, shard=8, tokens=900, attended=450, mfu=0.5)
-    assert step.compute_seconds == pytest.approx(training_flops(CONFIG, [450, 450]) / PEAK / 0.5)
-
-
 def test_a_hybrids_copies_sum_their_shards_over_the_adapters() -> None:
     alone = step_of(CONFIG, shard=8, tokens=1000, network=NO_DELAY)
     hybrid = step_of(CONFIG, shard=8, replicate=4, tokens=1000, network=NO_DELAY)
@@ -51,13 +43,6 @@ def test_a_hybrids_copies_sum_their_shards_over_the_adapters() -> None:
     assert extra == pytest.approx(sent / 50e9)
 
 
-def test_between_machines_the_adapters_are_the_bottleneck() -> None:
-    # Two machines: half of the volume comes through eight adapters of 50, against 450 within.
-    assert NO_DELAY.collective_seconds(1e9, 16) == pytest.approx(15 / 16 / 450)
-    assert NO_DELAY.collective_seconds(1e9, 1024) == pytest.approx((1 - 8 / 1024) / 400)
-    assert Network(hop=1e-6).collective_seconds(0, 1024) == pytest.approx(1023e-6)
-
-
 def test_at_the_tokens_to_hide_the_backwards_traffic_takes_as_long_as_its_compute() -> None:
     step = step_of(CONFIG, shard=8, tokens=1000, network=NO_DELAY)
     there = step_of(CONFIG, shard=8, tokens=round(step.tokens_to_hide), network=NO_DELAY)
@@ -65,15 +50,6 @@ def test_at_the_tokens_to_hide_the_backwards_traffic_takes_as_long_as_its_comput
     assert backward / 450e9 == pytest.approx(there.compute_seconds * 2 / 3, rel=1e-3)
     # Without attention, modulation and embeddings it would be 1.5·F/W.
     assert step.tokens_to_hide == pytest.approx(1.5 * 0.5 * PEAK / 450e9, rel=0.2)
-
-
-@pytest.mark.thorough
-def test_the_tables_have_a_line_for_each_case() -> None:
-    assert len(traffic_table(["150m"], [8, 64], tokens=1024).splitlines()) == 2 + 3
-    table = memory_table(["150m"], [1024], checkpointing=1).splitlines()
-    assert len(table) == 2 + 4
-    alone, eight = (float(line.split("|")[3]) for line in table[2:4])
-    assert eight < alone
 
 
 def test_the_traffic_of_a_shared_row_is_eight_gatherings_or_four_exchanges_a_block() -> None:
@@ -88,13 +64,10 @@ def test_the_traffic_of_a_shared_row_is_eight_gatherings_or_four_exchanges_a_blo
     assert again == pytest.approx(context * 3 / 2)
 
 
-def test_an_exchange_between_machines_passes_each_gpu_s_own_adapter() -> None:
+def test_exchanges_pass_each_gpu_s_own_adapter_and_stages_wait_for_a_pipeline_to_fill() -> None:
     assert NO_DELAY.exchange_seconds(1e9, 16) == pytest.approx(0.5 / 50)
     assert NO_DELAY.exchange_seconds(1e9, 8) == pytest.approx(7 / 8 / 450)
-
-
-def test_a_stage_waits_while_the_pipeline_fills() -> None:
-    assert bubble(4, 16) == pytest.approx(3 / 19)
+    assert bubble(4, 16) == pytest.approx(3 / 19)  # while the pipeline fills
 
 
 def test_a_step_waits_for_its_rows_and_for_what_parameters_exceed_their_compute() -> None:
@@ -105,9 +78,3 @@ def test_a_step_waits_for_its_rows_and_for_what_parameters_exceed_their_compute(
     waited = row_seconds(CONFIG, tensor=8, tokens=8 * 16_384, network=NO_DELAY)
     compute = training_flops(CONFIG, [450] * 36) / (450 * 36) * 16_384 * 4 / 3 / PEAK / 0.5
     assert split.waiting == pytest.approx(waited / (waited + compute))
-
-
-@pytest.mark.thorough
-def test_the_table_of_dimensions_has_a_line_for_each_case() -> None:
-    (line,) = dimensions_table([1024], ["3 B, 32 k"]).splitlines()[2:]
-    assert line.split(" | ")[2] == "–"  # 4 M tokens are 128 rows of 32 k

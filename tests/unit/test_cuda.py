@@ -113,7 +113,7 @@ def losses(trainer: Trainer, steps: int = 4) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [8, 60, 64])
+@pytest.mark.parametrize("size", [8, 60])
 def test_attention_within_segments(dtype: torch.dtype, size: int) -> None:
     bounds = torch.tensor([0, 1, 1, 30, 158, 300, 300, 321], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
@@ -135,8 +135,7 @@ def test_attention_within_segments(dtype: torch.dtype, size: int) -> None:
         assert error < LOW
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [16, 128, 200])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 200), (torch.bfloat16, 128)])
 def test_sums_of_segments(dtype: torch.dtype, width: int) -> None:
     bounds = torch.tensor([0, 5, 5, 70, 300, 301, 1400, 1400], dtype=torch.int32)
     values = torch.randn(1400, 2 * width, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -163,28 +162,29 @@ def test_masks_are_those_of_a_cpu(build: Build, paradigm: str) -> None:
             torch.testing.assert_close(here.weights.cpu(), there.weights)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_losses_are_those_of_a_cpu(build: Build, model: str, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "optimizer", "paradigm"),
+    [
+        *((model, "adamw", "diffusion") for model in MODELS),
+        *((model, "muon", "diffusion") for model in ("own", "experts")),
+        ("own", "adamw", "flow_matching"),
+        ("own", "adamw", "flow_matching_uniform"),
+    ],
+)
+def test_losses_are_those_of_a_cpu(build: Build, model: str, optimizer: str, paradigm: str) -> None:
     changes: dict[str, Any] = {"model": model, "optimizer": OPTIMIZERS[optimizer]}
+    changes["paradigm"] = PARADIGMS[paradigm]()
     here = losses(build(**changes))
     there = losses(build(**changes, device="cpu", precision="fp32"))
     np.testing.assert_allclose(np.array(here)[:, 0], np.array(there)[:, 0], rtol=LOW)
     np.testing.assert_allclose(np.array(here)[:, 1], np.array(there)[:, 1], rtol=5 * LOW)
 
 
-@pytest.mark.parametrize("paradigm", ["flow_matching", "flow_matching_uniform"])
-def test_losses_of_flow_matching_are_those_of_a_cpu(build: Build, paradigm: str) -> None:
-    here = losses(build(paradigm=PARADIGMS[paradigm]()))
-    there = losses(build(paradigm=PARADIGMS[paradigm](), device="cpu", precision="fp32"))
-    np.testing.assert_allclose(np.array(here)[:, 0], np.array(there)[:, 0], rtol=LOW)
-
-
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
         *((model, {}) for model in MODELS),
-        *((model, {"optimizer": OPTIMIZERS["muon"]}) for model in MODELS),
+        *((model, {"optimizer": OPTIMIZERS["muon"]}) for model in ("own", "experts")),
         # Of experts in fp16, torch computes one product after another and reads their bounds.
         *((model, {"precision": "fp16"}) for model in MODELS if model != "experts"),
     ],
@@ -204,14 +204,6 @@ def test_a_step_never_waits_for_the_device(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(trainer.loss)
-
-
-def test_relatives_aligned_ahead_are_those_that_the_step_would_align(build: Build) -> None:
-    trainer = build(model="relatives")
-    ahead = losses(trainer)
-    trainer = build(model="relatives")
-    trainer.with_aligned_relatives = lambda batch, step: batch  # type: ignore[method-assign]
-    np.testing.assert_allclose(ahead, losses(trainer), rtol=1e-3)
 
 
 def test_compiled_blocks_compute_the_same_and_are_compiled_once(build: Build) -> None:

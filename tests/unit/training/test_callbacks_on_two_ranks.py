@@ -47,7 +47,7 @@ def the_norm_is_of_all_shards(process: Process, folder: Path) -> None:
     sharded, whole = sharded_model(process)
     expected = torch.cat([p.detach().flatten() for p in whole.parameters()]).norm()
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
-    loader = SimpleNamespace(epochs_done=lambda position: 0.0)
+    loader = SimpleNamespace(epochs_done=lambda position: 1.5)
     stub: Any = SimpleNamespace(
         parameters=LocalParameters(sharded).local,
         splits={},
@@ -57,7 +57,8 @@ def the_norm_is_of_all_shards(process: Process, folder: Path) -> None:
         loader=loader,
         position=None,
     )
-    assert StepState().read(stub)["parameter_norm"] == pytest.approx(float(expected))
+    norms = {"grad_norm": float(expected), "parameter_norm": float(expected)}
+    assert StepState().read(stub) == pytest.approx({"learning_rate": 0.1, **norms, "epoch": 1.5})
 
 
 def a_failed_step_is_kept_by_all_ranks_together(process: Process, folder: Path) -> None:

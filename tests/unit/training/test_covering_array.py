@@ -4,6 +4,8 @@ A run on one process, whose weights, averages, losses, norms and gradients of a 
 have to reach in fp64, is made once for each model, optimizer and paradigm.
 """
 
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +15,43 @@ from d2plm.data.store import SequenceStore
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
+from d2plm.paradigms.flow_matching import UniformFlowMatching
+from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from tests.conftest import LLAMA, randomise
 from tests.covering import covering_array
 from tests.ranks import run
-from tests.unit.training import test_equality
-from tests.unit.training.test_equality import BUDGET, SHAREABLE, assert_close, result, train_each
+from tests.runs import SHAREABLE, assert_same_run, newest, tensors, train_each
+from tests.runs import SIZES as ONE_BLOCK
 
 # Sizes of which no shard of 4 is even, nor one of 2 of what tensor parallelism has split.
-SIZES = {**test_equality.SIZES, **SHAREABLE, "num_hidden_layers": 4}
-EXPERTS: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2}
+SIZES = {**ONE_BLOCK, **SHAREABLE, "num_hidden_layers": 4}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2, "shared_expert_size": 9}
 MODELS: dict[str, dict[str, Any]] = {
     "own": {},
     "llama": LLAMA,
     "esm": {"head": "esm", "qk_norm": False, "affine_norm": True, "feed_forward": "gelu"},
-    "experts by bias": {**EXPERTS, "shared_expert_size": 9},
-    "experts by loss": {**EXPERTS, "auxiliary_loss": 0.5},
+    "experts": {**EXPERTS, "balance_rate": 0.01, "auxiliary_loss": 0.5},
 }
 PARADIGMS: dict[str, Any] = {
     "diffusion": AbsorbingDiffusion,
     "mean": lambda: AbsorbingDiffusion(loss="mean"),
-    "flow": MaskFlowMatching,
     "uniform": UniformFlowMatching,
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(build_adamw, settings=AdamWSettings(learning_rate=1e-2)),
+    "muon": partial(build_muon, settings=MuonSettings(learning_rate=1e-2)),
 }
 TRAINED: dict[str, dict[str, Any]] = {
     "all": {},
-    "some blocks": {"freeze": ["token_embedding.*", "blocks.[01].feed_forward.*"]},
-    "split matrices": {"freeze": ["*embedding.*", "head.*", "*norm*"]},
+    "frozen": {"freeze": ["*embedding.*", "head.*", "*norm*", "blocks.[01].feed_forward.*"]},
     "low rank": {"lora_rank": 3},
 }
 SPEED: dict[str, dict[str, Any]] = {
     "resharded": {},
     "gathered": {"reshard_after_forward": False},
     "resharded between micro-batches": {"reshard_between_micro_batches": True},
-}
-READING: dict[str, dict[str, Any]] = {
-    "prefetched": {},
-    "not prefetched": {"async_prefetch": False},
-    "loader process": {"num_workers": 1},
 }
 FACTORS: dict[str, list[Any]] = {
     "model": [*MODELS],
@@ -70,21 +69,22 @@ FACTORS: dict[str, list[Any]] = {
     "micro_batches": [1, 2],
     "activation_checkpointing": [0, 1, 2],
     "speed": [*SPEED],
-    "reading": [*READING],
 }
 DIMENSIONS = ("shard", "replicate", "context", "tensor", "pipeline")
 
 
 def ranks_of(row: dict[str, Any]) -> int:
-    product = 1
-    for dimension in DIMENSIONS:
-        product *= row[dimension]
-    return product
+    return math.prod(row[dimension] for dimension in DIMENSIONS)
+
+
+def cost_of(row: dict[str, Any]) -> int:
+    """Processes of a row, its own and those of the run that it is compared with."""
+    return 1 + ranks_of(row)
 
 
 def is_possible(row: dict[str, Any]) -> bool:
     """Whether the plan fits four processes and the model, and can be rejected by none."""
-    has_experts, stages = "experts" in row["model"], row["pipeline_stages_per_rank"]
+    has_experts, stages = row["model"] == "experts", row["pipeline_stages_per_rank"]
     return (
         ranks_of(row) <= 4
         and (row["pipeline"] == 2 or stages == 1)
@@ -111,9 +111,8 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": lambda: model_of(row),
         "paradigm": PARADIGMS[row["paradigm"]](),
-        "optimizer": {"adamw": build_adamw, "muon": build_muon}[row["optimizer"]],
+        "optimizer": OPTIMIZERS[row["optimizer"]],
         "max_grad_norm": row["max_grad_norm"],
-        "global_batch_tokens": 8 * BUDGET,
         "max_steps": 3,
         **TRAINED[row["trained"]],
     }
@@ -125,32 +124,29 @@ def train_rows(store: Path, output: Path, rows: dict[str, dict[str, Any]]) -> No
         plan = {key: row[key] for key in (*DIMENSIONS, "pipeline_stages_per_rank", "expert")}
         plan |= {"activation_checkpointing": row["activation_checkpointing"], **SPEED[row["speed"]]}
         more = {"plan": plan, "gradient_accumulation_steps": row["micro_batches"]}
-        more |= READING[row["reading"]]
         settings = {**settings_of(row), **({} if output.name == "one" else more)}
         train_each(store, output, {name: settings})
 
 
-def assert_equal(rows: list[dict[str, Any]], store: Path, folder: Path) -> None:
-    """Train on the ranks of the rows, which all have the same number of them, and on one."""
-    numbered = {str(number): row for number, row in enumerate(rows)}
-    ranks = ranks_of(rows[0])
+def train_as_one(ranks: int, store: Path, folder: Path, strength: int = 2) -> None:
+    """Train the rows of so many ranks on them, and on one process; compare everything."""
+    rows = covering_array(FACTORS, is_possible, cost_of, strength)
+    numbered = {str(n): row for n, row in enumerate(rows) if ranks_of(row) == ranks}
     run(train_rows, store, folder / "one", numbered, seconds=900)
     run(train_rows, store, folder / "many", numbered, world_size=ranks, seconds=900)
     for name, row in numbered.items():
-        one, many = (result(folder / place / name) for place in ("one", "many"))
-        states = [
-            n for n in one["weights"] if ".router." in n and n.endswith(("bias", "past_load"))
-        ]
-        assert all(one["weights"][n].any() for n in states)
-        assert_close(many, one, 1e-10, str(row))
+        one = tensors(newest(folder / "one" / name))
+        states = [n for n in one if ".router." in n and n.endswith(("bias", "past_load"))]
+        assert all(one[n].any() for n in states)
+        print(row)  # which is shown where it fails
+        assert_same_run(folder / "many" / name, folder / "one" / name, 1e-10)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_pair_of_settings_trains_as_one_process(
     ranks: int, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    rows = covering_array(FACTORS, is_possible, ranks_of)
-    assert_equal([r for r in rows if ranks_of(r) == ranks], tiny_store.path, tmp_path)
+    train_as_one(ranks, tiny_store.path, tmp_path)
 
 
 @pytest.mark.matrix
@@ -158,5 +154,4 @@ def test_every_pair_of_settings_trains_as_one_process(
 def test_every_three_settings_train_as_one_process(
     ranks: int, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    rows = covering_array(FACTORS, is_possible, ranks_of, strength=3)
-    assert_equal([r for r in rows if ranks_of(r) == ranks], tiny_store.path, tmp_path)
+    train_as_one(ranks, tiny_store.path, tmp_path, strength=3)

@@ -4,8 +4,7 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +54,8 @@ def runs(tiny_store: SequenceStore, tmp_path_factory: pytest.TempPathFactory) ->
     ("damage", "rank"),
     [
         ("bit flipped", 1),
-        *(
-            pytest.param(damage, rank, marks=pytest.mark.thorough)
-            for damage in DAMAGE
-            for rank in (0, 1)
-            if (damage, rank) != ("bit flipped", 1)
-        ),
+        pytest.param("truncated", 0, marks=pytest.mark.thorough),
+        pytest.param("missing", 1, marks=pytest.mark.thorough),
     ],
 )
 def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
@@ -73,9 +68,7 @@ def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
     DAMAGE[damage](file)
     run(train, tiny_store.path, output, SETTINGS, world_size=2)
     said = (output / "log-0.txt").read_text()
-    (told,) = [line for line in said.splitlines() if "trying the one before" in line]
-    assert damaged.name in told
-    assert file.name in told
+    assert file.name in said
     assert f"{before}, step {int(before[-8:])} of 12" in said
     assert (output / "checkpoints.old" / damaged.name).is_dir()
     assert_same_run(output, runs["unbroken"])
@@ -97,23 +90,6 @@ def test_where_every_checkpoint_is_damaged_the_run_starts_over_and_keeps_its_own
     assert_same_run(output, runs["unbroken"])
 
 
-# --- a full disk -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of four megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = [shutil.which("mount") or "mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system can be mounted here: {error}")
-    yield folder
-    subprocess.run([shutil.which("umount") or "umount", str(folder)], check=True)
-
-
 def between_saves(action: Callable[[], object]) -> Callable[[Trainer], None]:
     """`action`, when the save in progress has ended."""
 
@@ -122,21 +98,6 @@ def between_saves(action: Callable[[], object]) -> Callable[[Trainer], None]:
         action()
 
     return act
-
-
-def fill(disk: Path) -> None:
-    with (disk / "filler").open("wb") as stream:
-        stream.write(bytes(shutil.disk_usage(disk).free - 40_000))
-
-
-def train_on_a_full_disk(store: Path, output: Path, disk: Path, on_save_error: str) -> None:
-    """From step 4 on there is no room, until step 8."""
-    full = [
-        At("on_step_begin", 4, between_saves(lambda: fill(disk)), rank=0),
-        At("on_step_begin", 8, between_saves((disk / "filler").unlink), rank=0),
-    ]
-    settings = {**SETTINGS, "on_save_error": on_save_error, "checkpoints": str(disk / "saves")}
-    build(store, output, callbacks=full, **settings).train()
 
 
 def train_with_small_files(store: Path, output: Path, on_save_error: str, rank: int) -> None:
@@ -153,71 +114,30 @@ def train_with_small_files(store: Path, output: Path, on_save_error: str, rank: 
     build(store, output, callbacks=full, **SETTINGS, on_save_error=on_save_error).train()
 
 
-def assert_went_on(output: Path, saves: Path, unbroken: Path) -> None:
-    kept = sorted(entry.name for entry in saves.iterdir())
-    assert kept == [f"step-{step:08d}" for step in (2, 4, 10, 12)]
-    for name in kept:
-        assert progress(saves / name)["step"] == int(name[-8:])
-    for rank in (0, 1):
-        said = (output / f"log-{rank}.txt").read_text()
-        for step in (6, 8):
-            assert f"cannot write checkpoint {saves}/step-{step:08d}" in said
-    losses = [row["loss"] for row in history(unbroken)]
-    assert [row["loss"] for row in history(output)] == losses
-
-
-def assert_stopped(codes: list[int | None], output: Path, saves: Path, reason: str) -> None:
-    assert codes == [1, 1]
-    for rank in (0, 1):
-        said = (output / f"log-{rank}.txt").read_text()
-        (error,) = [line for line in said.splitlines() if "CheckpointError" in line]
-        assert f"CheckpointError: cannot write checkpoint {saves}/step-00000006" in error
-        assert reason in error
-    kept = sorted(entry.name for entry in saves.iterdir())
-    assert kept == ["step-00000002", "step-00000004"]
-    for name in kept:
-        assert progress(saves / name)["step"] == int(name[-8:])
-    assert len(history(output)) <= 8
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("on_save_error", ["continue", "stop"])
-def test_a_full_disk(
+@pytest.mark.parametrize(
+    ("on_save_error", "rank", "code", "saved"),
+    [("stop", 1, 1, [2, 4]), ("continue", 0, 0, [2, 4, 10, 12])],
+)
+def test_one_rank_that_cannot_write(
     on_save_error: str,
-    small_disk: Path,
+    rank: int,
+    code: int,
+    saved: list[int],
     runs: dict[str, Path],
     tiny_store: SequenceStore,
     tmp_path: Path,
 ) -> None:
-    output, saves = tmp_path / "run", small_disk / "saves"
-    arguments = (tiny_store.path, output, small_disk, on_save_error)
-    codes = Ranks(train_on_a_full_disk, *arguments, world_size=2).wait(180)
-    if on_save_error == "stop":
-        assert_stopped(codes, output, saves, "No space left")
-    else:
-        assert codes == [0, 0]
-        assert_went_on(output, saves, runs["unbroken"])
-
-
-@pytest.mark.parametrize(
-    ("on_save_error", "rank"),
-    [
-        ("stop", 1),
-        ("continue", 1),
-        *(pytest.param(e, 0, marks=pytest.mark.thorough) for e in ("stop", "continue")),
-    ],
-)
-def test_one_rank_that_cannot_write(
-    on_save_error: str, rank: int, runs: dict[str, Path], tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    arguments = (tiny_store.path, output, on_save_error, rank)
+    arguments = (tiny_store.path, tmp_path, on_save_error, rank)
     codes = Ranks(train_with_small_files, *arguments, world_size=2).wait(180)
-    if on_save_error == "stop":
-        assert_stopped(codes, output, output / "checkpoints", "File too large")
-    else:
-        assert codes == [0, 0]
-        assert_went_on(output, output / "checkpoints", runs["unbroken"])
+    assert codes == [code, code]
+    for number in (0, 1):
+        said = (tmp_path / f"log-{number}.txt").read_text()
+        assert f"cannot write checkpoint {tmp_path}/checkpoints/step-00000006" in said
+    kept = sorted((tmp_path / "checkpoints").iterdir())
+    assert [progress(folder)["step"] for folder in kept] == saved
+    losses = [row["loss"] for row in history(tmp_path)]
+    assert losses == [row["loss"] for row in history(runs["unbroken"])][: len(losses)]
+    assert (len(losses) == 12) == (on_save_error == "continue")
 
 
 def train_apart(store: Path, output: Path) -> None:

@@ -1,7 +1,6 @@
 """Invalid plans are rejected with a valid alternative; errors of one rank reach the others."""
 
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,64 +33,56 @@ def test_shards_are_what_replicas_leave(plan: Plan, world_size: int, shard: int)
     assert (resolved.replicate, resolved.shard) == (plan.replicate, shard)
 
 
+PIPELINE: dict[str, Any] = {"num_hidden_layers": 5, "intermediate_size": 32}
+# What starts the message → what is rejected by it.
 REFUSED: dict[str, Callable[[], object]] = {
-    "replicate=3: does not divide the 4 processes; use one of 1, 2, 4": lambda: Plan(
-        replicate=3
-    ).resolved(4),
-    "replicate=2, shard=3: their product is not the 4 processes there are; set one of them to 2": (
-        lambda: Plan(replicate=2, shard=3).resolved(4)
+    "replicate=3: does not divide the 4 processes": lambda: Plan(replicate=3).resolved(4),
+    "replicate=2, shard=3": lambda: Plan(replicate=2, shard=3).resolved(4),
+    "replicate=1, shard=2": lambda: Plan(shard=2).resolved(1),
+    "context=3": lambda: Plan(context=3).resolved(4),
+    "context=2, tensor=2, shard=2": lambda: Plan(context=2, tensor=2, shard=2).resolved(4),
+    "context=2, tensor=2: the model's num_attention_heads=6": lambda: fits(context=2, tensor=2),
+    "tensor=2: tensor does not": lambda: fits({"intermediate_size": 25}, tensor=2),
+    "tensor=2: a model with linear_bias": lambda: fits({"linear_bias": True}, tensor=2),
+    "context=2: a model with relatives_dim": lambda: fits({"relatives_dim": 12}, context=2),
+    "expert=2: the model's num_experts=None": lambda: fits(expert=2),
+    "expert=2: the model's num_experts=3": lambda: fits({"num_experts": 3}, expert=2),
+    "expert=3": lambda: Plan(expert=3).resolved(4),
+    "pipeline=2: a model with num_experts": lambda: fits({"num_experts": 4}, pipeline=2),
+    "pipeline=2: a model with relatives_dim": lambda: fits({"relatives_dim": 12}, pipeline=2),
+    "pipeline=6: the model's num_hidden_layers=5": lambda: fits(PIPELINE, pipeline=6),
+    "pipeline=2, pipeline_stages_per_rank=3": (
+        lambda: fits(PIPELINE, pipeline=2, pipeline_stages_per_rank=3)
     ),
-    "shard=2: their product is not the 1 processes": lambda: Plan(shard=2).resolved(1),
-    "context=3: does not divide the 4 processes": (lambda: Plan(context=3).resolved(4)),
-    "context=2, tensor=2, shard=2: their product is not the 4 processes": (
-        lambda: Plan(context=2, tensor=2, shard=2).resolved(4)
+    "pipeline=2: does not divide the 3 processes": lambda: Plan(pipeline=2).resolved(3),
+    "pipeline_stages_per_rank=2": lambda: Plan(pipeline_stages_per_rank=2),
+    "pipeline=4: a step has 2": lambda: Plan(pipeline=4).require_micro_batches(2),
+    "pipeline=2: a step has 3": (
+        lambda: Plan(pipeline=2, pipeline_stages_per_rank=2).require_micro_batches(3)
     ),
-    "context=2, tensor=2: the model's num_attention_heads=6 cannot be shared by 4 processes; use "
-    "a product of 1, 2, 3, 6": lambda: Plan(context=2, tensor=2).require_fits(six_heads()),
-    "tensor=2: tensor does not divide the model's intermediate_size=25; use 1": (
-        lambda: Plan(tensor=2).require_fits(six_heads(intermediate_size=25))
+    "reshard_between_micro_batches=True": (
+        lambda: Plan(pipeline=2, reshard_between_micro_batches=True)
     ),
-    "tensor=2: a model with linear_bias=True cannot be split; use context instead": (
-        lambda: Plan(tensor=2).require_fits(six_heads(linear_bias=True))
+    "lora_rank=4": lambda: Plan(tensor=2).require_adapters(4),
+    "context=0": lambda: Plan(context=0),
+    "shard='all'": lambda: Plan(shard="all"),
+    "activation_checkpointing=-1": lambda: Plan(activation_checkpointing=-1),
+    "reshard_after_forward='yes'": lambda: Plan(reshard_after_forward="yes"),
+    "cpu_offload=True": lambda: setup_process("cpu", Plan(cpu_offload=True)),
+    "global_batch_tokens=850: must be a multiple of token_budget=100, such as 800": (
+        lambda: shared(1, 850)
     ),
-    "context=2: a model with relatives_dim=12 aligns whole rows and cannot be divided": (
-        lambda: Plan(context=2).require_fits(six_heads(relatives_dim=12))
-    ),
-    "expert=2: the model's num_experts=None cannot be shared by 2 processes": (
-        lambda: Plan(expert=2).require_fits(six_heads())
-    ),
-    "expert=2: the model's num_experts=3 cannot be shared by 2 processes; use 1, 3": (
-        lambda: Plan(expert=2).require_fits(six_heads(num_experts=3))
-    ),
-    "expert=3: does not divide the 4 processes of shard=4 × context=1": (
-        lambda: Plan(expert=3).resolved(4)
-    ),
-    "pipeline=2: a model with num_experts=4 cannot be divided into stages": (
-        lambda: Plan(pipeline=2).require_fits(six_heads(num_experts=4))
-    ),
-    "lora_rank=4: must be null with tensor=2": lambda: Plan(tensor=2).require_adapters(4),
-    "context=0: must be an integer ≥ 1": lambda: Plan(context=0),
-    "replicate=0: must be an integer ≥ 1": lambda: Plan(replicate=0),
-    "shard='all': must be an integer ≥ 1": lambda: Plan(shard="all"),
-    "activation_checkpointing=-1: must be": lambda: Plan(activation_checkpointing=-1),
-    "reshard_after_forward='yes': must be": lambda: Plan(reshard_after_forward="yes"),
-    "cpu_offload=True: the model is in host memory already": lambda: setup_process(
-        "cpu", Plan(cpu_offload=True)
-    ),
-    "850: must be a multiple of token_budget=100, such as 800": lambda: shared(1, 850),
-    "50: must be a multiple of token_budget=100, such as 100": lambda: shared(1, 50),
-    "cannot be shared by 3 processes; use 1, 2, 4, 8 processes, or": lambda: shared(3, 800),
-    "gradient_accumulation_steps=3: each process has 4 bins of a step; use auto or one of 1, 2": (
-        lambda: shared(2, 800, 3)
-    ),
-    "gradient_accumulation_steps=0: must be an integer ≥ 1": lambda: shared(1, 800, 0),
-    "gradient_accumulation_steps='some': must be": lambda: shared(1, 800, "some"),
-    "global_batch_tokens=0.5: must be an integer ≥ 1": lambda: shared(1, 0.5),
+    "global_batch_tokens=800": lambda: shared(3, 800),
+    "gradient_accumulation_steps=3": lambda: shared(2, 800, 3),
+    "gradient_accumulation_steps=0": lambda: shared(1, 800, 0),
+    "gradient_accumulation_steps='some'": lambda: shared(1, 800, "some"),
+    "global_batch_tokens=0.5": lambda: shared(1, 0.5),
 }
 
 
-def six_heads(**changes: Any) -> DiTConfig:
-    return DiTConfig(hidden_size=24, num_attention_heads=6, **{"intermediate_size": 32} | changes)
+def fits(model: dict[str, Any] | None = None, **plan: Any) -> None:
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 32}
+    Plan(**plan).require_fits(DiTConfig(**{**sizes, **(model or {})}))
 
 
 def shared(ranks: int, tokens: Any, accumulation: Any = "auto") -> PackedLoader:
@@ -100,10 +91,11 @@ def shared(ranks: int, tokens: Any, accumulation: Any = "auto") -> PackedLoader:
     return packed_loader(rows, settings, LoaderSettings(token_budget=100), 100, rank=0, ranks=ranks)
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_is_rejected_by_name_with_what_can(message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        REFUSED[message]()
+@pytest.mark.parametrize("beginning", REFUSED)
+def test_impossible_plans_are_rejected_by_name(beginning: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        REFUSED[beginning]()
+    assert str(caught.value).startswith(beginning)
 
 
 @pytest.mark.parametrize(

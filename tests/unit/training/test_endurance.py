@@ -1,4 +1,4 @@
-"""A thousand steps leave nothing behind, and a rank that fails takes the others with it."""
+"""Hundreds of steps leave nothing behind, and a rank that fails takes the others with it."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from d2plm.data.store import SequenceStore
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.ranks import Ranks, run
-from tests.runs import BUDGET, At, assert_same_run, build, checkpoints, newest, progress, train
+from tests.runs import BUDGET, At, build, checkpoints, newest
 
 
 class Measure(Callback):
@@ -67,10 +67,10 @@ def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
-def test_a_thousand_steps_with_saves_hold_no_more_than_three_hundred(
+def test_six_hundred_steps_with_saves_hold_no_more_than_two_hundred(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    run(train_and_measure, tiny_store.path, tmp_path, [300, 650, 1000], world_size=2)
+    run(train_and_measure, tiny_store.path, tmp_path, [200, 400, 600], world_size=2)
     for rank in (0, 1):
         first, middle, last = json.loads((tmp_path / f"held-{rank}").read_text())
         for kind in ("threads", "python_threads", "files"):
@@ -85,21 +85,6 @@ def fail(_: object) -> None:
     raise ArithmeticError("this rank alone")
 
 
-class Unsaveable(Callback):
-    """Has nothing that a checkpoint could keep, on one rank, from a step on."""
-
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step, self.now = rank, step, -1
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        self.now = trainer.step if trainer.process.rank == self.rank else -1
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.now >= self.step:
-            fail(None)
-        return {}
-
-
 def train_and_fail(
     store: Path, output: Path, settings: dict[str, Any], event: str, rank: int
 ) -> None:
@@ -111,8 +96,7 @@ def train_and_fail(
         return write(*arguments)
 
     FileSystemWriter.write_data = slowly  # type: ignore[method-assign]
-    in_save = event == "state_dict"
-    failing = Unsaveable(rank, 6) if in_save else At(event, 4, fail, rank=rank)
+    failing = At(event, 4, fail, rank=rank)
     build(store, output, callbacks=[failing], **settings).train()
 
 
@@ -120,44 +104,20 @@ def train_and_fail(
     ("event", "rank"),
     [
         ("on_micro_step_end", 1),
-        *(
-            pytest.param(event, rank, marks=pytest.mark.thorough)
-            for event in ("on_micro_step_end", "on_before_optimizer_step", "on_save", "state_dict")
-            for rank in (0, 1)
-            if (event, rank) != ("on_micro_step_end", 1)
-        ),
+        pytest.param("on_before_optimizer_step", 0, marks=pytest.mark.thorough),
+        pytest.param("on_save", 0, marks=pytest.mark.thorough),
     ],
 )
 def test_where_a_rank_raises_both_end_and_the_save_in_progress_is_whole(
     event: str, rank: int, tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
-    settings = {"max_steps": 8, "every": 4 if event != "state_dict" else 2}
+    broken = tmp_path / "broken"
+    settings = {"max_steps": 8, "every": 4}
     arguments = (tiny_store.path, broken, settings, event, rank)
     ranks = Ranks(train_and_fail, *arguments, world_size=2)
     assert ranks.wait(60) == [1, 1]
     assert "ArithmeticError: this rank alone" in (broken / f"log-{rank}.txt").read_text()
     assert checkpoints(broken)[-1] == newest(broken).name == "step-00000004"
-    if event == "on_micro_step_end":
-        run(train, tiny_store.path, broken, settings, world_size=2)
-        run(train, tiny_store.path, unbroken, settings, world_size=2)
-        assert_same_run(broken, unbroken)
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_where_a_rank_is_killed_in_a_step_the_other_ends(
-    rank: int, tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    ranks = Ranks(train_and_be_killed, tiny_store.path, tmp_path, rank, world_size=2)
-    codes = ranks.wait(60)
-    assert (codes[rank], codes[1 - rank]) == (137, 1)
-    assert progress(newest(tmp_path))["step"] == 2
-
-
-def train_and_be_killed(store: Path, output: Path, rank: int) -> None:
-    kill = At("on_micro_step_end", 3, lambda _: os.kill(os.getpid(), signal.SIGKILL), rank=rank)
-    settle = At("on_step_begin", 3, lambda trainer: trainer.saver.finish())
-    build(store, output, callbacks=[settle, kill]).train()
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.thorough)])

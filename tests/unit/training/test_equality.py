@@ -1,4 +1,4 @@
-"""Training is equal for any distribution: ranks, shards, copies, micro-batches, recomputation."""
+"""Training is equal on one rank and two: chunks of logits, relatives, means, precision, ties."""
 
 from pathlib import Path
 from typing import Any
@@ -18,62 +18,35 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.settings.training import AdamWSettings, CosineSettings, MuonSettings
 from d2plm.training.callbacks.callback import Callback
-from d2plm.training.learning_rate import cosine
 from d2plm.training.muon import build_muon
-from d2plm.training.optimizer import build_adamw
-from d2plm.training.plan import Plan
-from d2plm.training.shards import full_weights, local, sharded_like
-from d2plm.training.tensor_parallel import splits_of
+from d2plm.training.shards import local
 from d2plm.training.trainer import Trainer
 from tests.conftest import randomise
 from tests.ranks import run
-from tests.runs import SIZES as ONE_BLOCK
-from tests.runs import At, newest, tensors
-from tests.trainers import make_trainer
-
-BUDGET = 96
-BINS = 16
-SIZES: dict[str, Any] = {**ONE_BLOCK, "num_hidden_layers": 2}
-SHAREABLE: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 26}
-SHORT: dict[str, Any] = {
-    "max_steps": 10,
-    "global_batch_tokens": 8 * BUDGET,
-    "gradient_accumulation_steps": 1,
-}
-
-
-class Record(Callback):
-    """The first step's gradients, and every step's loss and gradient norm."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.gradients: dict[str, Tensor] = {}
-
-    def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
-        self.losses.append(float(trainer.loss))
-        self.norms.append(float(trainer.grad_norm))
-        if trainer.step == 0:
-            for name, parameter in trainer.model.named_parameters():
-                grad = trainer.parameters[name].grad
-                if grad is not None:
-                    gradient = whole(sharded_like(grad, parameter))
-                    split = splits_of(trainer.model).get(name)
-                    self.gradients[name] = gradient if split is None else split.join(gradient)
-            for of_rank in trainer.process.on_all(lambda: self.gradients):
-                self.gradients |= of_rank
-
-
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+from tests.runs import (
+    BUDGET,
+    SHORT,
+    SIZES,
+    assert_same_run,
+    build,
+    history,
+    newest,
+    tensors,
+    train_each,
+)
 
 
 def dense_model() -> DiT:
     """A model none of whose weights is zero, the same on every rank."""
-    model = DiT(DiTConfig(**SIZES)).double()
+    model = DiT(DiTConfig(**{**SIZES, "num_hidden_layers": 2})).double()
     randomise(model)
+    return model
+
+
+def tied_model() -> DiT:
+    model = dense_model()
+    model.head.proj.weight = model.token_embedding.weight
     return model
 
 
@@ -84,77 +57,6 @@ def following(count: int) -> RelativesIndex:
     return RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
 
 
-def build(store: Path, output: Path, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "precision": "fp64",
-        "global_batch_tokens": BINS * BUDGET,
-        "ema_decay": 0.99,
-        "paradigm": AbsorbingDiffusion(),
-        "callbacks": [],
-    }
-    settings |= changes
-    model = settings.pop("model", DiTConfig(**SIZES))
-    optimizer = settings.pop("optimizer", build_adamw)
-    kind = MuonSettings if optimizer is build_muon else AdamWSettings
-    sequences = SequenceStore(store)
-    relatives = following(len(sequences)) if settings.get("max_relatives") else None
-    return make_trainer(
-        model=model() if callable(model) else model,
-        collections=[Collection(sequences, relatives=relatives)],
-        output_dir=output,
-        optimizer=lambda *both: optimizer(*both, settings=kind(learning_rate=1e-2)),
-        schedule=lambda steps: cosine(steps, settings=CosineSettings(warmup_ratio=0.1)),
-        token_budget=BUDGET,
-        max_length=48,
-        device="cpu",
-        **settings,
-    )
-
-
-def train(store: Path, output: Path, plan: dict[str, Any], **changes: Any) -> None:
-    """Train and leave on rank 0 what there is to compare."""
-    record = Record()
-    callbacks = [record, *changes.pop("callbacks", [])]
-    trainer = build(store, output, plan=Plan(**plan), callbacks=callbacks, **changes)
-    trainer.train()
-    weights = full_weights(trainer.model, trainer.process)
-    with trainer.ema.swapped_in():
-        averages = full_weights(trainer.model, trainer.process)
-    if trainer.process.is_main:
-        output.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {
-                "gradients": record.gradients,
-                "weights": weights,
-                "averages": averages,
-                "norms": torch.tensor(record.norms, dtype=torch.float64),
-                "losses": torch.tensor(record.losses, dtype=torch.float64),
-            },
-            output / "result.pt",
-        )
-
-
-def train_each(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
-    """Several trainings in one process, each with its own settings in a folder of its name."""
-    for name, settings in runs.items():
-        train(store, output / name, **{**SHORT, "plan": {}, **settings})
-
-
-def result(output: Path) -> dict[str, Any]:
-    return torch.load(output / "result.pt", weights_only=True)
-
-
-def assert_close(found: Any, expected: Any, tolerance: float, where: str = "") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key in expected:
-            assert_close(found[key], expected[key], tolerance, f"{where}.{key}")
-    else:
-        torch.testing.assert_close(
-            found, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{where}: {m}"
-        )
-
-
 def train_in_chunks(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
     """As `train_each`, as if the vocabulary was a large one: logits of five residues at a time."""
     base.LARGE_VOCABULARY, base.CHUNK_LOGITS = 0, 5 * len(ESM2_TOKENS)
@@ -163,83 +65,59 @@ def train_in_chunks(store: Path, output: Path, runs: dict[str, dict[str, Any]]) 
 
 CHUNKED: dict[str, dict[str, Any]] = {
     "mask": {"gradient_accumulation_steps": 2},
-    "uniform": {"paradigm": UniformFlowMatching(loss="mean")},
-    "recomputed": {
+    "uniform, recomputed": {
+        "paradigm": UniformFlowMatching(loss="mean"),
         "gradient_accumulation_steps": 2,
         "plan": {"activation_checkpointing": 1, "reshard_between_micro_batches": True},
     },
-    "compiled": {"compile": True},
 }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["mask", "uniform"], pytest.param([*CHUNKED], marks=pytest.mark.thorough)],
-    ids=["some", "all"],
-)
 def test_two_ranks_train_on_logits_in_chunks_as_one_on_whole_ones(
-    names: list[str], tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    runs = {name: {"max_steps": 3, **CHUNKED[name]} for name in names}
-    run(train_each, tiny_store.path, tmp_path / "one", runs)
-    run(train_in_chunks, tiny_store.path, tmp_path / "two", runs, world_size=2)
-    for name in names:
-        assert_close(result(tmp_path / "two" / name), result(tmp_path / "one" / name), 1e-10, name)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [build_adamw, pytest.param(build_muon, marks=pytest.mark.thorough)],
-    ids=["adamw", "muon"],
-)
-def test_two_ranks_train_on_relatives_as_one(
-    optimizer: Any, tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    model = DiTConfig(**SIZES, relatives_dim=12)
-    shared = {"model": model, "max_relatives": 2, "optimizer": optimizer, "max_steps": 4}
-    spreads: dict[str, dict[str, Any]] = {
-        "rows": {**shared, "gradient_accumulation_steps": 1},
-        "workers": {**shared, "gradient_accumulation_steps": 4, "num_workers": 1},
-    }
-    run(train_each, tiny_store.path, tmp_path / "1", {"rows": spreads["rows"]})
-    run(train_each, tiny_store.path, tmp_path / "2", spreads, world_size=2)
-    expected = result(tmp_path / "1" / "rows")
-    encoder = [n for n in expected["weights"] if n.startswith("relatives.")]
-    assert len(encoder) == 9
-    # The gate's own gradient begins with the second step, once the projections have left zero.
-    assert all(expected["weights"][name].any() for name in encoder)
-    for name in spreads:
-        assert_close(result(tmp_path / "2" / name), expected, 1e-10, name)
-
-
-@pytest.mark.thorough
-def test_fp32_losses_agree_on_any_number_of_ranks(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    shared = {"model": DiTConfig(**{**SIZES, **SHAREABLE}), "precision": "fp32", "max_steps": 30}
-    plans = {1: [{}], 2: [{}, {"context": 2}, {"tensor": 2}], 4: [{}]}
-    losses = []
-    for ranks, of_ranks in plans.items():
-        runs = {str(number): {**shared, "plan": plan} for number, plan in enumerate(of_ranks)}
-        run(train_each, tiny_store.path, tmp_path / str(ranks), runs, world_size=ranks)
-        losses += [result(tmp_path / str(ranks) / name)["losses"] for name in runs]
-    assert len(losses[0]) == 30
-    for found in losses[1:]:
-        assert_close(found, losses[0], 1e-5)
+    runs = {name: {"max_steps": 2, **settings} for name, settings in CHUNKED.items()}
+    run(train_each, tiny_store.path, tmp_path / "one", runs)
+    run(train_in_chunks, tiny_store.path, tmp_path / "two", runs, world_size=2)
+    for name in runs:
+        assert_same_run(tmp_path / "two" / name, tmp_path / "one" / name, 1e-10)
+
+
+def test_two_ranks_train_on_relatives_as_one(tiny_store: SequenceStore, tmp_path: Path) -> None:
+    shared: dict[str, Any] = {"sizes": {"relatives_dim": 12}, "max_relatives": 2, "max_steps": 3}
+    shared["relatives"] = following
+    spreads: dict[str, dict[str, Any]] = {
+        "adamw": shared,
+        "muon": {**shared, "gradient_accumulation_steps": 4},
+    }
+    spreads["muon"]["optimizer"] = build_muon
+    run(train_each, tiny_store.path, tmp_path / "1", spreads)
+    run(train_each, tiny_store.path, tmp_path / "2", spreads, world_size=2)
+    for name in spreads:
+        expected = tensors(newest(tmp_path / "1" / name))
+        encoder = [n for n in expected if n.startswith("model/relatives.")]
+        assert len(encoder) == 9
+        # The gate's own gradient begins with the second step: the projections have left zero.
+        assert all(expected[name].any() for name in encoder)
+        assert_same_run(tmp_path / "2" / name, tmp_path / "1" / name, 1e-10)
 
 
 @pytest.mark.thorough
-def test_bf16_trains_on_two_ranks_as_on_one(tiny_store: SequenceStore, tmp_path: Path) -> None:
+def test_low_precision_trains_on_two_ranks_as_on_one(
+    tiny_store: SequenceStore, tmp_path: Path
+) -> None:
     shared = {"paradigm": AbsorbingDiffusion(loss="mean"), "overfit_batches": 1, "max_steps": 24}
     settings = {precision: {**shared, "precision": precision} for precision in ("bf16", "fp32")}
+    settings["fp32"]["num_workers"] = 1
     for ranks in (1, 2):
         run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
-    one, two = (result(tmp_path / str(ranks) / "bf16")["losses"] for ranks in (1, 2))
-    exact = result(tmp_path / "1" / "fp32")["losses"]
+    one, two = (losses(tmp_path / str(ranks) / "bf16") for ranks in (1, 2))
+    exact, sharded = (losses(tmp_path / str(ranks) / "fp32") for ranks in (1, 2))
+    assert_close(sharded, exact, 1e-5)
     assert two[-5:].mean() < two[:5].mean() - 0.05
-    assert_close(two, one, 2**-8, "bf16 has 8 bits")
-    assert_close(two, exact, 2**-6, "against fp32")
-    assert not torch.equal(two, exact)
+    assert_close(two, one, 2**-8)  # bf16 has 8 bits
+    assert_close(two, exact, 2**-6)
+    assert (two - exact).abs().max() > 1e-5
 
 
 @pytest.mark.parametrize("aggregation", ["rank_average", "token_weighted"])
@@ -258,7 +136,6 @@ def test_the_loss_of_two_ranks_is_the_mean_that_was_chosen(
         }
     }
     run(train_each, tiny_store.path, tmp_path, settings, world_size=2)
-    found = result(tmp_path / "run")
 
     model, paradigm = dense_model().train(), AbsorbingDiffusion(loss="mean")
     sums, counts = [], []
@@ -287,27 +164,30 @@ def test_the_loss_of_two_ranks_is_the_mean_that_was_chosen(
     assert abs(rank_average - token_weighted) > 1e-4
     loss = rank_average if aggregation == "rank_average" else token_weighted
     loss.backward()
-    assert_close(found["losses"], loss.detach()[None], 1e-10, "loss")
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert_close(found["gradients"], gradients, 1e-10, "gradients")
-
-
-def tied_model() -> DiT:
-    model = dense_model()
-    model.head.proj.weight = model.token_embedding.weight
-    return model
+    assert_close(losses(tmp_path / "run"), loss.detach()[None], 1e-10)
+    saved = tensors(newest(tmp_path / "run"))
+    for name, parameter in model.named_parameters():
+        # The first moment of AdamW is a tenth of the gradient.
+        assert_close(10 * saved[f"optimizer/{name}/exp_avg"], parameter.grad, 1e-10)
 
 
 @pytest.mark.thorough
 def test_tied_parameters_train_on_two_ranks_as_on_one(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
+    settings = {"run": {"model": tied_model, "max_steps": 3}}
     for ranks in (1, 2):
-        settings = {"run": {"model": tied_model}}
         run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
-    one, two = (result(tmp_path / str(ranks) / "run") for ranks in (1, 2))
-    assert "head.proj.weight" not in one["weights"]
-    assert_close(two, one, 1e-10)
+    assert "model/head.proj.weight" not in tensors(newest(tmp_path / "1" / "run"))
+    assert_same_run(tmp_path / "2" / "run", tmp_path / "1" / "run", 1e-10)
+
+
+def losses(output: Path) -> Tensor:
+    return torch.tensor([row["loss"] for row in history(output)], dtype=torch.float64)
+
+
+def assert_close(found: Any, expected: Any, tolerance: float) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 # --- fp16 ----------------------------------------------------------------------------------------
@@ -352,39 +232,16 @@ class Overflow(Callback):
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def interrupt(trainer: Trainer) -> None:
-    trainer.save()
-    trainer.saver.wait()
-    raise KeyboardInterrupt
-
-
 def train_in_fp16(store: Path, output: Path) -> None:
-    """Without a break, then broken off and resumed; the overflow is in the fourth step."""
-    settings = {**SHORT, "precision": "fp16"}
-    train(store, output / "unbroken", {}, callbacks=[Overflow(3)], **settings)
-    try:
-        broken_off = [Overflow(3), At("on_step_end", 6, interrupt)]
-        train(store, output / "broken", {}, callbacks=broken_off, **settings)
-    except KeyboardInterrupt:
-        train(store, output / "broken", {}, **settings)
+    """The overflow is in the fourth step. (Resuming is tested in test_optimizer_state.)"""
+    build(store, output, callbacks=[Overflow(3)], **{**SHORT, "precision": "fp16"}).train()
 
 
-@pytest.mark.thorough
 def test_fp16_leaves_an_overflown_step_out_and_continues(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    settings = {"exact": {"precision": "fp32"}}
-    run(train_each, tiny_store.path, tmp_path, settings)
-    for ranks in (1, 2):
-        output = tmp_path / str(ranks)
-        run(train_in_fp16, tiny_store.path, output, world_size=ranks)
-        unbroken, broken = result(output / "unbroken"), result(output / "broken")
-        for part in ("weights", "averages"):
-            assert_close(broken[part], unbroken[part], 0.0, part)
-        assert torch.equal(broken["losses"], unbroken["losses"][6:])
-        saved = tensors(newest(output / "broken"))
-        assert saved["loss_scale/scale"] == 2.0**15
-        assert saved["loss_scale/good_steps"] == 2
-        exact = result(tmp_path / "exact")["losses"]
-        assert_close(unbroken["losses"][:4], exact[:4], 2**-9, "fp16 has 11 bits")
-        assert torch.isfinite(unbroken["losses"]).all()
+    run(train_each, tiny_store.path, tmp_path, {"exact": {"precision": "fp32"}})
+    run(train_in_fp16, tiny_store.path, tmp_path / "two", world_size=2)
+    found, exact = losses(tmp_path / "two"), losses(tmp_path / "exact")
+    assert_close(found[:4], exact[:4], 2**-9)  # fp16 has 11 bits
+    assert torch.isfinite(found).all()

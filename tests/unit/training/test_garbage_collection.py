@@ -68,12 +68,3 @@ def test_an_error_gives_the_collector_back(build: Build) -> None:
         build(GarbageCollection(), Break()).train()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-
-
-def test_a_collector_that_was_off_stays_off(build: Build) -> None:
-    gc.disable()
-    try:
-        build(GarbageCollection()).train()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

@@ -33,45 +33,29 @@ def made(schedule: Callable[..., Schedule], steps: int, **settings: Any) -> Sche
     return schedule(steps, SETTINGS[schedule](**settings))
 
 
-def test_the_schedule_at_its_closed_form_points() -> None:
-    factor = cosine(110, settings=CosineSettings(warmup_steps=10, floor_ratio=0.2))
-    assert [factor(step) for step in (0, 4, 9)] == pytest.approx([1 / 11, 5 / 11, 10 / 11])
-    assert factor(10) == pytest.approx(1)
-    assert factor(35) == pytest.approx(0.2 + 0.8 * (2 + math.sqrt(2)) / 4)
-    assert factor(60) == pytest.approx(0.6)
-    assert factor(110) == factor(500) == pytest.approx(0.2)
-    values = [factor(step) for step in range(111)]
-    assert values[:11] == sorted(values[:11])
-    assert values[10:] == sorted(values[10:], reverse=True)
+WARM = {"warmup_steps": 10, "floor_ratio": 0.2}
+WSD = {"warmup_steps": 9, "decay_steps": 40, "floor_ratio": 0.1}
+POINTS: list[tuple[Callable[..., Schedule], dict[str, Any], dict[int, float]]] = [
+    (cosine, WARM, {0: 1 / 11, 4: 5 / 11, 9: 10 / 11, 10: 1, 60: 0.6, 110: 0.2, 500: 0.2}),
+    (cosine, WARM, {35: 0.2 + 0.8 * (2 + math.sqrt(2)) / 4}),
+    (linear, WARM, {0: 1 / 11, 9: 10 / 11, 10: 1, 35: 0.8, 109: 0.2 + 0.8 / 100, 500: 0.2}),
+    (constant, {"warmup_steps": 4}, {0: 0.2, 3: 0.8, 4: 1, 99: 1, 500: 1}),
+    (wsd, {**WSD, "decay_shape": "linear"}, {4: 0.5, 9: 1, 70: 1, 90: 0.55, 110: 0.1, 500: 0.1}),
+    (
+        wsd,
+        {**WSD, "decay_shape": "1-sqrt"},
+        {70: 1, 90: 1 - 0.9 * math.sqrt(0.5), 110: 0.1},
+    ),
+    *((kind, {"warmup_ratio": 0.0}, {0: 1}) for kind in SETTINGS),
+]
 
 
-def test_the_line_at_its_closed_form_points() -> None:
-    factor = linear(110, settings=CosineSettings(warmup_steps=10, floor_ratio=0.2))
-    assert [factor(step) for step in (0, 9)] == pytest.approx([1 / 11, 10 / 11])
-    assert factor(10) == 1
-    assert factor(35) == pytest.approx(0.8)
-    assert factor(109) == pytest.approx(0.2 + 0.8 / 100)
-    assert factor(110) == factor(500) == pytest.approx(0.2)
-
-
-def test_the_constant_stays_at_the_peak() -> None:
-    factor = constant(100, settings=ConstantSettings(warmup_steps=4))
-    assert [factor(step) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert {factor(step) for step in range(4, 200)} == {1.0}
-
-
-@pytest.mark.parametrize(
-    ("shape", "middle"), [("linear", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))], ids=["linear", "1-sqrt"]
-)
-def test_wsd_at_its_closed_form_points(shape: str, middle: float) -> None:
-    factor = wsd(
-        200,
-        settings=WsdSettings(warmup_steps=9, decay_steps=40, decay_shape=shape, floor_ratio=0.1),
-    )
-    assert factor(4) == pytest.approx(0.5)
-    assert {factor(step) for step in range(9, 161)} == {1.0}
-    assert factor(180) == pytest.approx(0.1 + 0.9 * middle)
-    assert factor(200) == factor(500) == pytest.approx(0.1)
+@pytest.mark.parametrize(("schedule", "settings", "points"), POINTS)
+def test_schedules_at_their_closed_form_points(
+    schedule: Callable[..., Schedule], settings: dict[str, Any], points: dict[int, float]
+) -> None:
+    factor = made(schedule, 110, **settings)
+    assert {step: factor(step) for step in points} == pytest.approx(points)
 
 
 def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
@@ -82,28 +66,18 @@ def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
     assert [short(step) for step in range(80, 101)] == [long(step) for step in range(280, 301)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "settings"),
-    [
-        (cosine, {}),
-        (linear, {}),
-        (constant, {}),
-        (wsd, {"decay_ratio": 0.3}),
-        (wsd, {"decay_ratio": 0.0}),
-        (wsd, {"decay_ratio": 0.3, "floor_ratio": 0.5}),
-    ],
-)
+@pytest.mark.parametrize("schedule", SETTINGS)
 def test_a_schedule_rises_without_a_jump_and_then_only_declines(
-    schedule: Callable[..., Schedule], settings: dict[str, Any]
+    schedule: Callable[..., Schedule],
 ) -> None:
-    values = [made(schedule, 1000, warmup_ratio=0.1, **settings)(step) for step in range(1001)]
+    values = [made(schedule, 1000, warmup_ratio=0.1)(step) for step in range(1001)]
     assert values[:101] == sorted(values[:101])
     assert values[100:] == sorted(values[100:], reverse=True)
     assert max(abs(now - before) for before, now in pairwise(values)) < 0.02
     assert all(0 <= value <= 1 for value in values)
 
 
-@pytest.mark.parametrize("schedule", [cosine, linear, constant, wsd])
+@pytest.mark.parametrize("schedule", SETTINGS)
 def test_the_ratio_gives_the_same_warm_up_as_its_steps(schedule: Callable[..., Schedule]) -> None:
     by_ratio, by_steps = (
         made(schedule, 200, **own) for own in ({"warmup_ratio": 0.05}, {"warmup_steps": 10})
@@ -112,24 +86,10 @@ def test_the_ratio_gives_the_same_warm_up_as_its_steps(schedule: Callable[..., S
     assert by_steps(9) < by_steps(10) == 1
 
 
-def test_the_ratio_gives_the_same_decay_as_its_steps() -> None:
-    by_ratio, by_steps = (
-        wsd(200, settings=WsdSettings(decay_ratio=0.25)),
-        wsd(200, settings=WsdSettings(decay_ratio=0.5, decay_steps=50)),
-    )
-    assert [by_ratio(s) for s in range(201)] == [by_steps(s) for s in range(201)]
-
-
-@pytest.mark.parametrize("schedule", [cosine, linear, constant, wsd])
-def test_without_warm_up_the_first_step_is_at_the_peak(schedule: Callable[..., Schedule]) -> None:
-    assert made(schedule, 1, warmup_ratio=0.0)(0) == 1
-    assert made(schedule, 10, warmup_steps=0)(0) == 1
-
-
 @pytest.mark.parametrize(
     ("schedule", "settings", "key"),
     [
-        *((kind, {"warmup_steps": 10}, "warmup_steps") for kind in (cosine, linear, constant, wsd)),
+        *((kind, {"warmup_steps": 10}, "warmup_steps") for kind in SETTINGS),
         (wsd, {"decay_steps": 10}, "decay_steps"),
         (wsd, {"decay_steps": 6, "warmup_steps": 5}, "decay_steps"),
     ],
@@ -137,7 +97,7 @@ def test_without_warm_up_the_first_step_is_at_the_peak(schedule: Callable[..., S
 def test_impossible_schedules_are_rejected_by_name(
     schedule: Callable[..., Schedule], settings: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=f"^{key}="):
         made(schedule, 10, **settings)
 
 
@@ -154,40 +114,32 @@ class Tied(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
 
 
-def test_only_matrices_decay_and_a_tied_parameter_appears_once() -> None:
-    model = Tied()
-    decayed, kept = (group["params"] for group in build_adamw(model).param_groups)
-    assert [id(p) for p in decayed] == [id(model.inner.weight)]
-    expected = [
-        model.embedding.weight,
-        model.norm.weight,
-        model.norm.bias,
-        model.inner.bias,
-        model.output.bias,
-    ]
-    assert sorted(map(id, kept)) == sorted(map(id, expected))
-    groups = build_adamw(model, settings=AdamWSettings(weight_decay=0.3)).param_groups
-    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    assert [len(group["params"]) for group in groups] == [1, 5]
-
-
-def test_of_the_dit_every_projection_decays_and_nothing_else(
+def test_only_matrices_decay_and_a_tied_parameter_appears_once(
     tiny_dit: Callable[..., nn.Module],
 ) -> None:
-    model = tiny_dit()
-    decayed = {id(p) for p in build_adamw(model).param_groups[0]["params"]}
-    for name, parameter in model.named_parameters():
+    model = Tied()
+    decayed, kept = build_adamw(model, settings=AdamWSettings(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    assert [id(p) for p in decayed["params"]] == [id(model.inner.weight)]
+    expected = [model.embedding.weight, *model.norm.parameters(), model.inner.bias]
+    assert sorted(map(id, kept["params"])) == sorted(map(id, [*expected, model.output.bias]))
+    dit = tiny_dit()
+    matrices = {id(p) for p in build_adamw(dit).param_groups[0]["params"]}
+    for name, parameter in dit.named_parameters():
         plain = name.endswith((".bias", "_norm.weight")) or name == "token_embedding.weight"
-        assert (id(parameter) in decayed) != plain, name
+        assert (id(parameter) in matrices) != plain, name
 
 
-@pytest.mark.parametrize("betas", [[0.9, 1.0], [0.9]])
-def test_impossible_betas_are_rejected_by_name(betas: list[float]) -> None:
-    with pytest.raises(ConfigError, match=r"^betas="):
-        build_adamw(nn.Linear(2, 2), settings=AdamWSettings(betas=betas))
+def test_impossible_settings_are_rejected_by_name() -> None:
+    for betas in ([0.9, 1.0], [0.9]):
+        with pytest.raises(ConfigError, match=r"^betas="):
+            build_adamw(nn.Linear(2, 2), settings=AdamWSettings(betas=betas))
+    for decay in (-0.1, 1.0):
+        with pytest.raises(ConfigError, match=r"^ema_decay="):
+            EMA(dict(nn.Linear(2, 2).named_parameters()), decay)
 
 
-@pytest.mark.parametrize("cap", [0.9999, 0.3, 0.0])
+@pytest.mark.parametrize("cap", [0.9999, 0.3])
 def test_the_average_follows_its_recursion(cap: float) -> None:
     model = nn.Linear(3, 2)
     average = EMA(dict(model.named_parameters()), cap)
@@ -227,9 +179,3 @@ def test_swapping_in_shows_the_average_and_restores_after_an_exception() -> None
         raise RuntimeError("broken")
     assert torch.equal(model.weight, raw)
     assert torch.equal(average.shadow["weight"], shadow)
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_an_impossible_decay_is_rejected_by_name(decay: float) -> None:
-    with pytest.raises(ConfigError, match=r"^ema_decay="):
-        EMA(dict(nn.Linear(2, 2).named_parameters()), decay)

@@ -1,7 +1,6 @@
 """Muon: the step by singular values, what it moves, and how the work is shared out."""
 
 import copy
-import math
 import os
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.muon import (
-    COEFFICIENTS,
-    ITERATIONS,
     Muon,
     Sharding,
     assign_to_ranks,
@@ -64,15 +61,22 @@ def muon(made: DiT) -> Muon:
     )
 
 
-def test_a_step_has_the_singular_vectors_of_the_momentum_and_values_near_one() -> None:
+def test_the_second_step_has_the_singular_vectors_of_nesterovs_momentum_and_values_near_one() -> (
+    None
+):
     made = model()
-    before, optimizer = with_gradients(made), muon(made)
+    optimizer, name = muon(made), "blocks.1.feed_forward.down_proj.weight"
+    weight = made.get_parameter(name)
+    with_gradients(made, 1)
+    assert weight.grad is not None
+    first = weight.grad.clone()
     optimizer.step()
-    weight = made.blocks[1].feed_forward.down_proj.weight
-    old = before["blocks.1.feed_forward.down_proj.weight"]
-    step = (old * (1 - RATE * DECAY) - weight.detach()) / RATE
-    # The first momentum is (1 - μ)·g, Nesterov's look ahead (1 - μ)·g + μ·(1 - μ)·g.
-    u, _, v = torch.linalg.svd(weight.grad, full_matrices=False)
+    before = with_gradients(made, 2)[name]
+    optimizer.step()
+    average = (1 - MOMENTUM) * (MOMENTUM * first + weight.grad)
+    direction = MOMENTUM * average + (1 - MOMENTUM) * weight.grad
+    step = (before * (1 - RATE * DECAY) - weight.detach()) / RATE
+    u, _, v = torch.linalg.svd(direction, full_matrices=False)
     values = u.mT @ step @ v.mT / (0.2 * max(weight.shape) ** 0.5)
     torch.testing.assert_close(values, torch.diag(values.diag()), atol=1e-12, rtol=0)
     assert values.diag().min() > LEAST and values.diag().max() < MOST
@@ -92,38 +96,14 @@ def test_each_matrix_of_a_stack_moves_as_one_of_its_own() -> None:
         torch.testing.assert_close(step, size * expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_polar_factor_is_that_of_the_singular_value_decomposition() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 20, 50, generator=generator, dtype=torch.float64)
-    u, s, v = torch.linalg.svd(x, full_matrices=False)
-    assert (s / s.square().sum(-1, keepdim=True).sqrt()).min() > 0.003
-    error = torch.linalg.matrix_norm(polar_factors(x) - u @ v, ord=2)
-    assert error.max() < 1 - LEAST
-
-
-def test_singular_values_of_every_size_are_brought_near_one() -> None:
-    values = torch.logspace(math.log10(0.003), 0, 4000, dtype=torch.float64)
-    expected = values.clone()
-    for _ in range(ITERATIONS):
-        a, b, c = COEFFICIENTS
-        expected = a * expected + b * expected**3 + c * expected**5
-    assert expected.min() > LEAST and expected.max() < MOST
-    # As a matrix: one of them beside what fills the norm up to 1.
-    for value, result in zip(values[::500], expected[::500], strict=True):
-        pair = torch.diag(torch.stack([value, (1 - value**2).sqrt()]))
-        found = polar_factors(pair[None])[0, 0, 0]
-        torch.testing.assert_close(found, result, atol=1e-9, rtol=1e-9)
-
-
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-24, 1e-15])
-def test_a_momentum_that_vanishes_moves_nothing(scale: float) -> None:
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-15])
+def test_a_momentum_that_vanishes_is_no_infinity(scale: float) -> None:
     x = scale * torch.randn(1, 20, 50, generator=torch.Generator().manual_seed(0))
     assert torch.isfinite(polar_factors(x)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_step_whose_gradient_overflows_changes_nothing(dtype: torch.dtype) -> None:
-    made = model().to(dtype)
+def test_a_step_whose_gradient_overflows_changes_nothing() -> None:
+    made = model().float()
     optimizer = muon(made)
     for seed in range(2):
         with_gradients(made, seed)
@@ -166,40 +146,6 @@ def test_ranks_without_rows_or_without_a_matrix_take_part(tmp_path: Path) -> Non
     assert len([*tmp_path.iterdir()]) == 8
 
 
-def test_a_copy_continues_by_itself() -> None:
-    made = model()
-    optimizer = muon(made)
-    with_gradients(made)
-    optimizer.step()
-    other, again = copy.deepcopy((made, optimizer))
-    for each, stepping in ((made, optimizer), (other, again)):
-        with_gradients(each, 3)
-        stepping.step()
-    weight = "blocks.0.attention.out_proj.weight"
-    assert torch.equal(made.get_parameter(weight), other.get_parameter(weight))
-
-
-def test_the_second_step_follows_nesterovs_momentum() -> None:
-    made = model()
-    optimizer, name = muon(made), "blocks.0.attention.out_proj.weight"
-    with_gradients(made, 1)
-    first = made.get_parameter(name).grad
-    assert first is not None
-    first = first.clone()
-    optimizer.step()
-    before = with_gradients(made, 2)[name]
-    weight = made.get_parameter(name)
-    optimizer.step()
-    second = weight.grad
-    assert second is not None
-    average = (1 - MOMENTUM) * (MOMENTUM * first + second)
-    direction = MOMENTUM * average + (1 - MOMENTUM) * second
-    update = polar_factors(direction[None])[0] * 0.2 * 24**0.5
-    torch.testing.assert_close(
-        weight.detach(), before * (1 - RATE * DECAY) - RATE * update, atol=1e-12, rtol=1e-10
-    )
-
-
 def test_everything_else_moves_as_under_adamw() -> None:
     ours, theirs = model(), model()
     with_gradients(ours), with_gradients(theirs)
@@ -212,30 +158,6 @@ def test_everything_else_moves_as_under_adamw() -> None:
     }
     matrices = {n for n, p in ours.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
     assert differing == matrices
-
-
-def test_the_state_survives_a_round_trip() -> None:
-    made = model()
-    optimizer = muon(made)
-    with_gradients(made)
-    optimizer.step()
-    other = copy.deepcopy(made)
-    again = muon(other)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, stepping in ((made, optimizer), (other, again)):
-        with_gradients(each, 3)
-        stepping.step()
-    for name, parameter in made.named_parameters():
-        assert torch.equal(parameter, other.get_parameter(name)), name
-
-
-def test_frozen_matrices_stay() -> None:
-    made = model()
-    made.blocks[0].requires_grad_(False)
-    before = with_gradients(made)
-    muon(made).step()
-    for name, parameter in made.named_parameters():
-        assert torch.equal(parameter, before[name]) == name.startswith("blocks.0."), name
 
 
 def moved(width: int, base_width: int | None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, Muon, Optimizer
+from torch.optim import SGD, Adafactor, Adam, Optimizer
 
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.data.store import SequenceStore
@@ -38,11 +38,6 @@ def sgd_not_fused(model: nn.Module, parameters: Parameters) -> Optimizer:
 
 def muon(model: nn.Module, parameters: Parameters) -> Optimizer:
     return build_muon(model, parameters, settings=MuonSettings(learning_rate=1e-2))
-
-
-def torch_muon(model: nn.Module, parameters: Parameters) -> Optimizer:
-    decayed = build_adamw(model, parameters).param_groups[0]["params"]
-    return Muon([p for p in decayed if p.ndim == 2], lr=1e-2)
 
 
 class Counting(SGD):
@@ -100,11 +95,10 @@ def train_all(store: Path, output: Path) -> None:
         train_broken_and_unbroken(store, output / name, optimizer, precision)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    ranks: int, tiny_store: SequenceStore, tmp_path: Path
+    tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    run(train_all, tiny_store.path, tmp_path, world_size=ranks)
+    run(train_all, tiny_store.path, tmp_path, world_size=2)
     for name in KINDS:
         broken, unbroken = tmp_path / name / "broken", tmp_path / name / "unbroken"
         assert [row["step"] for row in history(broken)] == list(range(1, 8))
@@ -118,57 +112,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         assert kinds == expected[name.partition(" ")[0]]
 
 
-@pytest.mark.parametrize("optimizer", [torch_muon, counting])
-def test_state_that_is_not_adams_is_resumed_exactly(
-    optimizer: Callable[..., Optimizer], tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    train_broken_and_unbroken(tiny_store.path, tmp_path, optimizer, "fp32")
-    assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
-    settings = {"optimizer": optimizer, "max_steps": 7}
-    folders = (tmp_path / "broken", tmp_path / "unbroken")
-    broken, unbroken = (runs.build(tiny_store.path, folder, **settings) for folder in folders)
-    for trainer in (broken, unbroken):
-        trainer.load(str(newest(trainer.output_dir)))
-    ours, theirs = (trainer.optimizer.state_dict() for trainer in (broken, unbroken))
-    assert ours["param_groups"] == theirs["param_groups"]
-    if optimizer is counting:
-        assert {state["updates"] for state in ours["state"].values()} == {7}
-        assert ours["param_groups"][0]["lr_sum"] > 0
-
-
-def train_to_four(store: Path, output: Path) -> None:
-    stop = At("on_step_end", 5, interrupt)
-    settings = {"optimizer": sgd, "precision": "fp64", "every": 4, "max_steps": 8}
-    try:
-        runs.build(store, output, callbacks=[stop], **settings).train()
-    except KeyboardInterrupt:
-        return
-
-
-def test_sgds_momentum_is_resumed_on_another_number_of_ranks(
+def test_numbers_of_a_state_and_a_group_are_resumed(
     tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    settings = {"optimizer": sgd, "precision": "fp64", "every": 4, "max_steps": 8}
-    run(train_to_four, tiny_store.path, tmp_path / "broken", world_size=2)
-    train(tiny_store.path, tmp_path / "broken", settings)
-    train(tiny_store.path, tmp_path / "unbroken", settings)
-    assert_same_run(tmp_path / "broken", tmp_path / "unbroken", 1e-10)
+    train_broken_and_unbroken(tiny_store.path, tmp_path, counting, "fp32")
+    assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
+    states = []
+    for name in ("broken", "unbroken"):
+        trainer = runs.build(tiny_store.path, tmp_path / name, optimizer=counting, max_steps=7)
+        trainer.load(str(newest(trainer.output_dir)))
+        states.append(trainer.optimizer.state_dict())
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert states[0]["param_groups"][0]["lr_sum"] > 0
+    assert {state["updates"] for state in states[0]["state"].values()} == {7}
 
 
-def test_an_optimizer_that_cannot_skip_a_step_is_rejected_in_fp16(
-    build: Callable[..., Trainer],
-) -> None:
-    with pytest.raises(ConfigError, match=r"^precision='fp16': SGD cannot skip .*fused=True"):
+def test_optimizers_that_cannot_be_resumed_are_rejected(build: Callable[..., Trainer]) -> None:
+    with pytest.raises(ConfigError, match=r"^precision='fp16'"):  # it cannot skip a step
         build(optimizer=sgd_not_fused, precision="fp16")
-
-
-def test_state_of_another_shape_is_rejected_after_the_first_step(
-    build: Callable[..., Trainer],
-) -> None:
-    trainer = build(optimizer=lambda _, parameters: Adafactor(parameters.values(), lr=1e-2))
-    with pytest.raises(ConfigError, match="'row_var' that Adafactor"):
-        trainer.train()
-    assert trainer.step == 1
+    with pytest.raises(ConfigError, match="'row_var'"):  # another shape than its parameter's
+        build(optimizer=lambda _, parameters: Adafactor(parameters.values(), lr=1e-2)).train()
 
 
 def test_the_state_of_another_optimizer_is_rejected(build: Callable[..., Trainer]) -> None:
@@ -177,5 +140,5 @@ def test_the_state_of_another_optimizer_is_rejected(build: Callable[..., Trainer
     location = trainer.save()
     trainer.saver.wait()
     other = build(optimizer=lambda _, p: Adam(p.values(), fused=True), max_steps=1)
-    with pytest.raises(CheckpointError, match="the state of SGD, and the optimizer is Adam"):
+    with pytest.raises(CheckpointError, match=r"SGD.*Adam"):
         other.load(location)

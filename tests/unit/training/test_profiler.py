@@ -27,17 +27,15 @@ def files(folder: Path) -> list[str]:
 
 def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) -> None:
     build(
-        Profiler(ProfilerSettings(start=2, steps=3)), gradient_accumulation_steps=2, max_steps=8
+        Profiler(ProfilerSettings(start=2, steps=2)), gradient_accumulation_steps=2, max_steps=5
     ).train()
     assert files(tmp_path) == ["rank0.step-2.json.gz", "rank0.step-2.txt"]
     names = spans(tmp_path / "run" / "profile" / "rank0.step-2.json.gz")
     steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
-    assert steps == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
-    assert names.count("optimizer") == 3
-    assert names.count("forward") == names.count("backward") == 6
-    table = (tmp_path / "run" / "profile" / "rank0.step-2.txt").read_text()
-    assert "Self CPU" in table
-    assert 15 <= len([line for line in table.splitlines() if "%" in line]) - 1 <= 20
+    assert steps == ["ProfilerStep#2", "ProfilerStep#3"]
+    assert names.count("optimizer") == 2
+    assert names.count("forward") == names.count("backward") == 4
+    assert "Self CPU" in (tmp_path / "run" / "profile" / "rank0.step-2.txt").read_text()
 
 
 def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_path: Path) -> None:
@@ -50,19 +48,3 @@ def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_pat
         build(Profiler(ProfilerSettings(start=1, steps=100)), Break()).train()
     assert files(tmp_path) == ["rank0.step-1.json.gz", "rank0.step-1.txt"]
     assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 2
-
-
-def test_a_training_that_ends_before_the_first_traced_step_reports_it(
-    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    build(Profiler(ProfilerSettings(start=50))).train()
-    assert "before the first traced" in caplog.text
-    assert not (tmp_path / "run" / "profile").exists()
-
-
-def test_without_a_start_nothing_is_traced(
-    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    build(Profiler()).train()
-    assert not (tmp_path / "run" / "profile").exists()
-    assert "profiler" not in caplog.text

@@ -25,29 +25,6 @@ def test_other_ranks_say_nothing(build: Build, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-def test_each_evaluation_is_a_row_below_one_heading(
-    build: Build, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bar = ProgressBar()
-    trainer = build(bar)
-    bar.on_train_begin(trainer)
-    bar.on_log(trainer, {"loss": 2.5})
-    for step, perplexity in ((1000, 17.5), (2000, 16.25), (3000, 16.5)):
-        trainer.step = step
-        bar.on_evaluate(trainer, {"validation_perplexity": perplexity})
-    bar.on_evaluate(trainer, {"another": 1.0})
-    bar.on_stop(trainer)
-    about, heading, *rows = capsys.readouterr().err.splitlines()
-    assert about.startswith("perplexity: ")
-    assert heading.split() == ["step", "loss", "perplexity", "best", "tokens", "time"]
-    assert len({len(line) for line in (heading, *rows)}) == 1
-    assert [row.split()[:4] for row in rows] == [
-        ["1,000", "2.5000", "17.500", "now"],
-        ["2,000", "2.5000", "16.250", "now"],
-        ["3,000", "2.5000", "16.500", "16.250"],
-    ]
-
-
 def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
     tiny_store: SequenceStore, build: Build, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,15 +41,6 @@ def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
     bar.on_evaluate(trainer, {"validation_perplexity": 17.5})
     bar.on_stop(trainer)
     assert f"without order, gives {expected:.3f}" in capsys.readouterr().err
-
-
-def test_the_note_is_of_the_last_row(build: Build) -> None:
-    bar = ProgressBar()
-    trainer = build(bar)
-    bar.on_train_begin(trainer)
-    bar.on_log(trainer, {"loss": 2.5, "tokens_per_second": 24_300.0})
-    bar.on_log(trainer, {"mine": 1.0})
-    assert bar.note == "loss 2.5000  24.3 k tokens/s"
 
 
 def test_a_training_that_never_began_is_stopped_without_a_word(build: Build) -> None:

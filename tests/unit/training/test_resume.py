@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from d2plm.data.store import SequenceStore
 from d2plm.training.checkpoint import MANIFEST, PARTIAL, Root
+from d2plm.training.muon import build_muon
+from d2plm.training.optimizer import build_adamw
+from d2plm.training.shards import LocalParameters
 from d2plm.training.trainer_settings import difference
 from tests.ranks import Ranks, run
 from tests.runs import (
+    SHAREABLE,
     At,
     assert_each_sequence_once_an_epoch,
     assert_same_run,
     build,
     checkpoints,
     history,
+    interrupt,
     newest,
     progress,
     rows,
@@ -45,6 +51,7 @@ BEFORE: dict[str, tuple[type, str]] = {
     "before_the_rename": (Root, "rename"),
 }
 AFTER: dict[str, tuple[type, str]] = {
+    "in_a_step": (LocalParameters, "take_gradients"),
     "after_the_first_file": (FileSystemWriter, "write_data"),
     "after_the_manifest": (Root, "write"),
     "after_the_rename": (Root, "rename"),
@@ -139,10 +146,10 @@ def half_written(output: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("steps", "moments"),
     [
-        (32, ["before_the_rename", None]),
-        pytest.param(60, [*IN_A_SAVE, *ELSEWHERE, *[None] * 3], marks=pytest.mark.thorough),
+        (20, ["before_the_rename", None]),
+        pytest.param(50, [*IN_A_SAVE, *ELSEWHERE, None], marks=pytest.mark.thorough),
     ],
-    ids=["twice", "twelve times"],
+    ids=["twice", "ten times"],
 )
 def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
     steps: int, moments: list[str | None], tiny_store: SequenceStore, tmp_path: Path
@@ -182,23 +189,16 @@ def test_a_run_that_was_killed_resumes_under_a_python_that_pickles_enums_by_name
     is_there = Path(DEBIAN).exists() and not subprocess.run([DEBIAN, "-c", version]).returncode
     if sys.version_info[:2] != (3, 11) or not is_there:
         pytest.skip(f"needs Python 3.11, and {DEBIAN} of 3.11.0 to 3.11.3, as in Debian 12")
-    packages = [
-        path for path in sys.path if not path.endswith((".zip", "lib/python3.11", "lib-dynload"))
-    ]
+    own = (".zip", "lib/python3.11", "lib-dynload")
+    packages = os.pathsep.join(path for path in sys.path if not path.endswith(own))
+    environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
     broken, unbroken, settings = tmp_path / "broken", tmp_path / "unbroken", {"max_steps": 8}
+    both = f"Path({str(tiny_store.path)!r}), Path({str(broken)!r}), {settings}"
 
     def run_there(call: str) -> int:
-        code = (
-            f"from pathlib import Path\nfrom tests.unit.training import test_resume as t\nt.{call}"
-        )
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(packages),
-            "OMP_NUM_THREADS": "1",
-        }
+        code = f"from tests.unit.training.test_resume import *; {call}"
         return subprocess.run([DEBIAN, "-c", code], env=environment, timeout=240).returncode
 
-    both = f"Path({str(tiny_store.path)!r}), Path({str(broken)!r}), {settings}"
     assert run_there(f"train_until({both}, 'after_the_rename', 2)") == -signal.SIGKILL
     assert checkpoints(broken) == ["step-00000002", "step-00000004"]
     assert run_there(f"train({both})") == 0
@@ -209,15 +209,18 @@ def test_a_run_that_was_killed_resumes_under_a_python_that_pickles_enums_by_name
 
 # The manifest and the rename are rank 0's.
 ON_TWO_RANKS = [
-    *((moment, 0) for moment in IN_A_SAVE[1:]),
-    *(("in_the_first_file", 1), ("after_the_first_file", 1)),
+    *((moment, 0) for moment in [*IN_A_SAVE[1:], "in_a_step"]),
+    *((moment, 1) for moment in ("in_the_first_file", "after_the_first_file")),
 ]
 
 
 @pytest.mark.parametrize(
     "moments",
-    [[("before_the_manifest", 0)], pytest.param(ON_TWO_RANKS, marks=pytest.mark.thorough)],
-    ids=["once", "seven times"],
+    [
+        [("before_the_manifest", 0), ("in_a_step", 1)],
+        pytest.param(ON_TWO_RANKS, marks=pytest.mark.thorough),
+    ],
+    ids=["twice", "eight times"],
 )
 def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
     moments: list[tuple[str, int]], tiny_store: SequenceStore, tmp_path: Path
@@ -233,85 +236,58 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
         codes = ranks.wait(60)
         assert codes[victim] == KILLED, moment
         assert codes[1 - victim] == 1, moment
-        assert bool(half_written(broken)) == (victim == 0)  # rank 0 clears up where it can
+        if moment in IN_A_SAVE:  # rank 0 clears up where it can
+            assert bool(half_written(broken)) == (victim == 0)
     run(train, tiny_store.path, broken, settings, world_size=2)
     run(train, tiny_store.path, unbroken, settings, world_size=2)
     assert_same_run(broken, unbroken)
     assert {e.name for e in (broken / "checkpoints").iterdir()} == set(checkpoints(broken))
 
 
-SPREADS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
-    "2 after 1": (1, {}, 2, {}),
-    "1 after 4": (4, {}, 1, {}),
-    "2x2 after 2": (2, {}, 4, {"replicate": 2}),
-    "tensor after context": (2, {"context": 2}, 2, {"tensor": 2}),
-    "1 after shard x tensor": (4, {"tensor": 2}, 1, {}),
-    "context x tensor after 1": (1, {}, 4, {"context": 2, "tensor": 2}),
-}
-TWO_HALVES = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4}
-TWO_HALVES["intermediate_size"] = 26
+# --- other plans ---------------------------------------------------------------------------------
 
-
-def train_until_stopped(store: Path, output: Path, settings: dict[str, Any], step: int) -> None:
-    stop = At("on_step_begin", step, lambda _: os.kill(os.getpid(), signal.SIGTERM))
-    build(store, output, callbacks=[stop], **settings).train()
-
-
-@pytest.mark.parametrize(
-    "spread",
-    [
-        s
-        if s in ("2 after 1", "tensor after context")
-        else pytest.param(s, marks=pytest.mark.thorough)
-        for s in SPREADS
+INTERLEAVED = {"pipeline": 2, "pipeline_stages_per_rank": 2}
+LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "one and two ranks": [
+        *((1, {}), (2, {"context": 2}), (2, {"tensor": 2}), (2, INTERLEAVED), (2, {}), (1, {}))
     ],
-)
-def test_a_run_resumes_on_another_number_of_ranks(
-    spread: str, tiny_store: SequenceStore, tmp_path: Path
+    "up to four ranks": [
+        *((4, {}), (1, {}), (4, {"context": 2, "tensor": 2}), (4, {"replicate": 2})),
+        *((2, {"pipeline": 2}), (4, {"tensor": 2}), (2, {})),
+    ],
+}
+
+
+def train_a_leg(
+    store: Path, output: Path, plan: dict[str, Any], step: int, kind: Callable[..., Any]
 ) -> None:
-    before, first_plan, after, second_plan = SPREADS[spread]
-    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
-    settings = {"max_steps": 20, "every": 3, "precision": "fp64", "sizes": TWO_HALVES}
-    stopped = Ranks(
-        train_until_stopped,
-        tiny_store.path,
-        broken,
-        {**settings, "plan": first_plan},
-        6,
-        world_size=before,
-    )
-    assert stopped.wait() == [STOPPED] * before
-    step = progress(newest(broken))["step"]
-    assert 7 <= step <= 9
-    run(train, tiny_store.path, broken, {**settings, "plan": second_plan}, world_size=after)
-    assert {row["pid"] for row in history(broken)[:step]}.isdisjoint(
-        row["pid"] for row in history(broken)[step:]
-    )
-    run(train, tiny_store.path, unbroken, settings)
-    assert_same_run(broken, unbroken, 1e-10)
-    assert_each_sequence_once_an_epoch(broken, len(tiny_store))
+    """Up to a step that is `plan`'s last."""
+    settings: dict[str, Any] = {"max_steps": 22, "every": 0, "precision": "fp64", "plan": plan}
+    settings |= {"sizes": {**SHAREABLE, "num_hidden_layers": 4}, "optimizer": kind}
+    settings |= {"gradient_accumulation_steps": 2 if "pipeline" in plan else 1}
+    with suppress(KeyboardInterrupt):
+        build(store, output, callbacks=[At("on_step_end", step, interrupt)], **settings).train()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [({"tensor": 2}, {"context": 2}), ({"pipeline": 2}, {"tensor": 2}), ({}, {"pipeline": 2})],
-    ids=["context after tensor", "tensor after pipeline", "pipeline after shard"],
+    ("legs", "optimizer"),
+    [
+        ("one and two ranks", build_muon),
+        pytest.param("up to four ranks", build_adamw, marks=pytest.mark.thorough),
+    ],
+    ids=["one and two ranks", "up to four ranks"],
 )
-def test_a_run_whose_ranks_are_killed_at_random_resumes_under_another_plan(
-    first: dict[str, Any], second: dict[str, Any], tiny_store: SequenceStore, tmp_path: Path
+def test_a_run_whose_plan_changes_equals_the_one_of_one_process(
+    legs: str, optimizer: Callable[..., Any], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("plans")
-    settings: dict[str, Any] = {"max_steps": 30, "every": 2, "precision": "fp64"}
-    settings |= {"sizes": TWO_HALVES, "gradient_accumulation_steps": "auto"}
-    ranks = Ranks(train, tiny_store.path, broken, {**settings, "plan": first}, world_size=2)
-    wanted = random.randint(4, 15)
-    wait_for(lambda: len(rows(broken / "history-0.jsonl")) >= wanted)
-    ranks.kill()
-    assert wanted <= len(rows(broken / "history-0.jsonl")) < 30
-    run(train, tiny_store.path, broken, {**settings, "plan": second}, world_size=2)
-    run(train, tiny_store.path, unbroken, settings)
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    for number, (ranks, plan) in enumerate(LEGS[legs], 1):
+        arguments = (tiny_store.path, broken, plan, 3 * number, optimizer)
+        run(train_a_leg, *arguments, world_size=ranks)
+        assert progress(newest(broken))["step"] == 3 * number
+    run(train_a_leg, tiny_store.path, unbroken, {}, 3 * len(LEGS[legs]), optimizer)
     assert_same_run(broken, unbroken, 1e-10)
+    assert len({row["pid"] for row in history(broken)}) == len(LEGS[legs])
 
 
 def test_of_lists_only_the_value_that_differs_is_named() -> None:

@@ -1,5 +1,6 @@
 """Trainer: gradients whatever the cut, resuming bit for bit, stopping on a signal."""
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from d2plm.core.batch import PackedBatch
@@ -23,6 +24,7 @@ from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import WORTH_COMPILING, compile_blocks
 from d2plm.training.trainer import Trainer
+from tests import runs
 from tests.conftest import TINY_SIZES
 from tests.unit.training.conftest import Recorder
 
@@ -45,26 +47,6 @@ def make_trainer(build: TrainerFactory) -> TrainerFactory:
         return build(**{**settings, **changes})
 
     return make
-
-
-def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Every tensor that the next step depends on, by name."""
-    tensors = {f"model.{n}": p.detach() for n, p in trainer.model.named_parameters()}
-    tensors |= {f"ema.{n}": t for n, t in trainer.ema.shadow.items()}
-    for name, parameter in trainer.model.named_parameters():
-        moments = trainer.optimizer.state[parameter]
-        tensors |= {f"optimizer.{name}.{kind}": value for kind, value in moments.items()}
-    return tensors
-
-
-def assert_same_state(found: Trainer, expected: Trainer) -> None:
-    ours, theirs = state_of(found), state_of(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
-    assert found.step == expected.step
-    assert found.position == expected.position
-    assert found.ema.updates == expected.ema.updates
 
 
 # --- the step ----------------------------------------------------------------------------------
@@ -151,52 +133,20 @@ def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: TrainerFactor
     assert (trainer.step, trainer.position) == (steps, Position(2, 0))
 
 
-def test_the_learning_rate_follows_the_schedule_of_the_step(make_trainer: TrainerFactory) -> None:
-    rates = []
-
-    class Rates(Callback):
-        def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            rates.append([group["lr"] for group in trainer.optimizer.param_groups])
-
-    make_trainer(
-        schedule=lambda steps: lambda step: (step + 1) / steps, callbacks=[Rates()]
-    ).train()
-    for step, groups in enumerate(rates):
-        assert groups == pytest.approx([1e-2 * (step + 1) / STEPS] * 2)
-
-
 def test_a_callback_can_drop_a_steps_gradients(make_trainer: TrainerFactory) -> None:
     class Drop(Callback):
         def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
             trainer.skip_update = trainer.step == 1
 
-    class Stop(Callback):
         def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            if trainer.step == 1:
-                trainer.end_training("one step alone")
+            moments = trainer.optimizer.state_dict()["state"]
+            states.append(copy.deepcopy((trainer.parameters, trainer.ema.shadow, moments)))
 
+    states: list[Any] = []
     dropped = make_trainer(max_steps=2, callbacks=[Drop()])
     dropped.train()
-    before = make_trainer(max_steps=2, callbacks=[Stop()], output_dir=dropped.output_dir / "other")
-    before.train()
-    ours, theirs = state_of(dropped), state_of(before)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert dropped.step == 2
-    assert dropped.ema.updates == 1
-
-
-def test_a_callback_can_end_the_training(make_trainer: TrainerFactory) -> None:
-    class End(Callback):
-        def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            if trainer.step == 2:
-                trainer.end_training("enough")
-
-    recorder = Recorder()
-    trainer = make_trainer(max_steps=5, callbacks=[recorder, End()])
-    trainer.train()
-    assert trainer.step == 2
-    assert trainer.is_last_step
-    assert len(recorder.losses) == 2
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert (dropped.step, dropped.ema.updates) == (2, 1)
 
 
 def test_what_saves_is_called_last_whenever_it_was_added(make_trainer: TrainerFactory) -> None:
@@ -229,98 +179,66 @@ def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
 # --- resuming ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop_after", [1, 4])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    stop_after: int, make_trainer: TrainerFactory, tmp_path: Path
+    tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    config = {"hidden_dropout_prob": 0.2}
-    shared = {"config": config, "gradient_accumulation_steps": 2, "token_budget": 2048}
-    whole, before, after = Recorder(), Recorder(stop_after, save_every=1), Recorder()
-    unbroken = make_trainer(**shared, callbacks=[whole], output_dir=tmp_path / "unbroken")
-    unbroken.train()
+    sizes = {"hidden_dropout_prob": 0.2, "initial_gate": 1.0}
+    settings: dict[str, Any] = {"sizes": sizes, "gradient_accumulation_steps": 2, "log": False}
+    settings |= {"max_steps": 6, "every": 1}
+    store, broken, unbroken = tiny_store.path, tmp_path / "broken", tmp_path / "unbroken"
+    runs.train(store, unbroken, settings)
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(**shared, callbacks=[before]).train()
+        stop = runs.At("on_step_end", 4, runs.interrupt)
+        runs.build(store, broken, callbacks=[stop], **settings).train()
     torch.manual_seed(123)  # what else was drawn in the process must not matter
-    resumed = make_trainer(**shared, callbacks=[after])
-    resumed.train()
-    assert before.losses + after.losses == whole.losses
-    assert len(after.losses) == STEPS - stop_after
-    assert_same_state(resumed, unbroken)
+    runs.train(store, broken, settings)
+    runs.assert_same_run(broken, unbroken)
 
 
 def test_dropout_is_on_in_training(make_trainer: TrainerFactory, tmp_path: Path) -> None:
     losses = []
     for probability in (0.0, 0.3):
-        recorder = Recorder()
-        make_trainer(
-            config={"hidden_dropout_prob": probability},
-            callbacks=[recorder],
-            output_dir=tmp_path / str(probability),
-        ).train()
+        config = {"hidden_dropout_prob": probability, "initial_gate": 1.0}
+        recorder, output = Recorder(), tmp_path / str(probability)
+        make_trainer(config=config, callbacks=[recorder], output_dir=output, max_steps=2).train()
         losses.append(recorder.losses)
-    assert losses[0][-1] != losses[1][-1]
+    assert abs(losses[0][-1] - losses[1][-1]) > 1e-4
 
 
-def test_the_path_of_a_checkpoint_resumes_from_it(
+def test_where_a_run_starts(
+    make_trainer: TrainerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(callbacks=[Recorder(stop_after=4, save_every=2)]).train()
+    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
+
+    def steps(output: str, resume: str) -> int:
+        recorder = Recorder(save_every=1)
+        settings = {"resume": resume, "output_dir": tmp_path / output, "save_total_limit": 9}
+        make_trainer(callbacks=[recorder], **settings).train()
+        return len(recorder.losses)
+
+    assert steps("elsewhere", str(folder)) == STEPS - 2
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun's: the same run goes on
+        assert steps("run", "none") == STEPS - 4
+    assert steps("run", "none") == STEPS
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == STEPS
+    assert len(list((tmp_path / "run" / "checkpoints.old").iterdir())) == 4
+
+
+def test_a_checkpoint_of_another_run_is_rejected(
     make_trainer: TrainerFactory, tmp_path: Path
 ) -> None:
-    make_trainer(callbacks=[Recorder(save_every=2)]).train()
-    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
-    recorder = Recorder()
-    trainer = make_trainer(
-        resume=str(folder), callbacks=[recorder], output_dir=tmp_path / "elsewhere"
-    )
-    trainer.train()
-    assert len(recorder.losses) == STEPS - 2
-
-
-def test_a_restart_by_torchrun_resumes_even_with_resume_none(
-    make_trainer: TrainerFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, after = Recorder(stop_after=4, save_every=2), Recorder()
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer(callbacks=[before], resume="none").train()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    make_trainer(callbacks=[after], resume="none").train()
-    assert len(after.losses) == STEPS - 4
-
-
-def test_resume_none_starts_over(make_trainer: TrainerFactory) -> None:
-    first, second = Recorder(save_every=3), Recorder()
-    make_trainer(callbacks=[first]).train()
-    make_trainer(callbacks=[second], resume="none").train()
-    assert second.losses == first.losses
-
-
-def test_a_new_run_keeps_its_own_checkpoints_beside_older_ones(
-    make_trainer: TrainerFactory,
-) -> None:
-    make_trainer(callbacks=[Recorder(save_every=1)]).train()
-    fresh = make_trainer(resume="none", callbacks=[Recorder(stop_after=1)])
-    with pytest.raises(KeyboardInterrupt):
-        fresh.train()
-    location = fresh.save()
-    fresh.saver.wait()
-    assert Path(location).is_dir()
-
-
-def test_a_checkpoint_of_another_seed_or_setting_is_rejected(make_trainer: TrainerFactory) -> None:
     make_trainer(callbacks=[Recorder(save_every=3)]).train()
-    with pytest.raises(CheckpointError, match="seed: 0 → 1"):
-        make_trainer(seed=1).train()
-    with pytest.raises(CheckpointError, match="resume=none"):
-        make_trainer(identity={"seed": 0, "model": {"hidden_size": 32}}).train()
-
-
-def test_a_checkpoint_of_another_model_is_rejected(make_trainer: TrainerFactory) -> None:
-    make_trainer(callbacks=[Recorder(save_every=3)]).train()
-    with pytest.raises(CheckpointError, match="does not fit this model"):
-        make_trainer(config={"hidden_size": 32}).train()
-
-
-def test_a_missing_checkpoint_is_rejected(make_trainer: TrainerFactory, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere"):
-        make_trainer(resume=str(tmp_path / "nowhere")).train()
+    for changes, words in (
+        ({"seed": 1}, "seed: 0 → 1"),
+        ({"identity": {"seed": 0, "model": {"hidden_size": 32}}}, "resume=none"),
+        ({"config": {"hidden_size": 32}}, "does not fit this model"),
+        ({"resume": str(tmp_path / "nowhere")}, "nowhere"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            make_trainer(**changes).train()
 
 
 # --- settings ----------------------------------------------------------------------------------
