@@ -533,6 +533,11 @@ def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
     assert [one["pairs"] for one in searches] == [1, 2, 2, 0, 0]
     assert [one["sequences"] for one in searches] == [1, 1, 1, 0, 0]
     assert [one["partial"] for one in searches] == [0, 0, 1, 0, 0]
+    # A direction that was silent before is asked again, too.
+    hits = {("from_training", 6): [(0, 1)], ("from_held_out", 5): [(0, 1)]}
+    asked.clear()
+    assert drop_homologs(np.ones(6, dtype=bool), search)[0].sum() == 2
+    assert asked[:3] == [("from_held_out", 6), ("from_training", 6), ("from_held_out", 5)]
 
 
 def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_from(

@@ -13,12 +13,14 @@ from d2plm.cli import main
 from d2plm.core.errors import ConfigError
 from d2plm.launch.elastic import GRACE_SECONDS
 from d2plm.launch.job_spec import (
+    SHARDS,
     TrainingJob,
     persistent_volume_claim,
     pytorchjob,
     training_runtime,
     trainjob,
 )
+from d2plm.launch.run_job import missing_shards
 from tests.conftest import Captured
 from tests.manifests import K8S, documents, render
 
@@ -180,3 +182,9 @@ def test_settings_that_do_not_fit_the_pods_are_rejected_before_there_are_any(
 ) -> None:
     assert main([*SHOW, *words]) == (0 if key is None else 2)
     assert key is None or key in capsys.readouterr().err
+
+
+def test_the_shards_that_a_repeated_job_has_not_completed_are_missing() -> None:
+    """Its indices count the shards that it was given."""
+    job = {"metadata": {"annotations": {SHARDS: "1,3/4"}}, "status": {"completedIndexes": "1"}}
+    assert missing_shards(job) == [1]
