@@ -54,7 +54,8 @@ setup: $(STAMP) ## Create .venv with what the demo needs, in the versions of req
 
 tools: $(TOOLS) ## Add everything else of requirements.lock: for tests, pipelines on a cluster, trackers
 
-# pip compiles no byte code: Python compiles what is used.
+# pip compiles no byte code: Python compiles what is used, and keeps it whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("D2PLM needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
