@@ -128,9 +128,7 @@ def test_relatives_are_read_from_tables_and_alignments(tmp_path: Path, form: str
     assert sorted(members) == [(f"r{i}", one) for i, one in rows]
 
 
-def test_a_table_of_relatives_is_joined_by_names_in_headers(
-    folder: Path, tmp_path: Path, caplog: Logged
-) -> None:
+def test_a_table_of_relatives_is_joined_by_names_in_headers(tmp_path: Path, caplog: Logged) -> None:
     names, table = ["sp|P02185|MYG_PHYMC", "plain", "lonely"], tmp_path / "t.csv"
     table.write_text(
         "# found elsewhere\r\n"

@@ -79,6 +79,16 @@ def test_export_ingests_to_the_same_store(prepared: Path, tmp_path: Path) -> Non
     assert found == {what: expected[what] for what in ("sequences", "names")}
 
 
+def test_an_export_to_standard_output_is_that_of_a_file_and_nothing_else(
+    prepared: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    source = f"store={prepared / 'train_lmdb'}"
+    assert main(["data", "export", source, "output=-"]) == 0
+    text = capfdbinary.readouterr().out
+    assert main(["data", "export", source, f"output={tmp_path / 'o.fasta'}"]) == 0
+    assert text == (tmp_path / "o.fasta").read_bytes()
+
+
 @pytest.mark.parametrize("action", ACTIONS)
 def test_an_incomplete_store_is_rejected(
     action: str, copy: Path, tmp_path: Path, capsys: Captured

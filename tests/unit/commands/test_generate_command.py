@@ -12,6 +12,7 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError, D2PLMError, DataError, ModelError
 from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta
+from d2plm.export.designs import read_sampling
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.flow_matching import UniformFlowMatching
@@ -52,9 +53,15 @@ def test_lengths_come_from_the_training_proteins(generate: Generate, tmp_path: P
 
 
 @pytest.mark.parametrize("sampler", ["ancestral", "first_hitting", "confidence", "remdm"])
-def test_given_lengths_are_kept(generate: Generate, sampler: str) -> None:
+def test_given_lengths_are_kept_and_the_settings_recorded(
+    generate: Generate, sampler: str, tmp_path: Path
+) -> None:
     steps = [] if sampler == "first_hitting" else ["steps=3"]
-    sequences = generate("number=2", "length=[5,126,1]", f"sampler={sampler}", *steps)
+    words = [*steps, "temperature=0.8", "top_k=5", "seed=11"]
+    sequences = generate("number=2", "length=[5,126,1]", f"sampler={sampler}", *words)
+    kept = read_sampling(tmp_path / "g.fasta") or {}
+    settings = [kept[name] for name in ("paradigm", "sampler", "temperature", "top_k", "seed")]
+    assert settings == ["diffusion", sampler, 0.8, 5, 11]
     assert [len(sequence) for sequence in sequences] == [5, 5, 126, 126, 1, 1]
 
 
@@ -140,9 +147,7 @@ def test_an_output_that_cannot_be_written_is_rejected(generate: Generate, tmp_pa
         generate("number=1", output=tmp_path / "file" / "g.fasta")
 
 
-def test_a_damaged_model_says_where_it_broke(
-    exports: Exports, tmp_path: Path, tiny_dit: Callable[..., Any]
-) -> None:
+def test_a_damaged_model_says_where_it_broke(tmp_path: Path, tiny_dit: Callable[..., Any]) -> None:
     model = tiny_dit()
     next(model.parameters()).data.fill_(float("nan"))
     lengths = LengthHistogram.of(np.array([10]), LIMIT)

@@ -167,3 +167,10 @@ def test_a_run_without_a_figure_comes_last_and_is_never_best(tmp_path: Path) -> 
     assert sweep_table(results).splitlines()[3] == "| 0 | – | – | – |"
     (tmp_path / "1" / "metrics.jsonl").unlink()
     assert collect({name: {"s": name[-1]} for name in runs}, runs)["best"] is None
+
+
+def test_figures_of_different_residues_are_not_to_be_compared(tmp_path: Path) -> None:
+    runs = {"s=0": finished(tmp_path / "0", 0, 2.5)}
+    runs["s=1"] = finished(tmp_path / "1", 0, 2.25, prepared_dir="elsewhere")
+    results = collect({name: {"s": name[-1]} for name in runs}, runs)
+    assert "do not compare" in sweep_table(results)

@@ -5,6 +5,7 @@ import logging
 import platform
 import warnings
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,23 @@ def test_without_a_terminal_lines_are_plain(modes: set[str], time: Clock, capsys
             progress.update(done_)
     line = "scoring  30,000/100,000 tokens  1.0k tokens/s  1 min 10 s left\n"
     assert capsys.readouterr() == ("", "" if modes else line)
+
+
+def test_on_a_terminal_there_is_a_bar_which_goes_away(
+    time: Clock, monkeypatch: MonkeyPatch
+) -> None:
+    shown = StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", shown)
+    for name, value in (("NO_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "120")):
+        monkeypatch.setenv(name, value)
+    with Progress("scoring", 100, unit="proteins") as progress:
+        time.now = 10
+        progress.update(50)
+        progress.say("[half] way")
+    assert "50/100 proteins  5 proteins/s  10 s left" in shown.getvalue()
+    assert "[half] way" in shown.getvalue()
+    assert shown.getvalue().endswith("\x1b[2K")  # the bar's line is erased
 
 
 def test_control_characters_in_messages_do_not_reach_the_terminal(capsys: Captured) -> None:

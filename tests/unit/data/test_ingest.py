@@ -74,7 +74,10 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
 
 @pytest.mark.parametrize(
     ("sequence", "message"),
-    [("MK\nVJ", "line 5: record 'bad' holds 'J'"), ("*", "line 3: record 'bad' has no sequence")],
+    [
+        ("MK\nVJ", "line 5: record 'bad' holds 'J'"),
+        *((one, "line 3: record 'bad' has no sequence") for one in ("*", "NA", "n/a")),
+    ],
 )
 def test_bad_records_are_rejected_or_dropped(tmp_path: Path, sequence: str, message: str) -> None:
     fasta = _fasta(tmp_path / "in.fasta", ("good", "MK"), ("bad", sequence), ("next", "AC"))
@@ -303,18 +306,20 @@ def test_kills_at_moments_of_every_part_of_an_ingest(tmp_path: Path, kills: int)
     assert killed > kills // 2 or kills == 1
 
 
-def test_no_room_on_the_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_no_room_on_the_disk_is_one_line_and_leaves_what_was_there(tmp_path: Path) -> None:
     full = (
         "import resource, signal\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
     )
-    words = ["ingest", f"input={PROTEINS}", f"output={tmp_path / 'out'}"]
-    process = _start(words, full, stderr=subprocess.PIPE)
-    _, said = process.communicate()
-    assert process.returncode == 1
-    assert said.decode().splitlines()[-1].startswith(f"d2plm: error: {tmp_path / 'out'}: ")
-    assert not any(tmp_path.iterdir())
+    older = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
+    for out, left in ((tmp_path / "new", set()), (tmp_path / "out", {"out"})):
+        process = _start(["ingest", f"input={PROTEINS}", f"output={out}"], full, stderr=-1)
+        _, said = process.communicate()
+        assert process.returncode == 1
+        assert said.decode().splitlines()[-1].startswith(f"d2plm: error: {out}: ")
+        assert {file.name for file in tmp_path.glob(f"*{out.name}")} == left
+    assert SequenceStore(tmp_path / "out").manifest == older
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,15 @@ def test_windows_start_anywhere_with_equal_chances_and_frame_true_ends_alone(
     assert len(counts) == 1 or chisquare(counts).pvalue > 1e-3
 
 
+def test_a_sequence_drawn_several_times_an_epoch_shows_other_windows() -> None:
+    parts = [SyntheticSequences(np.array(lengths, np.int32)) for lengths in ([5000], [60] * 99)]
+    ours = PackedLoader([Collection(one, 1.0) for one in parts], token_budget=256, max_length=64)
+    batches = [*islice(ours.stream(Position()), ours.batches_in_epoch(0))]
+    windows = [tokens for index, tokens in drawn(batches) if index == 0]
+    assert len(windows) == 50
+    assert len({*windows}) > 40
+
+
 # --- resuming ----------------------------------------------------------------------------------
 
 
@@ -140,6 +149,7 @@ def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceS
     following = [batch.following for batch in islice(first.stream(Position()), count + 1)]
     assert following[: count - 1] == [Position(0, 2 * i) for i in range(1, count)]
     assert following[count - 1 :] == [Position(1, 0), Position(1, 2)]
+    assert first.epochs_done(Position(3, 2)) == pytest.approx(3 + 1 / first.batches_in_epoch(3))
 
 
 # --- ranks -------------------------------------------------------------------------------------

@@ -248,6 +248,16 @@ def test_a_copy_of_a_corpus_has_its_digest_and_other_content_another(tmp_path: P
     assert len({known, *others}) == 5
 
 
+def test_what_is_not_text_in_a_multimodal_corpus_is_refused(tmp_path: Path) -> None:
+    sequences = ids(MegatronSequences(mmididx(tmp_path / "a", DOCUMENTS), Bytes()))
+    index, whole = tmp_path / "a.idx", (tmp_path / "a.idx").read_bytes()
+    index.write_bytes(whole + bytes(6))  # a mode for each sequence
+    assert ids(MegatronSequences(tmp_path / "a", Bytes())) == sequences
+    index.write_bytes(whole + b"\0\2" + bytes(4))
+    with pytest.raises(DataError, match="sequence 1 has mode 2"):
+        MegatronSequences(tmp_path / "a", Bytes())
+
+
 def test_a_pickled_corpus_is_opened_anew_and_a_replaced_one_refused(tmp_path: Path) -> None:
     sequences = MegatronSequences(mmididx(tmp_path / "a", DOCUMENTS), Bytes(), 2)
     pickled = pickle.dumps(sequences)

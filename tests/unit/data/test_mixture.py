@@ -23,7 +23,7 @@ Prepare = Callable[..., Path]
 
 
 def test_every_segment_comes_from_the_store_that_its_number_names(
-    tiny_store: SequenceStore, proteins: list[np.ndarray], tmp_path: Path
+    tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     others = [np.full(n, residue, dtype=np.uint8) for n in (30, 200) for residue in range(4, 24)]
     stores = [tiny_store, write_store(tmp_path / "others", others)]
@@ -91,6 +91,16 @@ def test_sampling_by_cluster_needs_clusters(stores: Stores, tiny_store: Sequence
     unclustered = collections({**stores, "train": tiny_store}, "data.sampling=cluster")
     with pytest.raises(DataError, match="has no clusters to sample by; prepare it"):
         PackedLoader(unclustered, token_budget=1024, max_length=1024)
+
+
+def test_shuffled_proteins_keep_their_composition_alone(stores: Stores) -> None:
+    (shuffled,), train = collections(stores, "data.residues=shuffled"), stores["train"]
+    assert shuffled.sequences.digest != train.digest
+    loader = PackedLoader([shuffled], token_budget=1024, max_length=1024)
+    (batch,) = next(loader.stream(Position())).micro_batches
+    for index, row in zip(batch.sequence_ids.tolist(), batch.split(), strict=False):
+        residues, own = row.tolist()[1:-1], train[index].tolist()
+        assert sorted(residues) == sorted(own) and residues != own
 
 
 def test_a_mixture_is_of_training_stores_with_weights(stores: Stores, prepare: Prepare) -> None:

@@ -452,6 +452,16 @@ def test_what_took_long_is_kept_after_a_stop(tmp_path: Path, fake_mmseqs: list[s
     assert resumed["digests"] == prepare(fasta, tmp_path / "unbroken")["digests"]
 
 
+def test_a_search_by_another_rule_of_coverage_is_not_resumed(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
+    fasta, out = _stopped(tmp_path, coverage_mode=0)
+    searched = fake_mmseqs.count("search")
+    prepare(fasta, out)
+    assert fake_mmseqs.count("search") == 2 * searched
+    assert fake_mmseqs.count("cluster") == 1
+
+
 def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
     tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
 ) -> None:

@@ -102,6 +102,13 @@ def test_parts_of_the_same_size_do_not_give_the_same_members() -> None:
     assert len({*first} & {*second}) == pytest.approx(102 / 2, abs=15)
 
 
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_parts_are_shuffled_into_one_another(weight: float | None) -> None:
+    drawn = Draws([Part(500, weight=weight), Part(500, weight=weight)], 0).epoch(0)
+    for tenth in np.split(drawn, 10):
+        assert 25 < np.count_nonzero(tenth < 500) < 75
+
+
 # --- clusters ----------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pickle
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,14 @@ def test_the_digest_of_an_input_is_of_its_bytes(tmp_path: Path, few: list[Record
         source_digest(tmp_path / "none")
 
 
+def test_a_pipe_is_read_once_and_whole(tmp_path: Path, few: list[Record]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert source_digest(tmp_path / "pipe") is None  # nothing may be taken from it
+    with ThreadPoolExecutor() as pool:
+        pool.submit((tmp_path / "pipe").write_bytes, gzip.compress(_fasta(few)))
+        assert _read(tmp_path / "pipe") == few
+
+
 def test_a_large_lmdb_is_read_in_several_passes(
     tmp_path: Path, records: list[Record], monkeypatch: MonkeyPatch
 ) -> None:
@@ -426,6 +435,18 @@ def test_splits_are_named_and_never_merged(
     for one in wanted:
         pattern = next(word for word in named if word.endswith(one[-9:]))
         assert _read([*resolve_inputs(pattern)])[:2] == few[:2]
+
+
+def test_no_split_and_no_file_of_a_saved_dataset_is_passed_over(
+    tmp_path: Path, few: list[Record]
+) -> None:
+    path = _hugging_face_splits(tmp_path / "h", few)
+    _hugging_face(path / "test", few)
+    (path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert f"train: {path / 'train'}; test: {path / 'test'}" in _refusal(path, tmp_path / "out")
+    assert _read(path / "test") == few
+    next((path / "test").glob("*.arrow")).unlink()
+    assert "no such file" in _refusal(path / "test", tmp_path / "out")
 
 
 @pytest.mark.parametrize("folder", [".cache/huggingface", "x/.y"])

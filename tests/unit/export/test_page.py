@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from d2plm.cli import main
 from d2plm.core.errors import DataError
@@ -22,6 +23,7 @@ from d2plm.data.fasta import write_fasta
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.membership import Judge
 from d2plm.evaluation.new_members import write_members
+from d2plm.evaluation.plots import figures_of
 from d2plm.evaluation.result import Evaluation, read_evaluation, write_evaluation
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.evaluation.tables import tables_of
@@ -200,6 +202,15 @@ def test_the_tables_are_the_evaluations(run: Path, page: Page, name: str) -> Non
         [*map(shown, row)] for row in table.rows
     ]
     assert [text(row[0]) for row in rows] == [row[0] for row in table.rows]
+
+
+def test_the_curves_are_of_perplexity() -> None:
+    rows = [{"step": step, "loss": 1.0} for step in range(1, 9)]
+    figure = Figure()
+    figures_of(None, [*rows, {"step": 8, "validation_perplexity": 17.5}], None)["training"](figure)
+    held_out, training = (np.asarray(axes.lines[0].get_ydata()) for axes in figure.axes)
+    assert training == pytest.approx(np.e)
+    assert held_out.tolist() == [17.5]
 
 
 def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:

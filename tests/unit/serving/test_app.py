@@ -69,6 +69,13 @@ def test_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
     assert [row["sequence"] for row in of_length] == given_lengths
 
 
+def test_a_row_without_a_length_gets_that_of_a_training_protein(ask: Ask) -> None:
+    settings = {"task": "generate", "number": 20, "steps": 2, "max_length": 35}
+    rows = rows_of(ask(table("length", 33.0, None, **settings)))
+    lengths = [{len(one["sequence"]) for one in rows if one["row"] == row} for row in (0, 1)]
+    assert lengths == [{33}, {10, 12}]
+
+
 def test_what_has_no_value_is_null_as_json_has_no_nan(ask: Ask) -> None:
     (row,) = rows_of(ask(table("sequence", "XX", masks_per_sequence=1)))
     assert row["residues"] == 0
@@ -107,6 +114,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "template of row 0: nothing to fill in": table("sequence", "MKT", task="infill"),
     "template of row 0: illegal letter '?'": table("sequence", "M?_", task="infill"),
     "row 1: length=127: ": table("length", 5, 127, **GENERATE),
+    "inputs.0.length=True: ": table("length", True, **GENERATE),
+    "inputs.1.length='5': ": table("length", 5, "5", **GENERATE),
+    "params.steps='5': ": table("length", 5, steps="5", **GENERATE),
+    "params.seed=True: ": table("sequence", "MKT", seed=True),
     "inputs.0.length=1.5: ": table("length", 1.5, **GENERATE),
     "min_length=99: ": table("length", None, min_length=99, **GENERATE),
     "steps=0: ": table("length", 5, steps=0, **GENERATE),

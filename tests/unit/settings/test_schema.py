@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
+import yaml
 
 from d2plm.config import check_paths, compose_arguments, parse_arguments, save
 from d2plm.core.errors import ConfigError, D2PLMError, DataError
@@ -73,7 +74,7 @@ def test_a_mapping_that_the_cluster_takes_is_set_and_null_is_refused(
 ) -> None:
     written = ", ".join(f"{name}: {text}" for name, text in value.items())
     composed, _ = compose_arguments("train", [f"launcher.{key}={{{written}}}"])
-    assert list(getattr(composed.launcher, key)) == list(value)
+    assert getattr(composed.launcher, key) == yaml.safe_load(f"{{{written}}}")
     with pytest.raises(ConfigError, match=f"launcher.{key}=null"):
         compose_arguments("train", [f"launcher.{key}=null"])
 

@@ -155,6 +155,8 @@ def test_an_output_folder_that_cannot_be_written_is_named_and_begins_no_run(
     "text, shown",
     [
         ("http://ada:s3cret@host:5000/x", "http://***@host:5000/x"),
+        ("https://token@host", "https://***@host"),
+        ("to http://a:b@h/ and http://c:d@i/", "to http://***@h/ and http://***@i/"),
         ("postgresql://ada:p@ss@host/db", "postgresql://***@host/db"),
         ("postgresql+psycopg://ada:pa/ss@host/db", "postgresql+psycopg://***@host/db"),
         ("http://host:5000/a@b", "http://host:5000/a@b"),

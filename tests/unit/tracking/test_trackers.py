@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -230,6 +231,20 @@ def test_an_exception_marks_the_wandb_run_failed_and_stays_in_sight(output_dir: 
         raise ValueError("the cause")
     assert [session.exit_code for session in wandb_sessions(output_dir)] == [1]
     assert tensorboard_events(output_dir).scalars == {"train/loss": [(1, 1.0)]}
+
+
+def test_what_one_tracker_rejects_reaches_the_others(
+    refuse: Callable[..., None], output_dir: Path
+) -> None:
+    refuse("log_batch")
+    with (
+        pytest.raises(TrackingError, match="FINISHED"),
+        tracking_run(output_dir, trackers=["mlflow", "tensorboard"]) as run,
+    ):
+        for step in range(1, 401):  # MLflow is sent 200 at a time
+            with suppress(TrackingError):
+                run.log_metrics({"loss": float(step)}, step)
+    assert len(tensorboard_events(output_dir).scalars["train/loss"]) == 400
 
 
 # --- several ranks -----------------------------------------------------------------------------
