@@ -67,6 +67,9 @@ def test_the_traffic_of_a_shared_row_is_eight_gatherings_or_four_exchanges_a_blo
 def test_exchanges_pass_each_gpu_s_own_adapter_and_stages_wait_for_a_pipeline_to_fill() -> None:
     assert NO_DELAY.exchange_seconds(1e9, 16) == pytest.approx(0.5 / 50)
     assert NO_DELAY.exchange_seconds(1e9, 8) == pytest.approx(7 / 8 / 450)
+    # All GPUs of two machines: half of the volume comes through eight adapters of 50.
+    assert NO_DELAY.collective_seconds(1e9, 16) == pytest.approx(15 / 16 / 450)
+    assert NO_DELAY.collective_seconds(1e9, 1024) == pytest.approx((1 - 8 / 1024) / 400)
     assert bubble(4, 16) == pytest.approx(3 / 19)  # while the pipeline fills
 
 

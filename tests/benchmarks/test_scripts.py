@@ -18,6 +18,9 @@ from benchmarks.measure import (
     ratio_row,
     require_same_losses,
 )
+from benchmarks.workload import model_settings
+from d2plm.config import compose
+from d2plm.settings.model import ModelSettings
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = [
@@ -37,6 +40,11 @@ def test_every_script_has_help_and_is_run_by_the_makefile_or_the_gpu_script(
     assert f"usage: python -m benchmarks.{script} " in capsys.readouterr().out
     makefile, shell = FOLDER.with_name("Makefile").read_text(), (FOLDER / "gpu.sh").read_text()
     assert f"benchmarks.{script} " in makefile or f" {script} " in shell
+
+
+@pytest.mark.parametrize("name", ["150m", "450m"])
+def test_models_are_read_as_hydra_composes_them(name: str) -> None:
+    assert ModelSettings(**model_settings(name)) == compose("train", [f"model={name}"]).model
 
 
 def test_a_ratio_is_the_median_of_neighbouring_turns() -> None:

@@ -134,7 +134,7 @@ def cut(cluster: Cluster) -> None:
 def test_no_line_is_lost_or_doubled_where_connections_break(
     cluster: Cluster, disturb: Callable[[Cluster], None]
 ) -> None:
-    cluster.script(Script(lines=LINES, seconds=2.5))
+    cluster.script(Script(lines=LINES, seconds=1.5))  # ends before the server is back
     launch = Launch()
     cluster.wait_for(lambda: running(cluster, 0))
     disturb(cluster)
@@ -327,15 +327,17 @@ def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: 
     assert error.exit_code == 1 and "no such file: mine.fasta" in str(error)
 
 
-def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster) -> None:
+@BOTH
+def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: JobKind) -> None:
     cluster.script(Script(lines=("step 1",), seconds=1.5))
-    first = Launch()
+    first = Launch(kind)
     cluster.wait_for(lambda: running(cluster, 0))
-    second = Launch()
-    for launch in (first, second, Launch()):
+    created = cluster.count("create", kind.plural)
+    second = Launch(kind)
+    for launch in (first, second, Launch(kind)):
         launch.finish()
     assert second.steps() == ["step 1"]
-    assert cluster.count("create", "pytorchjobs") == 1
+    assert cluster.count("create", kind.plural) == created
 
 
 @BOTH

@@ -89,7 +89,7 @@ def test_processes_follow_the_gpus_threads_the_cpus_and_limits_the_requests() ->
     assert (trainer["numProcPerNode"], trainer["numNodes"]) == (8, 4)
     resources = trainer["resourcesPerNode"]
     assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == 8
-    cases: Any = (("8", "2"), (1.5, "1"))  # a number, as YAML gives it
+    cases: Any = (("8", "2"), ("7500m", "2"), (1.5, "1"))  # a number, as YAML gives it
     for cpu, threads in cases:
         job = replace(JOB, processes=3, cpu=cpu)
         assert pytorchjob(job)["spec"]["nprocPerNode"] == "3"

@@ -82,6 +82,9 @@ def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder
     assert config.generation.relatives == str(tmp_path / "image" / family)
 
 
+INPUTS = ("data.input", "init_from", "data.tokenizer")
+
+
 @pytest.mark.parametrize(
     ("parameters", "key"),
     [
@@ -93,7 +96,7 @@ def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder
             },
             "generation.relatives",
         ),
-        *(({"overrides": f"{key}=/nope"}, f"{key}=/nope") for key in ("data.input", "init_from")),
+        *(({"overrides": f"{key}=/nope"}, f"{key}=/nope") for key in INPUTS),
     ],
 )
 def test_what_cannot_be_used_is_rejected_by_the_first_step(

@@ -1,4 +1,4 @@
-"""A trainer from a configuration: its class, its random data, and errors that name the keys."""
+"""A trainer from a configuration: its class, and errors that name the keys."""
 
 from pathlib import Path
 

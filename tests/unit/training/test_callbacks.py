@@ -105,6 +105,9 @@ def test_hooks_receive_loss_and_gradient_norm_and_a_save_s_location(build: Build
         def on_step_end(self, trainer: Trainer, loss: Tensor, grad_norm: Tensor, /) -> None:
             assert seen[-1] == (float(loss), float(grad_norm))
             assert (loss, grad_norm) == (trainer.loss, trainer.grad_norm)
+            rate = 1e-3 * trainer.schedule(trainer.step - 1)
+            rates = [group["lr"] for group in trainer.optimizer.param_groups]
+            assert rates == pytest.approx([rate, rate])
 
         def on_save(self, trainer: Trainer, location: str, /) -> None:
             seen.append(("saved", location))

@@ -76,3 +76,6 @@ def test_a_resumed_run_continues_waiting(build: Build) -> None:
     trainer = build(Evaluations([2] * 6), after)
     trainer.train()
     assert trainer.step == 1
+    again = build(after)
+    after.on_train_begin(again)
+    assert again.is_last_step, "a run that has stopped does not start again"

@@ -30,7 +30,7 @@ from d2plm.tracking.runs import Runs
 from d2plm.training import checkpoint
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
-from tests.conftest import TINY_SIZES
+from tests.conftest import TINY_SIZES, Tokens, write_store
 from tests.unit.model.test_esm import esm_like
 from tests.unit.training.conftest import Recorder
 
@@ -266,8 +266,11 @@ def test_a_start_that_is_not_a_model_is_rejected(
         train.run(configure(f"init_from={location}"))
 
 
-def test_resuming_under_another_start_or_freeze_is_rejected(
-    exported: Path, configure: Callable[..., TrainSettings]
+def test_resuming_under_another_start_or_freeze_or_on_other_data_is_rejected(
+    exported: Path,
+    configure: Callable[..., TrainSettings],
+    proteins: list[Tokens],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     frozen = "trainer.freeze=[blocks.0.*,token_embedding.*]"
     train.run(configure(f"init_from='{exported}'", frozen))
@@ -286,3 +289,8 @@ def test_resuming_under_another_start_or_freeze_is_rejected(
     ):
         with pytest.raises(CheckpointError, match=f"{key}: "):
             train.run(configure(*words))
+    changed = write_store(moved.with_name("changed"), proteins[1:40])
+    stores = {"train": changed, "validation": changed}
+    monkeypatch.setattr(train, "training_stores", lambda config: stores)
+    with pytest.raises(CheckpointError, match="have changed since this run"):
+        train.run(configure(f"init_from='{moved}'", frozen))

@@ -46,6 +46,7 @@ POINTS: list[tuple[Callable[..., Schedule], dict[str, Any], dict[int, float]]] =
         {**WSD, "decay_shape": "1-sqrt"},
         {70: 1, 90: 1 - 0.9 * math.sqrt(0.5), 110: 0.1},
     ),
+    (wsd, {"decay_ratio": 0.4, "decay_shape": "linear"}, {66: 1, 77: 0.75, 110: 0}),
     *((kind, {"warmup_ratio": 0.0}, {0: 1}) for kind in SETTINGS),
 ]
 
@@ -120,6 +121,9 @@ def test_only_matrices_decay_and_a_tied_parameter_appears_once(
     model = Tied()
     decayed, kept = build_adamw(model, settings=AdamWSettings(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    given = AdamWSettings(learning_rate=0.2, betas=[0.7, 0.8], eps=1e-4)
+    for group in build_adamw(model, settings=given).param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.2, (0.7, 0.8), 1e-4)
     assert [id(p) for p in decayed["params"]] == [id(model.inner.weight)]
     expected = [model.embedding.weight, *model.norm.parameters(), model.inner.bias]
     assert sorted(map(id, kept["params"])) == sorted(map(id, [*expected, model.output.bias]))

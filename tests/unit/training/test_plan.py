@@ -75,11 +75,12 @@ def test_accelerate_s_precision_is_ours(monkeypatch: pytest.MonkeyPatch) -> None
         "PARALLELISM_CONFIG_CP_BACKEND",
     ],
 )
-def test_what_training_does_not_do_is_rejected(
+def test_what_training_does_not_do_is_rejected_with_fsdp_and_without(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(variable, "2" if variable.endswith("SIZE") else "true")
-    with pytest.raises(ConfigError):
-        Plan(**plan_of_accelerate())
+    for fsdp in ("true", "false"):
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", fsdp)
+        with pytest.raises(ConfigError):
+            Plan(**plan_of_accelerate())

@@ -74,6 +74,14 @@ def test_the_peak_of_the_resident_memory_is_the_kernel_s() -> None:
     assert found > len(held) / 2**30
 
 
+def test_on_cuda_the_peak_is_the_allocator_s(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 2**30)
+    stub: Any = SimpleNamespace(process=Ranks(device=torch.device("cuda")))
+    expected = {"peak_memory_allocated_gib": 3.0, "peak_memory_reserved_gib": 4.0}
+    assert PeakMemory().read(stub) == expected
+
+
 # --- throughput --------------------------------------------------------------------------------
 
 
