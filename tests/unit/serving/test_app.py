@@ -119,10 +119,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "params.steps='5': ": table("length", 5, steps="5", **GENERATE),
     "params.seed=True: ": table("sequence", "MKT", seed=True),
     "inputs.0.length=1.5: ": table("length", 1.5, **GENERATE),
-    "inputs.0.length=True: ": table("length", True, **GENERATE),  # nothing is converted
-    "inputs.0.length='9': ": table("length", "9", **GENERATE),
-    "params.seed='3': ": table("length", 9, seed="3", **GENERATE),
-    "params.number=True: ": table("length", 9, number=True, **GENERATE),
     "min_length=99: ": table("length", None, min_length=99, **GENERATE),
     "steps=0: ": table("length", 5, steps=0, **GENERATE),
     "sampler='euler': ": table("length", 5, sampler="euler", **GENERATE),
