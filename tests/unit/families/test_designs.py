@@ -308,6 +308,7 @@ def test_paths_are_drawn_from_their_posterior(shown: list[int]) -> None:
     letters = np.full(4, GAP, dtype=np.int8)
     letters[shown] = letters_of(encode("ACDE"))[shown]
     expected = brute_force(hmm, sampler, letters)
+    assert (sampler.transitions_SS.sum(1) + sampler.stop_S < 1 + 1e-9).all()  # p(path) is one
     if not shown:
         log_p = np.array([sampler.log_p(np.array(path)) for path in expected])
         ratios = np.exp(log_p) / [*expected.values()]  # p(length)
