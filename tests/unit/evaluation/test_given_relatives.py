@@ -73,12 +73,12 @@ class Scores:
     """Scores of a model for which each relative saves 10 nats, in whatever order."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.given: dict[str, list[list[Tokens]]] = {}
 
     def __call__(
         self, name: str, proteins: Sequence[Tokens], relatives: Sequence[Sequence[Tokens]]
     ) -> SequenceScores:
-        self.calls.append(name)
+        self.given[name] = [list(own) for own in relatives]
         nats = [3.0 * len(t) - 10 * len(own) for t, own in zip(proteins, relatives, strict=True)]
         residues = np.array([len(tokens) for tokens in proteins])
         empty = CrossEntropy(np.zeros(1), np.zeros(1))
@@ -100,6 +100,8 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     assert found.alone.nelbo.value == pytest.approx(3.0)
     by_depth = {depth: bound.nelbo.value for depth, bound in found.by_depth.items()}
     assert by_depth == pytest.approx({1: 3 - 30 / 720, 5: 3 - 50 / 720})
+    nearest = [own[0] for own in score.given["at most 1 relatives"] if own]
+    assert [*map(bytes, nearest)] == [bytes(sequences[i]) for i in (4, 0, 0)]
     for baseline in (PROFILE, ALIGNED):
         wide, narrow = (row.baselines[baseline].nelbo.value for row in found.below)
         assert wide < narrow < 2.95

@@ -253,9 +253,8 @@ def test_unusable_templates_are_rejected(templates: list[Tokens], error: type[Ex
 
 
 @EVERY
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_stop_at_once_and_say_where(
-    paradigm: Paradigm, options: dict[str, Any], value: float
+    paradigm: Paradigm, options: dict[str, Any]
 ) -> None:
     calls = 0
 
@@ -264,7 +263,7 @@ def test_logits_that_are_not_finite_stop_at_once_and_say_where(
         calls += 1
         logits = context_model(tokens, cu_seqlens, limit, times)
         if calls == 3:
-            logits[7] = value
+            logits[7] = float("nan")
         return logits
 
     sampling = with_steps(5, **options)
