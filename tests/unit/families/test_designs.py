@@ -224,8 +224,13 @@ def test_the_bound_of_a_protein_is_at_least_its_information() -> None:
     drawn = np.array([toy.bound(protein, random) for _ in range(200)])
     assert drawn.mean() > -np.log(p) - 3 * drawn.std() / 200**0.5
     sampler.sample = lambda letters, number, random: path[None]  # type: ignore[method-assign]
-    drawn = np.array([toy.bound(protein, random) for _ in range(200)]) + sampler.log_p(path)
-    assert abs(drawn.mean() + np.log(joint[number])) < 4 * drawn.std() / 200**0.5
+    for unknown in (0, 2):  # residues that are not canonical
+        protein[:unknown] = encode("X")
+        fits = (SEQUENCES[:, unknown:] == SEQUENCES[number, unknown:]).all(1)
+        drawn = np.array([toy.bound(protein, random) for _ in range(100)]) + sampler.log_p(path)
+        assert abs(drawn.mean() + np.log(joint[fits].sum())) < 4 * drawn.std() / 100**0.5
+    protein[:] = encode("X")
+    assert toy.bound(protein, random) == pytest.approx(-sampler.log_p(path))
 
 
 def test_where_pairs_repeat_a_few_unlike_members_they_get_weaker() -> None:
