@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from d2plm.core.estimate import difference_text
 from d2plm.core.palette import BLUE, SKY, new_figure, save_figure
+from d2plm.core.progress import Progress
 from d2plm.core.vocabulary import Tokens
 from d2plm.data.family import Family
 from d2plm.data.store import SequenceStore
@@ -21,7 +22,7 @@ from d2plm.evaluation.plots import plot_bounds
 from d2plm.evaluation.result import Bounds, Compared
 
 ADAPTED, BASE = "adapted model", "base model"
-FAMILY_PROFILE, ALIGNMENT = "profile HMM", "path, columns and pairs"  # as new members are drawn
+FAMILY_PROFILE, WITH_PAIRS = "profile HMM", "profile HMM with pairs"
 SHOWN = ("unigram", "5-gram", "composition", "composition × 5-gram")  # of the counting baselines
 
 
@@ -29,6 +30,8 @@ def baseline_nats(
     train: SequenceStore, proteins: Sequence[Tokens], longest: int
 ) -> dict[str, NDArray[np.float64]]:
     """−log p of each protein's canonical residues under each baseline, nats, float64 [N].
+
+    `WITH_PAIRS`, the law of new members, is a bound, which counts the length, too.
 
     Args:
         train: the members on which the baselines are fitted.
@@ -38,14 +41,18 @@ def baseline_nats(
     from d2plm.families.designs import FamilyDesigns  # HMMER, where it is needed
     from d2plm.families.profile_hmm import members_nats
 
-    law = FamilyDesigns(Family.of(list(train), 1, [str(i) for i in range(len(train))]))
-    random = np.random.default_rng(0)
+    with_pairs = np.zeros(len(proteins))
+    with Progress(f"scoring the {WITH_PAIRS}") as progress:
+        law = FamilyDesigns(Family.of(list(train), 1), lambda text: progress.update(0, note=text))
+        for place, tokens in enumerate(proteins):
+            with_pairs[place] = law.bound(tokens, np.random.default_rng(place))
+            progress.update(place + 1, len(proteins))
     baselines = fit_baselines(train, max_residues=longest)
     counted = [baselines.score(tokens) for tokens in proteins]
     return {
         **{name: np.array([scores[name] for scores in counted]) for name in SHOWN},
         FAMILY_PROFILE: members_nats(list(train), proteins),
-        ALIGNMENT: np.array([law.bound(tokens, random) for tokens in proteins]),
+        WITH_PAIRS: with_pairs,
     }
 
 
@@ -73,8 +80,7 @@ def compare_on_family(
 
 def family_verdict(bounds: Bounds) -> str:
     """The adapted model against the best of the baselines and the base model, as a sentence."""
-    compared = {name: bound for name, bound in bounds.items() if isinstance(bound, Compared)}
-    name, best = [*compared.items()][-1]
+    name, best = [(name, one) for name, one in bounds.items() if isinstance(one, Compared)][-1]
     perplexities = (bound.perplexity.value for bound in (bounds[ADAPTED], best))
     against = " against ".join(f"{perplexity:.2f}" for perplexity in perplexities)
     return (

@@ -85,7 +85,7 @@ def evaluate_given_relatives(
     near = [index.below(number, settings.relatives_below[0]).tolist() for number in scored]
     by_depth = {}
     for depth in settings.relatives_depths:
-        scores = score(f"given at most {depth}", targets, of([own[:depth] for own in near]))
+        scores = score(f"at most {depth} relatives", targets, of([own[:depth] for own in near]))
         by_depth[depth] = bound_of(scores.nats, *within)
     unrelated = unrelated_of_same_length(scored, widest, index, collection, clusters)
     with_unrelated = score("given unrelated proteins", targets, of(unrelated))

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ FURTHER, LEAST_IDENTITY, MOST_IDENTITY = 0.03, 0.7, 0.85
 FEWEST_MEMBERS = 4  # from which pairs are counted
 LONGEST_INSERTIONS = 1.0  # share of the columns; a member with more lends no path, if others can
 
-MOST_MEMBERS = 5_000  # drawn, of more
+MOST_MEMBERS, BOUND_DRAWS = 5_000, 24  # drawn, of more; numbers of visible residues
 CALIBRATED, TRIAL_STEPS, TRIALS = 32, 24, 6  # rough designs that μ is found with, by bisection
 TABLE_ENTRIES = 250_000_000  # pairs of letters in columns, 1 GB; pairs further apart are left out
 GOLDEN = (5**0.5 - 1) / 2  # whose multiples, modulo 1, are spread evenly
@@ -134,8 +135,8 @@ class FamilyDesigns:
     ) -> None:
         self.places = family.some(MOST_MEMBERS, named)
         if len(self.places) < len(family.members):
-            used, total = f"{len(self.places):,}", f"{len(family.members):,}"
-            log.info("%s of %s members are used", used, total)
+            used = f"{len(self.places):,} of {len(family.members):,}"
+            log.info("%s members are used", used)
             family = family.only(self.places)
         self.names = family.names
         typical = sorted(family.members, key=len)[len(family.members) // 2]
@@ -227,17 +228,15 @@ class FamilyDesigns:
 
     def columns_of(self, member: int, positions: Sequence[int]) -> list[int | None]:
         """The column of each residue of a member, counted from 0; None between columns."""
-        found = self.paths[member][list(positions)]
-        return [None if column == self.length else int(column) for column in found]
+        return [None if c == self.length else int(c) for c in self.paths[member][list(positions)]]
 
     @cached_property
     def usual(self) -> NDArray[np.bool_]:
         """bool [N]: the members that may lend their path: not short, without long insertions."""
         inserted = np.array([(path == self.length).sum() for path in self.paths])
         filled = (self.aligned_NL < GAP).sum(1)
-        usual = (filled >= COVERAGE * np.median(filled)) & (
-            inserted <= max(10, LONGEST_INSERTIONS * self.length)
-        )
+        short = filled < COVERAGE * np.median(filled)
+        usual = ~short & (inserted <= max(10, LONGEST_INSERTIONS * self.length))
         return usual if usual.any() else np.ones(len(filled), dtype=np.bool_)
 
     @cached_property
@@ -247,21 +246,22 @@ class FamilyDesigns:
     def bound(self, protein: Tokens, random: np.random.Generator) -> float:
         """−log p(path) − log p(residues | path), nats: in expectation at least −log p(protein).
 
-        The path is drawn from its posterior. Each residue is predicted from those before it in
-        random order, at temperature 1 and with nothing kept: the number of residues times the mean
-        over random numbers of visible ones (Hoogeboom et al., arXiv:2110.02037).
+        That holds of any path, as p(protein) is a sum over paths; this one is from its posterior.
+        Each canonical residue is predicted from those before it in random order, at temperature 1
+        and with nothing kept: their number times the mean over random numbers of visible ones
+        (Hoogeboom et al., arXiv:2110.02037).
         """
         letters = letters_of(protein)
         path = self.path_sampler.sample(letters, 1, random)[0]
         known, log_p = np.flatnonzero(letters < GAP), self.path_sampler.log_p(path)
         denoiser = self.denoiser_of(1.0)
-        for part in range(TRIAL_STEPS if len(known) else 0):
-            visible = int((part + random.random()) / TRIAL_STEPS * len(known))
+        for part in range(BOUND_DRAWS if len(known) else 0):
+            visible = int((part + random.random()) / BOUND_DRAWS * len(known))
             hidden, shown = random.permutation(known)[visible:], letters.copy()
             shown[hidden] = GAP
             row = in_columns(path, shown, self.length)[None]
             found = denoiser.log_probabilities(row)[0, path[hidden], letters[hidden]]
-            log_p += len(known) / TRIAL_STEPS * float(found.mean())
+            log_p += len(known) / BOUND_DRAWS * float(found.mean())
         return -log_p
 
     @cached_property
@@ -323,15 +323,11 @@ class FamilyDesigns:
             return None
         chosen, weights = sampled(self.weights, MEMBERS, np.random.default_rng(0))
         aligned = self.aligned_NL[chosen]
-        independent = np.broadcast_to(profile, (*aligned.shape, GAP))
-        done = 0
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            note(f"pairs of columns, {done / (2 * self.length):.0%}")
-
-        table = PairTable(aligned, weights, profile, independent, advance)
+        independent, done = np.broadcast_to(profile, (*aligned.shape, GAP)), count(1)
+        table = PairTable(
+            *(aligned, weights, profile, independent),
+            lambda: note(f"pairs of columns, {next(done) / (2 * self.length):.0%}"),
+        )
         total = MOST_PAIRS * self.effective_number / (self.effective_number + HALF_OF_PAIRS)
         return PairTerms(table, one_hot(aligned).T @ weights, total)
 
@@ -375,9 +371,8 @@ class PairTerms:
             raw = F.embedding_bag(rows, terms, mode="sum")
             scale = (self.total / (visible[:, sources] @ coupled.T).clamp(min=1e-9)).clamp(max=1)
             found[:, own] = raw.view(len(letters), -1, GAP) * scale[..., None]
-        mean = (self.seen * found).sum(-1, keepdim=True) / self.seen.sum(-1)[:, None].clamp(
-            min=1e-9
-        )
+        total = self.seen.sum(-1)[:, None].clamp(min=1e-9)
+        mean = (self.seen * found).sum(-1, keepdim=True) / total
         return (self.seen * found + mean) / (self.seen + 1) - mean
 
 
@@ -450,7 +445,7 @@ class _Law:
     ) -> None:
         assert sampling.temperature is not None
         temperature = self.temperature = sampling.temperature
-        self.designs, self.wishes = designs, wishes
+        self.designs, self.wishes, self.lengths = designs, wishes, lengths
         self.mutated, factor = designs.closeness(temperature, wishes.identity)
         self.denoiser = designs.denoiser_of(factor, wishes.avoid, temperature)
         self.first = np.random.default_rng(sampling.seed).random()
@@ -464,7 +459,6 @@ class _Law:
         if not self.allowed.any(1).all():
             avoided = "".join(CANONICAL[a] for a in sorted(wishes.avoid))
             raise ConfigError("leaves no residue to draw", {"avoid": avoided})
-        self.lengths = lengths
 
     def start(self, template: Tokens | None, place: int, random: np.random.Generator) -> _Start:
         """The design at this place; members take turns, each as often as its probability says."""

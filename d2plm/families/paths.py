@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 from pyhmmer.plan7 import HMM
+from scipy.sparse import csr_array
 
 from d2plm.core.vocabulary import Tokens
 from d2plm.families.alignment import GAP, Letters, aligned_rows, match_emissions
@@ -62,6 +63,7 @@ class PathSampler:
         more = flanks / (flanks + 2)  # of a flank's residue; nearly all insertions are flanks
         self.length = length
         self.transitions_SS, self.stop_S = _transitions(hmm, begin, stop, max(float(more), 0.01))
+        self.sparse_SS = csr_array(self.transitions_SS.T)  # an eighth of it is not 0
         self.odds_L20 = match_emissions(hmm) / amino_frequencies()
         self._last = b"", np.empty((0, 0))
 
@@ -100,7 +102,7 @@ class PathSampler:
         found[known, 1 : self.length + 1] = self.odds_L20[:, letters[known]].T
         state = np.eye(1, found.shape[1])[0]
         for own in found:
-            state = (state @ self.transitions_SS) * own
+            state = (self.sparse_SS @ state) * own
             own[:] = state = state / state.sum()
         return found
 

@@ -160,6 +160,10 @@ def test_every_choice_of_a_group_composes(place: int) -> None:
         ("150m", (150, 160)),
         ("450m", (435, 445)),
         ("3b", (2700, 3100)),
+        ("moe_8m", (7.8, 8)),
+        ("moe_450m_a150m", (454, 456)),
+        ("text_6m", (6.29, 6.34)),
+        ("text_170m", (169.8, 170.1)),
     ],
 )
 def test_a_model_is_as_large_as_its_name_says(size: str, millions: tuple[float, float]) -> None:

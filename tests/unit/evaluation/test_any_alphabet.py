@@ -84,6 +84,19 @@ def test_ngrams_of_bytes_equal_naive_counting(text: str) -> None:
     assert model.nats(BYTES.encode(text, "test"), 4) == pytest.approx(expected, rel=1e-12)
 
 
+def test_sums_of_sparse_counts_are_the_counts_of_both_parts() -> None:
+    ranks = token_ranks(every := tokens_of(TEXTS), BYTES)
+    parts = (sparse_counts(part, 3, ranks) for part in (every, every[:2], every[2:]))
+    for both, one, other in zip(*parts, strict=True):
+        np.testing.assert_array_equal((one + other).codes, both.codes)
+        np.testing.assert_array_equal((one + other).counts, both.counts)
+
+
+def test_orders_that_int64_cannot_number_are_left_out() -> None:
+    every = [np.arange(4, 260, dtype=np.uint16)]
+    assert len(sparse_counts(every, 9, token_ranks(every, BYTES))) == 7
+
+
 @pytest.mark.parametrize("texts", [["in the beginning"], ["a", "b", "c", "abcdef"]])
 def test_ngrams_of_a_few_texts_are_finite(texts: list[str], tmp_path: Path) -> None:
     # The part on which they are tuned has all texts, or orders that the other part has not.

@@ -53,7 +53,7 @@ def test_those_of_a_converted_esm2_are_hugging_face_s(tmp_path: Path) -> None:
     EsmForMaskedLM(config).save_pretrained(tmp_path / "esm")
     theirs = EsmModel.from_pretrained(tmp_path / "esm", add_pooling_layer=False).eval()
     ours, tokens = load_esm(tmp_path / "esm").eval(), [encode(one) for one in PROTEINS]
-    for layer in range(4):
+    for layer in range(-1, 4):
         found = embeddings(ours, AbsorbingDiffusion(), tokens, layer=layer)
         for own, protein in zip(found, tokens, strict=True):
             ids = torch.tensor([[0, *protein.tolist(), 2]])

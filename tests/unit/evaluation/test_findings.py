@@ -39,7 +39,7 @@ def evaluation(
     [
         (evaluation(2.5, composition=2.85, bigram=2.3), Verdict.WORSE, "bigram", "bad"),
         (evaluation(2.5, composition=2.85, bigram=2.9), Verdict.BETTER, "composition", "good"),
-        (evaluation(2.2, composition=2.85, bigram=2.3), Verdict.BETTER, "bigram", None),
+        (evaluation(2.2, composition=2.85, bigram=2.3), Verdict.BETTER, "bigram", "good"),
         (evaluation(2.84, composition=2.85), Verdict.BETTER, "composition", "mixed"),
         (evaluation(2.85, noise=0.05, composition=2.85), Verdict.UNDECIDED, "composition", "bad"),
         (evaluation(2.9, composition=2.85), Verdict.WORSE, "composition", "bad"),
@@ -48,11 +48,14 @@ def evaluation(
     ids=["family", "better", "better than both", "little", "unshown", "worse", "one cluster"],
 )
 def test_the_best_baseline_decides(
-    found: Evaluation, verdict: Verdict, baseline: str, tone: str | None
+    found: Evaluation, verdict: Verdict, baseline: str, tone: str
 ) -> None:
     finding = judge(found)
-    assert (finding.difference.verdict, finding.baseline) == (verdict, baseline)
-    assert finding.tone == tone or tone is None
+    assert (finding.difference.verdict, finding.baseline, finding.tone) == (verdict, baseline, tone)
+    assert finding.headline.lower().startswith(f"{verdict} the best baseline, {baseline}: ")
+    said = finding.details[0]
+    assert ("learnt something" in said) == (tone == "good" or baseline == "bigram")
+    assert ("as random sequences" in said) == (tone == "bad" and baseline == "composition")
 
 
 def test_an_evaluation_of_another_version_or_damaged_is_rejected(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 """The bound given relatives: its baseline, its controls and its rows."""
 
+import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from pyhmmer.easel import Alphabet
 from pyhmmer.plan7 import Background
 
+from d2plm.core.errors import ConfigError
+from d2plm.core.table import Number
 from d2plm.core.vocabulary import encode
 from d2plm.data.relatives import RelativesIndex
 from d2plm.evaluation.given_relatives import (
@@ -16,7 +20,8 @@ from d2plm.evaluation.given_relatives import (
     unrelated_of_same_length,
 )
 from d2plm.evaluation.likelihood import CrossEntropy, SequenceScores
-from d2plm.evaluation.result import ALIGNED, PROFILE
+from d2plm.evaluation.result import ALIGNED, MODEL, PROFILE, GivenRelatives, typed
+from d2plm.evaluation.tables import relatives_table
 from d2plm.families.profile_hmm import mixture_nats
 from d2plm.settings.evaluation import EvaluationSettings
 from tests.conftest import Tokens
@@ -68,12 +73,12 @@ class Scores:
     """Scores of a model for which each relative saves 10 nats, in whatever order."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.given: dict[str, list[list[Tokens]]] = {}
 
     def __call__(
         self, name: str, proteins: Sequence[Tokens], relatives: Sequence[Sequence[Tokens]]
     ) -> SequenceScores:
-        self.calls.append(name)
+        self.given[name] = [list(own) for own in relatives]
         nats = [3.0 * len(t) - 10 * len(own) for t, own in zip(proteins, relatives, strict=True)]
         residues = np.array([len(tokens) for tokens in proteins])
         empty = CrossEntropy(np.zeros(1), np.zeros(1))
@@ -95,6 +100,8 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     assert found.alone.nelbo.value == pytest.approx(3.0)
     by_depth = {depth: bound.nelbo.value for depth, bound in found.by_depth.items()}
     assert by_depth == pytest.approx({1: 3 - 30 / 720, 5: 3 - 50 / 720})
+    nearest = [own[0] for own in score.given["at most 1 relatives"] if own]
+    assert [*map(bytes, nearest)] == [bytes(sequences[i]) for i in (4, 0, 0)]
     for baseline in (PROFILE, ALIGNED):
         wide, narrow = (row.baselines[baseline].nelbo.value for row in found.below)
         assert wide < narrow < 2.95
@@ -105,6 +112,12 @@ def test_each_identity_has_a_row_beside_the_same_relatives_hmms(proteins: list[T
     unrelated = found.unrelated.difference.value
     assert unrelated == pytest.approx(-30 / 720)
     assert found.order_difference is None
+    rows = {str(row[0]): row[2] for row in relatives_table(found).rows}
+    assert rows[f"at most 5 below 90%: {MODEL}"] == Number(found.by_depth[5].nelbo.value, ".4f")
+    assert rows[f"none: {MODEL}"] == Number(found.alone.nelbo.value, ".4f")
+    assert typed(GivenRelatives, json.loads(json.dumps(asdict(found)))) == found
+    with pytest.raises(ConfigError, match="relatives_below"):  # the first is the widest
+        EvaluationSettings(relatives_below=[0.5, 0.9])
 
 
 def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> None:

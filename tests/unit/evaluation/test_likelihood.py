@@ -39,6 +39,15 @@ def test_a_uniform_model_gives_log_20_per_residue(
     assert scores.mlm15.residues.tolist() == share
     np.testing.assert_allclose(scores.mlm15.nats, np.array(share) * math.log(20), rtol=1e-6)
     assert scores.mlm15.perplexity == pytest.approx(20)
+    told: list[Tensor] = []
+
+    def model(*given: Any) -> Tensor:
+        told.append(given[3])
+        return uniform_model(*given)
+
+    score_sequences(model, paradigm, [encode("MKVLAAGG")], masks_per_sequence=1)
+    share = paradigm.corrupted_fraction(told[-1].double())[0]
+    assert float(share) == pytest.approx(1 / 8, abs=1e-6)  # of MLM-15, the last pass
 
 
 @EITHER

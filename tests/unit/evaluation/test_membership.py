@@ -23,6 +23,7 @@ from d2plm.evaluation.new_members import (
     headline,
     members_table,
     read_members,
+    unlike_natural,
     worse_than_natural,
     write_members,
 )
@@ -82,6 +83,7 @@ def test_members_are_distinguished_from_other_proteins(
     assert other["identity"] < 0.5
     assert copy["bits"] > third["bits"] > other["bits"]
     assert "NOT like natural members" in headline(described)
+    assert unlike_natural(described)[::2] + unlike_natural(described)[3:] == [False, True, True]
     assert [row[0] for row in members_table(described).rows] == [*found]
 
 

@@ -117,6 +117,8 @@ def test_a_law_that_the_runs_determine_leaves_nothing_open(tmp_path: Path) -> No
         sum(line.startswith(("| 0.", "| 1.6M")) for line in scaling_table(results).splitlines())
         == 9
     )
+    assert [*results["power_laws"]] == ["0.1M", "0.4M", "1.6M"]
+    assert all(-0.2 < power["exponent"] < 0 for power in results["power_laws"].values())
     plot_scaling(results, tmp_path / "plots" / "scaling.png")
     assert (tmp_path / "plots" / "scaling.png").stat().st_size > 10_000
 

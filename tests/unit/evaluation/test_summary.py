@@ -32,7 +32,7 @@ N = 60
 RANDOM = np.random.default_rng(0)
 RESIDUES = RANDOM.integers(50, 300, N)
 CLUSTERS = RANDOM.integers(0, 20, N)
-IDENTITIES = np.linspace(0, 0.9, N)
+IDENTITIES = np.arange(N) / N  # both edges of the bins included
 
 
 def scores(per_residue: float, seed: int = 0, masked: bool = True) -> SequenceScores:

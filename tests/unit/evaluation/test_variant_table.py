@@ -39,6 +39,8 @@ HEADER = "mutant,score,sd"
         (r"line \d: score '", ["mutant,score", "K2A,1.234", "K2A,12.000", "K2A,980"]),
         (r"line \d: score '", ["mutant\tscore", "K2A\t1.200", "K2A\tNA", "K2A\t1,5"]),
         (r"line \d: score '", ["mutant,score", "K2A,1.2", 'K2A,"1,5"']),
+        ("line 2: score '12%'", ["mutant,score", "K2A,12%", "T3S,1"]),
+        ("line 3: score 'high'", ["mutant,score", "K2A,1", "T3S,high"]),
         ("no header row", ["K2A,-0.5", "T3S,0.1"]),
         ("no header row", ["p.Lys2Ala;-0.5", "p.Thr3Ser;0.1"]),
         ("no header row", ["MKTAYIAKQR,1", "MATAYIAKQR,2"]),

@@ -224,8 +224,13 @@ def test_the_bound_of_a_protein_is_at_least_its_information() -> None:
     drawn = np.array([toy.bound(protein, random) for _ in range(200)])
     assert drawn.mean() > -np.log(p) - 3 * drawn.std() / 200**0.5
     sampler.sample = lambda letters, number, random: path[None]  # type: ignore[method-assign]
-    drawn = np.array([toy.bound(protein, random) for _ in range(200)]) + sampler.log_p(path)
-    assert abs(drawn.mean() + np.log(joint[number])) < 4 * drawn.std() / 200**0.5
+    for unknown in (0, 2):  # residues that are not canonical
+        protein[:unknown] = encode("X")
+        fits = (SEQUENCES[:, unknown:] == SEQUENCES[number, unknown:]).all(1)
+        drawn = np.array([toy.bound(protein, random) for _ in range(100)]) + sampler.log_p(path)
+        assert abs(drawn.mean() + np.log(joint[fits].sum())) < 4 * drawn.std() / 100**0.5
+    protein[:] = encode("X")
+    assert toy.bound(protein, random) == pytest.approx(-sampler.log_p(path))
 
 
 def test_where_pairs_repeat_a_few_unlike_members_they_get_weaker() -> None:
@@ -308,6 +313,7 @@ def test_paths_are_drawn_from_their_posterior(shown: list[int]) -> None:
     letters = np.full(4, GAP, dtype=np.int8)
     letters[shown] = letters_of(encode("ACDE"))[shown]
     expected = brute_force(hmm, sampler, letters)
+    assert (sampler.transitions_SS.sum(1) + sampler.stop_S < 1 + 1e-9).all()  # p(path) is one
     if not shown:
         log_p = np.array([sampler.log_p(np.array(path)) for path in expected])
         ratios = np.exp(log_p) / [*expected.values()]  # p(length)

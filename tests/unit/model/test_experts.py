@@ -1,6 +1,7 @@
 """Mixtures of experts against every expert computed on every token, and what routing promises."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from d2plm.core.batch import PackedBatch
-from d2plm.model.dit import DiT
+from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import MixtureOfExperts, Router
 from d2plm.model.layers import SwiGLU
@@ -181,6 +182,17 @@ def test_a_block_is_one_graph_and_counts_the_same(
             del router.load
     torch.testing.assert_close(results[1], results[0], rtol=1e-8, atol=1e-8)
     torch._dynamo.reset()
+
+
+def test_a_loaded_model_has_the_states_of_its_routers_and_they_do_not_learn(
+    tiny_dit: Callable[..., DiT], tmp_path: Path
+) -> None:
+    model = tiny_dit(**BOTH, shared_expert_size=24)
+    model.save_pretrained(tmp_path)
+    loaded = load_dit(tmp_path)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    states = [state for router in routers(loaded) for state in router.states().values()]
+    assert len(states) == 4 and all(state.any() and not state.requires_grad for state in states)
 
 
 def test_a_change_of_low_rank_leaves_the_experts_out(tiny_dit: Callable[..., DiT]) -> None:

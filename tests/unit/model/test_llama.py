@@ -191,6 +191,8 @@ def test_a_model_without_a_time_has_no_parameter_of_one_and_ignores_it() -> None
     names = {name for name, _ in model.named_parameters()}
     assert not any("time" in name or "modulation" in name for name in names)
     assert (logits(model) == 0).all()  # as of every fresh model
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    assert len(norms) == 2 * LAYERS + 1 and all((weight == 1).all() for weight in norms)
     randomise(model)
     assert torch.equal(logits(model), logits(model))  # at other times
 

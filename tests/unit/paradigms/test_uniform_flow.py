@@ -319,6 +319,22 @@ def test_losses_and_gradients_are_finite_at_the_ends_of_time(loss: str, kappa: f
             assert (gradient[~paradigm.maskable(batch)] == 0).all()
 
 
+@LOSSES
+@pytest.mark.parametrize("kappa", [0.1, 0.95])
+def test_gradients_are_the_finite_differences(loss: str, kappa: float) -> None:
+    paradigm = UniformFlowMatching(schedule="linear", loss=loss)
+    batch = PackedBatch.pack([framed(encode("AXCD"))])
+    times = torch.full((1,), kappa, dtype=torch.float64)
+    corrupted = replace(paradigm.corrupt(batch, Key(3)), times=times)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(batch.num_tokens, 33, dtype=torch.float64, generator=generator)
+
+    def nats(logits: Tensor) -> Tensor:
+        return paradigm.loss(logits, batch, corrupted)[0]
+
+    assert torch.autograd.gradcheck(nats, logits.requires_grad_())
+
+
 def test_draws_are_strata_of_the_root_of_the_corrupted_fraction() -> None:
     batch, draws = PackedBatch.pack([framed(encode("A"))] * 500), 5
     for number in range(draws):
