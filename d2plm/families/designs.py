@@ -254,14 +254,17 @@ class FamilyDesigns:
         letters = letters_of(protein)
         path = self.path_sampler.sample(letters, 1, random)[0]
         known, log_p = np.flatnonzero(letters < GAP), self.path_sampler.log_p(path)
-        denoiser = self.denoiser_of(1.0)
-        for part in range(BOUND_DRAWS if len(known) else 0):
-            visible = int((part + random.random()) / BOUND_DRAWS * len(known))
-            hidden, shown = random.permutation(known)[visible:], letters.copy()
-            shown[hidden] = GAP
-            row = in_columns(path, shown, self.length)[None]
-            found = denoiser.log_probabilities(row)[0, path[hidden], letters[hidden]]
-            log_p += len(known) / BOUND_DRAWS * float(found.mean())
+        if not len(known):
+            return -log_p
+        visible = (np.arange(BOUND_DRAWS) + random.random(BOUND_DRAWS)) / BOUND_DRAWS * len(known)
+        hidden = [random.permutation(known)[int(count) :] for count in visible]
+        shown = np.tile(letters, (BOUND_DRAWS, 1))
+        for row, own in zip(shown, hidden, strict=True):
+            row[own] = GAP
+        in_rows = np.stack([in_columns(path, row, self.length) for row in shown])
+        found = self.denoiser_of(1.0).log_probabilities(in_rows)
+        for log_p_LA, own in zip(found, hidden, strict=True):
+            log_p += len(known) / BOUND_DRAWS * float(log_p_LA[path[own], letters[own]].mean())
         return -log_p
 
     @cached_property
