@@ -19,6 +19,7 @@ TRAINED_ON = 2000  # of the shipped proteins, the family's members left out
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(2700)  # three programs of minutes, longer where cores are shared
 def test_a_family_that_the_base_has_not_seen_is_predicted_and_grown(tmp_path: Path) -> None:
     members = {record.tokens.tobytes() for record in read_fasta(FAMILY)}
     others = (r for r in islice(read_fasta(FASTA), TRAINED_ON) if r.tokens.tobytes() not in members)
