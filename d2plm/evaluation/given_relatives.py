@@ -59,11 +59,11 @@ def evaluate_given_relatives(
     def of(which: Indices) -> list[list[Tokens]]:
         return [[collection[i] for i in own] for own in which]
 
-    most = settings.max_relatives
-    chosen = {
-        identity: [index.below(number, identity)[:most].tolist() for number in scored]
-        for identity in settings.relatives_below
-    }
+    def nearest(identity: float, most: int) -> Indices:
+        return [index.below(number, identity)[:most].tolist() for number in scored]
+
+    most, widest_identity = settings.max_relatives, settings.relatives_below[0]
+    chosen = {identity: nearest(identity, most) for identity in settings.relatives_below}
     profiles = keep(lambda: _profile_nats(targets, collection, [*chosen.values()]))
     alone = score("alone", targets, of([[] for _ in targets]))
     within = alone.residues, clusters[scored]
@@ -81,11 +81,11 @@ def evaluate_given_relatives(
                 },
             )
         )
-    widest = chosen[settings.relatives_below[0]]
-    near = [index.below(number, settings.relatives_below[0]).tolist() for number in scored]
+    widest = chosen[widest_identity]
     by_depth = {}
     for depth in settings.relatives_depths:
-        scores = score(f"at most {depth} relatives", targets, of([own[:depth] for own in near]))
+        given = of(nearest(widest_identity, depth))
+        scores = score(f"at most {depth} relatives", targets, given)
         by_depth[depth] = bound_of(scores.nats, *within)
     unrelated = unrelated_of_same_length(scored, widest, index, collection, clusters)
     with_unrelated = score("given unrelated proteins", targets, of(unrelated))

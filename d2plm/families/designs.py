@@ -61,7 +61,8 @@ FURTHER, LEAST_IDENTITY, MOST_IDENTITY = 0.03, 0.7, 0.85
 FEWEST_MEMBERS = 4  # from which pairs are counted
 LONGEST_INSERTIONS = 1.0  # share of the columns; a member with more lends no path, if others can
 
-MOST_MEMBERS, BOUND_DRAWS = 5_000, 24  # drawn, of more; numbers of visible residues
+MOST_MEMBERS = 5_000  # drawn, of more
+BOUND_DRAWS = 24  # numbers of visible residues that a bound averages over
 CALIBRATED, TRIAL_STEPS, TRIALS = 32, 24, 6  # rough designs that μ is found with, by bisection
 TABLE_ENTRIES = 250_000_000  # pairs of letters in columns, 1 GB; pairs further apart are left out
 GOLDEN = (5**0.5 - 1) / 2  # whose multiples, modulo 1, are spread evenly
@@ -327,10 +328,11 @@ class FamilyDesigns:
         chosen, weights = sampled(self.weights, MEMBERS, np.random.default_rng(0))
         aligned = self.aligned_NL[chosen]
         independent, done = np.broadcast_to(profile, (*aligned.shape, GAP)), count(1)
-        table = PairTable(
-            *(aligned, weights, profile, independent),
-            lambda: note(f"pairs of columns, {next(done) / (2 * self.length):.0%}"),
-        )
+
+        def advance() -> None:
+            note(f"pairs of columns, {next(done) / (2 * self.length):.0%}")
+
+        table = PairTable(aligned, weights, profile, independent, advance)
         total = MOST_PAIRS * self.effective_number / (self.effective_number + HALF_OF_PAIRS)
         return PairTerms(table, one_hot(aligned).T @ weights, total)
 
