@@ -54,9 +54,6 @@ def main() -> int:
             print(message, file=sys.stderr)
         return code
     except SignalException as error:
-        # Keeps a reference to the rendezvous: torchrun does not stop its heartbeat thread here, and
-        # if that thread released the last reference, it would have to join itself.
-        sys.last_value = error
         return 128 + signal.Signals(error.sigval).value
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         print(
@@ -146,4 +143,8 @@ def leave_error(text: str, exit_code: int, is_bug: bool = False) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    # After a signal, torchrun's heartbeat goes on: at a usual end of the interpreter it would abort
+    # the process if it is in native code, or print a traceback.
+    os._exit(exit_code)

@@ -1,7 +1,10 @@
 """Prepared data, and one debug-size pipeline run through KFP's local runner, for many tests."""
 
 import gzip
-from dataclasses import dataclass
+import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -84,3 +87,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = shared_folder(tmp_path_factory, "pipeline", run)
     # A space in the name, as users have them.
     return Finished(folder / "a run", folder / "few.fasta", (folder / "output.txt").read_text())
+
+
+@pytest.fixture
+def copied(finished: Finished, tmp_path: Path) -> Finished:
+    """A copy of the finished run, for a test that runs commands on it."""
+    work_dir = tmp_path / "a run"
+    shutil.copytree(finished.work_dir, work_dir, symlinks=True)
+    (known,) = (work_dir / "pipeline_runs").glob("*.yaml")
+    known.write_text(known.read_text().replace(str(finished.work_dir), str(work_dir)))
+    with closing(sqlite3.connect(work_dir / "mlflow.db")) as store, store:
+        places = {"runs": "artifact_uri", "experiments": "artifact_location"}
+        for table, column in places.items():  # or the steps would write beside the original
+            moved = f"UPDATE {table} SET {column} = replace({column}, ?, ?)"  # noqa: S608  # ours
+            # Without the last part, whose blank is an escape there.
+            store.execute(moved, (str(finished.work_dir.parent), str(tmp_path)))
+    return replace(finished, work_dir=work_dir)

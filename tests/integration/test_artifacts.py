@@ -1,9 +1,6 @@
 """The components as KFP's executor runs them, on a finished run: outputs and artifacts."""
 
 import json
-import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +42,10 @@ def execute(component: Any, folder: Path, **parameters: Any) -> tuple[Outputs, O
 
 
 def test_each_step_describes_its_results_in_artifacts(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work_dir = tmp_path / "a run"
-    shutil.copytree(finished.work_dir, work_dir, symlinks=True)
+    work_dir = copied.work_dir
     (known,) = (work_dir / "pipeline_runs").glob("*.yaml")
-    known.write_text(known.read_text().replace(str(finished.work_dir), str(work_dir)))
-    with closing(sqlite3.connect(work_dir / "mlflow.db")) as store, store:
-        places = {"runs": "artifact_uri", "experiments": "artifact_location"}
-        for table, column in places.items():  # or the steps would write beside the original
-            moved = f"UPDATE {table} SET {column} = replace({column}, ?, ?)"  # noqa: S608  # ours
-            # Without the last part, whose blank is an escape there.
-            store.execute(moved, (str(finished.work_dir.parent), str(tmp_path)))
     config, output_dir = str(known), work_dir / "diffusion"
     monkeypatch.setattr(steps, "train_locally", lambda *_: None)  # it is trained
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.commands import d2plm
-from tests.integration.conftest import Prepared
+from tests.integration.conftest import few_proteins
 
 pytestmark = pytest.mark.thorough  # trains several models
 
 
-def arguments(prepared: Prepared, work_dir: Path) -> list[str]:
+def arguments(work_dir: Path) -> list[str]:
     small = ("hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2")
     return [
         "experiment=compare_shuffled",
-        f"data.input={prepared.input}",
-        f"data.prepared_dir='{prepared.work_dir / 'data'}'",
+        f"data.input='{few_proteins(work_dir.with_name('few.fasta'))}'",
         *("data.validation_fraction=0.2", "data.search.sensitivity=4.0"),
+        "data.search_directions=from_held_out",
         *("data.max_length=128", "data.token_budget=2048", "model.max_position_embeddings=128"),
         *(f"model.{size}" for size in (*small, "intermediate_size=32")),
         *("trainer.max_steps=2", "trainer.compile=false", "callbacks.evaluation.every=2"),
@@ -27,11 +27,9 @@ def arguments(prepared: Prepared, work_dir: Path) -> list[str]:
     ]
 
 
-def test_arms_are_trained_evaluated_and_set_beside_one_another(
-    prepared: Prepared, tmp_path: Path
-) -> None:
+def test_arms_are_trained_evaluated_and_set_beside_one_another(tmp_path: Path) -> None:
     work_dir = tmp_path / "a comparison"
-    result = d2plm("compare", *arguments(prepared, work_dir))
+    result = d2plm("compare", *arguments(work_dir))
     assert result.returncode == 0, result.stdout + result.stderr
     comparison = json.loads((work_dir / "compare_shuffled.json").read_text())
     assert list(comparison["arms"]) == ["diffusion", "shuffled"]
@@ -49,17 +47,18 @@ def test_arms_are_trained_evaluated_and_set_beside_one_another(
     weights = work_dir / "diffusion" / "seed3" / "model" / "model.safetensors"
     before = weights.stat().st_mtime_ns
     os.remove(work_dir / "shuffled" / "seed3" / "model" / "evaluation.json")
-    again = d2plm("compare", *arguments(prepared, work_dir))
+    again = d2plm("compare", *arguments(work_dir))
     assert again.returncode == 0, again.stdout + again.stderr
     assert weights.stat().st_mtime_ns == before, "a finished run is not trained again"
     assert json.loads((work_dir / "compare_shuffled.json").read_text()) == comparison
 
 
-def test_a_run_that_fails_is_named_with_its_log(prepared: Prepared, tmp_path: Path) -> None:
-    changed = [*arguments(prepared, tmp_path), "optimizer.learning_rate=1.0e+30"]
+def test_a_run_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
+    work_dir = tmp_path / "a comparison"
+    changed = [*arguments(work_dir), "optimizer.learning_rate=1.0e+30"]
     result = d2plm("compare", *changed, "parallel=1", "trainer.max_steps=20")
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("d2plm: error: diffusion, seed 3:")
-    assert str(tmp_path / "diffusion" / "seed3" / "output.log") in last
-    assert not (tmp_path / "compare_shuffled.json").exists()
+    assert str(work_dir / "diffusion" / "seed3" / "output.log") in last
+    assert not (work_dir / "compare_shuffled.json").exists()

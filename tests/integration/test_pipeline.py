@@ -109,17 +109,17 @@ def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) 
     assert tokenizer("MKX")["input_ids"] == [0, 20, 15, 24, 2]
 
 
-def test_a_second_run_reuses_what_is_unchanged(finished: Finished) -> None:
-    weights = finished.output_dir / "model" / "model.safetensors"
-    files = [finished.work_dir / "data" / "manifest.json", weights]
+def test_a_second_run_reuses_what_is_unchanged(copied: Finished) -> None:
+    weights = copied.output_dir / "model" / "model.safetensors"
+    files = [copied.work_dir / "data" / "manifest.json", weights]
     before = [file.stat().st_mtime_ns for file in files]
-    evaluation = (finished.output_dir / "evaluation.json").read_text()
+    evaluation = (copied.output_dir / "evaluation.json").read_text()
     for command in ("prepare", "train", "evaluate", "register"):
-        again = run_d2plm(command, *finished.arguments())
+        again = run_d2plm(command, *copied.arguments())
         assert again.returncode == 0, again.stderr
     assert [file.stat().st_mtime_ns for file in files] == before
-    assert (finished.output_dir / "evaluation.json").read_text() == evaluation
-    client = MlflowClient(tracking_uri=finished.tracking_uri)
+    assert (copied.output_dir / "evaluation.json").read_text() == evaluation
+    client = MlflowClient(tracking_uri=copied.tracking_uri)
     assert len(client.search_model_versions("name = 'd2plm-diffusion'")) == 1
 
 
