@@ -114,7 +114,7 @@ else
     stage attention 70 attention --heads 16 --token-budget 65536
     # All arms are in memory at once; those that pad to 1,024 have 3.5 slots per token. 8,192 tokens
     # take more than an H200's 140 GiB.
-    stage peers-150m 150 peers --model 150m --token-budget "${PEERS_TOKENS:-2048}" --turns 6
+    stage peers-150m 240 peers --model 150m --token-budget "${PEERS_TOKENS:-2048}" --turns 6
     stage step-150m-65536 90 step $alone --model 150m --token-budget 65536
     stage step-450m-131072 120 step $alone --model 450m --token-budget 131072
     stage step-450m-32768 80 step $alone --model 450m --token-budget 32768
