@@ -145,6 +145,5 @@ def leave_error(text: str, exit_code: int, is_bug: bool = False) -> bool:
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
-    # After a signal, torchrun's heartbeat goes on: at a usual end of the interpreter it would abort
-    # the process if it is in native code, or print a traceback.
+    # After a signal torchrun's heartbeat goes on; a usual exit could abort it in native code.
     os._exit(exit_code)

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, decode
+from d2plm.data import homology
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs
 from d2plm.settings.data import EITHER, ClusterSettings, SearchSettings
@@ -116,7 +118,7 @@ def test_sigterm_as_the_program_starts_ends_all_its_processes(tmp_path: Path) ->
     assert not any((tmp_path / "work").iterdir())
 
 
-def test_clusters_and_hits_are_those_planted(tmp_path: Path) -> None:
+def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     folder = tmp_path / "with a space"
     folder.mkdir()
     bases = [
@@ -129,11 +131,16 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path) -> None:
     write_fasta(folder / "bases.fasta", ((str(i), s) for i, s in enumerate(bases)))
     mmseqs = _mmseqs(folder)
 
-    clusters = mmseqs.cluster(
-        folder / "all.fasta", 8, ClusterSettings(method="linclust", min_seq_id=0.5)
-    )
-    assert clusters.dtype == np.int32
-    assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    in_rounds = ClusterSettings(min_seq_id=0.5)
+    for settings, few in (
+        (replace(in_rounds, method="linclust"), 8),
+        (in_rounds, 8),
+        (in_rounds, 7),
+    ):
+        monkeypatch.setattr(homology, "FEW", few)
+        clusters = mmseqs.cluster(folder / "all.fasta", 8, settings)
+        assert clusters.dtype == np.int32
+        assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
     hits = mmseqs.search(
         folder / "all.fasta", folder / "bases.fasta", SearchSettings(sensitivity=4)
@@ -145,6 +152,8 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path) -> None:
     np.testing.assert_allclose(hits.identities[identical], 1)
     np.testing.assert_allclose(hits.identities[~identical], 0.8, atol=0.03)
     assert sorted(p.name for p in folder.iterdir()) == ["all.fasta", "bases.fasta", "log"]
+    calls = [line for line in (folder / "log").read_text().splitlines() if line.startswith("$")]
+    assert sum("--single-step-clustering 1" in call for call in calls) == 1
 
 
 def _stand_in(path: Path, table: str) -> Path:
