@@ -112,14 +112,14 @@ else
     stage ceiling 45 ceiling --model 450m --tokens 65536
     stage step-450m-65536 230 step $step --model 450m --token-budget 65536 --turns 12 --steps 2
     stage attention 70 attention --heads 16 --token-budget 65536
-    # All arms are in memory at once; those that pad to 1,024 have 3.5 slots per token. 8,192 tokens
-    # take more than an H200's 140 GiB.
-    stage peers-150m 240 peers --model 150m --token-budget "${PEERS_TOKENS:-2048}" --turns 6
     stage step-150m-65536 90 step $alone --model 150m --token-budget 65536
     stage step-450m-131072 120 step $alone --model 450m --token-budget 131072
     stage step-450m-32768 80 step $alone --model 450m --token-budget 32768
     stage step-150m-32768 80 step $alone --model 150m --token-budget 32768
     stage step-150m-131072 90 step $alone --model 150m --token-budget 131072
+    # All arms are in memory at once; those that pad to 1,024 have 2.5 positions per token. 8,192
+    # tokens take more than an H200's 140 GiB.
+    stage peers-150m 240 peers --model 150m --token-budget "${PEERS_TOKENS:-2048}" --turns 6
   }
 fi
 [ "$measured" -gt 0 ] || { echo 'no stage succeeded, see above'; exit 1; }

@@ -124,8 +124,8 @@ def _block(
 def _attention(
     attention: Attention, x_BLD: Tensor, rope_L1K: tuple[Tensor, Tensor], keys_B11L: Tensor
 ) -> Tensor:
-    qkv = attention.qkv_proj(x_BLD)
-    q, k, v = rearrange(qkv, "b l (qkv h k) -> qkv b l h k", qkv=3, h=attention.heads).unbind(0)
+    qkv = rearrange(attention.qkv_proj(x_BLD), "b l (h k) -> b l h k", h=3 * attention.heads)
+    q, k, v = qkv.chunk(3, 2)
     # Autocast leaves a normalisation in fp32 on some devices; the rest would follow it.
     cos_L1K, sin_L1K = (table.to(v.dtype) for table in rope_L1K)
     q = rotate(attention.q_norm(q).to(v.dtype), cos_L1K, sin_L1K)

@@ -44,8 +44,8 @@ _OF_NUCLEOTIDES = ("--search-type", 3)
 _BOTH_STRANDS = ("--strand", 2)
 # Words as long as BLASTN's: MMseqs2's own 15 find fewer homologs, and their index takes 8.4 GB.
 _INDEX_OF_NUCLEOTIDES = ("-k", 11)
-FEW = 1_000  # proteins; a round of clustering takes seconds, and there are three, however few
-_AT_ONCE = ("--single-step-clustering", 1)
+SMALL = 1_000  # proteins; each round of a cascade takes seconds, however few
+_SINGLE_STEP = ("--single-step-clustering", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,16 @@ class MMseqs:
             DataError: MMseqs2 fails (the message names the command and the log's last lines), or
                 its files cannot be written or read.
         """
-        options = _INDEX_OF_NUCLEOTIDES if self.nucleotides else _AT_ONCE if count <= FEW else ()
+        options = (
+            _INDEX_OF_NUCLEOTIDES if self.nucleotides else _SINGLE_STEP if count <= SMALL else ()
+        )
         with self._workspace() as folder:
             self._run(folder, "createdb", fasta.absolute(), "sequences", *self._kind)
             self._run(
                 folder,
                 *(settings.method, "sequences", "clusters", "work"),
                 *("--min-seq-id", settings.min_seq_id, "-c", settings.coverage, "--cov-mode", 0),
-                *(options if settings.method == "cluster" else ()),  # linclust has no index
+                *(options if settings.method == "cluster" else ()),  # linclust has neither
                 *self._resources(),
             )
             databases = ("sequences", "sequences", "clusters")

@@ -145,5 +145,5 @@ def leave_error(text: str, exit_code: int, is_bug: bool = False) -> bool:
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
-    # After a signal torchrun's heartbeat goes on; a usual exit could abort it in native code.
+    # torchrun's heartbeat thread outlives a signal; a normal exit could abort in its native code.
     os._exit(exit_code)

@@ -144,7 +144,7 @@ class Attention(nn.Module):
     def forward(
         self, x_TD: Tensor, cos_T1K: Tensor, sin_T1K: Tensor, cu_seqlens: Tensor, max_seqlen: int
     ) -> Tensor:
-        # Chunks of the heads: the backward writes the three gradients where they stand.
+        # Not unbind of a leading dimension: its backward stacks the gradients and transposes them.
         q, k, v = rearrange(self.qkv_proj(x_TD), "t (h k) -> t h k", h=3 * self.heads).chunk(3, 1)
         q = rotate(self.q_norm(q), cos_T1K, sin_T1K)
         k = rotate(self.k_norm(k), cos_T1K, sin_T1K)

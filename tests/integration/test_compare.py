@@ -12,11 +12,11 @@ from tests.integration.conftest import few_proteins
 pytestmark = pytest.mark.thorough  # trains several models
 
 
-def arguments(work_dir: Path) -> list[str]:
+def arguments(proteins: Path, work_dir: Path) -> list[str]:
     small = ("hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2")
     return [
         "experiment=compare_shuffled",
-        f"data.input='{few_proteins(work_dir.with_name('few.fasta'))}'",
+        f"data.input={proteins}",
         *("data.validation_fraction=0.2", "data.search.sensitivity=4.0"),
         "data.search_directions=from_held_out",
         *("data.max_length=128", "data.token_budget=2048", "model.max_position_embeddings=128"),
@@ -28,8 +28,8 @@ def arguments(work_dir: Path) -> list[str]:
 
 
 def test_arms_are_trained_evaluated_and_set_beside_one_another(tmp_path: Path) -> None:
-    work_dir = tmp_path / "a comparison"
-    result = d2plm("compare", *arguments(work_dir))
+    proteins, work_dir = few_proteins(tmp_path / "few.fasta"), tmp_path / "a comparison"
+    result = d2plm("compare", *arguments(proteins, work_dir))
     assert result.returncode == 0, result.stdout + result.stderr
     comparison = json.loads((work_dir / "compare_shuffled.json").read_text())
     assert list(comparison["arms"]) == ["diffusion", "shuffled"]
@@ -47,15 +47,15 @@ def test_arms_are_trained_evaluated_and_set_beside_one_another(tmp_path: Path) -
     weights = work_dir / "diffusion" / "seed3" / "model" / "model.safetensors"
     before = weights.stat().st_mtime_ns
     os.remove(work_dir / "shuffled" / "seed3" / "model" / "evaluation.json")
-    again = d2plm("compare", *arguments(work_dir))
+    again = d2plm("compare", *arguments(proteins, work_dir))
     assert again.returncode == 0, again.stdout + again.stderr
     assert weights.stat().st_mtime_ns == before, "a finished run is not trained again"
     assert json.loads((work_dir / "compare_shuffled.json").read_text()) == comparison
 
 
 def test_a_run_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
-    work_dir = tmp_path / "a comparison"
-    changed = [*arguments(work_dir), "optimizer.learning_rate=1.0e+30"]
+    proteins, work_dir = few_proteins(tmp_path / "few.fasta"), tmp_path / "a comparison"
+    changed = [*arguments(proteins, work_dir), "optimizer.learning_rate=1.0e+30"]
     result = d2plm("compare", *changed, "parallel=1", "trainer.max_steps=20")
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]

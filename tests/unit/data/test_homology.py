@@ -131,13 +131,13 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     write_fasta(folder / "bases.fasta", ((str(i), s) for i, s in enumerate(bases)))
     mmseqs = _mmseqs(folder)
 
-    in_rounds = ClusterSettings(min_seq_id=0.5)
+    default = ClusterSettings(min_seq_id=0.5)
     for settings, few in (
-        (replace(in_rounds, method="linclust"), 8),
-        (in_rounds, 8),
-        (in_rounds, 7),
+        (replace(default, method="linclust"), 8),
+        (default, 8),
+        (default, 7),
     ):
-        monkeypatch.setattr(homology, "FEW", few)
+        monkeypatch.setattr(homology, "SMALL", few)
         clusters = mmseqs.cluster(folder / "all.fasta", 8, settings)
         assert clusters.dtype == np.int32
         assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
@@ -153,7 +153,8 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     np.testing.assert_allclose(hits.identities[~identical], 0.8, atol=0.03)
     assert sorted(p.name for p in folder.iterdir()) == ["all.fasta", "bases.fasta", "log"]
     calls = [line for line in (folder / "log").read_text().splitlines() if line.startswith("$")]
-    assert sum("--single-step-clustering 1" in call for call in calls) == 1
+    clusterings = [call for call in calls if " sequences clusters work " in call]
+    assert ["--single-step-clustering 1" in call for call in clusterings] == [False, True, False]
 
 
 def _stand_in(path: Path, table: str) -> Path:

@@ -134,7 +134,7 @@ runpy.run_module("d2plm.launch.elastic", run_name="__main__")
 """
 
 
-def test_a_heartbeat_that_goes_on_after_a_signal_changes_nothing() -> None:
+def test_a_heartbeat_after_a_signal_does_not_change_the_exit_code() -> None:
     run = python_c(SIGNALLED)
     assert (run.returncode, run.stderr) == (143, "")
 
