@@ -45,7 +45,7 @@ _BOTH_STRANDS = ("--strand", 2)
 # Words as long as BLASTN's: MMseqs2's own 15 find fewer homologs, and their index takes 8.4 GB.
 _INDEX_OF_NUCLEOTIDES = ("-k", 11)
 SMALL = 1_000  # proteins; each round of a cascade takes seconds, however few
-_SINGLE_STEP = ("--single-step-clustering", 1)
+_ONE_STEP = ("--single-step-clustering", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,7 @@ class MMseqs:
             DataError: MMseqs2 fails (the message names the command and the log's last lines), or
                 its files cannot be written or read.
         """
-        options = (
-            _INDEX_OF_NUCLEOTIDES if self.nucleotides else _SINGLE_STEP if count <= SMALL else ()
-        )
+        options = _INDEX_OF_NUCLEOTIDES if self.nucleotides else _ONE_STEP if count <= SMALL else ()
         with self._workspace() as folder:
             self._run(folder, "createdb", fasta.absolute(), "sequences", *self._kind)
             self._run(
