@@ -44,7 +44,7 @@ _OF_NUCLEOTIDES = ("--search-type", 3)
 _BOTH_STRANDS = ("--strand", 2)
 # Words as long as BLASTN's: MMseqs2's own 15 find fewer homologs, and their index takes 8.4 GB.
 _INDEX_OF_NUCLEOTIDES = ("-k", 11)
-SMALL = 1_000  # proteins; each round of a cascade takes seconds, however few
+SMALL = 20  # proteins: as many neighbours as one step finds; each round of a cascade takes seconds
 _ONE_STEP = ("--single-step-clustering", 1)
 
 

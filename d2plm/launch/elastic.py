@@ -144,6 +144,6 @@ def leave_error(text: str, exit_code: int, is_bug: bool = False) -> bool:
 
 if __name__ == "__main__":
     exit_code = main()
-    sys.stdout.flush()
-    # torchrun's heartbeat thread outlives a signal; a normal exit could abort in its native code.
-    os._exit(exit_code)
+    with suppress(OSError):
+        print(end="", flush=True)  # unlike a flush, with a closed standard output, too
+    os._exit(exit_code)  # after a signal torchrun's heartbeat would abort a normal exit

@@ -94,7 +94,7 @@ class SplitSettings(Settings):
 class ClusterSettings(Settings):
     """Homology clustering by MMseqs2.
 
-    `cluster` finds remote homologs by cascaded searches (of up to 1,000 proteins, by one);
+    `cluster` finds remote homologs by cascaded searches (of up to 20 proteins, by one);
     `linclust` takes linear time, for hundreds of millions of sequences; `none` makes every sequence
     its own cluster, for a collection that is already clustered, such as UniRef50.
     """
