@@ -1,9 +1,10 @@
 """Fixtures: real sequences, a tiny store of them, and a tiny DiT in which no weight is zero."""
 
 import gzip
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -102,6 +103,14 @@ def shared_folder(
             fill(folder)
             filled.touch()
     return folder
+
+
+@pytest.fixture(autouse=True)
+def unlocked_logging() -> Iterator[None]:
+    """An exception out of a signal's handler can leave logging's lock taken, for ever."""
+    yield
+    while logging._lock._is_owned():  # type: ignore[attr-defined]
+        logging._lock.release()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

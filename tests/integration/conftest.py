@@ -97,9 +97,8 @@ def copied(finished: Finished, tmp_path: Path) -> Finished:
     (known,) = (work_dir / "pipeline_runs").glob("*.yaml")
     known.write_text(known.read_text().replace(str(finished.work_dir), str(work_dir)))
     with closing(sqlite3.connect(work_dir / "mlflow.db")) as store, store:
-        places = {"runs": "artifact_uri", "experiments": "artifact_location"}
-        for table, column in places.items():  # or the steps would write beside the original
+        # Or the steps write beside the original; the last part is left, its blank is an escape.
+        for table, column in (("runs", "artifact_uri"), ("experiments", "artifact_location")):
             moved = f"UPDATE {table} SET {column} = replace({column}, ?, ?)"  # noqa: S608  # ours
-            # Without the last part, whose blank is an escape there.
             store.execute(moved, (str(finished.work_dir.parent), str(tmp_path)))
     return replace(finished, work_dir=work_dir)

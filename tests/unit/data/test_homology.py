@@ -15,7 +15,6 @@ import pytest
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, decode
-from d2plm.data import homology
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs
 from d2plm.settings.data import EITHER, ClusterSettings, SearchSettings
@@ -132,12 +131,8 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     mmseqs = _mmseqs(folder)
 
     default = ClusterSettings(min_seq_id=0.5)
-    for settings, few in (
-        (replace(default, method="linclust"), 8),
-        (default, 8),
-        (default, 7),
-    ):
-        monkeypatch.setattr(homology, "SMALL", few)
+    for settings, few in ((replace(default, method="linclust"), 8), (default, 8), (default, 7)):
+        monkeypatch.setattr("d2plm.data.homology.SMALL", few)
         clusters = mmseqs.cluster(folder / "all.fasta", 8, settings)
         assert clusters.dtype == np.int32
         assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
