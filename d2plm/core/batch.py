@@ -1,8 +1,8 @@
-"""PackedBatch: the one batch type that flows from the loader through the model to the loss.
+"""PackedBatch: the batch type that the loader, the model and the loss share.
 
-Sequences are concatenated into one row of a fixed token budget. Padding exists only as a tail in
-segments of its own, none of them longer than a sequence may be, and `cu_seqlens` is padded to a
-fixed length, so every batch of a run has the same shapes and nothing recompiles.
+Sequences are concatenated into one row of a fixed token budget. Padding exists only as trailing
+segments, none longer than a sequence may be, and `cu_seqlens` has a fixed length, so every batch of
+a run has the same shapes and nothing recompiles.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Alignment:
-    """Corrupted proteins aligned to their relatives: N = Σ lengths of the proteins, over R pairs.
+    """Alignments of corrupted proteins to their relatives: N = Σ lengths of the proteins, R pairs.
 
     Attributes:
-        features: float32 [N, F] of each position of a protein and one relative, which
-            `d2plm.model.alignment` lists.
-        places: int64 [N], the position in the packed row of each line.
-        bounds: int64 [R + 1], the lines of each pair.
+        features: float32 [N, F], one row per (position of a protein, relative); the features are
+            listed in `d2plm.model.alignment`.
+        places: int64 [N], position of each row in the packed row.
+        bounds: int64 [R + 1], start and end of each pair's rows.
     """
 
     features: Tensor
@@ -40,7 +40,6 @@ class Alignment:
     bounds: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Alignment":
-        """The same with `function` of each tensor."""
         return Alignment(*map(function, vars(self).values()))
 
 
@@ -48,14 +47,14 @@ class Alignment:
 class Relatives:
     """R relatives of the sequences of a batch, which the model sees but never predicts.
 
-    They stay on the host, where they are aligned.
+    The arrays stay on the host, where relatives are aligned.
 
     Attributes:
         tokens: uint8 [M], the concatenated residues, without special tokens.
         bounds: int64 [R + 1], start and end of each relative; none is empty.
         segments: int64 [R], the segment of the batch to which each relative belongs.
-        alignment: of the corrupted batch to them, where the corruption was known ahead of the step;
-            None: the model's forward aligns them.
+        alignment: alignment of the corrupted batch to the relatives, if computed before the step;
+            None: the model's forward computes it.
     """
 
     tokens: NDArray[np.uint8]
@@ -65,9 +64,9 @@ class Relatives:
 
     @classmethod
     def pack(cls, by_segment: Sequence[Sequence[NDArray[np.uint8]]]) -> Self:
-        """The relatives (uint8 residue tokens) of each segment, as one object.
+        """Concatenate the relatives (uint8 residue tokens) of each segment.
 
-        Raises `DataError` if one is empty.
+        Raises `DataError` if a relative is empty.
         """
         flat = [tokens for of_segment in by_segment for tokens in of_segment]
         if not all(map(len, flat)):
@@ -92,20 +91,19 @@ class Relatives:
 class PackedBatch:
     """Several sequences in one row.
 
-    Shapes: T tokens (the budget), S segments (sequences, those of the padding tail, then empty
-    ones).
+    Shapes: T tokens (the budget), S segments (sequences, then padding, then empty segments).
 
     Attributes:
-        tokens: [T], in the dtype of their vocabulary: uint8, uint16 or uint32.
+        tokens: [T], in the dtype of the vocabulary: uint8, uint16 or uint32.
         cu_seqlens: int32 [S + 1], where each segment starts and ends; the last value is T.
-        sequence_ids: int64 [S], index of each sequence in its store, where there are several
-            counted through all of them; -1 for padding segments.
+        sequence_ids: int64 [S], index of each sequence in its store, or in the concatenation of
+            several stores; -1 for padding segments.
         draw_ids: int64 [S], index of each sequence in the *global* batch, the key of its random
             draws; -1 for padding segments.
         global_sequences: number of sequences in the global batch, over which times are stratified.
-        max_seqlen: an upper bound on the length of any segment, constant over a run. CUDA's
-            attention launches work for S segments of this length: keep both small.
-        relatives: of the sequences, for a model that takes relatives; otherwise None.
+        max_seqlen: upper bound on the length of any segment, constant over a run. The cost of
+            CUDA's attention launches grows with S · max_seqlen: keep both small.
+        relatives: relatives of the sequences, for a model that takes them; otherwise None.
     """
 
     tokens: Tensor
@@ -122,8 +120,8 @@ class PackedBatch:
     ) -> Self:
         """Lay `sequences` (tokens of one dtype, special tokens included) one after another.
 
-        `token_budget` and `max_segments` pin the shapes; without them the batch is exactly as large
-        as its content. Other arguments and errors as of `of_row`.
+        `token_budget` and `max_segments` fix the shapes; without them the batch is as large as its
+        content. Other arguments and errors are those of `of_row`.
         """
         lengths = np.array([len(s) for s in sequences], dtype=np.int64)
         used = int(lengths.sum())
@@ -146,15 +144,15 @@ class PackedBatch:
         max_seqlen: int | None = None,
         relatives: Relatives | None = None,
     ) -> Self:
-        """A batch of the tokens `row` [T], which begins with sequences of `lengths` [n].
+        """Build a batch from the tokens `row` [T], which begins with sequences of `lengths` [n].
 
-        Raises `DataError` if they do not fit into it, or into `max_segments` of `max_seqlen`.
+        Raises `DataError` if they do not fit into the row, or into `max_segments` of `max_seqlen`.
         """
         count, budget, ends = len(lengths), len(row), np.cumsum(lengths)
         used, longest = int(ends[-1]) if count else 0, int(lengths.max(initial=0))
         if max_seqlen is None:
             max_seqlen = max(longest, budget - used)
-        # The ends of the segments of the tail, except the last.
+        # Ends of the padding segments, except the last.
         tail = np.arange(used + max_seqlen, budget, max(max_seqlen, 1))
         needed = count + len(tail) + (used < budget)
         segments = needed if max_segments is None else max_segments
@@ -186,12 +184,10 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
         return self.tokens.shape[0]
 
     @property
     def num_segments(self) -> int:
-        """S, padding segments included."""
         return self.sequence_ids.shape[0]
 
     def segment_ids(self) -> Tensor:
@@ -203,9 +199,9 @@ class PackedBatch:
         return positions(self.cu_seqlens, self.segment_ids())
 
     def computable(self) -> Tensor:
-        """The tokens [T] in a dtype that torch can compute with: uint8 as they are, others int32.
+        """The tokens [T] in a dtype that torch can compute with: uint8, or int32 for wider tokens.
 
-        Of uint16 and uint32 it has few operations; batches are moved in them.
+        Torch has few operations on uint16 and uint32; batches are only transferred in these.
         """
         return self.tokens if self.tokens.dtype == torch.uint8 else self.tokens.to(torch.int32)
 
@@ -214,15 +210,14 @@ class PackedBatch:
         return self.sequence_ids != PADDING_ID
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch on `device`; the copy does not block if the source is pinned."""
+        """Copy to `device`, without blocking if the source is pinned."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:
-        """The same batch in page-locked host memory (the loader calls this)."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def sequence_lengths(self) -> list[int]:
-        """Tokens of each sequence, without padding; synchronises on an accelerator."""
+        """Number of tokens of each sequence, without padding; synchronises on an accelerator."""
         count = np.count_nonzero(self.sequence_ids.cpu().numpy() != PADDING_ID)
         return np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
 
@@ -236,7 +231,7 @@ class PackedBatch:
         self._map(record)
 
     def repeated(self, count: int) -> Self:
-        """`count` copies, one after another; `relatives` must be those of all copies already."""
+        """Concatenate `count` copies; `relatives` must already be those of all copies."""
         starts = torch.arange(count, device=self.cu_seqlens.device)[:, None] * self.num_tokens
         ends = (self.cu_seqlens[1:] + starts).flatten().to(torch.int32)
         return replace(
@@ -275,7 +270,7 @@ class PackedBatch:
 
 
 def under_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> Iterator[list[T]]:
-    """The items in order, in groups that fit the budget, of at least one item."""
+    """Group the items in order; each group fits the budget or is a single item."""
     batch: list[T] = []
     used = 0
     for item in items:
@@ -289,7 +284,7 @@ def under_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> I
 
 
 def of_size(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """The items in order, in groups of at least this size, except the last."""
+    """Group the items in order; each group but the last reaches the size `least`."""
     batch: list[T] = []
     used = 0
     for item in items:
@@ -309,7 +304,7 @@ def segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def positions(cu_seqlens: Tensor, segments: Tensor) -> Tensor:
-    """int64 [T]: the position of each token in its segment, given `segment_ids`."""
+    """int64 [T]: the position of each token in its segment."""
     index = torch.arange(segments.shape[0], device=segments.device)
     return index - cu_seqlens[segments]
 

@@ -15,8 +15,8 @@ class D2PLMError(Exception):
     """Base of all errors caused by the input, the settings or the environment.
 
     Attributes:
-        exit_code: exit code of the command that the error ends.
-        document: the results of the command up to the error, for `--json`.
+        exit_code: exit code of the command.
+        document: results of the command up to the error, for `--json`.
     """
 
     exit_code = 1
@@ -27,17 +27,17 @@ class ConfigError(D2PLMError):
     """A setting is unknown or has an impossible value.
 
     The library names its arguments; the layer that reads configurations adds their section with
-    `within`, so that the message names the full keys.
+    `within`, so that the message contains the full keys.
 
     Args:
         reason: what is wrong and what to do; completes "KEY=VALUE: …".
-        settings: argument or key → value, of those that are wrong; may be empty.
+        settings: argument or key → value, of the wrong settings; may be empty.
     """
 
     exit_code = 2
 
     def __init__(self, reason: str, settings: Mapping[str, object] | None = None) -> None:
-        super().__init__(reason, dict(settings or {}))  # as pickle passes them on
+        super().__init__(reason, dict(settings or {}))  # the arguments that pickle passes on
         self.reason, self.settings = reason, dict(settings or {})
 
     def __str__(self) -> str:
@@ -46,11 +46,11 @@ class ConfigError(D2PLMError):
         return f"{named}: {self.reason}" if named else self.reason
 
     def within(self, section: str, keys: Mapping[str, str] | None = None) -> "ConfigError":
-        """The same error with the full keys of its arguments.
+        """The same error with full keys.
 
         Args:
             section: section of the configuration that contains the arguments.
-            keys: argument → full key, for arguments from elsewhere.
+            keys: argument → full key, for arguments of other sections.
         """
         prefix, elsewhere = f"{section}." if section else "", keys or {}
         named = {elsewhere.get(key, prefix + key): v for key, v in self.settings.items()}
@@ -58,7 +58,7 @@ class ConfigError(D2PLMError):
 
 
 class DataError(D2PLMError):
-    """A sequence file or store is missing, damaged or holds something that is not a protein."""
+    """A sequence file or store is missing, damaged or contains an invalid sequence."""
 
 
 class SplitError(DataError):
@@ -78,11 +78,11 @@ class OutputError(D2PLMError):
 
 
 class TrackingError(D2PLMError):
-    """A tracker is not installed, cannot be reached or refuses a request."""
+    """A tracker is not installed, cannot be reached or rejects a request."""
 
 
 class ClusterError(D2PLMError):
-    """A cluster or its pipeline server cannot be reached, or refuses."""
+    """A cluster or its pipeline server cannot be reached, or rejects a request."""
 
 
 class DoctorError(D2PLMError):
@@ -90,7 +90,7 @@ class DoctorError(D2PLMError):
 
 
 class LaunchError(D2PLMError):
-    """A launched process or job failed; a meaningful exit code is passed on."""
+    """A launched process or job failed; its exit code is passed on."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -98,14 +98,14 @@ class LaunchError(D2PLMError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first exception in the chain of `error`, which libraries wrap several times."""
+    """The first exception in the chain of `error`, which libraries may wrap several times."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of a message, or the type of an error without one."""
+    """The first line of a message, or the type of an error without a message."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
 
@@ -138,7 +138,7 @@ def require_number(
     Args:
         integer: whether only whole numbers are allowed.
         optional: whether None is also allowed.
-        low, high: the bounds; None means unbounded.
+        low, high: bounds; None is no bound.
         low_open, high_open: whether the bound itself is excluded.
     """
     kind = int if integer else (int, float)
@@ -158,9 +158,8 @@ def require_number(
 
 @contextmanager
 def within(section: str, keys: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Name the full keys in a `ConfigError` of the block; see `ConfigError.within`.
-
-    An error that names full keys already, with a dot, keeps them.
+    """Name full keys in a `ConfigError` of the block, unless it already does; see
+    `ConfigError.within`.
     """
     try:
         yield
@@ -174,7 +173,7 @@ def within(section: str, keys: Mapping[str, str] | None = None) -> Iterator[None
 def from_extra(
     what: str, extra: str, kind: type[D2PLMError], otherwise: str = ""
 ) -> Iterator[None]:
-    """Convert failing imports in the block to an error of this `kind` that names d2plm's extra."""
+    """Convert an `ImportError` in the block to an error of type `kind` that names d2plm's extra."""
     try:
         yield
     except ImportError as error:

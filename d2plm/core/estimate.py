@@ -1,7 +1,7 @@
-"""A figure with its 95 % interval, and the only decision whether a difference is better than none.
+"""Estimates with 95 % intervals, and the rule for when a difference counts as shown.
 
-A difference of likelihood bounds is better if it is negative. It counts only if its whole interval
-has its sign; without an interval, as for a single homology cluster, nothing is shown.
+A negative difference of likelihood bounds is an improvement. A difference counts only if its whole
+interval has its sign; without an interval, as for a single homology cluster, nothing is shown.
 """
 
 import math
@@ -13,7 +13,7 @@ Interval = tuple[float, float]
 
 
 class Verdict(StrEnum):
-    """The result of a paired comparison, in the words of every output."""
+    """The result of a paired comparison, in the words used by every output."""
 
     BETTER = "better than"
     WORSE = "worse than"
@@ -21,7 +21,7 @@ class Verdict(StrEnum):
 
 
 def verdict(*intervals: Interval | None) -> Verdict:
-    """Whether a difference is better, worse or undecided by all its intervals together."""
+    """Whether a difference is better, worse or undecided according to all its intervals."""
     known = [interval for interval in intervals if interval is not None]
     if len(known) < len(intervals):
         return Verdict.UNDECIDED
@@ -32,33 +32,32 @@ def verdict(*intervals: Interval | None) -> Verdict:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % interval, None if all sequences are in one homology cluster."""
+    """A value and its 95 % interval, None if all sequences are in one homology cluster."""
 
     value: float
     interval: Interval | None
 
     @property
     def ends(self) -> Interval:
-        """The interval; the value twice if there is none."""
+        """The interval, or the value twice without one."""
         return self.interval or (self.value, self.value)
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on a difference."""
         return verdict(self.interval)
 
     def exp(self) -> "Estimate":
-        """The perplexity of a figure in nats."""
+        """The perplexity of a value in nats."""
         low, high = map(math.exp, self.ends)
         return Estimate(math.exp(self.value), self.interval and (low, high))
 
     def __format__(self, form: str) -> str:
-        """`17.437 [17.295, 17.573]` in the form of each number."""
+        """`17.437 [17.295, 17.573]`, each number in the format `form`."""
         return f"{self.value:{form}} {interval_text(self.interval, form)}"
 
 
 def interval_text(interval: Sequence[float] | None, form: str) -> str:
-    """`[low, high]`; a single homology cluster has no interval."""
+    """`[low, high]`, or `(one cluster)` without an interval."""
     if interval is None:
         return "(one cluster)"
     low, high = interval

@@ -1,4 +1,4 @@
-"""Atomic writing of files, and suggestions for misspelt paths."""
+"""Atomic file writes, suggestions for misspelt paths, and JSON files."""
 
 import hashlib
 import json
@@ -24,16 +24,14 @@ def written_beside(path: str | Path) -> Iterator[Path]:
     """Yield a path next to `path`, in the same (possibly new) folder, and rename it to `path`.
 
     The block writes a file or a folder there; the name keeps the suffix of `path`. On success it is
-    flushed to disk and replaces what is at `path`, except that a file never replaces a folder; the
-    files of a folder get its permissions to read and write. On an exception it is removed and
-    `path` stays as it was. Two processes that write the same path take turns. A kill while one
-    folder replaces another leaves the old one as `previous.NAME`.
+    flushed to disk and replaces `path`, except that a file never replaces a folder; files in a
+    folder get the folder's read and write permissions. On an exception it is removed and `path`
+    stays as it was. Two processes that write the same path take turns. A kill while one folder
+    replaces another leaves the old one as `previous.NAME`. Raises `DataError` if the path cannot be
+    written.
 
         with written_beside(output) as partial:
             partial.write_text(text)
-
-    Raises:
-        DataError: if the path cannot be written (permissions, space).
     """
     path = Path(path)
     try:
@@ -65,7 +63,7 @@ def written_beside(path: str | Path) -> Iterator[Path]:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be created in a folder, or in the nearest parent of a missing one."""
+    """Whether files can be created in a folder, or in the nearest existing parent."""
     try:
         existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
         with tempfile.TemporaryFile(dir=existing):
@@ -77,15 +75,12 @@ def is_writable(folder: Path) -> bool:
 def require_other_output(
     key: str, output: Any, read: Iterable[Any], is_folder: bool = False
 ) -> None:
-    """Reject an output path that names one of the files to `read`, in any spelling.
+    """Raise `ConfigError` if an output path is one of the files to `read`, in any spelling.
 
     Args:
         key: key of the output, for the message.
         output, read: paths; None stands for no file.
-        is_folder: whether the output is a folder.
-
-    Raises:
-        ConfigError: if the output is one of the files to read, or a folder where it is a file.
+        is_folder: whether the output is a folder; otherwise an existing folder is rejected, too.
     """
     real = None if output is None else Path(output).resolve()
     is_read = real in [Path(str(path)).resolve() for path in read if path is not None]
@@ -95,7 +90,7 @@ def require_other_output(
 
 
 def write_text(file: str | Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file with `written_beside`, with these permissions minus the umask."""
+    """Write a text file with `written_beside`; `mode` is reduced by the umask."""
     with written_beside(file) as partial:
         partial.touch(mode)
         partial.write_text(text, encoding="utf-8")
@@ -121,11 +116,12 @@ def _remove(path: Path) -> None:
 
 
 def nearest_path(path: str | Path) -> str:
-    """` (did you mean 'x'?)` with the existing path most similar to a missing one, or nothing.
+    """` (did you mean 'x'?)` with the existing path most similar to a missing one, or an empty
+    string.
 
-    Each missing part is replaced by the most similar entry of the folder before it.
+    Each missing part is replaced by the most similar entry of its parent folder.
     """
-    wrong = Path(os.path.expanduser(path))  # as it is for an unknown user
+    wrong = Path(os.path.expanduser(path))  # unchanged for an unknown user
     found = Path(wrong.anchor)
     for part in wrong.parts[1:] if wrong.anchor else wrong.parts:
         if not os.path.lexists(found / part):
@@ -145,14 +141,14 @@ def _entries(folder: Path) -> list[str]:
 
 
 def config_dir() -> Path:
-    """The folder of the configurations: inside an installed package, beside it in a checkout."""
+    """The folder of the configurations: in an installed package, or next to it in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def is_hub_name(location: str) -> bool:
-    """Whether this may be ORGANISATION/NAME on the Hugging Face Hub, and no part is a local path.
+    """Whether `location` may be ORGANISATION/NAME on the Hugging Face Hub.
 
     A missing path below an existing folder is an error and is not searched for on the Hub.
     """
@@ -161,7 +157,7 @@ def is_hub_name(location: str) -> bool:
 
 
 def shipped(path: str | Path) -> Path:
-    """The path, or the installed copy of an example (`examples/…`) that is not here."""
+    """The path, or for a missing `examples/…` the copy in the installed package."""
     here, installed = Path(path), config_dir().parent / path
     wanted = here.parts[:1] == ("examples",) and not os.path.lexists(here)
     return installed if wanted and installed.exists() else here
@@ -170,8 +166,7 @@ def shipped(path: str | Path) -> Path:
 def read_json(file: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if the file does not exist.
 
-    Raises:
-        DataError: if the file cannot be read or contains no JSON object.
+    Raises `DataError` if the file cannot be read or contains no JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -185,11 +180,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def files_digest(*files: Path) -> str:
-    """SHA-256 of the concatenated contents of the files.
-
-    Raises:
-        DataError: if one cannot be read.
-    """
+    """SHA-256 of the concatenated contents of the files; `DataError` if one cannot be read."""
     digest = hashlib.sha256()
     for file in files:
         try:

@@ -1,4 +1,4 @@
-"""Exclusive locks between processes, for folders that only one of them may write at a time."""
+"""Exclusive locks between processes, for folders that only one process may write at a time."""
 
 import errno
 import logging
@@ -12,9 +12,8 @@ from filelock import FileLock, Timeout
 from d2plm.core.errors import DataError
 from d2plm.core.waiting import waiting
 
-# Error numbers of file systems without locks.
-WITHOUT_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
-ATTEMPTS = 20  # at a lock whose folder its holders remove
+WITHOUT_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)  # errors of such file systems
+ATTEMPTS = 20  # to take a lock whose folder failing holders remove
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +29,15 @@ def locked(
 ) -> Iterator[None]:
     """Hold the lock `file`, which is created here and removed when the lock is released.
 
-    Folders that were missing are created, and removed if nothing else has been written to them.
-    The system releases the lock of a process that is killed. On a file system without locks, the
-    block runs unlocked after a warning. Any wait, with a limit or without, is logged when it begins
-    and then every minute.
+    Missing folders are created, and removed if they stay empty. The system releases the lock of a
+    killed process. On a file system without locks, the block runs unlocked after a warning. A wait
+    is logged when it begins and then every minute.
 
     Args:
-        busy: what the process that holds the lock is doing, for the lines about the wait.
+        busy: what the process that holds the lock is doing, for the log.
         of: the path to name if the lock cannot be created; None names the lock itself.
-        max_wait_seconds: when to give up; None waits until the holder releases the lock or ends.
-        limit_key: the setting that limits the wait, as the error names it.
+        max_wait_seconds: None waits until the holder releases the lock or ends.
+        limit_key: name of the setting that limits the wait, for the error.
 
     Raises:
         DataError: if the file cannot be created, or the lock is held for too long.
@@ -54,7 +52,7 @@ def locked(
                 with suppress(Timeout):
                     lock.acquire(timeout=0)
                     break
-                file.touch()  # FileLock takes a file that cannot be made, as in /proc, for held
+                file.touch()  # to FileLock, a file that cannot be created, as in /proc, is locked
                 _wait(lock, busy, max_wait_seconds, limit_key)
                 break
             except FileNotFoundError:  # a holder has failed and has removed the folder
@@ -70,7 +68,7 @@ def locked(
     try:
         yield
     finally:
-        # While the lock is held: whoever has opened the removed file notices and makes a new one.
+        # While the lock is held: a process that has opened the removed file notices it.
         file.unlink(missing_ok=True)
         for folder in made:
             with suppress(OSError):  # it is in use
@@ -99,7 +97,6 @@ def _make_folder_of(file: Path) -> list[Path]:
 
 @cache
 def _warn_without_locks(folder: Path, reason: str) -> None:
-    """Once for a folder."""
     log.warning(
         "%s is on a file system without locks (%s): let nothing else write there", folder, reason
     )

@@ -1,4 +1,4 @@
-"""The machine: the cores and memory that this process may use, and a description for reports.
+"""The cores and memory that this process may use, and a description of the machine for reports.
 
 A container sees all cores of its node; a program that starts a thread for each of them spends most
 of its quota on waiting.
@@ -20,7 +20,7 @@ _UNLIMITED = 2**60  # version 1 of cgroups writes a huge number for no limit
 
 
 def usable_cores() -> int:
-    """CPUs that this process may use, given its affinity and the quota of its control groups."""
+    """CPUs that this process may use, given its affinity and the quota of its cgroups."""
     quota, _ = cgroup_limits()
     return available_cpus() if quota is None else max(min(available_cpus(), int(quota)), 1)
 
@@ -36,8 +36,8 @@ def user_name() -> str | None:
 def use_utf8() -> None:
     """Start this process again in Python's UTF-8 mode if the locale has another encoding.
 
-    Names of files, output and the files of libraries are else in ASCII or Latin-1: those that other
-    processes or machines write are misread or refused. The mode is the default of Python 3.15.
+    Otherwise file names, output and library files would be ASCII or Latin-1, and those of other
+    processes or machines would be misread or rejected. The mode is the default of Python 3.15.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"  # of the processes that this one starts
@@ -45,7 +45,7 @@ def use_utf8() -> None:
 
 
 def configure_home() -> None:
-    """Set HOME for a user who has none, as for a user id without a name: MLflow's import fails."""
+    """Set HOME for a user without one, such as an id without a name: MLflow's import would fail."""
     if os.path.expanduser("~") == "~":
         from tempfile import gettempdir  # not in the 0.2 s of --help
 
@@ -55,30 +55,29 @@ def configure_home() -> None:
 def configure_threads() -> None:
     """Limit torch's threads to the quota of cores, and the time that they wait without sleeping.
 
-    Call this before torch is imported. What the user has set is kept. A thread that waits on the
-    core which another thread of the process needs delays it at every parallel region: with other
-    work on one of two cores steps took up to 40 times as long as on one thread
-    (docs/performance.md).
+    Call this before importing torch. The user's settings are kept. A waiting thread that occupies
+    the core needed by another one delays it at every parallel region: with other work on one of two
+    cores, steps took up to 40 times as long as on one thread (docs/performance.md).
     """
     if usable_cores() < available_cpus():  # torch considers only the affinity
         os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
-    if "OMP_WAIT_POLICY" not in os.environ:  # libgomp's own number is 300 times as large
+    if "OMP_WAIT_POLICY" not in os.environ:  # libgomp's default is 300 times as large
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def available_cpus() -> int:
-    """CPUs in the affinity of this process, or of the machine where there is no affinity."""
+    """CPUs in the affinity of this process, or all CPUs on systems without affinity."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float | None, int | None]:
-    """(cores, bytes) that the control groups of this process allow; None: no limit.
+    """(cores, bytes) that the cgroups of this process allow; None: no limit.
 
     Args:
-        root: where the groups are mounted.
-        own: file that names the group of this process.
+        root: mount point of the cgroups.
+        own: file that names the cgroup of this process.
     """
     cores: list[float] = []
     memory: list[int] = []
@@ -99,7 +98,7 @@ def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float |
 
 
 def _own_groups(root: Path, own: Path) -> list[Path]:
-    """The group of this process and its parents, each of which may have a limit."""
+    """The cgroup of this process and its parents, each of which may have a limit."""
     lines = own.read_text().splitlines() if own.exists() else []
     path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
     folder = root / path.strip("/")
@@ -107,7 +106,7 @@ def _own_groups(root: Path, own: Path) -> list[Path]:
 
 
 def first_text(file: Path) -> str:
-    """The first line of a file; empty for an unreadable one."""
+    """The first line of a file; empty if it cannot be read."""
     try:
         return file.read_text().partition("\n")[0].strip()
     except OSError:
@@ -115,7 +114,7 @@ def first_text(file: Path) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, device and versions, on which the figures depend."""
+    """Processor, cores, device and versions, on which measurements depend."""
     import torch
 
     from d2plm.core.versions import installed

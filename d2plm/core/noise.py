@@ -53,8 +53,8 @@ def stratified(key: Key, draw_ids: Tensor, count: int) -> Tensor:
     """float64 [S] in [0, 1): low-variance uniforms over a global batch of `count` sequences.
 
     Sequence i gets (u + π(i)) / count with one shared u and a permutation π of 0..count−1, so the
-    times of a global batch cover [0, 1) evenly whatever the ranks and micro-batches. Entries whose
-    `draw_ids` is −1 (padding) are meaningless.
+    times of a global batch cover [0, 1) evenly, independently of ranks and micro-batches. Entries
+    with `draw_ids` −1 (padding) are meaningless.
     """
     device = draw_ids.device
     everyone = torch.arange(max(count, 1), device=device)
@@ -83,7 +83,7 @@ def _mix_int(value: int) -> int:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 tensors, whose products wrap as unsigned ones do."""
+    """SplitMix64's finaliser on int64 tensors, whose products wrap like unsigned ones."""
     value = (value ^ _shift_right(value, 30)) * _signed(_MIX_1)
     value = (value ^ _shift_right(value, 27)) * _signed(_MIX_2)
     return value ^ _shift_right(value, 31)

@@ -1,4 +1,4 @@
-"""Numbers as text: short counts and durations, the same wherever they are shown."""
+"""Short forms of counts and durations, the same in all outputs."""
 
 
 def short_number(number: float) -> str:
@@ -10,7 +10,7 @@ def short_number(number: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: `1 text`, `1,902 texts`."""
+    """`1 text`, `1,902 texts`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

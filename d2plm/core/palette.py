@@ -1,4 +1,4 @@
-"""Colours and markers of every figure, and the way a figure becomes a file.
+"""Colours and markers of every figure, and saving figures.
 
 The colours are those of Okabe and Ito, which colour-blind readers can distinguish; markers and
 dashes repeat the distinction for readers without colours.
@@ -16,7 +16,7 @@ SERIES = (BLUE, ORANGE, GREEN, PINK, VERMILION)
 MARKERS = "os^Dv"
 DASHES = ("-", "--", "-.", ":")
 DPI = 120
-# Class of side chain → residues, and its colour; other letters are not coloured.
+# Class of side chain → residues; other letters are not coloured.
 CLASSES = {
     "hydrophobic": "AVLIM",
     "aromatic": "FWY",
@@ -30,14 +30,14 @@ CLASS_OF = {letter: name for name, letters in CLASSES.items() for letter in lett
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of this size in inches, which needs no display."""
+    """An empty matplotlib figure, size in inches, which needs no display."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def legend_above(axes: Any) -> None:
-    """A legend above the axes, where it covers nothing, in two columns if they are wide enough."""
+    """Place a legend above the axes, in two columns if they are wide enough."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
@@ -49,10 +49,9 @@ def legend_above(axes: Any) -> None:
 
 
 def save_figure(figure: Any, file: Path, dpi: int = DPI) -> None:
-    """Write a figure whole or not at all, in the format that the file's name ends with.
+    """Write a figure atomically, in the format of the file's suffix.
 
-    Raises:
-        DataError: if the file cannot be written.
+    Raises `DataError` if the file cannot be written.
     """
     with written_beside(file) as partial:
         figure.savefig(partial, dpi=dpi)

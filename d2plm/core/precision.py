@@ -1,4 +1,4 @@
-"""The device and the precision of matrix products, chosen by the abilities of the hardware."""
+"""The device and the precision of matrix products, chosen by what the hardware supports."""
 
 import torch
 
@@ -14,10 +14,9 @@ DTYPES = {
 
 
 def resolve_device(device: str) -> str:
-    """`cpu` or `cuda`; `auto` takes CUDA where there is a device.
+    """`cpu` or `cuda`; `auto` selects CUDA if there is a device.
 
-    Raises:
-        ConfigError: for a device that this machine lacks.
+    Raises `ConfigError` for a device that this machine lacks.
     """
     require_choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
@@ -26,10 +25,10 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products; `auto` takes bf16 where the hardware has instructions for it.
+    """The dtype of matrix products; `auto` selects bf16 if the hardware has instructions for it.
 
-    On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32. A GPU that is not in
-    this machine is taken for one with bf16.
+    On a CPU without avx512_bf16 or AMX, bf16 is emulated and slower than fp32. For CUDA on a
+    machine without a GPU, bf16 is assumed.
     """
     require_choice("precision", precision, ("auto", *DTYPES))
     if precision != "auto":
@@ -40,7 +39,7 @@ def resolve_precision(precision: str, device: torch.device) -> torch.dtype:
     else:
         allowed = torch.backends.cpu.get_cpu_capability().startswith(
             "AVX512"
-        )  # a variable can limit it
+        )  # ATEN_CPU_CAPABILITY can limit it
         supported = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         fast = allowed and supported
     return torch.bfloat16 if fast else torch.float32

@@ -1,6 +1,6 @@
 """Child processes: how they start, end with this process, and pass on their exit codes.
 
-A child never outlives the process that started it, even if that one is killed with SIGKILL. Our own
+A child never outlives the process that started it, even if that is killed with SIGKILL. Our own
 programs receive their parent's process id in the environment and watch it from a thread; unlike
 PR_SET_PDEATHSIG, this works at any depth and for any starting thread. Other programs run in a
 process group of their own, which a shell kills when the pipe to this process closes.
@@ -31,8 +31,7 @@ PARENT = "D2PLM_PARENT"  # id of the process to end with
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 120  # for the last step and its checkpoint, before a process is killed
 SIGNAL_BASE = 128  # a shell reports death by signal n as 128 + n
-# Exit code of a process that ended because it lost another one. The training operator restarts pods
-# with exit codes above 127; this code has no other meaning.
+# Exit code of a process that lost a peer. The training operator restarts pods with codes above 127.
 LOST = SIGNAL_BASE + signal.SIGUSR1
 # Makes glibc keep large blocks. Otherwise it returns them to the kernel at once, and a training
 # step on CPU spends its time on page faults.
@@ -46,7 +45,7 @@ _UNTIL_THE_PIPE_CLOSES = 'exec 3<&0; (read -r _ <&3; kill -KILL 0) & exec "$@" <
 def handled(
     handler: Callable[[int, Any], None], *numbers: int, kept_on_exit: bool = False
 ) -> Iterator[None]:
-    """Handle signals over the block, in the main thread only.
+    """Handle signals during the block, in the main thread only.
 
     Args:
         kept_on_exit: whether a SystemExit from the block keeps the handler, and ignores the signals
@@ -69,8 +68,8 @@ def handled(
 def deferred() -> Iterator[None]:
     """Defer SIGINT and SIGTERM until the end of the block.
 
-    A process that is started inside the block is recorded before a handler can raise, so it can be
-    ended. Python runs handlers in the main thread only; in other threads this does nothing.
+    A process started inside the block is recorded before a handler can raise, so it can be ended.
+    Python runs handlers in the main thread only; in other threads this does nothing.
     """
     held: list[int] = []
     with handled(lambda number, _: held.append(number), signal.SIGINT, signal.SIGTERM):
@@ -81,10 +80,9 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def unwound_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that child processes end and temporary files are removed.
+    """Raise `SystemExit(143)` on SIGTERM in the main thread.
 
-    Raises:
-        SystemExit: with 143, on the signal; in the main thread only.
+    The stack unwinds, so child processes end and temporary files are removed.
     """
 
     def unwind(_signal: int, _frame: object) -> None:
@@ -100,9 +98,9 @@ def for_children() -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """Kill this process as soon as the one named in `PARENT` has ended, at once on Linux.
+    """Kill this process when the process named in `PARENT` has ended, at once on Linux.
 
-    Without the variable, nothing happens. Children of this process do not inherit the variable.
+    Without the variable, nothing happens. Children of this process do not inherit it.
     """
     parent = os.environ.pop(PARENT, "")
     if parent.isdecimal():
@@ -114,8 +112,8 @@ def _killed_after(parent: int) -> None:
         poll = select.poll()
         poll.register(os.pidfd_open(parent), select.POLLIN)
         poll.poll()
-    except (AttributeError, OSError):  # it has ended; or not Linux, or an old kernel
-        with suppress(ProcessLookupError, PermissionError):  # the latter: another user's by now
+    except (AttributeError, OSError):  # ended already, not Linux, or an old kernel
+        with suppress(ProcessLookupError, PermissionError):  # the id may be another user's by now
             while True:
                 os.kill(parent, 0)
                 time.sleep(POLL_SECONDS)
@@ -126,15 +124,15 @@ def _killed_after(parent: int) -> None:
 def child(
     command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a program that calls `end_with_parent`; the end of the block ends it, too.
+    """Start a program that calls `end_with_parent`, and end it at the end of the block.
 
     An exception in the block sends SIGTERM, and SIGKILL after `GRACE_SECONDS` or at a second
-    exception. The program has a process group of its own: a signal to the group of this process
-    reaches it once, from here, and not again while it saves.
+    exception. The program has its own process group: a signal to the group of this process reaches
+    it once, through this process, and not again while it saves.
 
     Args:
         environment: variables in addition to this process's.
-        **options: of `subprocess.Popen`.
+        **options: options of `subprocess.Popen`.
     """
     variables = {**os.environ, **for_children(), **(environment or {})}
     with ExitStack() as stack:
@@ -161,18 +159,18 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def run(
     command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
 ) -> int:
-    """Run a program as `child` does; returns its exit code, as a shell would."""
+    """Run a program as `child` does; returns its exit code as a shell would."""
     with child(command, environment, **options) as process:
         return exit_code(process.wait())
 
 
 def run_program(command: Sequence[str], folder: Path, log: Path) -> int:
-    """Run a program that does not watch its parent; returns its exit code, as a shell would.
+    """Run a program that does not watch its parent; returns its exit code as a shell would.
 
     Its process group is killed when it has ended, on an exception, and when this process ends.
 
     Args:
-        folder: its working directory.
+        folder: working directory.
         log: file to which its output is appended.
     """
     words = ["sh", "-c", _UNTIL_THE_PIPE_CLOSES, "sh", *command]
@@ -183,7 +181,7 @@ def run_program(command: Sequence[str], folder: Path, log: Path) -> int:
 
 
 def exit_code(code: int) -> int:
-    """The exit code of a process as a shell reports it: 128 + n for death by signal n."""
+    """The exit code as a shell reports it: 128 + n for death by signal n."""
     return SIGNAL_BASE - code if code < 0 else code
 
 
@@ -194,7 +192,7 @@ def described(code: int) -> str:
 
 
 def last_lines(log: Path, number: int = 1, start: int = 0) -> str:
-    """The last lines of a program's output, from byte `start` of its log, for an error message."""
+    """The last lines of a program's log, from byte `start` on, for an error message."""
     text = log.read_bytes()[start:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " | ".join(lines[-number:]) or "no output"
@@ -204,12 +202,12 @@ def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] 
     """Run `d2plm train` with the composed configuration in `config_file`, under torchrun if needed.
 
     Args:
-        options: further words of the command line, such as `--module mine.py`.
+        options: further command-line words, such as `--module mine.py`.
 
     Raises:
         LaunchError: if training fails; its own message has been printed.
     """
-    left = config_file.with_name(".torchrun")  # for its workers' errors, also of a killed run
+    left = config_file.with_name(".torchrun")  # workers' errors; also removes a killed run's
     torchrun = [
         *("-m", "d2plm.launch.elastic", "--standalone", "--local-addr=localhost"),
         *(f"--log-dir={left}", f"--nproc-per-node={processes}"),
@@ -228,14 +226,14 @@ def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] 
 
 
 def _through_loopback() -> dict[str, str]:
-    """Keeps gloo from looking up this machine's name, which may be unknown or lead elsewhere."""
+    """Keep gloo from resolving this machine's name, which may be unknown or point elsewhere."""
     names = (name for _, name in socket.if_nameindex() if name.startswith("lo"))  # lo0 on macOS
     name = os.environ.get(GLOO_INTERFACE) or next(names, None)
     return {} if name is None else {GLOO_INTERFACE: name}
 
 
 def _for_training(shares: int) -> dict[str, str]:
-    """Variables of one of `shares` training programs that run at the same time."""
+    """Variables for one of `shares` concurrent training programs."""
     allocator = {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
     cores = int(os.environ.get("OMP_NUM_THREADS") or usable_cores())
     return {**allocator, "OMP_NUM_THREADS": str(max(cores // shares, 1))}
@@ -246,7 +244,6 @@ class Job:
     """Commands to run one after another.
 
     Attributes:
-        name: name in messages.
         commands: each starts after the previous one has succeeded; see `child`.
         log: file for their output, replaced if it exists.
     """
@@ -257,12 +254,10 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
-    """Run jobs, `parallel` at a time with an equal share of the cores; yields finished jobs.
+    """Run `parallel` jobs at a time with equal shares of the cores; yields finished jobs.
 
-    Jobs that are still running when the iteration ends, for any reason, are terminated.
-
-    Raises:
-        LaunchError: if a command fails; its output is in the job's log.
+    Jobs that are still running when the iteration ends, for any reason, are terminated. Raises
+    `LaunchError` if a command fails; its output is in the job's log.
     """
     environment, queue = _for_training(parallel), deque(jobs)
     running: list[tuple[Job, Generator[None, None, None]]] = []
@@ -279,7 +274,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
 
 
 def _steps(job: Job, environment: Mapping[str, str]) -> Generator[None, None, None]:
-    """Run a job's commands; yields while one is running. Closing it ends that one."""
+    """Run a job's commands; yields while one is running. Closing the generator ends it."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("wb") as log:
         for command in job.commands:

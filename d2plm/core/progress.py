@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error: a bar on a terminal, a line every so often elsewhere.
+"""Progress on standard error: a bar on a terminal, otherwise a line every 15 seconds.
 
 Both show the rate and the remaining time. With `--quiet` there is neither.
 """
@@ -15,13 +15,13 @@ LINE_EVERY_SECONDS = 15.0
 
 
 class Progress:
-    """Shows `total` units of work; updates may be as frequent as is convenient.
+    """Progress of `total` units of work; updates may be as frequent as is convenient.
 
     Args:
         what: name of the work.
         total: number of units; None until `update` sets it.
         start: units already done, which do not count towards the rate.
-        unit: name of the units in the plural, or `%`.
+        unit: plural name of the units, or `%`.
     """
 
     def __init__(self, what: str, total: int | None = None, start: int = 0, unit: str = "") -> None:
@@ -45,7 +45,7 @@ class Progress:
             TextColumn("{task.fields[figures]}"),
             console=Console(stderr=True),
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # not what goes to a file or a pipe
+            redirect_stdout=sys.stdout.isatty(),  # keeps files and pipes unchanged
         )
         self._bar.add_task(self.what, total=self.total, figures="")
         self._bar.start()
@@ -66,17 +66,16 @@ class Progress:
             self.say(f"{self.what}  {self._figures(note, now)}")
 
     def advance(self, units: int) -> None:
-        """Add units that have been completed."""
         self.update(self.done + units)
 
     def update_share(self, done: float, note: str = "") -> None:
-        """Set the completed fraction, 0 … 1; `total` is 100. The bar disappears at the end."""
+        """Set the completed fraction, 0 … 1, of a `total` of 100. The bar disappears at the end."""
         self.update(int(100 * done), note=note)
         if done >= 1:
             self.close()
 
     def _figures(self, note: str, now: float) -> str:
-        """`120/500 proteins  12/s  note  1 min 10 s left`, as far as it is known."""
+        """`120/500 proteins  12/s  note  1 min 10 s left`, without unknown parts."""
         seconds = now - self.began
         rate = (self.done - self.start) / seconds if seconds > 0 else 0.0
         if self.unit == "%":
@@ -90,7 +89,7 @@ class Progress:
         return "  ".join(part for part in parts if part)
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a line that is not overwritten."""
         if self._is_quiet:
             return
         if self._bar is not None:
@@ -105,7 +104,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

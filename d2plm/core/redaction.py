@@ -8,10 +8,9 @@ from typing import Any
 from d2plm.core.errors import first_line
 
 # The user and password between `://` and the host. The second form is a password with a slash, as
-# in database addresses, and not a port with an `@` later in the path.
+# in database addresses, but not a port followed by an `@` in the path.
 _USER_INFO = re.compile(r"://(?:[^\s/?#]*|[^\s:/@]*:(?!\d+/)[^\s@]*)@")
-# Mostly environment variables: HF_TOKEN, AWS_SECRET_ACCESS_KEY; not token_budget, nor
-# experts_per_token.
+# HF_TOKEN, AWS_SECRET_ACCESS_KEY; not token_budget, experts_per_token.
 _SECRET = re.compile(
     r"(?:password|passwd|passphrase)$"
     r"|(?:^|[._-])(?:pwd|pass|secret|(?<!per_)token|credentials?|authorization"
@@ -19,7 +18,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")  # apiToken
-# Takes all up to a space or quotation mark, since a search from each `=` takes quadratic time.
+# Matches up to a space or quotation mark: a search from each `=` takes quadratic time.
 _ASSIGNED = re.compile(r"""(?<![\w.\-])([\w.\-]{1,100})=(?!null\b)(['"]?)([^\s'"…]+)(…?)""")
 # In JSON, in a dictionary's text, and in the header of a request.
 _QUOTED = re.compile(r"""(['"])([\w.\-]{1,100})\1: (['"])[^'"]+\3""")
@@ -32,7 +31,7 @@ HIDDEN = "***"
 
 
 def redacted(text: str) -> str:
-    """`text` with `***` for tokens, for users and passwords in URIs, for values of secret keys."""
+    """`text` with `***` for tokens, users and passwords in URIs, and values of secret keys."""
 
     def hidden(assigned: re.Match[str]) -> str:
         key, quote, value, more = assigned.groups()
@@ -52,7 +51,7 @@ def _is_secret(key: str) -> bool:
 
 
 def redacted_line(error: Exception) -> str:
-    """The first line of an error, redacted; of SQLite's own error, if libraries have wrapped it."""
+    """The first line of an error, redacted; of the SQLite error that caused it, if any."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, sqlite3.Error):
         cause = cause.__cause__ or cause.__context__
@@ -60,7 +59,7 @@ def redacted_line(error: Exception) -> str:
 
 
 def redacted_value(key: str, value: object) -> bool | int | float | str:
-    """A setting's value as trackers show it: a number or text, hidden for the key of a secret.
+    """A setting's value for trackers, hidden if its key is that of a secret.
 
     Args:
         key: with its sections, such as `launcher.environment.HF_TOKEN`.
@@ -71,7 +70,7 @@ def redacted_value(key: str, value: object) -> bool | int | float | str:
 
 
 def redacted_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with the same structure, without secrets and passwords."""
+    """Nested settings without secrets and passwords."""
     return {str(key): _redacted(str(key), value) for key, value in settings.items()}
 
 

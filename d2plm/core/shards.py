@@ -1,8 +1,7 @@
-"""Work in shards: shard i of n computes every n-th record, and the last to end joins all parts.
+"""Work in shards: shard i of n computes every n-th record; the last one to finish joins all parts.
 
-Records keep the numbers that they have without shards, so draws, rows and their order are those of
-one process. Parts are in a folder beside the output; whichever shard finds all there joins them. A
-shard that is repeated only looks for them.
+Records keep their global numbers, so draws, rows and their order are those of a single process.
+Parts are in a folder next to the output. A repeated shard reuses its part.
 """
 
 import json
@@ -22,14 +21,14 @@ from d2plm.core.terminal import done
 
 T = TypeVar("T")
 
-MAX_SHARDS = 500  # because the parts are open at once when they are joined
+MAX_SHARDS = 500  # all parts are open at once when they are joined
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"  # Kubernetes sets it in the pods of an Indexed Job
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Shard `index` of `count`: the records `index`, `index + count`, … of all."""
+    """The records `index`, `index + count`, … of all."""
 
     index: int = 0
     count: int = 1
@@ -38,10 +37,8 @@ class Shard:
     def of(cls, text: str | None) -> "Shard":
         """Parse the setting `shard`; None is all records.
 
-        Of several indices, such as `0,4-7/64`, a pod takes the one at its `INDEX_VARIABLE`.
-
-        Raises:
-            ConfigError: if there is no such shard.
+        If it lists several indices, such as `0,4-7/64`, a pod takes the one at position
+        `INDEX_VARIABLE`. Raises `ConfigError` if there is no such shard.
         """
         if text is None:
             return cls()
@@ -59,16 +56,16 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def of_all(self, items: Iterable[T]) -> Iterator[T]:
-        """The shard's own of all `items`."""
+        """The shard's own `items`."""
         return islice(items, self.index, None, self.count)
 
     def numbers(self, first: int, last: int) -> range:
-        """Numbers among all records of the shard's own records from `first` to before `last`."""
+        """Global numbers of the shard's own records `first` to `last` (exclusive)."""
         return range(self.index + first * self.count, self.index + last * self.count, self.count)
 
 
 def interleaved(parts: Iterable[Iterable[T]]) -> Iterator[T]:
-    """All records in order, from the records of each shard."""
+    """All records in order, given the records of each shard."""
     rounds = zip_longest(*parts, fillvalue=_ABSENT)
     return (one for one in chain.from_iterable(rounds) if one is not _ABSENT)  # type: ignore[misc]
 
@@ -94,19 +91,19 @@ def in_shards(
     join: Callable[[list[Path]], object],
     is_complete: Callable[[], bool] | None = None,
 ) -> list[int]:
-    """Compute a shard's part unless it exists, and join the parts if no other is missing.
+    """Compute a shard's part unless it exists, and join the parts if all exist.
 
     Args:
-        made_of: what determines the output, as JSON; parts of anything else are refused.
+        made_of: what determines the output, as JSON; parts made of anything else are rejected.
         compute: writes the part to a path, which must not exist before it is complete.
         join: writes the output from the paths of all parts.
-        is_complete: whether the output is; None: if it exists.
+        is_complete: whether the output is complete; None: whether it exists.
 
     Returns:
         The missing shards; none if the output is complete.
 
     Raises:
-        DataError: if the folder of the parts contains those of another output.
+        DataError: if the folder of the parts belongs to another output.
     """
     folder = output.with_name(f"{output.name}.shards")
     manifest = folder / "manifest.json"
@@ -114,7 +111,6 @@ def in_shards(
     content = json.loads(json.dumps({**made_of, "shards": shard.count}, default=str))
 
     def digest() -> str | bool:
-        """Which file the output is; a folder is checked by `is_complete`."""
         return files_digest(output) if output.is_file() else True
 
     def is_joined() -> bool:
@@ -136,7 +132,7 @@ def in_shards(
             compute(own)
     with locked(folder / "join.lock", f"another shard joins {output}"):
         if is_joined():
-            shutil.rmtree(folder / "parts", ignore_errors=True)  # left by a kill after the joining
+            shutil.rmtree(folder / "parts", ignore_errors=True)  # left by a kill after joining
             done(f"{output} is complete: all {shard.count} shards are joined")
             return []
         missing = [index for index, part in enumerate(parts) if not part.exists()]

@@ -1,4 +1,4 @@
-"""BLOSUM62: how often one residue stands in the place of another in related proteins."""
+"""BLOSUM62: log-odds of residue substitutions in related proteins."""
 
 from functools import cache
 
@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from d2plm.core.vocabulary import CANONICAL
 
-# log2 of the odds that two residues are aligned to each other, times two: BLOSUM62 (Henikoff &
-# Henikoff, doi:10.1073/pnas.89.22.10915), in the order of `CANONICAL`, the lower triangle.
+# 2 · log2 odds (Henikoff & Henikoff, doi:10.1073/pnas.89.22.10915): the lower triangle, in the
+# order of `CANONICAL`.
 _BLOSUM62 = """
 4
 -1 4
@@ -35,7 +35,7 @@ _BLOSUM62 = """
 
 @cache
 def blosum62() -> NDArray[np.float64]:
-    """float64 [20, 20]: log-odds of two residues in the same place, nats, in `CANONICAL` order."""
+    """float64 [20, 20]: log-odds of aligning two residues, in nats and `CANONICAL` order."""
     scores = np.zeros((len(CANONICAL), len(CANONICAL)))
     for row, line in enumerate(_BLOSUM62.split("\n")[1:-1]):
         scores[row, : row + 1] = scores[: row + 1, row] = [float(one) for one in line.split()]

@@ -1,4 +1,4 @@
-"""A table, rendered as text or as Markdown; the report's template renders it as HTML."""
+"""Tables as text or Markdown; the report's template renders them as HTML."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from d2plm.core.estimate import Estimate
 
 @dataclass(frozen=True)
 class Number:
-    """A number or an estimate with the format in which it is shown; None is a dash."""
+    """A number or an estimate with its format; None is shown as a dash."""
 
     value: float | Estimate | None
     form: str
@@ -25,7 +25,7 @@ class Table:
     """Rows of cells under their heads.
 
     Attributes:
-        marked: first cell of the row in bold.
+        marked: first cell of the row to show in bold.
         notes: lines below the table.
     """
 
@@ -45,7 +45,6 @@ class Table:
         return "\n".join([*lines, *self.notes])
 
     def markdown(self) -> str:
-        """A Markdown table, with the notes as a paragraph."""
         lines = [[*self.heads], [":---", *["---:"] * (len(self.heads) - 1)]]
         for row in self.rows:
             bold = "**" if self.marked and row[0] == self.marked else ""

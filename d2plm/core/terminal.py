@@ -1,7 +1,7 @@
 """Output of the commands: results on standard output, everything else on standard error.
 
-Messages, warnings and libraries' logs are single lines. The output modes also apply to processes
-that a command starts, so they are stored in the environment.
+Messages, warnings and library logs are single lines. The output modes also apply to child
+processes, so they are stored in the environment.
 """
 
 import io
@@ -34,8 +34,7 @@ CONFIG_OPTIONS = ("--config-name", "--config-dir", "--config-file")  # with a va
 MODULE = "--module"  # with a value; it may occur several times
 GLOBAL_OPTIONS = (*HELP, "--version", *OPTIONS)
 OWN = ("d2plm", "pipelines")  # packages whose messages are shown as they are
-# Libraries with handlers or bars of their own.
-LIBRARIES = {
+LIBRARIES = {  # with their own handlers or progress bars
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
@@ -44,13 +43,13 @@ LIBRARIES = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 
-_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and line ends
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line ends
 
 _standard_output: TextIO | None = None  # for the JSON document, while prints go elsewhere
 
 
 class _Stream(io.FileIO):
-    """Standard output or standard error; errors in writing to the latter are ignored."""
+    """Standard output or standard error; failed writes to the latter are ignored."""
 
     def write(self, content: Any, /) -> int:
         try:
@@ -65,7 +64,7 @@ class _Stream(io.FileIO):
 
 
 def open_streams() -> None:
-    """Make errors in writing to standard output an `OutputError`, never an error of some file."""
+    """Make failed writes to standard output an `OutputError` instead of an `OSError`."""
     for number, name in ((STANDARD_OUTPUT, "stdout"), (STANDARD_ERROR, "stderr")):
         former = getattr(sys, name)
         if former is None:  # closed: no other file may get its number
@@ -80,15 +79,15 @@ def open_streams() -> None:
 
 
 def output_modes() -> set[str]:
-    """The modes of the present command: a subset of `QUIET`, `JSON` and `DEBUG`."""
+    """The modes of the current command: a subset of `QUIET`, `JSON` and `DEBUG`."""
     return set(os.environ.get(VARIABLE, "").split())
 
 
 @contextmanager
 def output_in(modes: Collection[str]) -> Iterator[None]:
-    """Set the output modes of this process, and of those that it starts inside the block.
+    """Set the output modes of this process, and of those started inside the block.
 
-    With `JSON`, prints go to standard error, and `write_document` alone to standard output.
+    With `JSON`, prints go to standard error, and only `write_document` to standard output.
     """
     global _standard_output
     before, output = os.environ.get(VARIABLE, ""), _standard_output
@@ -109,7 +108,7 @@ def output_in(modes: Collection[str]) -> Iterator[None]:
 
 
 def configure_logging() -> None:
-    """Show this package's messages and libraries' warnings as lines on standard error."""
+    """Show this package's messages and library warnings as lines on standard error."""
     root, modes = logging.getLogger(), output_modes()
     shows_all = os.environ.get("RANK", "0") == "0" and QUIET not in modes
     root.handlers[:] = [known for known in root.handlers if not isinstance(known, LineHandler)]
@@ -123,10 +122,10 @@ def configure_logging() -> None:
 
 
 class LineHandler(logging.Handler):
-    """Writes each message of this package as a line, and each distinct warning of a library once.
+    """Writes each message of this package as a line, and each distinct library warning once.
 
     Args:
-        everything: whether all messages of libraries are shown, and where errors come from.
+        everything: whether to show all library messages and the origin of each message.
     """
 
     def __init__(self, everything: bool = False) -> None:
@@ -135,7 +134,7 @@ class LineHandler(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless it was shown before or is a library's below warning level."""
+        """Write a record, unless it is a repeated library warning or below warning level."""
         try:
             package, text = record.name.partition(".")[0], record.getMessage()
             is_warning = record.levelno >= logging.WARNING
@@ -152,7 +151,7 @@ class LineHandler(logging.Handler):
     def show_warning(
         self, message: Warning | str, category: type, filename: str, *_: object
     ) -> None:
-        """In place of `warnings.showwarning`, which takes three lines and names files."""
+        """Replaces `warnings.showwarning`, which prints three lines with file names."""
         if logging.getLogger().isEnabledFor(logging.WARNING):
             self._write_once(f"warning: {_package(filename)}: {first_line(message)}")
 
@@ -162,16 +161,16 @@ class LineHandler(logging.Handler):
             self._write(line)
 
     def _write(self, line: str) -> None:
-        print(shown(line), file=sys.stderr, flush=True)  # the present one: a bar replaces it
+        print(shown(line), file=sys.stderr, flush=True)  # looked up now: a bar replaces it
 
 
 def shown(text: str) -> str:
-    """A message in which control characters, which could steer the terminal, are escaped."""
+    """A message with escaped control characters, which could steer the terminal."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def result(text: str) -> None:
-    """Print the result of a command; with `--json` its document is written instead."""
+    """Print the result of a command, except with `--json`."""
     if JSON not in output_modes():
         print(text, flush=True)
 
@@ -196,7 +195,7 @@ def write_document(document: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON lacks, in types that it has: dataclasses, arrays, paths."""
+    """Convert a value without a JSON type: dataclasses, arrays, paths."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping):
@@ -205,7 +204,6 @@ def _plain(value: Any) -> Any:
 
 
 def _package(filename: str) -> str:
-    """The package that a source file belongs to."""
     parts = Path(filename).parts
     for folder in ("site-packages", "dist-packages"):
         if folder in parts[:-1]:
@@ -214,5 +212,5 @@ def _package(filename: str) -> str:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """The first five names, and … where there are more."""
+    """The first five names, followed by … if there are more."""
     return f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"

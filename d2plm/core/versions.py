@@ -1,4 +1,4 @@
-"""The versions for a defect report, read without importing the packages."""
+"""Versions for bug reports, read without importing the packages."""
 
 import platform
 import re
@@ -35,7 +35,6 @@ def versions() -> dict[str, str]:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed distribution, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -43,12 +42,12 @@ def installed(package: str) -> str | None:
 
 
 def git_revision() -> str | None:
-    """The commit of this source checkout; None where d2plm is installed without one."""
+    """The commit of this source checkout; None outside a checkout."""
     return _git("rev-parse", "HEAD")
 
 
 def _git(*arguments: str) -> str | None:
-    """The output of git on the checkout of this package; None outside a checkout."""
+    """Output of git in the checkout of this package; None outside a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None
@@ -58,7 +57,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _torch_device() -> str | None:
-    """The accelerator that the installed torch was built for, from its file of versions."""
+    """The accelerator that the installed torch was built for, from its `version.py`."""
     package = find_spec("torch")
     folders = package.submodule_search_locations if package else None
     try:

@@ -1,10 +1,10 @@
-"""Vocabularies: which tokens there are, which may be corrupted and predicted, and text ↔ tokens.
+"""Vocabularies: the tokens, which of them may be corrupted and predicted, and text ↔ tokens.
 
 Every vocabulary has the same layout: `<cls> <pad> <eos> <unk>` are 0 to 3, the K predicted tokens
-follow from 4 on without a gap, then tokens that are only read (ambiguity codes), and `<mask>` is
-the last. So "may be predicted" is a range check, the model's K-way distribution is a slice of its V
-logits, and beyond this module a vocabulary is two numbers, K and V. ESM-2's 33 tokens, the default,
-have this layout. Whole blocks of records are tokenised at once, with no Python object per token.
+follow from 4 on without a gap, then read-only tokens (ambiguity codes), and `<mask>` is the last.
+So "may be predicted" is a range check, the model's K-way distribution is a slice of its V logits,
+and beyond this module a vocabulary is two numbers, K and V. ESM-2's 33 tokens, the default, have
+this layout. Whole blocks of records are tokenised at once, with no Python object per token.
 """
 
 import hashlib
@@ -28,33 +28,31 @@ from d2plm.core.files import nearest_path, read_json
 CLS, PAD, EOS, UNK, FIRST = 0, 1, 2, 3, 4
 SPECIAL = ("<cls>", "<pad>", "<eos>", "<unk>")
 TOKENIZER_FILE = "tokenizer.json"  # in the folder of a Hugging Face tokenizer
-# In stores and exported models, where `tokenizer.json` is the model's own.
-FILE, SAVED_TOKENIZER = "vocabulary.json", "text_tokenizer.json"
+FILE, SAVED_TOKENIZER = "vocabulary.json", "text_tokenizer.json"  # in stores and exported models
 NAMES = ("protein", "dna", "rna", "codon", "bytes", "tokenizer")
-GAP = "_"  # for `<mask>`, in templates and in decoded text
+GAP = "_"  # `<mask>` in templates and decoded text
 
 CANONICAL = "LAGVSERTIDPKQNFYMHWC"  # in ESM-2's order
 NON_CANONICAL = "XBUZO"
 RESIDUES = CANONICAL + NON_CANONICAL
 AMBIGUOUS_BASES = "NRYSWKMBDHV"  # IUPAC's codes
 _BLANKS_AND_GAPS = b" \t\r\n\v\f-."
-_SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # no letter's token is one of them
+_SEPARATOR, _STOP, _ILLEGAL = 0, 0xFE, 0xFF  # distinct from the tokens of letters
 
-_MOST_TOKENS = 1 << 24  # of a tokenizer: a hundred times as many as any has
-_BATCH_LETTERS = 1 << 20  # tokenised at once: `tokenizers` takes some hundred bytes for a token
+_MOST_TOKENS = 1 << 24  # a hundred times the largest known tokenizer
+_BATCH_LETTERS = 1 << 20  # tokenised at once: `tokenizers` takes about 100 bytes per token
 
 Tokens = NDArray[Any]  # of a vocabulary's dtype, [L]
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """The sequences of n texts, in one array.
+    """The tokens of n texts, in one array.
 
     Attributes:
-        tokens: of the vocabulary's dtype [M]; between the sequences may be something else.
-        starts, lengths: int64 [n], where in `tokens` each begins and how many it has.
-        illegal: bool [n], true where a text is not of this vocabulary; its tokens are then
-            meaningless.
+        tokens: [M], in the vocabulary's dtype; there may be other values between the sequences.
+        starts, lengths: int64 [n], start in `tokens` and number of tokens of each sequence.
+        illegal: bool [n], true for a text outside the vocabulary, whose tokens are meaningless.
     """
 
     tokens: Tokens
@@ -68,7 +66,7 @@ class Tokenised:
 
 
 class Nouns(NamedTuple):
-    """What a vocabulary's sequences and predicted tokens are called; plurals add an s."""
+    """Names of a vocabulary's sequences and tokens; plurals add an s."""
 
     sequence: str
     token: str
@@ -80,10 +78,10 @@ class Vocabulary(ABC):
     Attributes:
         name: one of NAMES.
         nouns: for messages and reports.
-        predicted: K, the number of tokens that may be corrupted and predicted: those from FIRST on.
+        predicted: K, the number of tokens that may be corrupted and predicted, from FIRST on.
         size: V.
         read_only: letters that are read but never predicted.
-        is_text: whether its texts are any text, instead of letters of a sequence.
+        is_text: whether it encodes any text, instead of letters of a sequence.
     """
 
     name: str
@@ -100,30 +98,29 @@ class Vocabulary(ABC):
 
     @property
     def stop(self) -> int:
-        """The end of the range of predicted tokens, FIRST + K."""
+        """End of the range of predicted tokens, FIRST + K."""
         return FIRST + self.predicted
 
     @property
     def read_stop(self) -> int:
-        """The end of the range of the tokens of texts, predicted ones and read-only ones."""
+        """End of the range of tokens in texts, predicted and read-only ones."""
         return self.mask
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned integers that hold every token: uint8, uint16 or uint32."""
+        """The smallest unsigned integer type that holds every token: uint8, uint16 or uint32."""
         return np.min_scalar_type(self.size - 1)
 
     def is_predicted(self, tokens: Tokens) -> NDArray[np.bool_]:
-        """True where a token is one of the K."""
         return (tokens >= FIRST) & (tokens < self.stop)
 
     @abstractmethod
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
-        """Tokens of n texts, each cleaned as the vocabulary demands, no `<cls>` or `<eos>`."""
+        """Tokens of n texts, without `<cls>` and `<eos>`; removes blanks, gaps and a final stop."""
 
     @abstractmethod
     def fault(self, text: bytes) -> tuple[str, int | None]:
-        """What is wrong with a text that `tokenise` calls illegal, and at which byte."""
+        """What is wrong with a text that `tokenise` marks illegal, and at which byte."""
 
     @abstractmethod
     def decode(self, tokens: Tokens) -> str:
@@ -133,10 +130,11 @@ class Vocabulary(ABC):
         """The tokens [L] of one text.
 
         Args:
+            where: place of the text, for the error.
             aligned: whether it may be a row of an alignment, with gaps.
 
         Raises:
-            DataError: naming `where`, if it is no string, is empty, or is not of this vocabulary.
+            DataError: if it is no string, is empty, or is not in this vocabulary.
         """
         if not isinstance(text, str):
             raise DataError(f"{where}: {type(text).__name__} is not a string")
@@ -144,7 +142,7 @@ class Vocabulary(ABC):
         found = self.tokenise([raw])
         if found.illegal[0]:
             fault, place = self.fault(raw)
-            if place is not None:  # one byte of `raw` is one letter of the text then
+            if place is not None:  # then one byte of `raw` is one letter of the text
                 fault = fault.replace(repr(chr(raw[place])), repr(text[place]), 1)
             raise DataError(f"{where}: the sequence {fault}")
         if not found.lengths[0]:
@@ -156,31 +154,32 @@ class Vocabulary(ABC):
         return found[0].copy()
 
     def restore(self, tokens: Tokens) -> str:
-        """A text that `raw` and `tokenise` make these tokens of: those of a whole text, or any of
-        letters and bytes."""
+        """A text that `raw` and `tokenise` turn into these tokens: for tokens of a whole text, or
+        any tokens of letters and bytes.
+        """
         return self.decode(tokens)
 
     def raw(self, text: str) -> bytes:
-        """The bytes of a text, as files hold them."""
+        """The bytes of a text in a file."""
         try:
             return text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
             return text.encode("utf-8", "replace")
 
     def encoded(self, tokens: Tokens) -> bytes:
-        """The tokens' text as bytes, in UTF-8 where the vocabulary is not of bytes."""
+        """The decoded text as bytes: the bytes themselves for `Bytes`, otherwise UTF-8."""
         return self.decode(tokens).encode()
 
     def byte_count(self, tokens: Tokens) -> int:
-        """Length of `encoded`, by which bits per byte are counted."""
+        """Length of `encoded`, the denominator of bits per byte."""
         return len(self.encoded(tokens))
 
     def describe(self) -> Any:
-        """What `vocabulary_of` builds it from, as JSON."""
+        """JSON from which `vocabulary_of` builds it."""
         return {"alphabet": self.name}
 
     def save(self, folder: Path) -> None:
-        """Write what a folder needs for `open_vocabulary`: nothing for proteins."""
+        """Write the files that `open_vocabulary` needs in a folder: none for proteins."""
         if self.name != "protein":
             (folder / FILE).write_text(json.dumps(self.describe()) + "\n")
 
@@ -192,7 +191,7 @@ class Vocabulary(ABC):
 
 
 class Letters(Vocabulary):
-    """One token a letter: upper and lower case; blanks and gaps are removed.
+    """One token per letter, of either case; blanks and gaps are removed.
 
     Args:
         predicted, read_only: the letters.
@@ -243,7 +242,7 @@ class Letters(Vocabulary):
         starts = np.zeros_like(ends)
         starts[1:] = ends[:-1] + 1
         lengths = ends - starts
-        # What stands before an empty sequence is a separator, and the last one is before the first.
+        # Index ends - 1 of an empty sequence is a separator; for the first text it is the last one.
         lengths -= tokens[ends - 1] == _STOP
         illegal = np.zeros(len(texts), dtype=np.bool_)
         wrong = np.flatnonzero(tokens >= _STOP)
@@ -275,7 +274,7 @@ class Letters(Vocabulary):
         return self._shown[tokens[self._is_shown[tokens]]].tobytes().decode()
 
     def raw(self, text: str) -> bytes:
-        return text.encode("latin-1", "replace")  # one byte a letter, also of illegal ones
+        return text.encode("latin-1", "replace")  # one byte per letter, legal or not
 
     def byte_count(self, tokens: Tokens) -> int:
         return len(tokens)
@@ -295,8 +294,7 @@ PROTEIN = Letters(
 DNA = Letters("dna", Nouns("sequence", "base"), "ACGT", AMBIGUOUS_BASES, synonyms={"U": "T"})
 RNA = Letters("rna", Nouns("sequence", "base"), "ACGU", AMBIGUOUS_BASES, synonyms={"T": "U"})
 
-# Of `PROTEIN` alone, which is ESM-2's alphabet.
-ESM2_TOKENS, MASK = PROTEIN.tokens, PROTEIN.mask
+ESM2_TOKENS, MASK = PROTEIN.tokens, PROTEIN.mask  # these constants apply to `PROTEIN` only
 CANONICAL_START, CANONICAL_STOP = FIRST, PROTEIN.stop
 decode, is_canonical = PROTEIN.decode, PROTEIN.is_predicted
 
@@ -306,7 +304,7 @@ for _token, _letter in enumerate(RESIDUES, start=FIRST):
 
 
 def has_gap(text: bytes) -> bool:
-    """Whether there is a gap beside letters; a `.` at the end may be a stop."""
+    """Whether there is a gap between letters; a final `.` may be a stop."""
     if b"-" not in text and b"." not in text:
         return False
     letters = text.translate(None, _BLANKS_AND_GAPS[:-2]).removesuffix(b"*").removesuffix(b".")
@@ -323,7 +321,7 @@ def encode(sequence: str | bytes) -> NDArray[np.uint8]:
 
 
 class Codons(Vocabulary):
-    """One token a codon of a coding sequence; one with an ambiguous base is read as NNN."""
+    """One token per codon of a coding sequence; a codon with an ambiguous base is read as NNN."""
 
     name, nouns, predicted, size = "codon", Nouns("gene", "codon"), 64, FIRST + 64 + 2
     read_only = "NNN"
@@ -361,7 +359,7 @@ class Codons(Vocabulary):
 
 
 class Bytes(Vocabulary):
-    """One token a byte: any text or file, without a tokenizer."""
+    """One token per byte: any text or file, without a tokenizer."""
 
     name, nouns, predicted, size = "bytes", Nouns("text", "byte"), 256, FIRST + 256 + 1
     is_text = True
@@ -392,15 +390,15 @@ class Bytes(Vocabulary):
 
 
 class Subwords(Vocabulary):
-    """The tokens of a Hugging Face tokenizer, its numbers moved up by FIRST.
+    """The tokens of a Hugging Face tokenizer, with ids shifted by FIRST.
 
-    Its special tokens are tokens like any other, which no text contains.
+    Its special tokens are ordinary tokens that no text contains.
 
     Args:
         path: `tokenizer.json`, or a folder with it.
 
     Raises:
-        DataError: if there is none, or it cannot be read.
+        DataError: if the file does not exist or cannot be read.
     """
 
     name, nouns = "tokenizer", Nouns("text", "token")
@@ -490,10 +488,10 @@ class Subwords(Vocabulary):
 
 
 def vocabulary(name: str, *, tokenizer: Path | None = None) -> Vocabulary:
-    """The vocabulary of a name.
+    """The vocabulary called `name`.
 
     Args:
-        tokenizer: the file or folder of a Hugging Face tokenizer, for `tokenizer` only.
+        tokenizer: file or folder of a Hugging Face tokenizer, for `tokenizer` only.
 
     Raises:
         ConfigError: a setting is impossible.
@@ -513,8 +511,7 @@ def vocabulary(name: str, *, tokenizer: Path | None = None) -> Vocabulary:
 def vocabulary_of(description: Any, folder: Path) -> Vocabulary:
     """The vocabulary that `describe` described; `folder` holds its files.
 
-    Raises:
-        ModelError: the description is of none, or not of the files in the folder.
+    Raises `ModelError` if the description is invalid, or does not match the files in the folder.
     """
     if description == PROTEIN.describe():
         return PROTEIN
@@ -531,11 +528,11 @@ def vocabulary_of(description: Any, folder: Path) -> Vocabulary:
 
 
 def open_vocabulary(folder: Path) -> Vocabulary:
-    """The vocabulary that was saved in a folder; proteins' where there is none.
+    """The vocabulary saved in a folder; `PROTEIN` if there is none.
 
     Raises:
         DataError: its file is damaged.
-        ModelError: as of `vocabulary_of`.
+        ModelError: see `vocabulary_of`.
     """
     description = read_json(folder / FILE)
     return PROTEIN if description is None else vocabulary_of(description, folder)

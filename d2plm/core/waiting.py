@@ -1,4 +1,4 @@
-"""A line a minute while something is waited for, so that no wait is silent."""
+"""Log a line every minute during a wait, so that no wait is silent."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ def waiting(what: str, progress: Callable[[], object] = lambda: None) -> Iterato
     """Log every minute that the block waits for `what`.
 
     Args:
-        progress: a value that changes while the block makes progress, which starts the wait anew.
+        progress: a value whose change marks progress and restarts the wait.
     """
     ended = threading.Event()
 
