@@ -1,4 +1,4 @@
-"""Alignments in the formats Stockholm and Clustal, and the columns of alignments in any format."""
+"""Alignments in Stockholm and Clustal format, and the columns of alignments in any format."""
 
 import re
 from codecs import BOM_UTF8
@@ -23,7 +23,7 @@ _LONGEST_LINE = 64 << 20
 
 
 def alignment_format(start: bytes) -> str | None:
-    """The format of an alignment file, from its first bytes; None for another file."""
+    """The format of an alignment file, given its first bytes; None for another file."""
     start = start.removeprefix(BOM_UTF8)
     if _STOCKHOLM.match(start):
         return "Stockholm"
@@ -31,15 +31,14 @@ def alignment_format(start: bytes) -> str | None:
 
 
 def read_alignments(source: InputFile, form: str) -> Iterator[RawRecords]:
-    """The rows of each alignment of a file: those of one name in several blocks are joined.
+    """The rows of each alignment in a file; the blocks of a row are joined.
 
-    Raises (when iterated):
-        DataError: a line is no row, or rows of an alignment are not equally long.
+    Raises `DataError` (when iterated) for a line that is no row, or rows of unequal length.
     """
     rows: dict[bytes, list[bytes]] = {}
     lines: dict[bytes, int] = {}
     in_block: set[bytes] = set()
-    end = [b"//"] if form == "Clustal" else []  # which ends without a mark
+    end = [b"//"] if form == "Clustal" else []  # Clustal has no end mark
     for number, line in enumerate(
         chain(iter(partial(source.content.readline, _LONGEST_LINE), b""), end), start=1
     ):
@@ -86,13 +85,13 @@ def alignment_columns(
 ) -> NDArray[np.uint8] | None:
     """uint8 [N, W]: each sequence in the columns of its alignment, PAD at gaps.
 
-    Columns are all letters and gaps if the rows are equally long (A2M, aligned FASTA, Stockholm,
-    Clustal); else insertions have none, lower case and `.` (A3M). None of what is no alignment:
-    without gaps, or with other lengths.
+    If the rows are equally long (A2M, aligned FASTA, Stockholm, Clustal), columns are all letters
+    and gaps; otherwise (A3M), lower case and `.` are insertions without a column. None if the rows
+    are no alignment: without gaps, or of other lengths.
 
     Args:
-        texts: of N rows, as in their file.
-        sequences: uint8 residue tokens of each.
+        texts: N rows, as in their file.
+        sequences: uint8 residue tokens of each row.
     """
     rows = [np.frombuffer(row.translate(None, _BLANKS + b"*"), np.uint8) for row in texts]
     kept = [np.ones(len(row), np.bool_) for row in rows]

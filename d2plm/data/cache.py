@@ -1,4 +1,4 @@
-"""A cache on disk of the arrays that take long to compute, so that a killed process resumes."""
+"""A disk cache of arrays that take long to compute, so that a killed process resumes."""
 
 import hashlib
 import json
@@ -23,16 +23,16 @@ class ArrayCache:
     array is computed again.
 
     Attributes:
-        report: called with lines for the user, such as for an array that is found damaged.
+        report: called with messages for the user, such as about a damaged array.
     """
 
     folder: Path
     report: Callable[[str], None]
 
     def array(self, name: str, origin: Any, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The array `name` that was computed from `origin` (JSON), now or before.
+        """The array `name` computed from `origin` (JSON), now or before.
 
-        Of several processes that want it at once, one computes it and the others wait.
+        If several processes request it at once, one computes it and the others wait.
         """
         path = self.folder / f"{name}-{digest_of(origin)[:16]}.npz"
         try:
@@ -57,12 +57,10 @@ class ArrayCache:
         return values
 
     def keep_only(self, name: str) -> None:
-        """Remove all other arrays."""
         for path in self.folder.iterdir():
             if not path.name.startswith(f"{name}-"):
                 path.unlink()
 
 
 def digest_of(content: Any) -> str:
-    """SHA-256 in hex of JSON content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Opening an input, plain or compressed; the compression is recognised by its first bytes."""
+"""Opening inputs; the compression is recognised by the first bytes."""
 
 import bz2
 import gzip
@@ -41,8 +41,7 @@ class InputFile:
 def open_input(path: Path) -> Iterator[InputFile]:
     """Open a file, plain or compressed by gzip, xz, zstd or bzip2; `-` is standard input.
 
-    Raises:
-        DataError: the file is missing or unreadable, or found to be damaged during reading.
+    Raises `DataError` if it is missing or unreadable, or proves to be damaged during reading.
     """
     try:
         if path == STDIN:
@@ -96,8 +95,8 @@ def _decompressed(raw: Any) -> Any:
 class _Streams(io.RawIOBase):
     """The content of xz or bzip2 streams, one after another in a file.
 
-    Unlike in the readers of the standard library, damage at the start of a later stream is an error
-    and does not pass for the end of the file.
+    Unlike the standard library, this reports damage at the start of a later stream as an error
+    instead of treating it as the end of the file.
     """
 
     def __init__(self, raw: Any, new_decompressor: Callable[[], Any]) -> None:

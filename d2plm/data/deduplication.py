@@ -1,10 +1,9 @@
-"""Deduplicates any number of sequences and sorts them by digest.
+"""External sort that deduplicates any number of sequences and orders them by digest.
 
-The order, and everything built on it, depends on the set of sequences and not on the input's order.
-The sort is external: when a buffer is full, its records are distributed over files by the first
-byte of their digests, and each file is then sorted separately. Memory is that of the buffer or of a
-256th of the distinct sequences, whichever is larger, plus the names of equal sequences, which are
-kept together.
+The result depends on the set of sequences and not on the input's order. When a buffer is full, its
+records are distributed over files by the first byte of their digests; each file is then sorted
+separately. Memory is that of the buffer or of a 256th of the distinct sequences, whichever is
+larger, plus the names of equal sequences, which are kept together.
 """
 
 import hashlib
@@ -25,12 +24,12 @@ _FILES = 256
 
 
 class Records(NamedTuple):
-    """Sequences as columns, n of them.
+    """n sequences as columns.
 
     Attributes:
-        digests: digests of the contents.
+        digests: SHA-256 of each sequence.
         sequences: the tokens of each, as little-endian bytes.
-        names: n names; the names of equal sequences are sorted and joined by \\x01.
+        names: the names of equal sequences are sorted and joined by \\x01.
         copies: number of input sequences equal to each.
         records: int64 as bytes, the records of which each is a piece; empty for whole records.
     """
@@ -43,7 +42,6 @@ class Records(NamedTuple):
 
     @property
     def duplicates(self) -> int:
-        """Sequences that are left out because they equal one of these."""
         return sum(self.copies) - len(self.copies)
 
 
@@ -51,7 +49,8 @@ class Deduplicator:
     """Takes sequences by `add` and returns them, sorted and distinct, by `sorted`.
 
     Args:
-        folder: an existing, empty folder for temporary files of the size of the sequences.
+        folder: existing, empty folder for temporary files of the size of the sequences; an
+            `OSError` of these is passed on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,15 +70,9 @@ class Deduplicator:
         lengths: NDArray[np.int64],
         records: list[bytes],
     ) -> None:
-        """Add n sequences, parts of `tokens` [M] from `starts` [n] on of `lengths` [n].
-
-        Args:
-            records: as in `Records`.
-
-        Raises:
-            OSError: a temporary file cannot be written.
+        """Add n sequences: parts of `tokens` [M] at `starts` [n] of `lengths` [n]; see `Records`.
         """
-        # Copies: slices of bytes cost less than views, and release the records left out.
+        # Copies: slices of bytes cost less than views, and keep no dropped records in memory.
         size, text = tokens.itemsize, tokens.astype(tokens.dtype.newbyteorder("<")).tobytes()
         starts, lengths = size * starts, size * lengths
         sequences = [
@@ -96,11 +89,7 @@ class Deduplicator:
             self._spill()
 
     def sorted(self) -> Iterator[Records]:
-        """The distinct sequences in order, part by part; the sorter cannot be used afterwards.
-
-        Raises:
-            OSError: a temporary file cannot be written or read.
-        """
+        """The distinct sequences in order, part by part; consumes the sorter."""
         if not self._spilled:
             if self._names:
                 yield self._buffered()
@@ -116,7 +105,7 @@ class Deduplicator:
         return _merged(Records(self._digests, self._sequences, self._names, once, self._records))
 
     def _spill(self) -> None:
-        """Append the buffered records to the files that their digests belong to."""
+        """Append the buffered records to the files of their digests."""
         merged = self._buffered()
         first_bytes = np.frombuffer(b"".join(merged.digests), dtype=np.uint8)[::32]
         bounds = np.searchsorted(first_bytes, np.arange(_FILES + 1)).tolist()
@@ -134,7 +123,7 @@ class Deduplicator:
 
 
 def _read(file: Path) -> Records:
-    """The distinct records in a temporary file, merged whenever a buffer's worth is read."""
+    """The distinct records in a temporary file, merged after each buffer's worth."""
     columns, unmerged = Records([], [], [], [], []), 0
     with open(file, "rb") as content:
         while content.peek(1):
@@ -151,7 +140,7 @@ def _read(file: Path) -> Records:
 
 
 def _merged(columns: Records) -> Records:
-    """One of each set of equal sequences, in the order of the digests."""
+    """Merge equal sequences; the result is in the order of the digests."""
     digests, sequences, names, copies, records = columns
     keys = np.frombuffer(b"".join(digests), dtype=">u8").reshape(-1, 4)[:, :2].astype(np.uint64)
     order = np.lexsort((keys[:, 1], keys[:, 0]))

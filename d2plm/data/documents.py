@@ -1,4 +1,4 @@
-"""Reading documents of plain text, long ones in parts, in blocks that bound the memory."""
+"""Reading plain-text documents in blocks of bounded memory; long documents come in parts."""
 
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
@@ -10,13 +10,13 @@ from d2plm.core.errors import DataError
 from d2plm.data.compressed import InputFile, open_input
 from d2plm.data.records import RawRecords
 
-# Of a document at once. A tokenizer needs a hundred bytes of memory for one of text.
+# Maximum size of a document read at once: tokenizers use 100 times the memory of their text.
 _PART_BYTES, _WHOLE_BYTES = 1 << 20, 4 << 20
 _BLOCK_BYTES = 1 << 20
 
 
 class Document(NamedTuple):
-    """A document, or the part of one that has this number, and the line where it begins."""
+    """A document, or part number `part` of one, and the line where it begins."""
 
     name: bytes
     text: bytes
@@ -29,12 +29,12 @@ def read_documents(
 ) -> Iterator[RawRecords]:
     """The documents of a plain text, named FILE:LINE, without the line breaks at their ends.
 
+    Raises `DataError` (when iterated) if the file is missing, unreadable, damaged or empty, or a
+    document is too long.
+
     Args:
         in_parts: whether a document of many megabytes may come in parts.
         ends: whether a document ends with a line; None for a single document, named FILE.
-
-    Raises (when iterated):
-        DataError: the file is missing, unreadable, damaged or empty, or a document is too long.
     """
     with open_input(path) as source:
         if not source.content.peek(1):
@@ -45,7 +45,7 @@ def read_documents(
 def in_blocks(
     documents: Iterable[Document], source: InputFile, place: Callable[[Document, int | None], str]
 ) -> Iterator[RawRecords]:
-    """Blocks of documents of an input; `place` says in words where in it an offset is."""
+    """Blocks of documents; `place` describes an offset in a document in words."""
 
     def block(own: list[Document]) -> RawRecords:
         return RawRecords(
@@ -102,7 +102,7 @@ def _documents(
 def _parts(
     content: Any, ends: Callable[[bytes], bool] | None, most: int
 ) -> Iterator[tuple[bytes, int, bool]]:
-    """(text, the line where it begins, whether a document ends with it), all of the content."""
+    """(text, line where it begins, whether a document ends with it), for all of the content."""
     skip_byte_order_mark(content)
     lines: list[bytes] = []
     size, first, number = 0, 1, 1
@@ -118,7 +118,7 @@ def _parts(
 
 
 def _lines(content: Any, most: int) -> Iterator[bytes]:
-    """Lines; one of many megabytes is cut, but not within a character of UTF-8."""
+    """Lines; one of many megabytes is cut, but not within a UTF-8 character."""
     for line in iter(lambda: content.readline(most), b""):
         while (
             most <= len(line) < most + 3

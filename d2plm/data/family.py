@@ -1,4 +1,4 @@
-"""Families of proteins, given to a model as relatives: their files, one for all or a table.
+"""Families of proteins given to a model as relatives: one file for all proteins, or a table.
 
 A row of a table is a relative of a protein, as tab-separated text. Names are single words, so no
 cell is quoted.
@@ -30,9 +30,9 @@ from d2plm.data.sources import read_sequences, read_sources
 from d2plm.data.tables import open_table
 from d2plm.settings.data import Reading
 
-OF_ONE, SEQUENCE = "protein", "sequence"  # columns of a table
+OF_ONE, SEQUENCE = "protein", "sequence"  # required columns
 TABLE_COLUMNS = (OF_ONE, "relative", "identity", "coverage", SEQUENCE)
-OF_RELATIVES = (OF_ONE, "relative", "query", "qseq")  # how a column begins in such tables only
+OF_RELATIVES = (OF_ONE, "relative", "query", "qseq")  # such column names occur only in tables
 WITH_FIELDS = frozenset((".parquet", ".arrow", ".jsonl", ".ndjson", ".json"))
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Family:
 
     Attributes:
         members: uint8 residue tokens, distinct.
-        most: that are drawn for one protein.
+        most: maximum number of members drawn per protein.
         columns: uint8 [N, W], the members in the columns of their file, see `alignment_columns`.
     """
 
@@ -66,12 +66,11 @@ class Family:
     ) -> "Family":
         """The distinct `sequences` with at least one canonical residue.
 
-        Args:
-            names: names of the sequences; their numbers if empty.
-            columns: of the sequences, see `Family`.
+        Raises `DataError` if no sequence is left.
 
-        Raises:
-            DataError: if no sequence is left.
+        Args:
+            names: names of the sequences; their indices if empty.
+            columns: alignment columns of the sequences, see `Family`.
         """
         names = names or [str(number) for number in range(len(sequences))]
         distinct: dict[bytes, int] = {}
@@ -83,19 +82,20 @@ class Family:
         return cls(sequences, most, names, columns).only([*distinct.values()])
 
     def some(self, number: int, named: Collection[str] = ()) -> NDArray[np.int64]:
-        """int64: places of at most `number` random members, always the same, and of those named."""
+        """int64: indices of the named members and of up to `number` random ones, always the same.
+        """
         drawn = np.random.default_rng(0).permutation(len(self.members))[:number]
         wanted = [place for place, name in enumerate(self.names) if name in named]
         return np.unique(np.concatenate([drawn, np.array(wanted, dtype=np.int64)]))
 
     def given_to(self, protein: Tokens) -> "Family":
-        """The family without the protein itself, what contains it and what is a part of it."""
+        """The family without the protein itself, proteins that contain it, and parts of it."""
         own = protein.tobytes()
         kept = [own not in one and one not in own for one in self._texts]
         return self if all(kept) else self.only(np.flatnonzero(kept))
 
     def giving_away(self, protein: Tokens) -> list[str]:
-        """Names of the members, but for the protein itself, that are not `given_to` it."""
+        """Names of the members excluded by `given_to`, except the protein itself."""
         own, named = protein.tobytes(), zip(self.names, self._texts, strict=True)
         return [name for name, one in named if one != own and (own in one or one in own)]
 
@@ -104,7 +104,7 @@ class Family:
 
         Args:
             key: integers that determine the draw.
-            protein: what they are drawn for, long members cut to what aligns with it.
+            protein: long members are cut to the part that aligns with it.
         """
         drawn, count = self.members, len(self.members)
         if count > self.most:
@@ -117,17 +117,17 @@ class Family:
         return [one.tobytes() for one in self.members]
 
     def only(self, which: Sequence[int] | NDArray[np.int64]) -> "Family":
-        """The family of these members."""
+        """The family restricted to these members."""
         names = [self.names[i] for i in which] if self.names else []
         columns = None if self.columns is None else self.columns[which]
         return Family([self.members[i] for i in which], self.most, names, columns)
 
 
 class RelativesCheck:
-    """Collects, protein by protein, what is to be said about their relatives.
+    """Collects notices about the relatives of several proteins.
 
     Args:
-        relatives, proteins: where they are from, for messages.
+        relatives, proteins: their sources, for messages.
     """
 
     def __init__(self, relatives: str | Path, proteins: str | Path) -> None:
@@ -135,7 +135,7 @@ class RelativesCheck:
         self.alone, self.left_out = list[str](), list[str]()
 
     def add(self, name: str, family: Family, protein: Tokens) -> Family:
-        """The members of its family that are given to the protein."""
+        """The members of its family that may be given to the protein."""
         given = family.given_to(protein)
         self.number += 1
         if not given.members:
@@ -145,10 +145,8 @@ class RelativesCheck:
         return given
 
     def report(self) -> None:
-        """Log what is left out, and which proteins have no relatives.
-
-        Raises:
-            DataError: if none has.
+        """Log excluded relatives, and which proteins have none; raises `DataError` if no protein
+        has any.
         """
         if self.left_out:
             log.warning(
@@ -170,28 +168,24 @@ class RelativesCheck:
 
 
 def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[Relative]]) -> None:
-    """Write the relatives of each of the proteins; `names` are theirs.
+    """Write a table of the relatives `found` for each of the proteins `names`.
 
-    Raises:
-        DataError: the file cannot be written.
+    Raises `DataError` if the file cannot be written.
     """
     with written_beside(path) as partial, partial.open("w", encoding="utf-8") as file:
         print(*TABLE_COLUMNS, sep="\t", file=file)
         for protein, relatives in zip(names, found, strict=True):
             for one in relatives:
-                name = "_".join(one.name.split())  # of a table, it may hold blanks
+                name = "_".join(one.name.split())  # names from tables may contain blanks
                 figures = f"{one.identity:.3f}", f"{one.coverage:.3f}"
                 print(protein, name, *figures, decode(one.tokens), sep="\t", file=file)
 
 
 def read_relatives(path: Path) -> dict[str, list[Tokens]] | None:
-    """Name of each protein of a table → its relatives, uint8 residue tokens.
+    """Name of each protein in a table → its relatives, uint8 residue tokens; None for other files.
 
-    Only the columns of names and sequences are needed, in any place. None is a file without them.
-
-    Raises:
-        DataError: the file is a table of relatives under other names, has no rows, or a cell holds
-            no protein.
+    Only the columns of names and sequences are needed, in any position. Raises `DataError` if the
+    file is a table of relatives with other column names, has no rows, or a cell is not a protein.
     """
     columns: dict[str, str] = {}
     with suppress(DataError), open_table(path) as table:
@@ -230,16 +224,16 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
     A protein that is not in a table of relatives has a family without members.
 
     Args:
-        path: a table of relatives, or what `read_family` reads.
-        most: as of `Family`.
-        names: of the proteins, by which a table refers to them.
+        path: a table of relatives, or an input of `read_family`.
+        most: see `Family`.
+        names: names of the proteins, by which a table refers to them.
 
     Raises:
-        DataError: the file cannot be read, is neither, or holds no protein; or it is a table, and
-            it is not clear which of the proteins a name means.
+        DataError: the file cannot be read, is neither, or holds no protein; or a name in a table is
+            ambiguous.
     """
     path, table = shipped(path), None
-    if path.is_file():  # what can be read only once is no table
+    if path.is_file():  # a pipe can be read only once, so it is no table
         with open_input(path) as file:
             is_fasta = file.content.peek(64)[:64].removeprefix(BOM_UTF8).lstrip().startswith(b">")
         table = None if is_fasta else read_relatives(path)
@@ -265,10 +259,9 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
 
 
 def read_family(path: Path, most: int) -> Family:
-    """The family in an input of any form that `read_sequences` reads; arguments as of `Family.of`.
+    """The family in any input of `read_sequences`; arguments as in `Family.of`.
 
-    Raises:
-        DataError: the input cannot be read, or holds no protein.
+    Raises `DataError` if the input cannot be read, or holds no protein.
     """
     records = [*read_sequences(path, PROTEIN)]
     names, members = [record.name for record in records], [record.tokens for record in records]

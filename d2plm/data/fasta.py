@@ -1,7 +1,7 @@
-"""Reading and writing FASTA, and its kin A2M, A3M and PIR, in blocks of whole records.
+"""Reading and writing FASTA and the related A2M, A3M and PIR, in blocks of whole records.
 
-A block is cut into records by two C-level searches, and its sequences are made tokens of together,
-which takes about a microsecond per record; the longest record bounds the memory.
+A block is cut into records by two C-level searches and tokenised at once, which takes about a
+microsecond per record; the longest record bounds the memory.
 """
 
 import re
@@ -33,9 +33,8 @@ _NEWLINE = ord("\n")
 
 @dataclass(frozen=True, slots=True)
 class FastaRecord:
-    """One sequence: the first word of its header, its tokens and its text, if it is read as such.
-
-    The text holds the gaps of an alignment.
+    """A sequence: its name, tokens and, if the input is text, its text with the gaps of an
+    alignment.
     """
 
     name: str
@@ -46,19 +45,18 @@ class FastaRecord:
 def read_fasta(path: Path, vocabulary: Vocabulary = PROTEIN) -> Iterator[FastaRecord]:
     """Yield the records of a FASTA file, plain or compressed.
 
-    Raises (when iterated):
-        DataError: the file is missing, unreadable, empty, damaged or no FASTA, or a record is empty
-            or holds a letter that is not of the vocabulary.
+    Raises `DataError` (when iterated) if the file is missing, unreadable, empty, damaged or no
+    FASTA, or a record is empty or holds a letter outside the vocabulary.
     """
     path = Path(path)
     return tokenised(checked(read_fasta_blocks(path, vocabulary), vocabulary, path), vocabulary)
 
 
 def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[FastaRecord]:
-    """The tokens of the records of an input.
+    """Yield the records of an input with their tokens.
 
-    Raises (when iterated):
-        DataError: a record is empty or holds a letter that is not of the vocabulary.
+    Raises `DataError` (when iterated) if a record is empty or holds a letter outside the
+    vocabulary.
     """
     for records in blocks:
         found = records.tokenised(vocabulary)
@@ -72,8 +70,8 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
 def read_template_fasta(path: Path) -> Iterator[tuple[str, str, str]]:
     """(name, text, its place) of each record of a FASTA file of templates, unchecked.
 
-    Raises (when iterated):
-        DataError: the file is missing, unreadable, empty, damaged or no FASTA.
+    Raises `DataError` (when iterated) if the file is missing, unreadable, empty, damaged or no
+    FASTA.
     """
     for records in read_fasta_blocks(Path(path)):
         for index, text in enumerate(records.sequences):
@@ -86,15 +84,15 @@ def read_fasta_blocks(
 ) -> Iterator[RawRecords]:
     """The records of a FASTA file (`-`: standard input), plain or compressed, block by block.
 
-    Alignments in the formats Stockholm and Clustal are read, too; see `checked` for the records.
+    Stockholm and Clustal alignments are read, too. `checked` checks the records.
 
     Args:
-        vocabulary: vocabulary of the letters; None allows any letter, as in templates.
+        vocabulary: None allows any letter, as in templates.
         in_parts: whether a record of many megabytes may come in parts.
 
     Raises (when iterated):
-        DataError: the file is missing, unreadable, empty, damaged or no FASTA, or of nucleotides
-            where it should be of proteins.
+        DataError: the file is missing, unreadable, empty, damaged, no FASTA, or nucleotides instead
+            of proteins.
     """
     with open_input(path) as source:
         start = source.content.peek(_LOOK_BYTES)[:_LOOK_BYTES]
@@ -115,17 +113,14 @@ def read_fasta_blocks(
                 done=source.done(),
                 part=part,
             )
-            # Several times as fast as bytes.count, which stops at every find.
+            # Several times as fast as bytes.count.
             line += int(np.count_nonzero(np.frombuffer(block, dtype=np.uint8) == _NEWLINE))
 
 
 def write_fasta(path: Path, records: Iterable[tuple[str, bytes | str]]) -> None:
-    """Write (header without `>`, residue letters) records, wrapped at 60 columns.
+    """Write (header without `>`, residue letters) records atomically, wrapped at 60 columns.
 
-    The file is written beside `path` and renamed when complete, so `path` is never half-written.
-
-    Raises:
-        DataError: the file cannot be written.
+    Raises `DataError` if the file cannot be written.
     """
     with written_beside(path) as partial, open(partial, "wb", buffering=_BUFFER_BYTES) as file:
         for header, sequence in records:
@@ -141,7 +136,7 @@ def fasta_text(header: bytes | str, sequence: bytes | str) -> bytes:
 
 
 def _pieces(source: InputFile) -> Iterator[bytes]:
-    """The content, with the line ends of Windows and of old Macs as newlines."""
+    """The content, with Windows and old Mac line ends converted to newlines."""
     held = b""
     for piece in iter(lambda: source.content.read(_BLOCK_BYTES), b""):
         piece = held + piece
@@ -154,18 +149,18 @@ def _pieces(source: InputFile) -> Iterator[bytes]:
 
 
 def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | None]]:
-    """Blocks of whole records, each of which begins with `>`, or of one part of a long record.
+    """Blocks of whole records, each beginning with `>`, or of one part of a long record.
 
     The second of a pair is `RawRecords.part`; the header is repeated in each part.
     """
     pieces: list[bytes] = []
-    size, part = 0, None  # of them
+    size, part = 0, None
     for piece in _pieces(source):
         if pieces and pieces[-1].endswith(b"\n") and piece.startswith(b">"):
             yield b"".join(pieces), part
             pieces, size, part = [], 0, None
         cut = piece.rfind(b"\n>")
-        if cut >= 0 and (part is not None or source.content.peek(1)):  # the rest goes together
+        if cut >= 0 and (part is not None or source.content.peek(1)):
             view = memoryview(piece)
             if part is not None:
                 end = piece.find(b"\n>") + 1
@@ -190,12 +185,12 @@ def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | No
                 part = part or 0
                 yield block, part
                 pieces, size, part = [header + newline], 0, part + 1
-    yield b"".join(pieces).rstrip(b"\0\x1a"), part  # what DOS and ColabFold write at the end
+    yield b"".join(pieces).rstrip(b"\0\x1a"), part  # end marks of DOS and ColabFold
 
 
 def _first_record(source: InputFile, vocabulary: Vocabulary | None) -> int:
-    """Skip blank lines and comments to the first `>`; returns its line, or rejects other text."""
-    # Looking before reading keeps a binary file without line breaks out of memory.
+    """Skip blank lines and comments up to the first `>`; returns its line."""
+    # Peeking before reading keeps a binary file without line breaks out of memory.
     line = 1
     while True:
         start = source.content.peek(64)[:64]
@@ -225,8 +220,6 @@ def _first_record(source: InputFile, vocabulary: Vocabulary | None) -> int:
 
 
 def _places(path: Path, first_line: int, texts: list[bytes]) -> Callable[[int, int | None], str]:
-    """The lines of the records `texts`, the first of which begins at `first_line`."""
-
     def where(record: int, offset: int | None) -> str:
         line = first_line + sum(text.count(b"\n") + 1 for text in texts[:record])
         if offset is not None:

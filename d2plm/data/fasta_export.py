@@ -1,9 +1,9 @@
-"""From a store back to FASTA or JSON lines, block by block; ingested, they give the same store.
+"""Export of a store to FASTA or JSON lines, block by block; ingesting these gives the same store.
 
-The names of equal sequences share one header, joined by \\x01 as in NCBI's nr, which is also how
-they are read. Blanks in names, which tables may contain, are written as `_`, because readers of
-FASTA take only the first word of a header. Texts are written as JSON lines, those cut by a window
-piece by piece; a tokenizer may make other tokens of a piece by itself than within its text.
+The names of equal sequences share one header, joined by \\x01 as in NCBI's nr. Blanks in names,
+which tables may contain, are written as `_`, because FASTA readers take only the first word of a
+header. Texts are written as JSON lines, those cut by a window piece by piece; a tokenizer may
+tokenise a piece differently than within its text.
 """
 
 import gzip
@@ -36,15 +36,15 @@ def export_sequences(
     """Write all sequences of a store, in their order: letters as FASTA, texts as JSON lines.
 
     Args:
-        output: compressed if its name ends in `.gz`; `-` is standard output. A missing folder is
-            created; the file is written to a temporary name and renamed when complete.
+        output: compressed if its name ends in `.gz`; `-` is standard output. Written atomically; a
+            missing folder is created.
         progress: called with the number of sequences written so far.
 
     Returns:
-        The number of sequences whose names hold blanks, written with `_` in their place.
+        The number of sequences whose names contain blanks, which are replaced by `_`.
 
     Raises:
-        ConfigError: the file's ending asks for another form or compression.
+        ConfigError: the suffix requests another format or compression.
         DataError: the store is damaged, or the file cannot be written.
     """
     plain_or_gz = output.suffix.lower() not in _OTHER_COMPRESSIONS
@@ -62,7 +62,7 @@ def export_sequences(
 
 
 def require_form(output: Path, vocabulary: Vocabulary, of_text: tuple[str, ...]) -> None:
-    """Raise `ConfigError` unless letters are to be FASTA, and texts end in one of `of_text`."""
+    """Raise `ConfigError` unless the suffix suits FASTA, or for texts is one of `of_text`."""
     name = output.name.lower()
     if vocabulary.is_text:
         require(name.endswith(of_text), "output", str(output), f"a {' or '.join(of_text)} file")
@@ -72,10 +72,9 @@ def require_form(output: Path, vocabulary: Vocabulary, of_text: tuple[str, ...])
 
 
 def first_records(store: SequenceStore, number: int) -> Iterator[bytes]:
-    """The first `number` sequences of a store, each as `export_sequences` writes it.
+    """The first `number` sequences, formatted as by `export_sequences`.
 
-    Raises (when iterated):
-        DataError: the store is damaged.
+    Raises `DataError` (when iterated) if the store is damaged.
     """
     blocks = zip(store.blocks(), store.name_blocks(), strict=True)
     return islice(chain.from_iterable(_records(store, *block) for block in blocks), number)
@@ -109,7 +108,6 @@ def _one_word(name: bytes) -> bytes:
 
 @contextmanager
 def _opened(output: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
-    """The file to write to, renamed to its final name if the block succeeds."""
     if output == STDOUT:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()

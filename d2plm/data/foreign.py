@@ -1,4 +1,4 @@
-"""Files that hold no sequences or table as text: what they are, and how to convert them."""
+"""Files of other formats: how to recognise them, and how to convert them."""
 
 import re
 from codecs import BOM_UTF8
@@ -12,7 +12,7 @@ _AS_TEXT = "save it there as plain text (File > Save as)"
 _FETCH = "fetch the file itself, from its download link or the raw view of the page"
 _UNPACK = "unpack it and give the file inside"
 
-# (the beginning of the file, what it is, what to do), in this order of preference.
+# (beginning of the file, format, remedy); the first match counts.
 FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"PK\x03\x04(?s:.{0,4000}?)(xl/|opendocument\.spreadsheet)", "a spreadsheet", _AS_CSV),
     (rb"PK\x03\x04(?s:.{0,4000}?)(word/|opendocument\.text)", "a text document", _AS_TEXT),
@@ -62,13 +62,10 @@ FOREIGN: tuple[tuple[bytes, str, str], ...] = (
 
 
 def refuse_foreign(path: Path, start: bytes) -> None:
-    """Refuse a file of another format.
+    """Raise `DataError` if a file is one of `FOREIGN`, with the format and the remedy.
 
     Args:
-        start: its first bytes, a few thousand if it has as many, decompressed.
-
-    Raises:
-        DataError: it is one of `FOREIGN`; the message says which, and what to do.
+        start: its first few thousand bytes, decompressed.
     """
     for beginning, what, remedy in FOREIGN:
         if re.match(beginning, start.removeprefix(BOM_UTF8)):

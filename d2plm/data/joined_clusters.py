@@ -1,4 +1,4 @@
-"""Clusters as connected components: pairs join them, and so do the pieces of one record."""
+"""Clusters as connected components of pairs, and of the pieces of each record."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from d2plm.data.store import SequenceStore
 
 
 def merged(clusters: NDArray[np.int32], pairs: NDArray[np.integer]) -> NDArray[np.int32]:
-    """The clusters after those of the two sequences of each pair were made one.
+    """Merge the clusters of the two sequences of each pair.
 
     Args:
         clusters: int32 [N], the first member of each sequence's cluster; -1 for a sequence that is
@@ -44,19 +44,17 @@ def merged(clusters: NDArray[np.int32], pairs: NDArray[np.integer]) -> NDArray[n
 
 
 def with_equal(clusters: NDArray[np.int32], labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The clusters, as in `merged`, after sequences of the same label, int32 [N], were joined."""
+    """Like `merged`, joining sequences with the same label, int32 [N]."""
     kept = np.flatnonzero(clusters >= 0)
     return merged(clusters, _pairs(labels[kept], kept))
 
 
 def records_of(store: SequenceStore) -> NDArray[np.int32] | None:
-    """The records of which sequences are pieces, int32 [N]; None if the store was not cut.
+    """The record of each sequence, int32 [N], as the index of its first piece; None if none was
+    cut.
 
-    A record is numbered by its first piece, and a sequence that is no piece by itself. A piece that
-    equals one of another record is of both, and the two count as one record.
-
-    Raises:
-        DataError: the store is damaged, or SciPy is needed and not installed.
+    A sequence that equals pieces of two records joins them into one. Raises `DataError` if the
+    store is damaged, or SciPy is needed and not installed.
     """
     if window_of(store) is None:
         return None
@@ -67,7 +65,7 @@ def records_of(store: SequenceStore) -> NDArray[np.int32] | None:
 
 
 def window_of(store: SequenceStore) -> int | None:
-    """The tokens of the pieces into which an ingest cut longer records; None if it cut none."""
+    """The maximum number of tokens of a piece at the ingest; None if no record was cut."""
     return store.manifest["provenance"].get("window")
 
 

@@ -2,7 +2,8 @@
 
 Clustering alone leaks. Therefore the held-out sequences are searched against the others and hits
 are dropped, repeatedly until nothing is found. MMseqs2 does not find the same pairs in both
-directions, so both are searched unless that takes too long; one search finds all overlaps of text.
+directions, so both are searched unless that takes too long; for text, one search finds all
+overlaps.
 """
 
 import hashlib
@@ -35,15 +36,15 @@ def find_leaking(
     cache: ArrayCache,
     key: str,
 ) -> tuple[Mask, list[dict[str, Any]]]:
-    """The sequences of a store to drop, bool [N], and what each search found.
+    """The sequences of a store to drop, bool [N], and the result of each search.
 
-    Validation sequences that are like test ones are dropped first, then training sequences that
-    are like either, or like those of the stores and files `exclude`.
+    Validation sequences similar to test sequences are dropped first, then training sequences
+    similar to either or to those of the stores and files `exclude`.
 
     Args:
         selected, held_out: bool [N].
         cache: keeps the pairs of each search, under `key` and the sequences searched; its report
-            gets one line before and after each search.
+            receives one line before and after each search.
     """
     leaking = np.zeros_like(selected)
     searches: list[dict[str, Any]] = []
@@ -85,21 +86,21 @@ def drop_homologs(
 
     The cost of a search is proportional to its queries. From the held-out side they are few, but a
     query reports a bounded number of hits, so the search is repeated on the remaining pool; from
-    the pool's side no hit can be crowded out. The directions take turns. The process ends when each
+    the pool's side no hit can be crowded out. The directions alternate. The process ends when each
     has been searched on the remaining pool without a hit: these last searches are the verification.
 
     Args:
         pool: bool [N], the sequences that may be dropped.
-        search: (direction, the remaining pool, bool [N]) → for each pair found, the index of its
-            sequence in the remaining pool, and whether the alignment covers enough of both
-            sequences, 0 or 1: int64 [pairs, 2].
+        search: (direction, remaining pool, bool [N]) → int64 [pairs, 2], for each pair the index of
+            its sequence in the remaining pool, and whether the alignment covers enough of both
+            sequences, 0 or 1.
         directions: `both`, `from_held_out` or `from_training`.
-        threshold: name of the setting to raise where everything is a hit.
+        threshold: name of the setting to raise if everything is a hit.
 
     Returns:
-        bool [N], true for a sequence to drop; and for each search its `direction`, the number of
-        `pairs` found, of `sequences` in them, and of `partial` ones, for which no alignment found
-        covers both sequences.
+        bool [N], true for a sequence to drop; and for each search its `direction` and the numbers
+            of `pairs`, of `sequences` in them, and of `partial` sequences, for which no alignment
+            covers both.
 
     Raises:
         DataError: nothing is left of the pool, or the searches do not converge.

@@ -1,9 +1,8 @@
 """PackedLoader: the endless training stream, from a store to micro-batches.
 
 NumPy copies token bytes from the store into a packed row. This takes less of the training process's
-time than receiving a batch from another process, so loader processes only help if the disk is
-slow. The stream's state is (epoch, bins done): a resumed loader starts at the global batch where
-the last one stopped.
+time than receiving a batch from another process, so loader processes only help if the disk is slow.
+The stream's state is (epoch, bins done): a resumed loader continues at the next global batch.
 """
 
 import atexit
@@ -28,14 +27,14 @@ from d2plm.data.sampling import Draws, Part
 from d2plm.data.store import Windows
 
 _WORKERS: WeakSet[BaseProcess] = WeakSet()  # of all streams
-_WINDOWS, _RELATIVES = 1, 2  # last words of the draws' seeds; the order's seeds have none
-# How relatives are drawn for a sequence: with this probability none, so that the model also learns
-# to predict without; otherwise below one of `IDENTITIES`, to learn from close and distant ones.
+_WINDOWS, _RELATIVES = 1, 2  # last elements of the draws' seeds
+# Probability of drawing no relatives, so that the model also learns to predict without them.
+# Otherwise they are below one of `IDENTITIES`, to learn from close and distant ones.
 WITHOUT_RELATIVES = 0.2
 
 
 class Sequences(Protocol):
-    """The part of the `SequenceStore` interface that training uses."""
+    """The part of the `SequenceStore` interface used in training."""
 
     @property
     def digest(self) -> str: ...
@@ -69,11 +68,11 @@ class Collection:
 
 @dataclass(frozen=True)
 class DrawnRelatives:
-    """How a loader draws relatives of the sequences.
+    """Draws relatives of the sequences of a bin.
 
     Attributes:
-        parts: which sequences of each collection are relatives of which.
-        firsts: int64, the number of the first sequence of each collection.
+        parts: relatives of the sequences of each collection.
+        firsts: int64, index of the first sequence of each collection.
         most: maximum number of relatives drawn per sequence.
     """
 
@@ -82,7 +81,8 @@ class DrawnRelatives:
     most: int
 
     def draw(self, packed: Bin, seed: int) -> list[NDArray[np.integer]]:
-        """The relatives of each sequence of a bin, keyed by its place in the epoch's plan."""
+        """Indices of the relatives of each sequence, keyed by the bin's place in the epoch's plan.
+        """
         key = [seed, packed.epoch, packed.place, _RELATIVES]
         draws = np.random.default_rng(key).random((len(packed.sequences), 3))
         parts = np.searchsorted(self.firsts, packed.sequences, side="right") - 1
@@ -90,7 +90,7 @@ class DrawnRelatives:
         chosen: list[NDArray[np.integer]] = []
         columns = (parts.tolist(), within.tolist(), draws.tolist())
         for part, sequence, (alone, identity, number) in zip(*columns, strict=True):
-            # Half of the time the maximum number, otherwise a uniform number from one.
+            # With probability 1/2 the maximum number, otherwise uniform from 1 to the maximum.
             most = self.most if number < 0.5 else 1 + int((2 * number - 1) * self.most)
             below = IDENTITIES[int(identity * len(IDENTITIES))]
             found = self.parts[part].below(sequence, below)
@@ -100,7 +100,7 @@ class DrawnRelatives:
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a stream: `bins` bins of `epoch` are done, over all ranks."""
+    """Position of a stream: `bins` bins of `epoch` are done, over all ranks."""
 
     epoch: int = 0
     bins: int = 0
@@ -108,10 +108,10 @@ class Position:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This rank's micro-batches of one optimizer step, and the stream's position `following` it.
+    """This rank's micro-batches of one optimizer step, and the stream's position after it.
 
     Attributes:
-        segment_lengths: tokens of every sequence in them, on the host.
+        segment_lengths: number of tokens of every sequence, on the host.
     """
 
     micro_batches: list[PackedBatch]
@@ -131,7 +131,7 @@ class PackedDataset(Dataset[PackedBatch]):
     relatives: DrawnRelatives | None = None
 
     def __getitem__(self, bins: Sequence[Bin]) -> PackedBatch:  # type: ignore[override]  # keyed by a plan, not an index
-        # A segment is a window of `tokens` tokens, from `starts` on, of <cls> residues <eos>.
+        # A segment is a window of <cls> residues <eos>: `tokens` tokens from `starts` on.
         ids = np.concatenate([packed.sequences for packed in bins])
         whole = self.sequences.lengths[ids].astype(np.int64) + 2
         tokens = np.minimum(whole, self.max_length)
@@ -139,7 +139,7 @@ class PackedDataset(Dataset[PackedBatch]):
         starts = self._window_starts(bins, surplus)
         draw_ids = np.concatenate([packed.draw_ids for packed in bins])
         order = np.arange(len(ids))
-        if len(bins) > 1:  # a bin by itself has its longest first; see `packed_attention`
+        if len(bins) > 1:  # a single bin already has its longest first; see `packed_attention`
             order = np.argsort(-tokens, kind="stable")
             ids, tokens, surplus = ids[order], tokens[order], surplus[order]
             starts, draw_ids = starts[order], draw_ids[order]
@@ -147,7 +147,7 @@ class PackedDataset(Dataset[PackedBatch]):
         ends = np.cumsum(tokens)
         places = ends - tokens
         row = np.full(len(bins) * self.token_budget, PAD, dtype=self.sequences.vocabulary.dtype)
-        row[places], row[ends - 1] = CLS, EOS  # residues overwrite them where a crop has none
+        row[places], row[ends - 1] = CLS, EOS  # in crops without them, residues overwrite them
         residues = tokens - has_cls - has_eos
         self.sequences.copy_into(
             row, Windows(ids, np.maximum(starts - 1, 0), residues, places + has_cls)
@@ -164,7 +164,7 @@ class PackedDataset(Dataset[PackedBatch]):
         )
 
     def _drawn_relatives(self, bins: Sequence[Bin], order: NDArray[np.int64]) -> Relatives:
-        """The relatives drawn for each sequence, from their first residue on."""
+        """The beginnings of the relatives drawn for each sequence."""
         assert self.relatives is not None
         drawn = [ids for packed in bins for ids in self.relatives.draw(packed, self.seed)]
         by_segment = [drawn[i] for i in order]
@@ -178,7 +178,7 @@ class PackedDataset(Dataset[PackedBatch]):
         return Relatives(tokens, bounds, segments)
 
     def _window_starts(self, bins: Sequence[Bin], surplus: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each window begins, 0 … surplus; keyed by its bin's place in the epoch's plan."""
+        """Start of each window, 0 … surplus; keyed by its bin's place in the epoch's plan."""
         if not surplus.any():
             return surplus
         ends = np.cumsum([len(packed.sequences) for packed in bins])
@@ -194,7 +194,7 @@ class PackedDataset(Dataset[PackedBatch]):
 
 @dataclass(frozen=True)
 class _ErrorsAsValues(Dataset[PackedBatch | DataError]):
-    """A dataset in a worker: torch would put the traceback into the message of an error."""
+    """Returns errors from a worker as values: torch would put the traceback into their message."""
 
     dataset: Dataset[PackedBatch]
 
@@ -216,18 +216,18 @@ class PackedLoader:
 
     Args:
         token_budget: tokens of a bin, the unit of packing.
-        max_length: longest segment in tokens; longer sequences give a random window, a fresh one
-            each epoch, with `<cls>` and `<eos>` only at true ends.
+        max_length: longest segment in tokens; longer sequences are cropped to a random window, a
+            new one each epoch, with `<cls>` and `<eos>` only at true ends.
         micro_batches: micro-batches of a rank in a global batch (gradient accumulation).
-        bins_per_micro_batch: bins that are laid into one row.
+        bins_per_micro_batch: bins in one row.
         repeat_batches: number of global batches that are repeated endlessly; None uses all.
         rank, world_size: this process among the data-parallel ones.
         seed: seed of the order and the windows.
         num_workers: loader processes; 0 loads in the training process.
         prefetch_factor: batches that each loader process holds ready.
-        pin_memory: hand out page-locked batches.
-        collate: `PackedDataset`, or another class with its arguments that lays bins out as a batch.
-        max_relatives: maximum number of relatives drawn for a sequence; 0 for none.
+        pin_memory: whether batches are in page-locked memory.
+        collate: `PackedDataset`, or another class with its arguments.
+        max_relatives: maximum number of relatives drawn per sequence; 0 for none.
 
     Raises:
         ConfigError: a setting is impossible.
@@ -279,10 +279,8 @@ class PackedLoader:
         self._bin_counts: dict[int, int] = {}
 
     def stream(self, start: Position) -> Iterator[GlobalBatch]:
-        """The global batches from `start` on, without end.
-
-        Raises:
-            DataError: a collection cannot be read.
+        """The global batches from `start` on, endlessly; `DataError` if a collection cannot be
+        read.
         """
         micro_batches, position = self._micro_batches(start), start
         while True:
@@ -295,7 +293,7 @@ class PackedLoader:
 
     def _micro_batches(self, start: Position) -> Iterator[PackedBatch]:
         bins = self._bins(start)
-        if not self.num_workers:  # DataLoader would take a fifth of the time
+        if not self.num_workers:  # DataLoader itself would take a fifth of the time
             loaded = map(self.dataset.__getitem__, bins)
             return map(PackedBatch.pin_memory, loaded) if self.pin_memory else loaded
         batches = iter(
@@ -327,15 +325,15 @@ class PackedLoader:
         return self.sampler.plan(epoch if self.repeat_batches is None else 0)
 
     def batches_in_epoch(self, epoch: int) -> int:
-        """Global batches (optimizer steps) of an epoch."""
+        """Number of global batches (optimizer steps) in an epoch."""
         return -(-self._bins_in_epoch(epoch) // self.bins_per_batch)
 
     def epochs_done(self, position: Position) -> float:
-        """Epochs before a position, with a fraction."""
+        """Number of epochs before a position, with a fraction."""
         return position.epoch + position.bins / self._bins_in_epoch(position.epoch)
 
     def _bins_in_epoch(self, epoch: int) -> int:
-        # Workers receive bins ahead of the stream, so two epochs' numbers are requested in turn.
+        # Workers receive bins ahead of the stream, so requests for two epochs alternate.
         if epoch not in self._bin_counts:
             bins = len(self._plan(epoch))
             if self.repeat_batches is not None:
@@ -345,21 +343,21 @@ class PackedLoader:
 
 
 def _leave_signals_to_the_trainer(_worker: int) -> None:
-    """A stop signal to a whole process group must not end the loader before the last step."""
+    """Ignore stop signals to the process group, so that the trainer can finish its last step."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 @atexit.register
 def _end_workers() -> None:
-    """End running workers: the interpreter would send a SIGTERM and wait forever."""
+    """Kill running workers: the interpreter would send a SIGTERM and wait forever."""
     for worker in _WORKERS:
         if worker.is_alive():
             worker.kill()
 
 
 class _Joined:
-    """Several collections as one, numbered one after another."""
+    """Several collections as one, with consecutive indices."""
 
     def __init__(self, parts: Sequence[Sequences]) -> None:
         self.parts, self.vocabulary = parts, parts[0].vocabulary
@@ -372,7 +370,6 @@ class _Joined:
         return _Joined, (self.parts,)  # a spawned worker maps the lengths itself
 
     def copy_into(self, row: Tokens, windows: Windows) -> None:
-        """As `SequenceStore.copy_into`."""
         which = np.searchsorted(self.firsts, windows.indices, side="right") - 1
         for number, (part, first) in enumerate(zip(self.parts, self.firsts, strict=True)):
             own = Windows(*(column[which == number] for column in windows))
@@ -406,17 +403,16 @@ def pack_all(
     max_length: int,
     relatives: Sequence[Sequence[NDArray[np.uint8]]] | None = None,
 ) -> list[PackedBatch]:
-    """Every sequence once, in batches of one shape; draws are keyed by a sequence's index.
+    """Pack every sequence once, in batches of one shape; draws are keyed by a sequence's index.
+
+    Raises `DataError` if there are no sequences.
 
     Args:
-        sequences: tokens; those too long for `max_length` are cut at their end.
-        token_budget: tokens of a batch; at least `max_length`, and no more than there are.
+        sequences: tokens; sequences too long for `max_length` are cut at their end.
+        token_budget: tokens of a batch; raised to `max_length`, reduced to the total.
         max_length: tokens of a sequence, `<cls>` and `<eos>` included.
-        relatives: residue tokens of those of each sequence, None for batches without; see
-            `aligned_part`.
-
-    Raises:
-        DataError: if there are none.
+        relatives: residue tokens of the relatives of each sequence, cut by `aligned_part`; None for
+            batches without.
     """
     if not len(sequences):
         raise DataError("there are no sequences: give at least one")

@@ -1,4 +1,4 @@
-"""The manifest of prepared data: how the stores in a folder were made, and which they are."""
+"""The manifest of prepared data: the origin and the digests of the stores in a folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,9 +21,9 @@ class PreparedData:
     """The results of `d2plm prepare` in a folder.
 
     Attributes:
-        manifest: its manifest, as `prepare` returned it.
-        splits: the stores by the names of their splits: train, validation, test if there is one.
-        stores: those, and the raw store that they were made from if it is in the folder, too.
+        manifest: the manifest, as returned by `prepare`.
+        splits: the stores by split: train, validation, and test if there is one.
+        stores: the splits, and the raw store if it is in the folder.
         account: `digests` of the splits, their `origin` with what was dropped and why, and the
             `verification` that no homologs are left between them.
         provenance: the account, the settings of the `search`, and the numbers of sequences,
@@ -39,7 +39,7 @@ class PreparedData:
     relatives: RelativesIndex | None
 
     def verify_relatives(self) -> None:
-        """Raise `DataError` if the relatives are not those of their digest."""
+        """Raise `DataError` if the relatives do not match their digest."""
         if self.relatives is not None and self.relatives.digest != self.manifest.get("relatives"):
             raise DataError(
                 f"{TRAIN_RELATIVES}: damaged, or without a digest; prepare the data again"
@@ -56,19 +56,14 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of the prepared data in a folder; None if there is none.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """The manifest of prepared data; None if there is none. Raises `DataError` if it is damaged."""
     return read_json(path / MANIFEST)
 
 
 def open_prepared(path: Path) -> PreparedData:
     """Open prepared data and the stores in them.
 
-    Raises:
-        DataError: something is missing or damaged, or a store is not the one that was prepared.
+    Raises `DataError` if something is missing or damaged, or a store does not match the manifest.
     """
     with _manifest_of(path) as manifest:
         provenance = _provenance(manifest)
@@ -96,11 +91,7 @@ def open_prepared(path: Path) -> PreparedData:
 
 
 def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
-    """Reject prepared data whose training sequences were not searched for homologs of `held_out`.
-
-    Raises:
-        DataError: if the homologs were not removed, or the data cannot be read.
-    """
+    """Raise `DataError` unless homologs of `held_out` were removed from the training sequences."""
     with _manifest_of(prepared_dir) as manifest:
         own = [digest for name, digest in manifest["digests"].items() if name != "train"]
         excluded = manifest["settings"]["split"]["exclude_homologs_of"]
@@ -115,7 +106,7 @@ def require_no_homologs_of(held_out: SequenceStore, prepared_dir: Path) -> None:
 
 @contextmanager
 def _manifest_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """The manifest of prepared data; a missing key in the block is reported as file damage."""
+    """Yield the manifest; a missing key in the block is reported as file damage."""
     manifest = read_manifest(folder)
     if manifest is None:
         near = nearest_path(folder)

@@ -1,9 +1,9 @@
 """Megatron-indexed corpora (`PREFIX.bin` and `PREFIX.idx`): read in place, and written.
 
-`PREFIX.bin` holds the token ids of all sequences one after another, and `PREFIX.idx` where each
-begins and which belong to which document. All numbers are little-endian. Two layouts exist, both
-in version 1 and both with a document index, d entries from 0 to n: document i has the sequences
-from entry i to entry i + 1.
+`PREFIX.bin` contains the concatenated token ids of all sequences, and `PREFIX.idx` the start of
+each sequence and its document. All numbers are little-endian. Two layouts exist, both in version 1
+and both with a document index, d entries from 0 to n: document i has the sequences from entry i to
+entry i + 1.
 
     MMIDIDX  "MMIDIDX\\0\\0", uint64 version, uint8 dtype code, uint64 n, uint64 d,
              int32 [n] tokens of each sequence, int64 [n] its first byte in PREFIX.bin,
@@ -12,12 +12,12 @@ from entry i to entry i + 1.
              uint64 number of sizes (n), uint64 d, int64 [n + 1] first size of each sequence,
              int64 [n + 1] its first token in PREFIX.bin, int64 [n] sizes, int64 [d] document index
 
-The dtype codes are those of `_DTYPES`. Sources: `megatron/core/datasets/indexed_dataset.py` and, of
-TNTIDX, `megatron/data/indexed_dataset.py` in github.com/NVIDIA/Megatron-LM; the codes 9 and 10 are
-in fairseq's file of the same name, whose own corpora have no document index and are rejected.
+The dtype codes are those of `_DTYPES`. Sources: `megatron/core/datasets/indexed_dataset.py` and,
+for TNTIDX, `megatron/data/indexed_dataset.py` in github.com/NVIDIA/Megatron-LM; the codes 9 and 10
+are in fairseq's file of the same name, whose own corpora have no document index and are rejected.
 
-Opening reads the index alone, so a terabyte is open as soon as its documents are counted; the
-price is that a token outside the vocabulary is reported only when it is read.
+Opening reads only the index, so even a terabyte opens quickly; the price is that a token outside
+the vocabulary is reported only when it is read.
 """
 
 import hashlib
@@ -41,39 +41,39 @@ from d2plm.data.store import BLOCK_SEQUENCES, Block, SequenceStore, Windows, cop
 log = logging.getLogger(__name__)
 
 INDEX, DATA = ".idx", ".bin"
-# What tokenizers call the token that `preprocess_data.py --append-eod` writes after a document.
+# Names of the token that `preprocess_data.py --append-eod` writes after a document.
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<eod>")
 
 _MMIDIDX, _TNTIDX = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 _MMIDIDX_HEADER, _TNTIDX_HEADER = struct.Struct("<9sQBQQ"), struct.Struct("<8s6Q")
 _DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2", 9: "u4", 10: "u8"}
 _FLOATS = (6, 7)
-_UINT16_LIMIT = 65_500  # of a vocabulary whose corpora Megatron writes as uint16, not int32
-_SAMPLES, _SAMPLE_BYTES = 1024, 4096  # of the tokens, for the digest and the ends of documents
+_UINT16_LIMIT = 65_500  # size from which Megatron writes int32 instead of uint16
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096  # for the digest and the ends of documents
 _BLOCK_TOKENS = 1 << 22
 _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
 
 
 class MegatronSequences(SequenceStore):
-    """The documents of a corpus, as a store whose tokens stay where they are.
+    """The documents of a corpus, as a store that reads tokens in place.
 
-    A document is one sequence, or with a `window` consecutive ones of at most that many; empty
-    documents have none. Its number in the corpus is its cluster. There are no manifest and no
-    digests of all tokens, so none can be verified.
+    A document is one sequence, or with a `window` consecutive sequences of at most that many
+    tokens; empty documents are left out. The document's number is its cluster. There are no
+    manifest and no digests of all tokens, so the corpus cannot be verified.
 
     Args:
-        prefix: path of the two files without their endings, or one of the files.
+        prefix: path of the two files without their suffixes, or one of the files.
         vocabulary: vocabulary of the corpus; ids in the files are its tokens less FIRST.
         window: maximum number of tokens of a sequence; None cuts nothing.
         end_of_document: id that ends every document and is left out, because packing writes an
-            `<eos>` itself; None is the first of END_OF_DOCUMENT that the vocabulary has and with
-            which every document ends, if any. A sample of the documents decides, and each is
-            checked when it is read.
+            `<eos>` itself; None is the first of END_OF_DOCUMENT in the vocabulary with which every
+            document ends, if any. A sample of the documents decides, and each is checked when it is
+            read.
 
     Raises:
         ConfigError: `window` or `end_of_document` is out of range.
-        DataError: a file is missing, damaged or no integer corpus, or a document does not end as
-            stated.
+        DataError: a file is missing, damaged or no integer corpus, or a document does not end with
+            `end_of_document`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MegatronSequences(SequenceStore):
         content = _mapped(idx)
         index = _parsed(content, idx)
         self._map = _mapped(self._bin)
-        self._map.madvise(mmap.MADV_RANDOM)  # reads what is asked for, and not what follows it
+        self._map.madvise(mmap.MADV_RANDOM)  # no readahead
         total, width = int(index.places[-1]), index.dtype.itemsize
         if len(self._map) != total * width:
             raise _damaged(
@@ -125,11 +125,11 @@ class MegatronSequences(SequenceStore):
 
     @cached_property
     def digest(self) -> str:  # type: ignore[override]  # a property that is computed once
-        """Identifies the corpus without reading it: the index, and samples of the tokens.
+        """Identifies the corpus by the index and samples of the tokens.
 
         Resuming compares it at every start, and a pass over a terabyte takes minutes to hours;
-        dates change with every copy. A change that keeps every length and hits none of the samples
-        is not noticed.
+        dates change with every copy. A change that keeps every length and hits no sample goes
+        unnoticed.
         """
         digest = self._index_digest.copy()
         places = _sample(max(len(self._map) - _SAMPLE_BYTES, 0) + 1)
@@ -154,8 +154,7 @@ class MegatronSequences(SequenceStore):
     def copy_into(self, row: Tokens, windows: Windows) -> None:
         """As `SequenceStore.copy_into`.
 
-        Raises:
-            DataError: an id is not of the vocabulary, or a document does not end as the others.
+        Raises `DataError` if an id is not in the vocabulary, or a document has another end.
         """
         first = self._firsts[windows.indices] + windows.starts
         ends = first + windows.counts
@@ -170,11 +169,11 @@ class MegatronSequences(SequenceStore):
                     f"{self._end}, as the others do; write the corpus again, with or without "
                     "--append-eod for all"
                 )
-        # Gathered, so that the ids of all windows are checked and moved up by one call.
+        # Gathered, so that one call each checks and shifts the ids of all windows.
         until = np.cumsum(windows.counts)
         ids = np.empty(until[-1] if len(until) else 0, dtype=self._ids.dtype)
         copy_spans(self._ids, first, ids, until - windows.counts, windows.counts)
-        unsigned = ids.view(f"u{ids.itemsize}")  # in which negative ids are too large, too
+        unsigned = ids.view(f"u{ids.itemsize}")  # negative ids become too large
         legal = self.vocabulary.read_stop - FIRST
         if unsigned.max(initial=0) >= legal:
             place = int((unsigned >= legal).argmax())
@@ -197,8 +196,7 @@ class MegatronSequences(SequenceStore):
                 tokens = np.empty(bounds[-1], dtype=self.vocabulary.dtype)
                 whole = np.arange(first, stop), np.zeros_like(counts), counts, bounds[:-1]
                 self.copy_into(tokens, Windows(*whole))
-                # Until then, pages that were read count as this process's memory.
-                self._map.madvise(mmap.MADV_DONTNEED)
+                self._map.madvise(mmap.MADV_DONTNEED)  # or pages read would count as memory
                 yield Block(first, tokens, bounds)
         finally:
             self._map.madvise(mmap.MADV_RANDOM)
@@ -227,7 +225,7 @@ class MegatronSequences(SequenceStore):
             raise DataError(f"{self.path}: was replaced after it had been opened; open it anew")
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """First and last sequence of each block, of bounded numbers of sequences and tokens."""
+        """Start and end of each block, with bounded numbers of sequences and tokens."""
         first = 0
         while first < len(self):
             used = self.lengths[first : first + BLOCK_SEQUENCES].cumsum(dtype=np.int64)
@@ -236,7 +234,7 @@ class MegatronSequences(SequenceStore):
             first += max(fitting, 1)
 
     def _bytes_at(self, places: NDArray[np.int64], size: int) -> bytes:
-        """`size` bytes from each of the places on, read because mapping may cost megabytes each."""
+        """Read `size` bytes at each place without mapping, which may cost megabytes each."""
         with self._bin.open("rb") as stream:
             return b"".join(os.pread(stream.fileno(), size, place) for place in places.tolist())
 
@@ -244,7 +242,7 @@ class MegatronSequences(SequenceStore):
         return f"{self._bin}: {self.name(index)}"
 
     def _end_of_document(self, last: NDArray[np.int64]) -> int | None:
-        """The id to leave out, given the places of the last ids of the documents."""
+        """The id to leave out, given the positions of the last ids of the documents."""
         given = self._arguments[1]
         places = last[_sample(len(last))] * self._ids.itemsize
         found = np.frombuffer(self._bytes_at(places, self._ids.itemsize), dtype=self._ids.dtype)
@@ -263,7 +261,7 @@ class MegatronSequences(SequenceStore):
 
 
 def prefix_of(path: Path) -> Path:
-    """The prefix of a corpus, of which `path` may name one of the files."""
+    """The prefix of a corpus, given it or one of the files."""
     return path.with_suffix("") if path.suffix in (INDEX, DATA) else path
 
 
@@ -282,12 +280,12 @@ def export_megatron(
 ) -> None:
     """Write all sequences of a store, in their order, as the documents of a corpus (MMIDIDX).
 
-    Ids are the store's tokens less FIRST, as uint16 or int32, whichever Megatron would choose.
-    Letters that are only read have ids after those of the predicted tokens. Memory is 28 bytes a
-    sequence.
+    Ids are the store's tokens less FIRST, as uint16 or int32, the type that Megatron would choose.
+    Read-only letters have ids after those of the predicted tokens. Memory is 28 bytes per sequence.
 
     Args:
-        prefix: as in `MegatronSequences`; files there are replaced when the new ones are complete.
+        prefix: as in `MegatronSequences`; existing files are replaced when the new ones are
+            complete.
         end_of_document: id to write after each document, as `--append-eod` does; None for none.
         progress: called with the number of sequences written so far.
 
@@ -324,7 +322,7 @@ def export_megatron(
 
 
 class _Index(NamedTuple):
-    """An index: dtype of the ids, place of each sequence's first [n + 1], document index [d]."""
+    """Dtype of the ids, place of each sequence's first id [n + 1], document index [d]."""
 
     dtype: np.dtype[Any]
     places: NDArray[np.int64]
@@ -369,7 +367,7 @@ def _parsed(content: mmap.mmap, file: Path) -> _Index:
     ):
         raise _damaged(file, "has tokens of another size than its dtype, or several dimensions")
     unit = dtype.itemsize if compact else 1
-    # A place is negative where the sum of the lengths overflows.
+    # A place is negative if the sum of the lengths overflows.
     negative = min(lengths.min(initial=0), places.min()) < 0
     if negative or not np.array_equal(firsts, places[: len(firsts)] * unit):
         raise _damaged(file, "has sequences that do not follow one another")
@@ -385,7 +383,7 @@ def _parsed(content: mmap.mmap, file: Path) -> _Index:
 
 
 def _ends(vocabulary: Vocabulary) -> list[int]:
-    """Ids of the tokens of END_OF_DOCUMENT that a vocabulary has."""
+    """Ids of the tokens of END_OF_DOCUMENT in a vocabulary."""
     found = vocabulary.tokenise([name.encode() for name in END_OF_DOCUMENT])
     return [
         int(found[i][0]) - FIRST
@@ -395,7 +393,7 @@ def _ends(vocabulary: Vocabulary) -> list[int]:
 
 
 def _sample(number: int) -> NDArray[np.int64]:
-    """At most _SAMPLES of the first `number` integers, evenly spaced; all if there are few."""
+    """At most _SAMPLES of the first `number` integers, evenly spaced."""
     return np.unique(np.linspace(0, max(number - 1, 0), min(number, _SAMPLES)).astype(np.int64))
 
 
@@ -408,7 +406,7 @@ def _mapped(file: Path) -> mmap.mmap:
         with file.open("rb") as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        near = nearest_path(file) if file.suffix == INDEX else ""  # else only the data are missing
+        near = nearest_path(file) if file.suffix == INDEX else ""  # the index was found
         raise DataError(
             f"{file}: no such file{near}; give the prefix of both files, .idx and .bin"
         ) from None

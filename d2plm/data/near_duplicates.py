@@ -1,10 +1,10 @@
 """Near-duplicates among documents, by MinHash (Broder 1997) and locality-sensitive hashing.
 
-A document is represented by the least hashes of its n-grams under random permutations. Two
-documents agree in a fraction of these that estimates the Jaccard similarity of their sets of
-n-grams. Documents that agree in a band of permutations are candidates, and are compared in all of
-them. datasketch computes the hashes and chooses the bands; its index, Python objects of some
-kilobytes per document, is replaced by a sort of each band: memory is 512 bytes per document.
+A document is represented by the least hashes of its n-grams under random permutations. The fraction
+of equal hashes of two documents estimates the Jaccard similarity of their sets of n-grams.
+Documents that agree in a band of permutations are candidates, and are compared in all of them.
+datasketch computes the hashes and chooses the bands; its index, Python objects of some kilobytes
+per document, is replaced by a sort of each band: memory is 512 bytes per document.
 """
 
 import numpy as np
@@ -27,8 +27,8 @@ def cluster_near_duplicates(
 ) -> NDArray[np.int32]:
     """Clusters of the connected components of near-duplicates.
 
-    Of the documents that agree in a band, each is compared with the first and with the one before
-    it, so that a thousand copies are a thousand comparisons.
+    Each document is compared with the first and with the previous one that agree with it in a band,
+    so a thousand copies take a thousand comparisons.
 
     Args:
         selected: bool [N], the documents to cluster.
@@ -59,7 +59,7 @@ def _minima(store: SequenceStore, selected: Mask, ngram: int) -> NDArray[np.uint
     """uint32 [selected, PERMUTATIONS]."""
     from datasketch import MinHash
 
-    # An array of hashes is one "value" of datasketch, which would hash each n-gram in Python.
+    # Pass an array of hashes as one "value": datasketch would hash each n-gram in Python.
     empty = MinHash(PERMUTATIONS, hashfunc=lambda hashes: hashes, scheme="affine32")
     minima = np.empty((int(selected.sum()), PERMUTATIONS), dtype=np.uint32)
     for row, tokens in zip(minima, store.chosen(selected), strict=True):
@@ -72,7 +72,7 @@ def _minima(store: SequenceStore, selected: Mask, ngram: int) -> NDArray[np.uint
 
 
 def _agreeing(band: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Pairs [P, 2] of documents whose rows are equal: each with the first and the one before it."""
+    """Pairs [P, 2] of documents with equal rows: each with the first and with the previous one."""
     order = np.lexsort(band.T)
     band = band[order]
     equal = np.append(False, (band[1:] == band[:-1]).all(axis=1))

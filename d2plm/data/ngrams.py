@@ -1,4 +1,4 @@
-"""Hashes of a document's n-grams, all of them at once."""
+"""Hashes of all n-grams of a document."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,16 +10,14 @@ _FINALIZER = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)))  # 
 
 
 def ngram_hashes(tokens: Tokens, length: int) -> NDArray[np.uint64]:
-    """A hash of every `length` tokens in a row; of all of them if there are fewer.
+    """uint64 [max(L − length, 0) + 1]: a hash of every `length` consecutive tokens, or of all if
+    fewer.
 
-    It is Σ xᵢ Bⁿ⁻ⁱ mod 2⁶⁴, then mixed. Two neighbouring runs' sums make that of both, so the
-    passes over the tokens grow with log n.
+    The hash is Σ xᵢ Bⁿ⁻ⁱ mod 2⁶⁴, then mixed. The sum of a run is that of its two halves combined,
+    so the number of passes over the tokens grows with log n.
 
     Args:
         tokens: [L], at least one.
-
-    Returns:
-        uint64 [max(L − length, 0) + 1].
     """
     single = tokens.astype(np.uint64)
     sums, run = single, 1

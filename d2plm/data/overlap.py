@@ -1,7 +1,7 @@
-"""Documents that share n-grams with held-out ones, found exactly.
+"""Exact search for documents that share n-grams with held-out ones.
 
-The n-grams of the held-out documents are kept in memory as sorted hashes of 64 bits, and the
-other documents are read once. A document shorter than an n-gram overlaps with no longer one.
+The n-grams of the held-out documents are kept in memory as sorted 64-bit hashes, and the other
+documents are read once. Documents shorter than an n-gram overlap only with equally short ones.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _SLOTS_PER_NGRAM, _LARGEST_TABLE = 5, 31  # log2
 
 
 class NgramIndex:
-    """The n-grams of D documents, and which documents have them.
+    """The n-grams of D documents, and the documents that contain them.
 
     Args:
         documents: tokens [L] of each.
@@ -35,18 +35,18 @@ class NgramIndex:
         self._hashes = hashes[order]
         owners = np.repeat(np.arange(len(self._sizes), dtype=np.int32), self._sizes)
         self._owners = owners[order]
-        # Most n-grams of other documents are in none: one bit of this table excludes them.
+        # Most n-grams of other documents are not in the index: one bit of this table excludes them.
         slots = min(len(hashes).bit_length() + _SLOTS_PER_NGRAM, _LARGEST_TABLE)
         self._shift = np.uint64(64 - slots)
         self._table = np.zeros(1 << (slots - 3), dtype=np.uint8)
         np.bitwise_or.at(self._table, *self._bits(self._hashes))
 
     def overlaps(self, tokens: Tokens, share: float) -> NDArray[np.bool_]:
-        """The documents with which a document overlaps.
+        """The documents of the index that a document overlaps with.
 
-        It overlaps with one of whose n-grams it has a fraction of at least `share`. If that many of
-        its own n-grams are in documents of the index, whichever they are, it also overlaps with
-        the one that has most of them.
+        It overlaps with each document of which it has at least the fraction `share` of the n-grams.
+        If at least that fraction of its own n-grams is in the index, in any documents, it also
+        overlaps with the document that contains most of them.
 
         Args:
             tokens: [L].
@@ -75,7 +75,7 @@ class NgramIndex:
         return (of_theirs & of_its_own)[of_theirs | of_its_own]
 
     def _bits(self, hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-        """Where in the table the bits of hashes are: bytes, and the bits in these."""
+        """Bytes of the table that contain the bits of hashes, and the bits in these."""
         slots = hashes >> self._shift
         return slots >> np.uint64(3), np.uint8(1) << (slots & np.uint64(7)).astype(np.uint8)
 
@@ -86,8 +86,8 @@ def find_overlaps(
     """The documents of a pool, bool [N], that overlap with documents of an index.
 
     Returns:
-        int64 [pairs, 2]: for each pair, the place of its document in the pool, and whether the
-        overlap is large on both sides, 0 or 1.
+        int64 [pairs, 2]: for each pair, the index of its document in the pool, and whether the
+            overlap is large on both sides, 0 or 1.
     """
     pairs = [np.empty((0, 2), dtype=np.int64)]
     for place, tokens in enumerate(store.chosen(pool)):

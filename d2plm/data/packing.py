@@ -3,8 +3,8 @@
 Sequences arrive in the order of their draws and fill bins of a fixed token budget. When the next
 one does not fit, the largest that fits is taken from a look-ahead window, which leaves less than
 one token in a thousand empty at the price of a slight reordering. A bin takes about ten
-microseconds, so sixty million sequences are planned in seconds. The state is two integers,
-(epoch, bins done): resuming reads no data and does not depend on workers or ranks.
+microseconds, so sixty million sequences are planned in seconds. The state is two integers, (epoch,
+bins done): resuming reads no data and does not depend on workers or ranks.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from d2plm.core.errors import require_number
 from d2plm.data.sampling import Draws, Part
 
 LOOK_AHEAD = 1024  # sequences in the window from which a bin is filled
-# Maximum number of sequences in a bin: a multiple of the expected number plus a few. It fixes the
-# shape of cu_seqlens; a bin that would contain more is filled up with padding.
+# Maximum number of sequences in a bin: HEADROOM · the expected number + SPARE. It fixes the shape
+# of cu_seqlens; a bin that would contain more is filled up with padding.
 HEADROOM, SPARE = 1.5, 8
 
 
@@ -27,8 +27,8 @@ class Bin:
     """The sequences of one packed batch.
 
     Attributes:
-        sequences: int64 [S], which ones, longest first (see `packed_attention`).
-        place: place of its first sequence in the epoch's plan, which keys the crops.
+        sequences: int64 [S], indices of the sequences, longest first (see `packed_attention`).
+        place: place of the bin in the epoch's plan, in sequences, which keys the crops.
         draw_ids: int64 [S], indices within the global batch.
         global_sequences: number of sequences in the global batch.
     """
@@ -46,8 +46,8 @@ class EpochPlan:
 
     Attributes:
         order: integer [D], the sequences, bin after bin.
-        tokens: int32 [D], the tokens of each.
-        bounds: int64 [B + 1], where in `order` each bin begins and ends.
+        tokens: int32 [D], number of tokens of each.
+        bounds: int64 [B + 1], start and end of each bin in `order`.
     """
 
     epoch: int
@@ -59,9 +59,7 @@ class EpochPlan:
         return len(self.bounds) - 1
 
     def batches(self, bins_per_batch: int, first_bin: int = 0) -> Iterator[list[Bin]]:
-        """The global batches from a bin on; the last may have empty bins.
-
-        Every rank therefore has the same number of bins.
+        """The global batches from a bin on, filled up with empty bins: all ranks have equally many.
         """
         for first in range(first_bin, len(self), bins_per_batch):
             start = int(self.bounds[first])
@@ -92,11 +90,11 @@ class PackingSampler:
         token_budget: tokens in a bin (one micro-batch of one rank).
         max_length: longest segment in tokens, `<cls>` and `<eos>` included; longer sequences are
             cropped by the loader.
-        draws: which sequences an epoch draws; None draws every one once.
+        draws: the sequences of each epoch; None draws every sequence once.
         seed: seed of the order, if `draws` is None.
 
     Attributes:
-        max_segments: maximum number of segments in a bin, including those of its padding.
+        max_segments: maximum number of segments in a bin, including padding.
 
     Raises:
         ConfigError: if a single sequence could exceed the budget.
@@ -122,7 +120,6 @@ class PackingSampler:
         self._planned: EpochPlan | None = None
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The bins of an epoch, which hold every sequence that it draws."""
         if self._planned is None or self._planned.epoch != epoch:
             self._planned = None  # avoids holding two plans in memory
             self._planned = self._plan(epoch)
@@ -143,7 +140,7 @@ class PackingSampler:
 
 
 def bin_capacity(token_budget: int, mean_tokens: float, max_length: int) -> tuple[int, int]:
-    """How many sequences a bin may hold, and segments with those that its tail may take.
+    """Maximum numbers of sequences in a bin, and of segments, including padding.
 
     Args:
         mean_tokens: mean number of tokens in a sequence.
@@ -156,7 +153,7 @@ def bin_capacity(token_budget: int, mean_tokens: float, max_length: int) -> tupl
 def _fill(
     order: NDArray[np.integer], tokens: NDArray[np.int32], start: int, room: int, most: int
 ) -> int:
-    """Fill a bin of `room` tokens and `most` sequences at most from `start` on; returns its end.
+    """Fill a bin of up to `room` tokens and `most` sequences from `start` on; returns its end.
 
     Sequences that fit better are moved forward, in `order` and in `tokens` [D].
     """

@@ -18,7 +18,7 @@ from d2plm.data.loader import GlobalBatch
 def prefetch(
     stream: Iterable[GlobalBatch], device: torch.device, *, enabled: bool = True
 ) -> Iterator[GlobalBatch]:
-    """The global batches of `stream` on `device`, in order, one ahead where that helps."""
+    """The global batches of `stream` on `device`, in order; on CUDA copied one ahead."""
     if device.type == "cpu":
         yield from stream
     elif device.type == "cuda" and enabled:
@@ -50,7 +50,7 @@ def _side_stream(stream: Iterable[GlobalBatch], device: torch.device) -> Iterato
 
 
 def read_ahead(stream: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-    """The batches of `stream`, each made by a thread while the one before is in use."""
+    """The batches of `stream`, each made by a thread while the previous one is in use."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, stream, None)
         while (batch := following.result()) is not None:

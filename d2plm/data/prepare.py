@@ -2,10 +2,10 @@
 
 The steps: ingest (every distinct sequence once, in the order of content digests), cluster, hold out
 whole clusters, drop the training sequences that a search finds similar to held-out ones, verify,
-write. `data.similarity` defines similarity: homologs of MMseqs2, or overlapping texts. The
-result depends on the sequences, the settings and the seed, never on the order or form of the input.
-The results of clustering and of each search are kept: a preparation that was killed resumes after
-the last of them, and another seed needs no new clustering.
+write. `data.similarity` defines similarity: homologs of MMseqs2, or overlapping texts. The result
+depends on the sequences, the settings and the seed, never on the order or form of the input.
+Results of clustering and of each search are cached: a killed preparation resumes after the last of
+them, and another seed needs no new clustering.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ from d2plm.settings.data import (
 )
 
 FORMAT_VERSION = 3
-MOST_RELATIVES = 16  # of each training sequence between two `IDENTITIES`
+MOST_RELATIVES = 16  # per training sequence and pair of successive `IDENTITIES`
 
 Report = Callable[[str], None]
 Progress = Callable[[float, str], None]
@@ -83,8 +83,7 @@ def prepare(
     same settings and the same MMseqs2, are kept and nothing is done.
 
     Args:
-        inputs: the folder of a raw store, or what `ingest` takes.
-        vocabulary: vocabulary of the sequences.
+        inputs: the folder of a raw store, or the inputs of `ingest`.
         min_residues, max_residues: bounds of the sequences kept; None is no bound.
         window: tokens of the pieces into which longer records are cut; the pieces of a record are
             never split between the stores; None cuts none.
@@ -92,12 +91,12 @@ def prepare(
         text: the settings for documents.
         relatives_sensitivity: sensitivity of a search for relatives of the training proteins among
             themselves, 1 (fast) … 7.5 (sensitive); None for none.
-        resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes
-            it work in parts may, as it then keeps other prefilter results.
+        resources: limits of MMseqs2. Threads do not change the result; a memory limit that makes it
+            work in parts may, as it then keeps other prefilter results.
         keep: use the data prepared there already, from any input; for several pods that start
             together.
         report: called with one line per stage.
-        progress: called with the share of the reading done, 0 … 1, and a note.
+        progress: called with the fraction of the input read, 0 … 1, and a note.
         replacing: called with what has changed before prepared data in `output_dir` are replaced;
             an error that it raises keeps them.
 
@@ -106,8 +105,8 @@ def prepare(
 
     Raises:
         ConfigError: a setting is out of range; the message names it.
-        DataError: the input is bad or too small to split, `output_dir` cannot be written,
-            or MMseqs2 is missing or fails.
+        DataError: the input is bad or too small to split, `output_dir` cannot be written, or
+            MMseqs2 is missing or fails.
     """
     output_dir = Path(output_dir)
     check_bounds(min_residues, max_residues)
@@ -212,7 +211,7 @@ def _raw_store(
     progress: Progress,
     replacing: Report,
 ) -> SequenceStore:
-    """The raw store given, or the inputs ingested into one, unless that has been done before."""
+    """Open the given raw store, or ingest the inputs into one unless that has been done before."""
     if isinstance(inputs, str | Path) and os.path.isfile(Path(inputs) / MANIFEST):
         raw = SequenceStore(Path(inputs))
         if raw.manifest["kind"] != "raw":
@@ -235,7 +234,7 @@ def _raw_store(
         source |= {"alphabet": vocabulary.describe(), "window": window}
     path = output_dir / RAW
     before: dict[str, Any] | None = None
-    with suppress(DataError):  # there is none that is whole
+    with suppress(DataError):  # missing or incomplete
         raw = SequenceStore(path)
         before = raw.manifest["provenance"].get("from")
         if source is not None and before == source:
@@ -244,7 +243,7 @@ def _raw_store(
     prepared: dict[str, Any] = {}
     with suppress(DataError):
         prepared = read_manifest(output_dir) or {}
-    # The same sequences may come from another file, or by another setting.
+    # Another file or setting may still give the same sequences.
     fresh = output_dir / f"new_{RAW}" if prepared else path
     ingest(
         inputs,
@@ -276,10 +275,10 @@ def _raw_store(
 def _content(
     raw: SequenceStore, records: NDArray[np.int32] | None, vocabulary: Vocabulary
 ) -> dict[str, Any]:
-    """What the prepared data depend on besides the settings, as in their manifest."""
+    """Determinants of the prepared data other than the settings, as in their manifest."""
     digests = dict(raw.manifest["digests"])
     if records is not None:
-        # Numbers of records depend on the order of the input, unlike which pieces they have.
+        # Record numbers depend on the order of the input; these labels do not.
         digests["pieces"] = array_digest(records)
     alphabet = vocabulary.describe()
     return {"raw_digests": digests, "alphabet": alphabet, "window": window_of(raw)}
@@ -315,7 +314,6 @@ def _write_splits(
     masks: Mapping[str, Mask],
     key: str,
 ) -> dict[str, SequenceStore]:
-    """Write a store for each mask, bool [N], by the names of the splits."""
     # Stores of a new split must never be next to the manifest of an old one.
     (output_dir / MANIFEST).unlink(missing_ok=True)
     for folder in ("test_lmdb", TRAIN_RELATIVES):
@@ -357,7 +355,6 @@ def _counts(
     searches: Sequence[Mapping[str, Any]],
     stores: Mapping[str, SequenceStore],
 ) -> dict[str, Any]:
-    """Numbers of dropped records and of sequences in each split."""
     account = raw.manifest["provenance"]
     dropped = Counter(account["dropped"])
     dropped[f"shorter than {bounds[0]}"] += int((raw.lengths < bounds[0]).sum())
@@ -387,7 +384,7 @@ def _input_name(raw: SequenceStore) -> str:
 def _prepared(
     output_dir: Path, key: str, report: Report, replacing: Report
 ) -> dict[str, Any] | None:
-    """The manifest of what `output_dir` holds already, if it is whole and has this key."""
+    """The manifest of the data in `output_dir`, if they are complete and have this key."""
     if not (output_dir / MANIFEST).is_file():
         return None
     try:

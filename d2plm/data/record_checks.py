@@ -1,8 +1,8 @@
-"""Checks of sequence records: annotation is left out, words and stray gaps are refused.
+"""Checks of sequence records: annotation is left out, words and stray gaps are rejected.
 
-Nearly every letter is a residue's, so a message of a program, a title, a secondary structure or DNA
+Nearly every letter is a residue, so a program's message, a title, a secondary structure or DNA
 would pass for a protein. Whole blocks are searched at once; only records with blanks, gaps or lower
-case are looked at one by one.
+case are examined one by one.
 """
 
 import logging
@@ -21,12 +21,12 @@ from d2plm.core.terminal import first_few
 from d2plm.core.vocabulary import PROTEIN, Vocabulary, has_gap
 from d2plm.data.records import RawRecords, has_none
 
-# Whole names of what HH-suite and the PDB's ss.txt write beside sequences.
+# Names of annotation lines of HH-suite and the PDB's ss.txt.
 _ANNOTATION = re.compile(
     rb"(?:ss|sa|aa)_(?:pred|dssp|conf)|[Cc]onsensus|\S+_[Cc]onsensus|\w{4}:\w+:secstr"
 )
 _PIR = re.compile(rb"(?:P1|F1|D[LC]|R[LC]|N[13]|XX);(?!size=)(.+)", re.DOTALL)  # kind; name
-_LEAST_TITLE = 10  # letters of a single word of upper case that is rather a sequence
+_LEAST_TITLE = 10  # letters from which an upper-case word is a sequence rather than a title
 _COMMENT = re.compile(rb"^[;#!].*", re.M)
 _PLAIN = b"ABCDEFGHIKLMNOPQRSTUVWXYZ*\n"
 _LONGEST_WORD = 20
@@ -35,18 +35,19 @@ _FLANKED = re.compile(rb"\s*[A-Za-z-]\.[^.\s]+\.[A-Za-z-]\s*")  # K.PEPTIDE.R, o
 _CODES = frozenset(
     b"ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL".split()
 )
-# Words of programs that end; as residues they are rarer than these.
+# Words in messages of failing programs, more likely than the same residues.
 _WORDS = frozenset(
     b"killed done terminated aborted cancelled interrupted exit exited logout error failed eof "
     b"finished completed stopped timeout disconnected hangup connection connecting download "
     b"incomplete reset slurmstepd".split()
 )
-_MOST_WORDS = 4  # of a line of upper case that could be a title
+_MOST_WORDS = 4  # in an upper-case title
 _DOWNLOAD = re.compile(rb"connection|reset|timed? ?out|closed|curl|wget|pipe|error|transfer", re.I)
 _BLANKS, _LOWER = b" \t\r\n\v\f", b"abcdefghijklmnopqrstuvwxyz"
 _UPPER = _LOWER.upper()
 
-# Letters of a line of annotation, and the most of them that differ from the one before.
+# An annotation line has at least this many letters; at most this fraction of them differs from the
+# previous letter; it has at most this many distinct labels.
 _LEAST_ANNOTATED, _CHANGES, _MOST_LABELS = 10, 0.4, 8
 
 log = logging.getLogger(__name__)
@@ -55,13 +56,10 @@ log = logging.getLogger(__name__)
 def checked(
     blocks: Iterable[RawRecords], vocabulary: Vocabulary, path: Path
 ) -> Iterator[RawRecords]:
-    """The records of an input without those of annotation, which are reported at its end.
+    """Check the records of an input and leave out annotation, which is reported at its end.
 
-    Text and tokens pass as they are.
-
-    Raises (when iterated):
-        DataError: words or a header stand in a sequence, a gap outside alignments, annotation
-            beside sequences, or three-letter codes.
+    Text and tokens are passed through. Raises `DataError` (when iterated) for words or a header in
+    a sequence, a gap outside alignments, annotation next to sequences, or three-letter codes.
     """
     left_out: list[str] = []
     columns: tuple[int, int] | None = None  # of the first record
@@ -97,9 +95,9 @@ def checked(
 
 
 def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
-    """The records without annotation, those of PIR without its titles.
+    """The records without annotation, and without the titles of PIR.
 
-    A title is replaced by blanks, so that offsets in the text stay what they are.
+    A title is replaced by blanks, so that offsets in the text stay valid.
     """
     names = b"\n".join(records.names)
     if b";" in names and (found := [_PIR.fullmatch(name) for name in records.names]) and any(found):
@@ -130,11 +128,11 @@ def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
 
 
 def _blanked(match: re.Match[bytes]) -> bytes:
-    return b" " * len(match[0])  # so that offsets in the text stay what they are
+    return b" " * len(match[0])  # keeps offsets in the text valid
 
 
 def _refuse_annotated(records: RawRecords) -> None:
-    """Refuse a second line, or a second record, as long as the first and made of long runs."""
+    """Reject a second line or record that is as long as the first and made of long runs."""
     lines = [text.split() for text in records.sequences]
     whole = [b"".join(own) for own in lines]
     even = [i for i, own in enumerate(lines) if len(own) and len(own) % 2 == 0]
@@ -190,11 +188,11 @@ def _refuse_header(records: RawRecords) -> None:
 
 
 def _refuse_words(records: RawRecords, index: int, masked: bool) -> None:
-    """Refuse a line of words.
+    """Reject a line of words.
 
     Args:
-        masked: whether other records here have letters of lower case, too: soft-masked sequences
-            may have a line that begins with a capital or has none.
+        masked: whether several records of the block have lower-case letters: in soft-masked
+            sequences, a line may be capitalised or entirely lower case.
     """
     text = records.sequences[index]
     if text.isupper() and b" " not in text and b"\t" not in text:
@@ -207,7 +205,7 @@ def _refuse_words(records: RawRecords, index: int, masked: bool) -> None:
     widest = max((len(words[0]) for words in lines if words), default=0)
     for number, (line, words) in enumerate(zip(written, lines, strict=True)):
         said = words[0].rstrip(b".:!?") if len(words) == 1 else b""
-        # The only lower case of the record, alone in its line: a capitalised word, or a short one.
+        # The record's only lower case is alone in its line: a capitalised or a short word.
         alone = said.isalpha() and small == len(said.translate(None, _UPPER)) > 1 and not masked
         is_name = said.islower() and number < last and len(said) < widest
         is_word = alone and (is_name or (said.istitle() and len(said) <= _LONGEST_WORD))
@@ -222,7 +220,7 @@ def _refuse_words(records: RawRecords, index: int, masked: bool) -> None:
 
 
 def _are_blocks(words: list[bytes], widths: Mapping[int, int]) -> bool:
-    """Whether the words of a line are equal blocks of a sequence, of which the last may be shorter.
+    """Whether the words of a line are equal blocks of a sequence, the last possibly shorter.
 
     Args:
         widths: width of the first block → number of lines of the record with several blocks.
@@ -237,7 +235,7 @@ def _are_blocks(words: list[bytes], widths: Mapping[int, int]) -> bool:
 
 
 def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:
-    """Refuse gaps within sequences, unless the records have the first one's number of columns."""
+    """Reject gaps within sequences, unless all records have the columns of the first one."""
     gapped = [i for i, text in enumerate(records.sequences) if has_gap(text)]
     columns = np.array([_columns(text) for text in records.sequences])
     if not gapped:
@@ -262,7 +260,7 @@ def _refuse_gaps(records: RawRecords, first: tuple[int, int] | None) -> None:
 
 
 def _columns(text: bytes) -> tuple[int, int]:
-    """Number of letters and gaps, and of those that are no insertion of A2M or A3M."""
+    """Number of letters and gaps, in total and without insertions of A2M or A3M."""
     letters = text.translate(None, _BLANKS)
     return len(letters), len(letters.translate(None, _LOWER + b"."))
 

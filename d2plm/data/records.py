@@ -1,4 +1,4 @@
-"""Raw records of an input, which a vocabulary makes tokens of, and the error for a bad one."""
+"""Raw records of an input, their names, and the errors for invalid ones."""
 
 import re
 from collections import defaultdict
@@ -20,8 +20,7 @@ PIECE_SEPARATOR = b"\x02"  # between the name of a record and the number of its 
 OF_TEXT = "; text is ingested with alphabet=bytes or tokenizer"
 _MASKED_BASES = b"ACGTUNX \r\n"
 PROSE = re.compile(rb"[a-z][.,;:!?]? [a-z]")
-# Accession, and name of the entry, in headers of UniProt, UniRef and NCBI. In `gnl|extdb|one` the
-# second word is the database.
+# Accession and entry name in headers of UniProt, UniRef and NCBI (not `gnl|database|name`).
 _IDENTIFIERS = re.compile(
     rb"(?:gi\|\d+\|)?(?:sp|tr|ref|gb|emb|dbj|pir|prf|tp[dge])\|([^|]*)\|([^|]*)|UniRef\d+_(.+)"
 )
@@ -29,28 +28,27 @@ _REGION = re.compile(rb"/\d+-\d+$")
 _CONTROL = bytes({*range(32), 127} - {*ALIAS_SEPARATOR, *b"\t\n\v\f\r"})
 WITHOUT_CONTROL = bytes.maketrans(_CONTROL, len(_CONTROL) * b"_")  # for names as they are read
 
-# Letters of nucleotides, tokens of residues alone, the least number of letters that tells the two
-# apart, and the least fraction of A, C, G, T, U and N, which is a quarter in proteins.
+# To tell nucleotides from proteins: letters of bases, tokens that only residues have, the least
+# number of letters, and the least fraction of A, C, G, T, U and N, which is a quarter in proteins.
 _BASES, _AMBIGUOUS = b"ACGTUN", b"RYSWKMBDHV"
 _IS_OF_RESIDUES = np.isin(
     np.arange(256), PROTEIN.encode("".join({*RESIDUES} - {*"ACGTUNRYSWKMBDHV"}), "residues")
 )
 _LEAST_LETTERS, _SHARE = 50, 0.9
-_GLANCE = 16  # tokens; few proteins have none of residues alone among so many
+_GLANCE = 16  # tokens; nearly all proteins have a residue that is no base among these
 
 
 @dataclass(frozen=True, slots=True)
 class RawRecords:
-    """Some records of an input, n of them, before any cleaning.
+    """n records of an input, before any cleaning.
 
     Attributes:
-        sequences: n texts, line breaks and all; none if there are `tokens`.
+        sequences: n texts with their line breaks; empty if there are `tokens`.
         where: (record, offset in its text or None) → that place in the input, in words.
-        done: share of the input read, 0 … 1.
-        part: where these are not n whole records but a part of a long one, the number of the part,
-            from 0 on.
-        tokens: of inputs that hold these instead of texts.
-        aligned: whether they are the rows of a whole alignment, equally long.
+        done: fraction of the input read, 0 … 1.
+        part: number of the part, from 0 on, if this is a part of a long record.
+        tokens: for inputs that contain tokens instead of texts.
+        aligned: whether the records are the rows of a whole alignment, equally long.
     """
 
     names: list[bytes]
@@ -64,10 +62,8 @@ class RawRecords:
     def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
         """The tokens of the records, in the vocabulary that they were read for.
 
-        A word for a missing sequence has none.
-
-        Raises:
-            DataError: nucleotides were read as residues.
+        Words for a missing sequence have none. Raises `DataError` if nucleotides were read as
+        residues.
         """
         if self.tokens is not None:
             return self.tokens
@@ -82,44 +78,44 @@ class RawRecords:
 
 
 def has_none(text: bytes) -> bool:
-    """Whether it is a word that tables and databases write for a sequence that they lack."""
+    """Whether a text is a word for a missing sequence, as in tables and databases."""
     return is_missing(text.decode("latin-1"), NO_SEQUENCE)
 
 
 def readable(name: bytes) -> bytes:
-    """A stored name as people see it: piece 7 of the record `read` is `read/7`."""
+    """A stored name as shown to users: piece 7 of the record `read` is `read/7`."""
     return name.replace(PIECE_SEPARATOR, b"/")
 
 
 def first_words(headers: Iterable[bytes]) -> list[bytes]:
-    """The name in each header, of one line without `>`: its first word."""
+    """The name in each header (without `>`): its first word."""
     return [*map(_first_word, b"\n".join(headers).translate(WITHOUT_CONTROL).split(b"\n"))]
 
 
 def _first_word(header: bytes) -> bytes:
-    if ALIAS_SEPARATOR in header:  # of NCBI's nr: the names of equal sequences
+    if ALIAS_SEPARATOR in header:  # names of equal sequences, as in NCBI's nr
         return ALIAS_SEPARATOR.join(map(_first_word, header.split(ALIAS_SEPARATOR)))
     words = header.split(maxsplit=1)
     return words[0] if words else b""
 
 
 def shown(name: bytes) -> str:
-    """The first of the names of a stored or raw record, as people see it."""
+    """The first name of a stored or raw record, as shown to users."""
     return readable(name).partition(ALIAS_SEPARATOR)[0].decode("utf-8", "replace")
 
 
 def identifiers(name: bytes) -> list[bytes]:
-    """What a name may be referred to by: itself, and `P1` and `A_B` of `sp|P1|A_B`."""
+    """A name and the identifiers in it: `P1` and `A_B` in `sp|P1|A_B`."""
     found = _IDENTIFIERS.fullmatch(name)
     return [name, *filter(None, found.groups())] if found else [name]
 
 
 def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], int | None]:
-    """Where a name's record is among the records of `source`, as a function; None: nowhere.
+    """A function from a name to the index of its record in `source`, or to None if there is none.
 
     `P02185` and `MYG_PHYMC` also refer to `sp|P02185|MYG_PHYMC` and `UniRef90_P02185`, and these to
-    each other, and `toy` to `toy/11-47`; a record without a name cannot be referred to. To ask for
-    a name that may mean two records is a `DataError` with the places of both.
+    each other, and `toy` to `toy/11-47`; a record without a name cannot be referred to. The
+    function raises `DataError` for a name that may mean two records.
     """
     exact: defaultdict[str, list[int]] = defaultdict(list)
     alike: defaultdict[bytes, list[int]] = defaultdict(list)
@@ -142,7 +138,7 @@ def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], 
 
 
 def require_distinct(names: Sequence[str], source: str | Path) -> None:
-    """Raise a `DataError` unless each record of `source` has a name, and one of its own."""
+    """Raise `DataError` unless each record of `source` has a name of its own."""
     if unnamed := [place for place, name in enumerate(names) if not name]:
         where = _described(unnamed, names, source)
         raise DataError(f"{source}: no name: {where}; give each record one of its own")
@@ -152,7 +148,7 @@ def require_distinct(names: Sequence[str], source: str | Path) -> None:
 
 
 def _described(found: list[int], names: Sequence[str], source: str | Path) -> str:
-    """The first two of the places found, as lines if the source is a file of FASTA."""
+    """The first two of these records, by line if the source is a FASTA file."""
     lines, meant = list[int](), {names[place] for place in found}
     with suppress(DataError):
         if Path(source).is_file():
@@ -166,14 +162,15 @@ def _described(found: list[int], names: Sequence[str], source: str | Path) -> st
 
 
 def _references(name: str) -> set[bytes]:
-    """What may stand for a name: its first word, identifiers in it, all also without a region."""
+    """Strings that refer to a name: its first word, identifiers in it, and both without a region.
+    """
     named = identifiers(_first_word(name.encode()))
     named += [one for word in named for one in identifiers(_REGION.sub(b"", word))]
     return {*named} - {b""}
 
 
 def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str = "") -> NoReturn:
-    """Raise the `DataError` of a record that is not of this vocabulary, or holds no sequence.
+    """Raise the `DataError` for a record outside the vocabulary, or without a sequence.
 
     Args:
         advice: an alternative to correcting the record.
@@ -190,10 +187,8 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
 
 
 def _refuse_nucleotides(records: RawRecords, found: Tokenised) -> None:
-    """Refuse nucleotides, IUPAC's codes included, that were read as residues.
-
-    Raises:
-        DataError: a record has nothing else, or the records all together.
+    """Reject nucleotides (IUPAC codes included) read as residues: single records, or the whole
+    block.
     """
     long = np.flatnonzero((found.lengths >= _LEAST_LETTERS) & ~found.illegal)
     beginnings = found.tokens[found.starts[long][:, None] + np.arange(_GLANCE)]

@@ -1,4 +1,4 @@
-"""RelativesIndex: which sequences of a collection are relatives of which, as arrays.
+"""RelativesIndex: the relatives of each sequence of a collection, as arrays.
 
 A relative is a hit of an MMseqs2 search. The arrays are memory mapped, so a loader chooses
 relatives without reading a record, and a collection of any size costs no memory.
@@ -17,9 +17,9 @@ from d2plm.data.store import mapped_array
 
 FILES = {"bounds": np.int64, "targets": np.int32, "identities": np.float32}
 IDENTITIES = (0.5, 0.7, 0.9)  # bounds between close and distant relatives
-LONGEST_RELATIVE = 2048  # residues that a relative is cut to: an alignment's memory is bounded
-DIAGONALS = 64  # neighbouring ones that count as one alignment, so that it may have gaps
-MOST_REPEATS = 16  # in a relative; a word with more occurrences says nothing about where it aligns
+LONGEST_RELATIVE = 2048  # residues to which a relative is cut, to bound the alignment's memory
+DIAGONALS = 64  # neighbouring diagonals counted as one alignment, to allow gaps
+MOST_REPEATS = 16  # more frequent words of a relative do not show where it aligns
 
 Tokens = NDArray[np.uint8]
 
@@ -29,9 +29,9 @@ class RelativesIndex:
     """Relatives of N sequences, H in all.
 
     Attributes:
-        bounds: int64 [N + 1], where the relatives of each sequence begin and end.
-        targets: int32 [H], their numbers in the collection, those of each sequence in the order of
-            MMseqs2, the surest first.
+        bounds: int64 [N + 1], start and end of the relatives of each sequence.
+        targets: int32 [H], indices of the relatives in the collection; for each sequence in
+            MMseqs2's order, the most significant first.
         identities: float32 [H], identical residues ÷ aligned columns, 0 … 1.
     """
 
@@ -48,10 +48,10 @@ class RelativesIndex:
         identities: NDArray[np.floating],
         most: int,
     ) -> "RelativesIndex":
-        """The first `most` hits of each of `count` queries, in the order given; never itself.
+        """The first `most` hits of each of `count` queries, in the given order, without self-hits.
 
-        The limit applies between each two `IDENTITIES`, so that a protein with many close relatives
-        also keeps its distant ones.
+        The limit applies between successive `IDENTITIES`, so that a protein with many close
+        relatives also keeps its distant ones.
         """
         kept = np.flatnonzero(queries != targets)
         band = queries[kept] * (len(IDENTITIES) + 1) + np.digitize(identities[kept], IDENTITIES)
@@ -83,7 +83,7 @@ class RelativesIndex:
         return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the arrays into a folder of their own, in place of what was there."""
+        """Write the arrays into a folder, replacing it."""
         with written_beside(folder) as partial:
             partial.mkdir(parents=True)
             for name, dtype in FILES.items():
@@ -91,11 +91,7 @@ class RelativesIndex:
 
     @classmethod
     def load(cls, folder: Path) -> "RelativesIndex":
-        """Map the arrays of a folder into memory.
-
-        Raises:
-            DataError: one is missing or damaged.
-        """
+        """Map the arrays of a folder into memory; `DataError` if one is missing or damaged."""
         arrays = {
             name: mapped_array(folder / f"{name}.npy", dtype) for name, dtype in FILES.items()
         }
@@ -106,13 +102,13 @@ class RelativesIndex:
 
 
 def aligned_part(relative: Tokens, protein: Tokens) -> Tokens:
-    """At most LONGEST_RELATIVE residues of a relative: those around where it aligns with a protein.
+    """The LONGEST_RELATIVE residues around the region of a relative that aligns with a protein.
 
-    That is where the two share the most words of three residues on neighbouring diagonals; without
-    any, the part is the beginning.
+    That is where the two share the most words of three residues on neighbouring diagonals; if they
+    share none, the part is the beginning.
 
     Args:
-        relative, protein: residue tokens [L]; of a protein, some may be masked.
+        relative, protein: residue tokens [L]; those of the protein may be masked.
     """
     if len(relative) <= LONGEST_RELATIVE:
         return relative
@@ -121,7 +117,7 @@ def aligned_part(relative: Tokens, protein: Tokens) -> Tokens:
     first, last = (np.searchsorted(words[order], own, side) for side in ("left", "right"))
     counts = np.where(last - first > MOST_REPEATS, 0, last - first)
     starts = np.repeat(first - np.cumsum(counts) + counts, counts)
-    shared = order[starts + np.arange(len(starts))]  # places in the relative
+    shared = order[starts + np.arange(len(starts))]  # positions in the relative
     diagonals = shared - np.repeat(np.arange(len(own)), counts) + len(protein)
     if not len(diagonals):
         return relative[:LONGEST_RELATIVE]

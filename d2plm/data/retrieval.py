@@ -39,8 +39,8 @@ from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore, add_to_digest
 from d2plm.settings.data import Reading, Resources, RetrievalSettings, SearchSettings
 
-FORMAT_VERSION = 3  # of the results that are kept
-MOST_HITS = 10_000  # of a protein; near-copies of it and of each other may be most of them
+FORMAT_VERSION = 3  # of cached results
+MOST_HITS = 10_000  # per protein; most may be near-copies of it or of each other
 
 Tokens = NDArray[np.uint8]
 Report = Callable[[str], None]
@@ -51,7 +51,7 @@ class Relative:
     """A relative of a protein.
 
     Attributes:
-        name: name in the reference; of several equal proteins, that of the first.
+        name: name in the reference; for several equal proteins the first one's.
         identity: identity to the protein, identical residues ÷ aligned columns, 0 … 1.
         coverage: fraction of the protein that the alignment covers.
         tokens: uint8 [L], its residues.
@@ -71,13 +71,13 @@ def find_relatives(
     report: Callable[[str], None] = lambda line: None,
     chosen: Sequence[int] | None = None,
 ) -> RelativesIndex:
-    """Search the sequences of a store among themselves for relatives of each, itself left out.
+    """Search the sequences of a store among themselves for relatives of each, excluding itself.
 
     Args:
         sensitivity: sensitivity of the prefilter, 1 (fast) … 7.5 (sensitive).
-        most: maximum number of relatives of each protein between two `IDENTITIES`.
+        most: maximum number of relatives of each protein between successive `IDENTITIES`.
         report: called with a line before and after the search.
-        chosen: the sequences whose relatives are searched, in rising order; None for all.
+        chosen: the sequences whose relatives are searched, in ascending order; None for all.
 
     Raises:
         DataError: MMseqs2 fails.
@@ -112,14 +112,13 @@ def held_out_relatives(
     resources: Resources = Resources(),
     report: Callable[[str], None] = lambda line: None,
 ) -> RelativesIndex:
-    """The relatives of each held-out sequence among the others, searched once and kept.
+    """The relatives of each held-out sequence among the others, searched once and cached.
+
+    Raises `DataError` if MMseqs2 is missing or fails, or `folder` cannot be written.
 
     Args:
-        chosen: the sequences whose relatives are searched, in rising order; None for all.
+        chosen: the sequences whose relatives are searched, in ascending order; None for all.
         folder: folder of the cached result (see `ArrayCache`) and MMseqs2's log.
-
-    Raises:
-        DataError: MMseqs2 is missing or fails, or `folder` cannot be written.
     """
     most = SearchSettings().max_seqs
     origin = [FORMAT_VERSION, held_out.digest, sensitivity, most, MAX_E_VALUE]
@@ -147,7 +146,7 @@ def retrieve_relatives(
     report: Report = lambda line: None,
     progress: Callable[[float, str], None] = lambda done, note: None,
 ) -> list[list[Relative]]:
-    """The relatives of each protein in a reference collection, searched once and kept.
+    """The relatives of each protein in a reference collection, searched once and cached.
 
     A protein that is itself in the reference is never its own relative.
 
@@ -156,7 +155,7 @@ def retrieve_relatives(
         reference: a file or folder as in `open_reference`.
         folder: folder of the result (see `ArrayCache`), the reference's store and MMseqs2's log.
         report: called with a line per stage.
-        progress: called with the share of the reference that has been read, and a note.
+        progress: called with the fraction of the reference that has been read, and a note.
 
     Raises:
         DataError: the reference cannot be read, MMseqs2 is missing or fails, or `folder` cannot be
@@ -203,13 +202,12 @@ def open_reference(
 ) -> SequenceStore:
     """The store of a reference collection.
 
-    Args:
-        reference: a store; prepared data, of which the training proteins are taken; or what
-            `ingest` reads, records that are no proteins left out.
-        folder: where proteins that are in no store are ingested, unless that was done before.
+    Raises `DataError` if the reference cannot be read, or `folder` cannot be written.
 
-    Raises:
-        DataError: the reference cannot be read, or `folder` cannot be written.
+    Args:
+        reference: a store; prepared data (its training proteins); or any input of `ingest`, without
+            records that are no proteins.
+        folder: folder into which other inputs are ingested, unless that was done before.
     """
     path = Path(os.path.expanduser(reference))
     if is_prepared(path):
@@ -225,7 +223,7 @@ def open_reference(
     ingested = folder / f"reference-{digest[:16]}"
     lock, busy = ingested.with_suffix(".wait"), f"another process is reading {reference}"
     with locked(lock, busy):
-        with suppress(DataError):  # there is none that is whole
+        with suppress(DataError):  # missing or incomplete
             store = SequenceStore(ingested)
             report(f"reusing {ingested}: {describe(store)}")
             return store
@@ -237,9 +235,7 @@ def open_reference(
 def _search(
     proteins: Sequence[Tokens], store: SequenceStore, mmseqs: MMseqs, settings: RetrievalSettings
 ) -> Iterator[tuple[int, int, float, float]]:
-    """(protein, sequence of the store, identity, coverage) of what is found.
-
-    That is the relatives, and before them the protein itself.
+    """(protein, sequence of the store, identity, coverage) of the protein itself and its relatives.
     """
     search = SearchSettings(
         min_seq_id=0,
@@ -265,7 +261,7 @@ def _search(
 
 
 def diverse(hits: Sequence[Alignment], most: int, below: float | None) -> list[Alignment]:
-    """The first `most` hits of a query that do not repeat one before them.
+    """The first `most` hits of a query that do not repeat an earlier one.
 
     A hit repeats another one if at least the fraction `below` of its residues aligned to the query
     is the same in both; None disables the comparison. Insertions are ignored.

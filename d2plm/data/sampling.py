@@ -1,7 +1,7 @@
-"""Which sequences an epoch draws, and in what order: every one once, one of each cluster, or a mix.
+"""The sequences that an epoch draws, in order: each once, one of each cluster, or a mixture.
 
 A draw depends only on (seed, epoch, place). If a collection has more members than draws in an
-epoch, the next epoch continues where this one stopped: no member is drawn twice before all have
+epoch, the next epoch continues after the last one drawn: no member is drawn twice before all have
 been drawn once.
 """
 
@@ -21,8 +21,8 @@ class Part:
     Attributes:
         clusters: integer [sequences]; if given, a draw selects a cluster, then a random member of
             it, independently each time.
-        weight: its share of the draws, relative to the other parts'; None draws each member (or
-            cluster) once an epoch, and is given for all parts or for none.
+        weight: its fraction of the draws, relative to the other parts'; None draws each member (or
+            cluster) once per epoch. Set for all parts or for none.
     """
 
     sequences: int
@@ -31,11 +31,11 @@ class Part:
 
 
 class Draws:
-    """The sequences that each epoch draws, numbered through all parts.
+    """The sequences of each epoch, with consecutive indices over all parts.
 
     Raises:
-        ConfigError: weights are given for some parts only, are not positive, or give a part less
-            than one draw an epoch.
+        ConfigError: weights are set for some parts only, are not positive, or give a part less than
+            one draw per epoch.
         DataError: a part is empty.
     """
 
@@ -65,7 +65,7 @@ class Draws:
                 )
 
     def epoch(self, epoch: int) -> NDArray[np.integer]:
-        """The sequences of an epoch [D] in the order they are drawn, as numbers in all parts."""
+        """integer [D]: the sequences of an epoch in the order of the draws."""
         drawn = [
             members.draw(epoch * count, count, self.seed, part)
             for part, (members, count) in enumerate(zip(self._members, self.counts, strict=True))

@@ -1,7 +1,7 @@
-"""The similarity search used for a vocabulary: MMseqs2, or for texts shared n-grams.
+"""The similarity search for a vocabulary: MMseqs2, or shared n-grams for texts.
 
-`prepare` clusters similar sequences, so that whole clusters are held out, and then searches
-what remains for sequences that are like held-out ones. Both are one `SimilaritySearch`.
+`prepare` clusters similar sequences to hold out whole clusters, and then searches the rest for
+sequences similar to held-out ones. A `SimilaritySearch` provides both.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, Text
 
 Report = Callable[[str], None]
 
-# Tokens of an n-gram of near-duplicates (some five words) and of overlaps (some ten).
+# Tokens of an n-gram of near-duplicates (about five words) and of overlaps (about ten).
 _NGRAMS = {"bytes": (25, 50), "tokenizer": (5, 13)}
 
 
@@ -33,7 +33,7 @@ class Finder(Protocol):
     """Finds similar sequences of a store."""
 
     def clusters(self, store: SequenceStore, selected: Mask) -> NDArray[np.int32]:
-        """The clusters of the selected sequences, bool [N].
+        """Cluster the selected sequences, bool [N].
 
         Returns:
             int32 [selected], the first member of each one's cluster, among the selected ones.
@@ -47,17 +47,17 @@ class Finder(Protocol):
         pool: Mask,
         more: Sequence[str | Path],
     ) -> NDArray[np.int64]:
-        """Pairs of similar sequences, one of the pool and one held out.
+        """Pairs of similar sequences, one from the pool and one held out.
 
         Args:
-            direction: "from_held_out" has the held-out sequences as queries, "from_training" the
+            direction: "from_held_out" queries with the held-out sequences, "from_training" with the
                 pool.
             held_out, pool: bool [N].
-            more: stores and files, whose sequences are searched with the held-out ones.
+            more: stores and files, whose sequences are added to the held-out ones.
 
         Returns:
-            int64 [pairs, 2]: the place of each pair's sequence in the pool, and whether enough of
-            both sequences is similar, 0 or 1.
+            int64 [pairs, 2]: the index of each pair's sequence in the pool, and whether enough of
+                both sequences is similar, 0 or 1.
         """
 
 
@@ -66,11 +66,11 @@ class SimilaritySearch:
     """How similar sequences are clustered and found.
 
     Attributes:
-        program, version: what finds them; manifests have the version as `<program>_version`.
-        clustering, search: the settings of either, as JSON.
+        program, version: the search program; manifests contain the version as `<program>_version`.
+        clustering, search: the settings, as JSON.
         directions: directions of the search, as in `SplitSettings`.
         hits: description of the pairs that a search finds.
-        thresholds: names of the settings of clustering and search to raise if too many are similar.
+        thresholds: names of the clustering and search settings to raise if too many are similar.
         open: the finder for a preparation's (folder, key, report), with its log and temporary files
             in the folder.
     """
@@ -93,18 +93,14 @@ def similarity_search(
     resources: Resources,
     text: TextSettings,
 ) -> SimilaritySearch:
-    """The similarity search used for a vocabulary.
-
-    Raises:
-        DataError: MMseqs2 is needed and is missing.
-    """
+    """The similarity search for a vocabulary; `DataError` if MMseqs2 is needed and missing."""
     if vocabulary.name in _NGRAMS:
         of_duplicates, of_overlaps = _NGRAMS[vocabulary.name]
         duplicates = {"ngram": of_duplicates, "similarity": text.near_duplicate_similarity}
         overlaps = {"ngram": text.overlap_ngram or of_overlaps, "share": text.overlap_share}
         return SimilaritySearch(
             *("text_similarity", "1", duplicates, overlaps),
-            directions="from_training",  # the other way would find the same pairs
+            directions="from_training",  # the other direction finds the same pairs
             hits="overlaps with",
             thresholds=("near_duplicate_similarity", "overlap_share"),
             open=lambda folder, key, report: nullcontext(
@@ -169,8 +165,6 @@ class _HomologFinder:
 
 @dataclass(frozen=True, slots=True)
 class _OverlapFinder:
-    """Finds documents that are near-duplicates or share n-grams, without temporary files."""
-
     clustering: Mapping[str, Any]
     search: Mapping[str, Any]
     report: Report
@@ -196,5 +190,4 @@ class _OverlapFinder:
 
 
 def _sequences(paths: Sequence[str | Path], vocabulary: Vocabulary) -> Iterator[Tokens]:
-    """The sequences of stores and files, see `read_sequences`."""
     return (record.tokens for path in paths for record in read_sequences(path, vocabulary))

@@ -1,9 +1,9 @@
-"""Reading sequences and texts in every supported form, as one stream of raw records.
+"""Reading sequences and texts in every supported format, as one stream of raw records.
 
 FASTA, LMDB from other programs, Parquet, CSV, JSON lines, plain text, Hugging Face datasets in
-folders and on the hub, and Megatron-indexed corpora, which are tokens already; one input or many.
-All are streamed: memory is bounded by a block of records, and records of many megabytes may come in
-parts. The format of an input is recognised by its content and its name, unless `format` states it.
+folders and on the hub, and Megatron-indexed corpora, which are already tokenised. All are streamed:
+memory is bounded by a block of records, and records of many megabytes may come in parts. The format
+of an input is recognised by its content and its name, unless `format` states it.
 """
 
 import glob
@@ -38,8 +38,7 @@ from d2plm.data.store import MANIFEST, SequenceStore
 from d2plm.data.tables import NO_SEQUENCE, Table, is_missing, listed, open_table, usual_columns
 from d2plm.settings.data import Reading
 
-# A document of plain text is a file (text), a line, or what is between blank lines (paragraphs).
-TEXT_FORMATS = ("text", "lines", "paragraphs")
+TEXT_FORMATS = ("text", "lines", "paragraphs")  # a document is a file, a line or a paragraph
 SEQUENCE_FIELDS = (
     *("sequence", "seq", "protein_sequence", "aa_seq", "primary", "protein"),
     *("text", "content"),
@@ -47,10 +46,10 @@ SEQUENCE_FIELDS = (
 NAME_FIELDS = ("name", "id", "accession", "entry", "uniprot_id", "protein_id", "entry_name")
 
 _ROWS = 4096
-_SHORT = 20  # letters, of which a name may consist
+_SHORT = 20  # letters; a shorter cell may be a name
 _RESIDUES = re.compile(r"[A-Za-z*-]+")
 _A_PROTEIN = re.compile(rf"[{CANONICAL}]{{15,}}")
-_ROWS_EXAMINED = 50  # of a table, to recognise the column of sequences
+_ROWS_EXAMINED = 50  # to recognise the column of sequences in a table
 _LONGEST_LINE = 64 << 20  # of JSON
 _HUB = "hf://datasets/"
 _HUB_DATASET = re.compile(_HUB + r"([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?")
@@ -74,8 +73,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """An input, and how it is read."""
-
     path: Path
     reading: Reading
     vocabulary: Vocabulary
@@ -84,10 +81,9 @@ class _Input:
 
 
 def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The inputs that paths, glob patterns, names on the hub and `-` (standard input) stand for.
+    """Expand paths, glob patterns, names on the hub and `-` (standard input) to inputs.
 
-    Raises:
-        DataError: one of them names nothing.
+    Raises `DataError` if one of them names nothing.
     """
     given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     found: list[Path] = []
@@ -116,14 +112,14 @@ def read_sources(
     """The records of all inputs, one after another.
 
     Args:
-        paths: as `resolve_inputs` returns them.
+        paths: as returned by `resolve_inputs`.
         reading: None if no setting can name the format or the fields.
-        vocabulary: vocabulary of the sequences: decides between plain text and FASTA, and which
-            tokens the ids of a Megatron corpus are.
+        vocabulary: decides between plain text and FASTA, and interprets the ids of a Megatron
+            corpus.
         in_parts: whether a record of many megabytes may come in parts.
 
     Raises (when iterated):
-        DataError: an input is missing, damaged, of no known form, or lacks the field.
+        DataError: an input is missing, damaged, of no known format, or lacks the field.
     """
     chosen = reading or Reading()
     files = [[file for file in input_files(path) if file.exists()] for path in paths]
@@ -196,7 +192,7 @@ def _cut(records: Iterator[FastaRecord], window: int | None) -> Iterator[FastaRe
 
 
 def input_files(path: Path) -> list[Path]:
-    """The files that an input consists of, in a fixed order; none for standard input or the hub."""
+    """The files of an input, in a fixed order; none for standard input or the hub."""
     if is_stream(path) or is_hub_name(path):
         return []
     if is_megatron(path):
@@ -207,7 +203,7 @@ def input_files(path: Path) -> list[Path]:
 
 
 def _files_in(folder: Path, pattern: str) -> Iterator[Path]:
-    """The files in a folder and its folders, without hidden ones such as `.cache` and `.git`."""
+    """The files in a folder tree, without hidden ones such as `.cache` and `.git`."""
     for file in folder.rglob(pattern):
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
         if not hidden and file.is_file():
@@ -316,7 +312,7 @@ def _csv_rows(given: _Input, table: Table) -> Iterator[Document]:
         _say(f"{path}: {rows_left} left out (lines {listed(without)})")
 
 
-@cache  # once for a file, however often it is read
+@cache  # once for a file, even if it is read repeatedly
 def _say(notice: str) -> None:
     log.info(notice)
 
@@ -335,7 +331,7 @@ def _read_arrow(given: _Input) -> Iterator[RawRecords]:
     file = given.path
     with (
         _readable(file, "Arrow file"),
-        # Not mapped: mapped pages that were read would count as this process's memory.
+        # Not mapped: mapped pages would count as this process's memory.
         pyarrow.OSFile(str(file)) as raw,
         pyarrow.ipc.open_stream(raw) as reader,
     ):
@@ -385,12 +381,12 @@ def _read_hub(given: _Input) -> Iterator[RawRecords]:
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Whether it names a dataset of the hub, as `hf://datasets/OWNER/NAME` does."""
+    """Whether a path names a dataset on the hub, as `hf://datasets/OWNER/NAME` does."""
     return _hub_name(path).startswith(_HUB)
 
 
 def _hub_name(path: str | Path) -> str:
-    """The name as it was given: of two slashes a path keeps one."""
+    """The name as given: a `Path` collapses its two slashes."""
     text = str(path)
     return text if text.startswith(_HUB) else text.replace("hf:/", "hf://", 1)
 
@@ -440,7 +436,7 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _huggingface_files(path: Path) -> list[Path]:
-    """The data files of a folder that `datasets` saved, or that holds Parquet or Arrow files."""
+    """The data files of a folder that `datasets` saved, or of Parquet or Arrow files."""
     if path.is_file():
         return [path]
     try:
@@ -474,7 +470,7 @@ def _huggingface_files(path: Path) -> list[Path]:
 
 
 def _require_one_split(path: Path, splits: Mapping[str, list[Path]]) -> None:
-    """Reject a dataset of several splits, with what to give for each of them."""
+    """Reject a dataset of several splits, listing the input for each of them."""
     if len(splits) < 2:
         return
     said = []
@@ -532,7 +528,7 @@ def _columns(
     """The columns (or fields) of the sequence and of the name, if any.
 
     Args:
-        cells: some of each column, by which a column without a usual name may be recognised.
+        cells: examples from each column, to recognise a column without a usual name.
     """
 
     reading = given.reading
@@ -540,7 +536,7 @@ def _columns(
         raise DataError(f"{where}: has no header row; add one, such as name,sequence")
     of_residues = [name for name in names if _hold_residues(cells.get(name, ()))]
     usual = [
-        # `protein` may hold names such as KRAS, whose letters are those of residues, too
+        # `protein` may hold names such as KRAS, whose letters are residues, too
         *(one for one in SEQUENCE_FIELDS if one != "protein"),
         *(one.lower() for one in of_residues if one.lower() == "protein"),
     ]
@@ -548,7 +544,7 @@ def _columns(
     sequence = next(iter(chosen), None)
     known = [cell.strip() for cell in cells.get(sequence or "", ()) if not is_missing(cell)]
     if reading.sequence_field is None and known and all(len(one) < _SHORT for one in known):
-        sequence = None if len(of_residues) == 1 else sequence  # it holds names
+        sequence = None if len(of_residues) == 1 else sequence  # names
     if sequence is None and len(of_residues) == 1 and not given.vocabulary.is_text:
         [sequence] = of_residues
         _say(f"{where}: the sequences are taken from column {sequence!r}")
@@ -575,7 +571,7 @@ def _read_lmdb(given: _Input) -> Iterator[RawRecords]:
     following: bytes | None = b""
     path, read = given.path, 0
     while following is not None:
-        # Remapped now and then: until then, pages that were read count as this process's memory.
+        # Remapped now and then, because pages that were read count as this process's memory.
         try:
             with lmdb.open(
                 str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False
@@ -646,9 +642,7 @@ def _lmdb_value(where: str, key: bytes, value: bytes, given: _Input) -> tuple[by
 def _name_and_text(
     fields: dict[str, Any], columns: tuple[str, str | None], where: str
 ) -> tuple[bytes | None, Any]:
-    """The name, None if there is none, and the sequence in the fields of a record.
-
-    A list of names is of equal sequences, as `export_sequences` writes it.
+    """The name (or None) and the sequence in a record; a list of names is that of equal sequences.
     """
     sequence_field, name_field = columns
     name = None if name_field is None else fields.get(name_field)
@@ -718,7 +712,7 @@ _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     ),
     "megatron": _read_megatron,
 }
-# What each reader reads, and an example of the settings, for docs/data.md.
+# Description of each format and an example of the settings, for docs/data.md.
 FORMS = {
     "fasta": (
         "FASTA, A2M, A3M, PIR; alignments in Stockholm and Clustal, without their gaps",

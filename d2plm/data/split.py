@@ -1,4 +1,4 @@
-"""Which sequences are held out: listed ones, or whole clusters.
+"""Choice of the held-out sequences: listed ones, or whole clusters.
 
 Clusters are taken in the order of a seeded hash of their content, so the choice depends only on the
 sequences and the seed. `leakage` finds the other sequences that are too similar to be trained on.
@@ -25,7 +25,7 @@ Mask = NDArray[np.bool_]
 
 
 def describe(settings: SplitSettings) -> dict[str, Any]:
-    """The settings as JSON, files by the digests of their content."""
+    """The settings as JSON, with files represented by the digests of their content."""
     described = asdict(settings)
     for key in ("validation_ids", "test_ids"):
         if described[key] is not None:
@@ -47,18 +47,18 @@ def hold_out(
 ) -> dict[str, Mask]:
     """The requested held-out sets, by name: bool [N] each, true for its sequences.
 
-    Args:
-        records: int32 [N], from `records_of`; None if no record was cut.
+    Raises `SplitError` if there are too few clusters.
 
-    Raises:
-        SplitError: there are too few clusters; `threshold` is the setting to raise for more.
+    Args:
+        threshold: name of the setting to raise for more clusters.
+        records: int32 [N], from `records_of`; None if no record was cut.
     """
     listed = {
         name: find_ids(raw, Path(ids), selected)
         for name, ids in (("validation", split.validation_ids), ("test", split.test_ids))
         if ids is not None
     }
-    if records is not None:  # what shares a piece with a listed record is held out, too
+    if records is not None:  # records that share a piece with a listed one are held out, too
         for name, own in listed.items():
             listed[name] = np.isin(records, records[own]) & selected
     if len(listed) == 2 and (both := np.logical_and(*listed.values())).any():
@@ -101,14 +101,14 @@ def choose_clusters(
 ) -> list[Mask]:
     """Choose whole clusters for several held-out sets, one after another.
 
-    Clusters are taken in the order of a seeded hash of their first member until a set is full; one
-    that is larger than the number still needed is passed over, so a set is never too large.
+    Clusters are taken in the order of a seeded hash of their first member until a set is full; a
+    cluster larger than the number still needed is skipped, so a set is never too large.
 
     Args:
-        clusters: int32 [N], the first member of each sequence's cluster; -1 if the sequence is
-            left out of everything.
+        clusters: int32 [N], the first member of each sequence's cluster; -1 for a sequence that is
+            left out.
         wanted: number of sequences in each set.
-        taken: bool [N], sequences in use already, whose clusters are not to be chosen.
+        taken: bool [N], sequences already in use, whose clusters are excluded.
 
     Returns:
         For each set bool [N], true for its sequences.
@@ -122,7 +122,7 @@ def choose_clusters(
     sizes[np.concatenate(used)] = 0
     share = 4 * sum(wanted) / max(int((sizes > 0).sum()), 1)
     while True:
-        # Few of many clusters are needed: only the first ones are examined.
+        # Usually few of many clusters are needed: only the first ones are examined.
         order = _first_in_line(store, sizes, seed, min(share, 1.0))
         sets = _fill(order.tolist(), sizes[order].tolist(), wanted)
         if share >= 1 or all(left == 0 for _, left in sets):
@@ -140,15 +140,14 @@ def choose_clusters(
 
 
 def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
-    """The sequences that a list of identifiers names, one a line: bool [N].
+    """bool [N]: the sequences that a list of identifiers names, one per line.
 
-    An identifier is the first word of a FASTA header, or what `identifiers` finds in it (`P12345`
-    names `sp|P12345|NAME_SPECIES`). A duplicate's names the sequence that it equals, that
-    of a record that was cut names its pieces, and that of several records names all of them.
+    An identifier is the first word of a FASTA header, or one that `identifiers` finds in it
+    (`P12345` in `sp|P12345|NAME_SPECIES`). A duplicate's identifier names the sequence that it
+    equals, a cut record's all its pieces, and an identifier of several records all of them.
 
-    Raises:
-        DataError: the list cannot be read or is empty, or names a sequence that is not `among` the
-            store's.
+    Raises `DataError` if the list cannot be read or is empty, or an identifier names no sequence
+    `among` the store's.
     """
     try:
         wanted = set(file.read_bytes().split())
@@ -175,12 +174,12 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
 
 
 def cluster_count(clusters: NDArray[np.int32]) -> int:
-    """A cluster is labelled by its first member, which therefore labels itself."""
+    """Number of clusters: the first member of a cluster is its label and so labels itself."""
     return int((clusters == np.arange(len(clusters), dtype=np.int32)).sum())
 
 
 def _parts(count: int) -> list[slice]:
-    """Slices of 0 … count, as indexing by a whole array would copy it in a wider type."""
+    """Slices of 0 … count: indexing by a whole array would copy it in a wider type."""
     return [slice(first, first + _PART) for first in range(0, count, _PART)]
 
 
@@ -201,7 +200,7 @@ def _first_in_line(
 
 
 def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[list[int], int]]:
-    """Clusters chosen for each set, and how many sequences it still lacks."""
+    """Clusters chosen for each set, and the number of sequences that it still lacks."""
     waiting = list(zip(order, sizes, strict=True))
     sets = []
     for count in wanted:
@@ -219,5 +218,5 @@ def _fill(order: list[int], sizes: list[int], wanted: list[int]) -> list[tuple[l
 
 def _identifiers(name: bytes) -> set[bytes]:
     aliases = [alias.partition(PIECE_SEPARATOR)[0] for alias in name.split(ALIAS_SEPARATOR)]
-    aliases += readable(name).split(ALIAS_SEPARATOR)  # pieces by the names that people see
+    aliases += readable(name).split(ALIAS_SEPARATOR)  # names of pieces as shown to users
     return {one for alias in aliases for one in identifiers(alias)}

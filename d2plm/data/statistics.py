@@ -1,4 +1,4 @@
-"""Statistics of a sequence store: lengths, composition, clusters; as table and picture."""
+"""Statistics of a sequence store (lengths, composition, clusters), as table and picture."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from d2plm.data.store import MAX_RESIDUES, SequenceStore
 PICTURES = (".png", ".svg", ".pdf")
 
 _PART = 1 << 20  # tokens counted at once
-_MOST_SHOWN, _MOST_FREQUENT = 64, 20  # predicted tokens; of more, the most frequent are shown
+_MOST_SHOWN, _MOST_FREQUENT = 64, 20  # tokens: with more than 64, the 20 most frequent are shown
 _COLUMNS = 10  # of the composition
-_SHOWN = 0.99  # of the sequences are inside the picture's range of lengths
+_SHOWN = 0.99  # fraction of the sequences within the picture's range of lengths
 _MOST_BARS = 50
 
 
@@ -29,9 +29,9 @@ class StoreStatistics:
     """Statistics of a store.
 
     Attributes:
-        counts: int64 [C], how often each token of texts occurs, from FIRST on.
-        clusters: the `number` of homology clusters, sequences of the `largest`, and how many are
-            `singletons`; None if the store does not know them.
+        counts: int64 [C], number of occurrences of each token, from FIRST on.
+        clusters: `number` of homology clusters, sequences of the `largest`, and number of
+            `singletons`; None if the store has no clusters.
     """
 
     store: SequenceStore
@@ -41,21 +41,19 @@ class StoreStatistics:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each sequence, int32 [N]."""
         return self.store.lengths
 
     @property
     def composition(self) -> NDArray[np.float64]:
-        """Per cent of the tokens that are each of those counted, float64 [C]."""
+        """float64 [C]: `counts` in per cent of all tokens."""
         return 100 * self.counts / self.store.residues
 
     @property
     def non_canonical(self) -> float:
-        """Per cent of the tokens that are read but never predicted."""
+        """Percentage of tokens that are read but never predicted."""
         return float(self.composition[self.store.vocabulary.predicted :].sum())
 
     def length_summary(self) -> dict[str, float]:
-        """Extremes, quartiles and mean of the lengths, by name."""
         lower, median, upper = np.quantile(self.lengths, [0.25, 0.5, 0.75]).tolist()
         return {
             "shortest": int(self.lengths.min()),
@@ -67,7 +65,6 @@ class StoreStatistics:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The figures as JSON content."""
         vocabulary = self.store.vocabulary
         shown = [*_shown([self]), *_read_only(vocabulary)]
         labels = _labels(vocabulary, shown)
@@ -91,13 +88,10 @@ class StoreStatistics:
 def store_statistics(
     store: SequenceStore, progress: Callable[[int], None] = lambda done: None
 ) -> StoreStatistics:
-    """Statistics of a store, in one pass over it.
+    """Statistics of a store, in one pass over it; `DataError` if it is damaged.
 
     Args:
         progress: called with the number of sequences read so far.
-
-    Raises:
-        DataError: the store is damaged.
     """
     vocabulary = store.vocabulary
     token_counts = np.zeros(vocabulary.size, dtype=np.int64)
@@ -126,7 +120,7 @@ def store_statistics(
 
 
 def table(stores: Mapping[str, StoreStatistics]) -> str:
-    """The figures of stores, by name, as text: a column for each, then their compositions."""
+    """The statistics of stores, by name, as text: a column for each, then their compositions."""
     import pandas
 
     one = next(iter(stores.values()))
@@ -156,11 +150,10 @@ def table(stores: Mapping[str, StoreStatistics]) -> str:
 
 
 def plot(stores: Mapping[str, StoreStatistics], file: Path, title: str) -> None:
-    """Draw the lengths of stores, by name, one under another, and beside them the compositions.
+    """Draw the lengths of one to four stores one below another, and next to them the compositions.
 
     Args:
-        stores: one to four stores.
-        file: its ending is one of PICTURES; its folder is created if it is missing.
+        file: its suffix is one of PICTURES; its folder is created if it is missing.
 
     Raises:
         DataError: the file cannot be written.
@@ -176,7 +169,7 @@ def plot(stores: Mapping[str, StoreStatistics], file: Path, title: str) -> None:
 
 
 def _figures(statistics: StoreStatistics) -> dict[str, str]:
-    """The cells of a store's column, by the labels of their rows."""
+    """The cells of a store's column, by row label."""
     clusters, vocabulary = statistics.clusters, statistics.store.vocabulary
     sequence, token = _sequence(vocabulary), vocabulary.nouns.token
     per_token = f"  bytes per {token}{' of text' if vocabulary.is_text else ''}"
@@ -253,18 +246,18 @@ def _shown(stores: Sequence[StoreStatistics]) -> list[int]:
 
 
 def _read_only(vocabulary: Vocabulary) -> dict[int, str]:
-    """The labels of the tokens that are read but never predicted, counted from FIRST."""
+    """Labels of the tokens that are read but never predicted, counted from FIRST."""
     tokens = range(vocabulary.predicted, vocabulary.read_stop - FIRST)
     return dict(zip(tokens, _labels(vocabulary, tokens), strict=True))
 
 
 def _labels(vocabulary: Vocabulary, tokens: Iterable[int]) -> list[str]:
-    """The texts of tokens, counted from FIRST; with quotation marks for blanks and the like."""
+    """The texts of tokens, counted from FIRST, quoted if they may contain blanks."""
     numbers = [FIRST + one for one in tokens]
     if not vocabulary.is_text:
         return [vocabulary.decode(np.array([one])) for one in numbers]
     texts = [vocabulary.restore(np.array([one])) for one in numbers]
-    # Several tokens may be a part of a character.
+    # A token may be only a part of a character.
     return [
         f"<{number}>" if "\ufffd" in text else repr(text)
         for number, text in zip(numbers, texts, strict=True)
@@ -272,7 +265,7 @@ def _labels(vocabulary: Vocabulary, tokens: Iterable[int]) -> list[str]:
 
 
 def _sequence(vocabulary: Vocabulary) -> str:
-    """What the tables call a sequence; proteins are sequences there, too."""
+    """The tables' name for a sequence, also for proteins."""
     return "sequence" if vocabulary == PROTEIN else vocabulary.nouns.sequence
 
 

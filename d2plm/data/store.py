@@ -32,9 +32,9 @@ from d2plm.data.records import ALIAS_SEPARATOR, readable
 
 FORMAT, FORMAT_VERSION = "d2plm.SequenceStore", 2
 BLOCK_SEQUENCES = 1024
-MAX_RESIDUES = 1_000_000  # of a sequence: 1,024 of them must not exceed a 32-bit offset
+MAX_RESIDUES = 1_000_000  # per sequence, so that offsets in a block fit 32 bits
 
-# The files and databases of a store, for this module and the writer alone.
+# Files and databases of a store, for this module and the writer only.
 DATA, MANIFEST = "data.mdb", "manifest.json"
 LENGTHS, OFFSETS, CLUSTERS = "lengths.npy", "offsets.npy", "clusters.npy"
 PIECES = "pieces.npy"
@@ -55,8 +55,8 @@ class Block:
 
     Attributes:
         first: index of the first sequence.
-        tokens: vocabulary's dtype [M], tokens of the sequences, concatenated.
-        bounds: int64 [n + 1], where each begins and ends in `tokens`.
+        tokens: [M], concatenated tokens of the sequences, in the vocabulary's dtype.
+        bounds: int64 [n + 1], start and end of each in `tokens`.
     """
 
     first: int
@@ -76,7 +76,7 @@ class Windows(NamedTuple):
     Attributes:
         indices: int64 [S], the sequences, each 0 ≤ i < N.
         starts, counts: int64 [S], first token and number of tokens of each window.
-        places: int64 [S], where in the row each window goes.
+        places: int64 [S], position of each window in the row.
     """
 
     indices: NDArray[np.int64]
@@ -86,16 +86,16 @@ class Windows(NamedTuple):
 
 
 class SequenceStore:
-    """A finished store, read-only; may be forked and pickled, and shared between threads.
+    """A finished store, read-only; may be forked, pickled and shared between threads.
 
-    `store[i]` is sequence i as a fresh array [L] of tokens, without `<cls>` and `<eos>`. LMDB is
+    `store[i]` is sequence i as a new array [L] of tokens, without `<cls>` and `<eos>`. LMDB is
     opened without locks at the first read, and again in each process that uses the store.
 
     Attributes:
         manifest: format version, kind, counts, alphabet, digests, free `provenance`.
         vocabulary: vocabulary of the tokens; arrays of tokens have its dtype.
-        lengths: int32 [N], tokens of each sequence, memory mapped.
-        clusters: int32 [N], homology cluster of each sequence, memory mapped; None if not known.
+        lengths: int32 [N], number of tokens of each sequence, memory mapped.
+        clusters: int32 [N], homology cluster of each sequence, memory mapped; None if unknown.
 
     Raises:
         DataError: the folder is no store, is half-written or damaged, or has another version.
@@ -124,7 +124,7 @@ class SequenceStore:
 
     @property
     def residues(self) -> int:
-        """Tokens of all sequences together."""
+        """Total number of tokens."""
         return self.manifest["residues"]
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class SequenceStore:
         return tokens
 
     def require_vocabulary(self, wanted: Vocabulary) -> None:
-        """Raise `DataError` if the store is of another vocabulary."""
+        """Raise `DataError` if the store has another vocabulary."""
         own = self.vocabulary
         if own != wanted:
             raise DataError(
@@ -153,10 +153,9 @@ class SequenceStore:
             )
 
     def copy_into(self, row: Tokens, windows: Windows) -> None:
-        """Copy windows into `row`, of the vocabulary's dtype [T], without an array for each.
+        """Copy windows into `row` [T], of the vocabulary's dtype, without an array for each.
 
-        Raises:
-            DataError: the store is damaged.
+        Raises `DataError` if the store is damaged.
         """
         environment = self._open()
         blocks = windows.indices // BLOCK_SEQUENCES
@@ -171,7 +170,7 @@ class SequenceStore:
                     view = views.get(block)
                     if view is None:
                         view = self._view(environment, block)
-                    # Between memoryviews, as these refuse a shorter source and cost half as much.
+                    # Memoryviews reject a shorter source and cost half as much as arrays.
                     target[place : place + count] = view[source : source + count]
             except ValueError:
                 raise DataError(f"{self.path / DATA}: {_DAMAGED}") from None
@@ -220,31 +219,28 @@ class SequenceStore:
         return self.names(index)[0]
 
     def name_blocks(self) -> Iterator[list[bytes]]:
-        """The names of the sequences of each of `blocks`, as they are stored.
+        """The stored names of the sequences of each of `blocks`.
 
-        Those of duplicates are joined by \\x01; that of a piece ends in \\x02 and its number.
+        Names of duplicates are joined by \\x01; that of a piece ends in \\x02 and its number.
         """
         return self._pass(NAMES, self._names_in)
 
     @property
     def pieces(self) -> NDArray[np.void]:
-        """PIECE [P], a row for each sequence that is a piece and each record that it is cut from.
+        """PIECE [P], memory mapped: a row for each pair of a piece and a record that contains it.
 
-        Records are numbered from 0 in the order of the input. Memory mapped.
-
-        Raises:
-            DataError: the store was not written with a window, or the file is damaged.
+        Records are numbered from 0 in the order of the input. Raises `DataError` if the store was
+        not written with a window, or the file is damaged.
         """
         return mapped_array(self.path / PIECES, PIECE)
 
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
         """Read everything and compare counts, lengths and digests with the manifest.
 
+        Raises `DataError` if they differ, or something cannot be read.
+
         Args:
             progress: called with the number of sequences read so far.
-
-        Raises:
-            DataError: they differ, or something cannot be read.
         """
         digest, names_digest = hashlib.sha256(), hashlib.sha256()
         for block, names in zip(self.blocks(), self.name_blocks(), strict=True):
@@ -303,11 +299,11 @@ class SequenceStore:
         return value.cast(dtype.char)  # type: ignore  # one of B, H and I
 
     def _pass(self, database: bytes, read: Callable[[int, memoryview], T]) -> Iterator[T]:
-        """What `read` copies out of each block, in order, given its number and its value."""
+        """Results of `read` for the (number, value) of each block, in order."""
         environment, mapped = self._open(), _PASS_BYTES
         try:
             for block in range(-(-len(self) // BLOCK_SEQUENCES)):
-                # Until they are unmapped, pages that were read count as this process's memory.
+                # Pages that were read count as this process's memory until they are unmapped.
                 if mapped >= _PASS_BYTES:
                     with self._reading():
                         environment.reopen(readahead=True)
@@ -359,32 +355,28 @@ def copy_spans(
     places: NDArray[np.int64],
     counts: NDArray[np.int64],
 ) -> None:
-    """Copy `counts` [S] numbers each from `firsts` [S] in `source` to `places` [S] in `target`."""
-    read, write = source.data, target.data  # slices of memoryviews cost half as much as of arrays
+    """Copy `counts` [S] numbers from `firsts` [S] in `source` to `places` [S] in `target`."""
+    read, write = source.data, target.data  # slices of memoryviews cost half as much as arrays'
     columns = (firsts.tolist(), places.tolist(), counts.tolist())
     for first, place, count in zip(*columns, strict=True):
         write[place : place + count] = read[first : first + count]
 
 
 def clusters_of(store: SequenceStore) -> NDArray[np.int32]:
-    """The homology cluster of every sequence, int32 [N].
-
-    Raises:
-        DataError: the store does not know them.
-    """
+    """int32 [N]: the homology cluster of every sequence; `DataError` if the store has none."""
     if store.clusters is None:
         raise DataError(f"{store.path}: has no clusters; prepare the data with d2plm prepare")
     return store.clusters
 
 
 class _Environment:
-    """An open LMDB environment, one per file and process, with one read transaction for its life.
+    """An open LMDB environment with one read transaction for its life, one per file and process.
 
     LMDB refuses to open a file twice in a process, so stores of the same folder share one. After a
-    fork the child's copy counts as open, too: it is closed there and opened anew.
+    fork the child's copy counts as open, too: it is closed there and opened again.
 
     Attributes:
-        views: mapped tokens by block; used under `lock` alone, as `reopen` unmaps.
+        views: mapped tokens by block; used only under `lock`, as `reopen` unmaps them.
     """
 
     _open: ClassVar["weakref.WeakValueDictionary[tuple[int, int], _Environment]"] = (
@@ -408,18 +400,18 @@ class _Environment:
         self.transaction = self.lmdb.begin(buffers=True)
 
     def value(self, database: bytes, block: int) -> memoryview:
-        """A view of a mapped value; used under `lock` alone."""
+        """A view of a mapped value; used only under `lock`."""
         value = self.transaction.get(KEY.pack(block), db=self.databases[database])
         if value is None:
             raise KeyError(f"no {database.decode()} of block {block}")
         return value
 
     def entries(self, database: bytes) -> int:
-        """The number of values; used under `lock` alone."""
+        """Number of values; used only under `lock`."""
         return self.transaction.stat(self.databases[database])["entries"]
 
     def reopen(self, readahead: bool) -> None:
-        """Unmap the file and map it anew, for reading it in order or at random."""
+        """Unmap the file and map it again, for sequential or random reading."""
         with self.lock:
             if _file_of(self.path / DATA) != self.file:
                 raise DataError(f"{self.path}: {_REPLACED}")
@@ -427,14 +419,12 @@ class _Environment:
             self._map(readahead)
 
     def close(self) -> None:
-        """Unmap the file."""
         self.views.clear()
         self.transaction.abort()
         self.lmdb.close()
 
     @classmethod
     def of(cls, path: Path) -> "_Environment":
-        """The environment of this store in this process."""
         status = os.stat(path / DATA)
         file = status.st_dev, status.st_ino
         with cls._opening:
@@ -484,7 +474,7 @@ def _vocabulary_of(path: Path, manifest: dict[str, Any]) -> Vocabulary:
 
 
 def _file_of(path: Path) -> tuple[int, int] | None:
-    """Device and number of a file; None if there is none."""
+    """Device and inode of a file; None if there is none."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -493,11 +483,7 @@ def _file_of(path: Path) -> tuple[int, int] | None:
 
 
 def mapped_array(path: Path, dtype: Any) -> NDArray[Any]:
-    """The array [n] of this dtype in a file, mapped into memory.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
+    """The array [n] in a file, memory mapped; `DataError` if it is missing or damaged."""
     try:
         values = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header may raise anything
@@ -519,5 +505,4 @@ def array_digest(values: NDArray[Any]) -> str:
 
 
 def joined(names: Sequence[bytes]) -> bytes:
-    """The names of a block as they are stored, before compression."""
     return b"\n".join(names) + b"\n"

@@ -34,10 +34,9 @@ class SequenceStoreWriter:
     block, for example from a full disk, becomes a `DataError` that names the store.
 
     Args:
-        path: the store's folder; an existing store there is replaced, anything else refused.
-        kind: what the store holds: "raw", "train", "validation", …
-        provenance: anything JSON can hold, kept in the manifest.
-        vocabulary: vocabulary of the tokens.
+        path: the store's folder; an existing store is replaced, anything else rejected.
+        kind: content of the store: "raw", "train", "validation", …
+        provenance: JSON content, kept in the manifest.
 
     Attributes:
         provenance: may still be changed until the block ends.
@@ -77,7 +76,6 @@ class SequenceStoreWriter:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Open the files of a new store, and finish and rename it when the block ends well."""
         self._refuse_foreign_folder()
         with written_beside(self.path) as self._partial, ExitStack() as files:
             self.scratch = self._partial / "scratch"
@@ -99,10 +97,9 @@ class SequenceStoreWriter:
         """Add sequences.
 
         Args:
-            names: name of each sequence.
             sequences: the tokens of each as a buffer of bytes: little-endian integers of the
                 vocabulary's dtype.
-            records: int64 as bytes, the records of which each is a piece; none if none was cut.
+            records: int64 as bytes, the records of which each is a piece; empty if none was cut.
         """
         if any(records):
             numbers = np.frombuffer(b"".join(records), np.int64)
@@ -122,7 +119,7 @@ class SequenceStoreWriter:
                 self._end_block()
 
     def set_clusters(self, clusters: ArrayLike) -> None:
-        """Set the homology cluster of every sequence, integers [N]."""
+        """Set the homology cluster of every sequence, integer [N]."""
         self._clusters = np.asarray(clusters, dtype=np.int32)
 
     def _open(self, map_bytes: int) -> None:
@@ -172,7 +169,7 @@ class SequenceStoreWriter:
                 break
             except lmdb.MapFullError:
                 self._environment.set_mapsize(2 * self._environment.info()["map_size"])
-        # Mapped pages that were touched count as this process's memory until they are unmapped.
+        # Touched pages count as this process's memory until they are unmapped.
         map_bytes = self._environment.info()["map_size"]
         self._environment.close()
         self._open(map_bytes)

@@ -16,20 +16,20 @@ _POOL = 1 << 20
 
 
 def plausible_lengths(number: int, seed: int = 0) -> NDArray[np.int32]:
-    """int32 [number]: lengths as proteins have them, log-normal with a median of 290 residues."""
+    """int32 [number]: protein-like lengths, log-normal with a median of 290 residues."""
     lengths = np.random.default_rng(seed).lognormal(np.log(290), 0.65, number)
     return lengths.clip(30, 4000).astype(np.int32)
 
 
 class SyntheticSequences:
-    """As many sequences as a collection has, as long, of random tokens.
+    """Sequences of random tokens with the lengths of a collection.
 
     Sequence i is a window of one pool of random tokens, so that reading it costs only a copy.
 
     Args:
         lengths: int32 [N], tokens of each sequence of the collection.
-        clusters: int32 [N], homology cluster of each of them; None if not known.
-        vocabulary: whose predicted tokens are drawn.
+        clusters: int32 [N], homology cluster of each of them; None if unknown.
+        vocabulary: its predicted tokens are drawn.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class SyntheticSequences:
         return self._pool[start : start + self.lengths[index]].copy()
 
     def copy_into(self, row: Tokens, windows: Windows) -> None:
-        """Copy windows into `row`, as `SequenceStore.copy_into`."""
         first = windows.indices * 7919 % _POOL + windows.starts
         copy_spans(self._pool, first, row, windows.places, windows.counts)
 
@@ -62,7 +61,7 @@ class ShuffledSequences:
     """The sequences of a store, each with its tokens in an independent random order.
 
     Args:
-        seed: seed of the orders; sequence i has the same one whenever it is read.
+        seed: seed of the orders; that of sequence i is the same at every read.
     """
 
     def __init__(self, store: SequenceStore, seed: int = 0) -> None:
@@ -78,7 +77,6 @@ class ShuffledSequences:
         return np.random.default_rng((self._seed, index)).permutation(self._store[index])
 
     def copy_into(self, row: Tokens, windows: Windows) -> None:
-        """Copy windows into `row`, as `SequenceStore.copy_into`."""
         columns = (column.tolist() for column in windows)
         for index, start, count, place in zip(*columns, strict=True):
             row[place : place + count] = self[index][start : start + count]

@@ -1,7 +1,7 @@
-"""Reading a table as people have it: CSV, TSV and their dialects, row by row.
+"""Reading CSV, TSV and their dialects row by row.
 
-Encoding, delimiter, comments, quotation marks, empty tails and missing values are decided here,
-once for every table that is read. Only the standard library is needed; memory is bounded by a row.
+Encoding, delimiter, comments, quotation marks, empty tails and missing values are decided here for
+every table that is read. Only the standard library is needed; memory is bounded by a row.
 """
 
 import csv
@@ -52,7 +52,7 @@ class Table:
     """An open table; see `open_table`.
 
     Attributes:
-        columns: names in the header; a first column of row names as R writes them has the name "".
+        columns: names in the header; R's unnamed first column of row names has the name "".
         source: the open file, which knows how much of it has been read.
         delimiter: tab, `;`, `,` or a blank; `,` for a single column.
     """
@@ -75,7 +75,7 @@ class Table:
         self.columns = [name.strip() for name in next(self._rows)[1]]
         first = next(self._rows, None)
         cells = [cell.strip() for cell in first[1]] if first else []
-        # R writes names of rows, in quotation marks or 1, 2, 3, without a header of their own.
+        # R writes row names, in quotation marks or 1, 2, 3, without a header.
         is_of_r = header[1].startswith('"') or cells[:1] == ["1"]
         if len(cells) == len(self.columns) + 1 and cells[-1] and is_of_r:
             self.columns.insert(0, "")
@@ -84,16 +84,16 @@ class Table:
         self._rows = chain([first] if first else [], self._rows)
 
     def rows(self) -> Iterator[Row]:
-        """(its line in the file, its cells) of each row; empty rows and comments are left out.
+        """(line in the file, cells) of each row, without empty rows and comments.
 
-        Raises (when iterated):
-            DataError: a row has too many or too few cells, or a quotation mark is left open.
+        Raises `DataError` (when iterated) if a row has too many or too few cells, or a quotation
+        mark is left open.
         """
         width, repeats, first = len(self.columns), 0, True
         for line, cells in self._rows:
             if not "".join(cells).strip():
                 continue
-            if self._is_header(cells):  # of a second file, behind this one
+            if self._is_header(cells):  # of a second, concatenated file
                 if not repeats:
                     log.info("%s: line %d repeats the header; left out", self.path, line)
                 repeats += 1
@@ -131,11 +131,11 @@ class Table:
                         self.path,
                     )
                 self._noticed = True
-            # The end of files of DOS, and reserved space.
+            # End mark of DOS files, and reserved space.
             yield line if line[-1] == "\n" else line.rstrip("\x1a\0")
 
     def _beginning(self, lines: Iterator[Line]) -> tuple[Line, Line | None, str]:
-        """The header, the line after it, and the delimiter that a line `sep=` names."""
+        """The header, the line after it, and the delimiter that a line `sep=` specifies."""
         comment, delimiter = None, ""
         for line in lines:
             if stated := re.fullmatch(r'"?sep=(.)"?\s*', line[1], re.IGNORECASE):
@@ -148,7 +148,7 @@ class Table:
             raise DataError(
                 f"{self.path}: is empty; give a table with a header and at least one row"
             )
-        if comment:  # the header itself may begin with #, if what follows has numbers
+        if comment:  # if the next line has numbers, it may be the header
             cells, names = (re.split("[\t;,]", one.rstrip()) for one in (line[1], comment[1][1:]))
             if len(names) == len(cells) > 1 and any(map(_NUMBER.fullmatch, cells)):
                 return (comment[0], comment[1][1:]), line, delimiter
@@ -180,11 +180,9 @@ class Table:
 def open_table(path: Path) -> Iterator[Table]:
     """Open a table, plain or compressed; `-` is standard input.
 
-    UTF-8, UTF-16 and Windows-1252 are read; tabs, semicolons or commas separate its cells. Between
-    tabs a quotation mark is a character unless the cell is quoted as a whole.
-
-    Raises:
-        DataError: it is missing, damaged, empty, or no table.
+    UTF-8, UTF-16 and Windows-1252 are read; tabs, semicolons or commas separate cells. Between tabs
+    a quotation mark is a character unless the whole cell is quoted. Raises `DataError` if the file
+    is missing, damaged, empty, or no table.
     """
     with open_input(path) as source:
         table = Table(source)
@@ -199,10 +197,9 @@ def usual_columns(
     wanted: str | None = None,
     key: str = "",
 ) -> list[str]:
-    """The column that the setting `key` wants, or those with usual names, the likeliest first.
+    """The column `wanted` by the setting `key`, or those with usual names, the most likely first.
 
-    Raises:
-        DataError: there is no such column, or several have its name.
+    Raises `DataError` if there is no such column, or several have its name.
     """
     found = sorted(
         (name for name in columns if plain(name) in usual), key=lambda one: usual.index(plain(one))
@@ -225,21 +222,22 @@ def plain(name: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, for a message."""
+    """The first 20 names, for a message."""
     shown = [name if name.isprintable() else repr(name) for name in names[:_NAMES_SHOWN]]
     return ", ".join(shown + ["…"] * (len(names) > _NAMES_SHOWN)) or "none"
 
 
 def is_missing(cell: str, words: Set[str] = MISSING) -> bool:
-    """Whether a cell says that there is no value, or with NO_SEQUENCE no sequence."""
+    """Whether a cell is one of the `words` for a missing value, or with NO_SEQUENCE a missing
+    sequence.
+    """
     return cell.strip().lower() in words
 
 
 def number(cell: str, delimiter: str = ",") -> float:
     """The finite number in a cell, with a decimal point or comma; NaN if it is missing.
 
-    Raises:
-        DataError: if it is no such number.
+    Raises `DataError` if the cell is no such number.
     """
     if is_missing(cell):
         return math.nan
@@ -276,7 +274,7 @@ def _wide_encoding(start: bytes) -> str | None:
 
 
 def _delimiter(header: str, following: str) -> str:
-    """What separates the cells; a tab if there is one column, whose cells may hold the others."""
+    """The delimiter of the cells; a tab for a single column, whose cells may contain the others."""
     first, second = (re.sub('"[^"]*"', "q", text).rstrip() for text in (header, following))
     of_both = {one: min(first.count(one), second.count(one)) for one in "\t;, "}
     if not any(first.count(one) for one in "\t;,"):
@@ -285,7 +283,7 @@ def _delimiter(header: str, following: str) -> str:
 
 
 def _tabbed(lines: Iterator[Line]) -> Iterator[Row]:
-    """The rows of a table with tabs; a cell that is quoted as a whole may hold tabs and lines."""
+    """The rows of a table with tabs; a cell quoted as a whole may contain tabs and line breaks."""
     width, held = 0, list[Line]()
     while held := held or [*islice(lines, 1)]:
         number, text = held[0]
