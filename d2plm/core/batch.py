@@ -64,9 +64,7 @@ class Relatives:
 
     @classmethod
     def pack(cls, by_segment: Sequence[Sequence[NDArray[np.uint8]]]) -> Self:
-        """Concatenate the relatives (uint8 residue tokens) of each segment.
-
-        Raises `DataError` if a relative is empty.
+        """Concatenate the relatives (uint8 residues) of each segment; `DataError` if one is empty.
         """
         flat = [tokens for of_segment in by_segment for tokens in of_segment]
         if not all(map(len, flat)):
@@ -152,7 +150,7 @@ class PackedBatch:
         used, longest = int(ends[-1]) if count else 0, int(lengths.max(initial=0))
         if max_seqlen is None:
             max_seqlen = max(longest, budget - used)
-        # Ends of the padding segments, except the last.
+        # Ends of the padding segments except the last.
         tail = np.arange(used + max_seqlen, budget, max(max_seqlen, 1))
         needed = count + len(tail) + (used < budget)
         segments = needed if max_segments is None else max_segments
@@ -199,10 +197,7 @@ class PackedBatch:
         return positions(self.cu_seqlens, self.segment_ids())
 
     def computable(self) -> Tensor:
-        """The tokens [T] in a dtype that torch can compute with: uint8, or int32 for wider tokens.
-
-        Torch has few operations on uint16 and uint32; batches are only transferred in these.
-        """
+        """The tokens [T] as uint8 or int32: torch has few operations on uint16 and uint32."""
         return self.tokens if self.tokens.dtype == torch.uint8 else self.tokens.to(torch.int32)
 
     def real(self) -> Tensor:
@@ -222,8 +217,6 @@ class PackedBatch:
         return np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory alive until `stream` has finished its queued work."""
-
         def record(tensor: Tensor) -> Tensor:
             tensor.record_stream(stream)
             return tensor

@@ -46,12 +46,7 @@ class ConfigError(D2PLMError):
         return f"{named}: {self.reason}" if named else self.reason
 
     def within(self, section: str, keys: Mapping[str, str] | None = None) -> "ConfigError":
-        """The same error with full keys.
-
-        Args:
-            section: section of the configuration that contains the arguments.
-            keys: argument → full key, for arguments of other sections.
-        """
+        """The same error with full keys, `keys[argument]` or else `section` and argument."""
         prefix, elsewhere = f"{section}." if section else "", keys or {}
         named = {elsewhere.get(key, prefix + key): v for key, v in self.settings.items()}
         return type(self)(self.reason, named)
@@ -158,9 +153,7 @@ def require_number(
 
 @contextmanager
 def within(section: str, keys: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Name full keys in a `ConfigError` of the block, unless it already does; see
-    `ConfigError.within`.
-    """
+    """Name full keys in a `ConfigError` of the block; see `ConfigError.within`."""
     try:
         yield
     except ConfigError as error:

@@ -116,8 +116,7 @@ def _remove(path: Path) -> None:
 
 
 def nearest_path(path: str | Path) -> str:
-    """` (did you mean 'x'?)` with the existing path most similar to a missing one, or an empty
-    string.
+    """` (did you mean 'x'?)` with the existing path most similar to a missing one, or ''.
 
     Each missing part is replaced by the most similar entry of its parent folder.
     """
@@ -148,10 +147,7 @@ def config_dir() -> Path:
 
 
 def is_hub_name(location: str) -> bool:
-    """Whether `location` may be ORGANISATION/NAME on the Hugging Face Hub.
-
-    A missing path below an existing folder is an error and is not searched for on the Hub.
-    """
+    """Whether `location` may be ORGANISATION/NAME on the Hub; false below an existing folder."""
     found = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", location)
     return found is not None and not os.path.lexists(found[1])
 
@@ -164,10 +160,7 @@ def shipped(path: str | Path) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if the file does not exist.
-
-    Raises `DataError` if the file cannot be read or contains no JSON object.
-    """
+    """The object in a JSON file, or None if it does not exist; `DataError` if it is damaged."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

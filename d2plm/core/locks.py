@@ -31,16 +31,14 @@ def locked(
 
     Missing folders are created, and removed if they stay empty. The system releases the lock of a
     killed process. On a file system without locks, the block runs unlocked after a warning. A wait
-    is logged when it begins and then every minute.
+    is logged when it begins and then every minute. Raises `DataError` if the file cannot be
+    created, or the lock is held for too long.
 
     Args:
         busy: what the process that holds the lock is doing, for the log.
         of: the path to name if the lock cannot be created; None names the lock itself.
         max_wait_seconds: None waits until the holder releases the lock or ends.
         limit_key: name of the setting that limits the wait, for the error.
-
-    Raises:
-        DataError: if the file cannot be created, or the lock is held for too long.
     """
     # A file whose existence is the lock would outlive its process.
     lock = FileLock(file, fallback_to_soft=False)

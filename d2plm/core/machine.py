@@ -36,8 +36,8 @@ def user_name() -> str | None:
 def use_utf8() -> None:
     """Start this process again in Python's UTF-8 mode if the locale has another encoding.
 
-    Otherwise file names, output and library files would be ASCII or Latin-1, and those of other
-    processes or machines would be misread or rejected. The mode is the default of Python 3.15.
+    Otherwise file names and contents from other processes or machines would be misread or rejected.
+    The mode is the default of Python 3.15.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"  # of the processes that this one starts
@@ -75,9 +75,7 @@ def available_cpus() -> int:
 def cgroup_limits(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[float | None, int | None]:
     """(cores, bytes) that the cgroups of this process allow; None: no limit.
 
-    Args:
-        root: mount point of the cgroups.
-        own: file that names the cgroup of this process.
+    `root` is their mount point, and `own` a file that names the cgroup of this process.
     """
     cores: list[float] = []
     memory: list[int] = []

@@ -38,10 +38,7 @@ class Key:
 
 
 def uniform(key: Key, *indices: Tensor) -> Tensor:
-    """float64 in [0, 1), one for each element of the broadcast integer `indices`.
-
-    Independent across keys and across index tuples; 53 random bits.
-    """
+    """float64 in [0, 1), 53 random bits, independent across keys and the broadcast `indices`."""
     # Filled on the device: copying a number there makes the host wait.
     state = torch.full((), _signed(key.as_int()), dtype=torch.int64, device=indices[0].device)
     for index in indices:

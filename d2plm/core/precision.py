@@ -14,10 +14,7 @@ DTYPES = {
 
 
 def resolve_device(device: str) -> str:
-    """`cpu` or `cuda`; `auto` selects CUDA if there is a device.
-
-    Raises `ConfigError` for a device that this machine lacks.
-    """
+    """`cpu` or `cuda`, `auto` resolved; `ConfigError` for a device that this machine lacks."""
     require_choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda': no CUDA device is visible; use 'cpu' or 'auto'")

@@ -80,10 +80,7 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def unwound_by_sigterm() -> Iterator[None]:
-    """Raise `SystemExit(143)` on SIGTERM in the main thread.
-
-    The stack unwinds, so child processes end and temporary files are removed.
-    """
+    """Raise `SystemExit(143)` on SIGTERM (in the main thread), so that the stack unwinds."""
 
     def unwind(_signal: int, _frame: object) -> None:
         raise SystemExit(SIGNAL_BASE + signal.SIGTERM)
@@ -201,11 +198,8 @@ def last_lines(log: Path, number: int = 1, start: int = 0) -> str:
 def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] = ()) -> None:
     """Run `d2plm train` with the composed configuration in `config_file`, under torchrun if needed.
 
-    Args:
-        options: further command-line words, such as `--module mine.py`.
-
-    Raises:
-        LaunchError: if training fails; its own message has been printed.
+    Further command-line words, such as `--module mine.py`, are in `options`. Raises `LaunchError`
+    if training fails, after its own message has been printed.
     """
     left = config_file.with_name(".torchrun")  # workers' errors; also removes a killed run's
     torchrun = [
@@ -241,11 +235,9 @@ def _for_training(shares: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Job:
-    """Commands to run one after another.
+    """Commands to run one after another, each after the previous one has succeeded; see `child`.
 
-    Attributes:
-        commands: each starts after the previous one has succeeded; see `child`.
-        log: file for their output, replaced if it exists.
+    Their output goes to the file `log`, which is replaced if it exists.
     """
 
     name: str

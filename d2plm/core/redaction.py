@@ -20,8 +20,7 @@ _SECRET = re.compile(
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")  # apiToken
 # Matches up to a space or quotation mark: a search from each `=` takes quadratic time.
 _ASSIGNED = re.compile(r"""(?<![\w.\-])([\w.\-]{1,100})=(?!null\b)(['"]?)([^\s'"…]+)(…?)""")
-# In JSON, in a dictionary's text, and in the header of a request.
-_QUOTED = re.compile(r"""(['"])([\w.\-]{1,100})\1: (['"])[^'"]+\3""")
+_QUOTED = re.compile(r"""(['"])([\w.\-]{1,100})\1: (['"])[^'"]+\3""")  # JSON, dictionaries
 _HEADER = re.compile(r"(authorization: (?:\w+ )?)\S+", re.IGNORECASE)
 # Tokens recognisable by their form: Hugging Face, GitHub, GitLab, Slack, OpenAI, AWS, JWT.
 _TOKEN = re.compile(
@@ -59,11 +58,7 @@ def redacted_line(error: Exception) -> str:
 
 
 def redacted_value(key: str, value: object) -> bool | int | float | str:
-    """A setting's value for trackers, hidden if its key is that of a secret.
-
-    Args:
-        key: with its sections, such as `launcher.environment.HF_TOKEN`.
-    """
+    """A setting's value for trackers, hidden if `key`, such as `a.HF_TOKEN`, is a secret's."""
     if value not in (None, "") and _is_secret(key):
         return HIDDEN
     return value if isinstance(value, bool | int | float) else redacted(str(value))

@@ -93,17 +93,14 @@ def in_shards(
 ) -> list[int]:
     """Compute a shard's part unless it exists, and join the parts if all exist.
 
+    Returns the missing shards; none if the output is complete. Raises `DataError` if the folder of
+    the parts belongs to another output.
+
     Args:
         made_of: what determines the output, as JSON; parts made of anything else are rejected.
         compute: writes the part to a path, which must not exist before it is complete.
         join: writes the output from the paths of all parts.
         is_complete: whether the output is complete; None: whether it exists.
-
-    Returns:
-        The missing shards; none if the output is complete.
-
-    Raises:
-        DataError: if the folder of the parts belongs to another output.
     """
     folder = output.with_name(f"{output.name}.shards")
     manifest = folder / "manifest.json"

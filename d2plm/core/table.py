@@ -22,12 +22,7 @@ Cell = str | Number
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under their heads.
-
-    Attributes:
-        marked: first cell of the row to show in bold.
-        notes: lines below the table.
-    """
+    """Rows of cells under `heads`, `notes` below; the row with the first cell `marked` is bold."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]

@@ -124,8 +124,7 @@ def configure_logging() -> None:
 class LineHandler(logging.Handler):
     """Writes each message of this package as a line, and each distinct library warning once.
 
-    Args:
-        everything: whether to show all library messages and the origin of each message.
+    With `everything`, all library messages and the origins of messages are shown.
     """
 
     def __init__(self, everything: bool = False) -> None:

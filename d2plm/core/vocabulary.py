@@ -116,7 +116,7 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def tokenise(self, texts: Sequence[bytes]) -> Tokenised:
-        """Tokens of n texts, without `<cls>` and `<eos>`; removes blanks, gaps and a final stop."""
+        """Tokenise n texts without `<cls>` and `<eos>`, cleaned as the vocabulary requires."""
 
     @abstractmethod
     def fault(self, text: bytes) -> tuple[str, int | None]:
@@ -127,14 +127,11 @@ class Vocabulary(ABC):
         """Tokens → text, without special tokens; `<mask>` becomes `_`."""
 
     def encode(self, text: str, where: str, aligned: bool = False) -> Tokens:
-        """The tokens [L] of one text.
+        """The tokens [L] of one text, which may have gaps if it is a row of an alignment
+        (`aligned`).
 
-        Args:
-            where: place of the text, for the error.
-            aligned: whether it may be a row of an alignment, with gaps.
-
-        Raises:
-            DataError: if it is no string, is empty, or is not in this vocabulary.
+        Raises `DataError`, naming the place `where`, if the text is no string, is empty, or is not
+        in this vocabulary.
         """
         if not isinstance(text, str):
             raise DataError(f"{where}: {type(text).__name__} is not a string")
@@ -154,9 +151,7 @@ class Vocabulary(ABC):
         return found[0].copy()
 
     def restore(self, tokens: Tokens) -> str:
-        """A text that `raw` and `tokenise` turn into these tokens: for tokens of a whole text, or
-        any tokens of letters and bytes.
-        """
+        """A text that `raw` and `tokenise` turn into these tokens, if they are a whole text."""
         return self.decode(tokens)
 
     def raw(self, text: str) -> bytes:
@@ -392,13 +387,8 @@ class Bytes(Vocabulary):
 class Subwords(Vocabulary):
     """The tokens of a Hugging Face tokenizer, with ids shifted by FIRST.
 
-    Its special tokens are ordinary tokens that no text contains.
-
-    Args:
-        path: `tokenizer.json`, or a folder with it.
-
-    Raises:
-        DataError: if the file does not exist or cannot be read.
+    Its special tokens are ordinary tokens that no text contains. `path` is a `tokenizer.json` or
+    its folder; `DataError` if it does not exist or cannot be read.
     """
 
     name, nouns = "tokenizer", Nouns("text", "token")
@@ -488,10 +478,7 @@ class Subwords(Vocabulary):
 
 
 def vocabulary(name: str, *, tokenizer: Path | None = None) -> Vocabulary:
-    """The vocabulary called `name`.
-
-    Args:
-        tokenizer: file or folder of a Hugging Face tokenizer, for `tokenizer` only.
+    """The vocabulary called `name`; `tokenizer` is the file or folder of a Hugging Face tokenizer.
 
     Raises:
         ConfigError: a setting is impossible.
@@ -530,9 +517,7 @@ def vocabulary_of(description: Any, folder: Path) -> Vocabulary:
 def open_vocabulary(folder: Path) -> Vocabulary:
     """The vocabulary saved in a folder; `PROTEIN` if there is none.
 
-    Raises:
-        DataError: its file is damaged.
-        ModelError: see `vocabulary_of`.
+    Raises `DataError` if its file is damaged, and errors of `vocabulary_of`.
     """
     description = read_json(folder / FILE)
     return PROTEIN if description is None else vocabulary_of(description, folder)

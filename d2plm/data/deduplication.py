@@ -48,9 +48,8 @@ class Records(NamedTuple):
 class Deduplicator:
     """Takes sequences by `add` and returns them, sorted and distinct, by `sorted`.
 
-    Args:
-        folder: existing, empty folder for temporary files of the size of the sequences; an
-            `OSError` of these is passed on.
+    `folder` must be empty; its temporary files take the size of the sequences, and their `OSError`s
+    are passed on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,8 +69,7 @@ class Deduplicator:
         lengths: NDArray[np.int64],
         records: list[bytes],
     ) -> None:
-        """Add n sequences: parts of `tokens` [M] at `starts` [n] of `lengths` [n]; see `Records`.
-        """
+        """Add n sequences: parts of `tokens` [M] at `starts` [n], of `lengths` [n]."""
         # Copies: slices of bytes cost less than views, and keep no dropped records in memory.
         size, text = tokens.itemsize, tokens.astype(tokens.dtype.newbyteorder("<")).tobytes()
         starts, lengths = size * starts, size * lengths

@@ -64,13 +64,10 @@ class Family:
         names: Sequence[str] = (),
         columns: NDArray[np.uint8] | None = None,
     ) -> "Family":
-        """The distinct `sequences` with at least one canonical residue.
+        """The distinct `sequences` with at least one canonical residue; `DataError` if there is
+        none.
 
-        Raises `DataError` if no sequence is left.
-
-        Args:
-            names: names of the sequences; their indices if empty.
-            columns: alignment columns of the sequences, see `Family`.
+        Empty `names` stand for the indices of the sequences; for `columns` see `Family`.
         """
         names = names or [str(number) for number in range(len(sequences))]
         distinct: dict[bytes, int] = {}
@@ -82,8 +79,7 @@ class Family:
         return cls(sequences, most, names, columns).only([*distinct.values()])
 
     def some(self, number: int, named: Collection[str] = ()) -> NDArray[np.int64]:
-        """int64: indices of the named members and of up to `number` random ones, always the same.
-        """
+        """int64: indices of the named members and of up to `number` fixed random ones."""
         drawn = np.random.default_rng(0).permutation(len(self.members))[:number]
         wanted = [place for place, name in enumerate(self.names) if name in named]
         return np.unique(np.concatenate([drawn, np.array(wanted, dtype=np.int64)]))
@@ -100,11 +96,9 @@ class Family:
         return [name for name, one in named if one != own and (own in one or one in own)]
 
     def draw(self, *key: int, protein: Tokens) -> list[Tokens]:
-        """`most` random members, or all members if there are no more.
+        """`most` random members (determined by `key`), or all members if there are no more.
 
-        Args:
-            key: integers that determine the draw.
-            protein: long members are cut to the part that aligns with it.
+        Long members are cut to the part that aligns with `protein`.
         """
         drawn, count = self.members, len(self.members)
         if count > self.most:
@@ -124,11 +118,7 @@ class Family:
 
 
 class RelativesCheck:
-    """Collects notices about the relatives of several proteins.
-
-    Args:
-        relatives, proteins: their sources, for messages.
-    """
+    """Collects notices on the relatives of several proteins; the arguments are file names."""
 
     def __init__(self, relatives: str | Path, proteins: str | Path) -> None:
         self.relatives, self.proteins, self.number = relatives, proteins, 0
@@ -145,9 +135,7 @@ class RelativesCheck:
         return given
 
     def report(self) -> None:
-        """Log excluded relatives, and which proteins have none; raises `DataError` if no protein
-        has any.
-        """
+        """Log excluded relatives and proteins without any; `DataError` if all proteins lack any."""
         if self.left_out:
             log.warning(
                 "%s: left out %s that would give its protein away, as it contains it or is a part "
@@ -168,10 +156,7 @@ class RelativesCheck:
 
 
 def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[Relative]]) -> None:
-    """Write a table of the relatives `found` for each of the proteins `names`.
-
-    Raises `DataError` if the file cannot be written.
-    """
+    """Write a table of the relatives `found` of each protein; `DataError` if that is impossible."""
     with written_beside(path) as partial, partial.open("w", encoding="utf-8") as file:
         print(*TABLE_COLUMNS, sep="\t", file=file)
         for protein, relatives in zip(names, found, strict=True):
@@ -221,16 +206,13 @@ def read_relatives(path: Path) -> dict[str, list[Tokens]] | None:
 def read_families(path: Path, most: int, names: Sequence[str], source: str | Path) -> list[Family]:
     """The family of each protein of `source`: the same for all, or its own from a table.
 
-    A protein that is not in a table of relatives has a family without members.
+    A protein that is not in a table of relatives has a family without members. Raises `DataError`
+    if the file cannot be read, is neither, or holds no protein; or a name in a table is ambiguous.
 
     Args:
         path: a table of relatives, or an input of `read_family`.
         most: see `Family`.
         names: names of the proteins, by which a table refers to them.
-
-    Raises:
-        DataError: the file cannot be read, is neither, or holds no protein; or a name in a table is
-            ambiguous.
     """
     path, table = shipped(path), None
     if path.is_file():  # a pipe can be read only once, so it is no table
@@ -259,7 +241,7 @@ def read_families(path: Path, most: int, names: Sequence[str], source: str | Pat
 
 
 def read_family(path: Path, most: int) -> Family:
-    """The family in any input of `read_sequences`; arguments as in `Family.of`.
+    """The family in any input of `read_sequences`; arguments as in `Family`.
 
     Raises `DataError` if the input cannot be read, or holds no protein.
     """

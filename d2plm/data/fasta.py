@@ -33,9 +33,7 @@ _NEWLINE = ord("\n")
 
 @dataclass(frozen=True, slots=True)
 class FastaRecord:
-    """A sequence: its name, tokens and, if the input is text, its text with the gaps of an
-    alignment.
-    """
+    """A sequence: name, tokens and, from a text input, the text with any gaps of an alignment."""
 
     name: str
     tokens: Tokens
@@ -55,8 +53,7 @@ def read_fasta(path: Path, vocabulary: Vocabulary = PROTEIN) -> Iterator[FastaRe
 def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[FastaRecord]:
     """Yield the records of an input with their tokens.
 
-    Raises `DataError` (when iterated) if a record is empty or holds a letter outside the
-    vocabulary.
+    Raises `DataError` (when iterated) for a record that is empty or not in the vocabulary.
     """
     for records in blocks:
         found = records.tokenised(vocabulary)
@@ -70,8 +67,7 @@ def tokenised(blocks: Iterable[RawRecords], vocabulary: Vocabulary) -> Iterator[
 def read_template_fasta(path: Path) -> Iterator[tuple[str, str, str]]:
     """(name, text, its place) of each record of a FASTA file of templates, unchecked.
 
-    Raises `DataError` (when iterated) if the file is missing, unreadable, empty, damaged or no
-    FASTA.
+    Raises `DataError` (when iterated) if the file is missing, unreadable, damaged or no FASTA.
     """
     for records in read_fasta_blocks(Path(path)):
         for index, text in enumerate(records.sequences):
@@ -84,15 +80,13 @@ def read_fasta_blocks(
 ) -> Iterator[RawRecords]:
     """The records of a FASTA file (`-`: standard input), plain or compressed, block by block.
 
-    Stockholm and Clustal alignments are read, too. `checked` checks the records.
+    Stockholm and Clustal alignments are read, too. `checked` checks the records. Raises `DataError`
+    (when iterated) if the file is missing, unreadable, empty, damaged, no FASTA, or contains
+    nucleotides instead of proteins.
 
     Args:
         vocabulary: None allows any letter, as in templates.
         in_parts: whether a record of many megabytes may come in parts.
-
-    Raises (when iterated):
-        DataError: the file is missing, unreadable, empty, damaged, no FASTA, or nucleotides instead
-            of proteins.
     """
     with open_input(path) as source:
         start = source.content.peek(_LOOK_BYTES)[:_LOOK_BYTES]
@@ -118,10 +112,7 @@ def read_fasta_blocks(
 
 
 def write_fasta(path: Path, records: Iterable[tuple[str, bytes | str]]) -> None:
-    """Write (header without `>`, residue letters) records atomically, wrapped at 60 columns.
-
-    Raises `DataError` if the file cannot be written.
-    """
+    """Write (header without `>`, letters) records atomically; `DataError` if that is impossible."""
     with written_beside(path) as partial, open(partial, "wb", buffering=_BUFFER_BYTES) as file:
         for header, sequence in records:
             file.write(fasta_text(header, sequence))
@@ -149,9 +140,9 @@ def _pieces(source: InputFile) -> Iterator[bytes]:
 
 
 def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | None]]:
-    """Blocks of whole records, each beginning with `>`, or of one part of a long record.
+    """Blocks of whole records, or of one part of a long record with its header repeated.
 
-    The second of a pair is `RawRecords.part`; the header is repeated in each part.
+    The second of a pair is `RawRecords.part`.
     """
     pieces: list[bytes] = []
     size, part = 0, None

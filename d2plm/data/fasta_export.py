@@ -35,13 +35,12 @@ def export_sequences(
 ) -> int:
     """Write all sequences of a store, in their order: letters as FASTA, texts as JSON lines.
 
+    Returns the number of sequences whose names contain blanks, which are replaced by `_`.
+
     Args:
         output: compressed if its name ends in `.gz`; `-` is standard output. Written atomically; a
             missing folder is created.
         progress: called with the number of sequences written so far.
-
-    Returns:
-        The number of sequences whose names contain blanks, which are replaced by `_`.
 
     Raises:
         ConfigError: the suffix requests another format or compression.
@@ -72,10 +71,7 @@ def require_form(output: Path, vocabulary: Vocabulary, of_text: tuple[str, ...])
 
 
 def first_records(store: SequenceStore, number: int) -> Iterator[bytes]:
-    """The first `number` sequences, formatted as by `export_sequences`.
-
-    Raises `DataError` (when iterated) if the store is damaged.
-    """
+    """The first `number` sequences, formatted as by `export_sequences`; `DataError` on damage."""
     blocks = zip(store.blocks(), store.name_blocks(), strict=True)
     return islice(chain.from_iterable(_records(store, *block) for block in blocks), number)
 

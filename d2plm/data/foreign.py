@@ -62,11 +62,7 @@ FOREIGN: tuple[tuple[bytes, str, str], ...] = (
 
 
 def refuse_foreign(path: Path, start: bytes) -> None:
-    """Raise `DataError` if a file is one of `FOREIGN`, with the format and the remedy.
-
-    Args:
-        start: its first few thousand bytes, decompressed.
-    """
+    """Raise `DataError` if `start`, the first few thousand bytes, is that of a `FOREIGN` format."""
     for beginning, what, remedy in FOREIGN:
         if re.match(beginning, start.removeprefix(BOM_UTF8)):
             raise DataError(f"{path}: is {what}; {remedy.replace('FILE', path.name)}")

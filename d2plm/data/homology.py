@@ -106,16 +106,13 @@ class MMseqs:
     def cluster(self, fasta: Path, count: int, settings: ClusterSettings) -> NDArray[np.int32]:
         """Cluster sequences (`mmseqs cluster` or `linclust`, coverage of both sequences).
 
+        Returns int32 [count], the first member of each sequence's cluster. Raises `DataError` if
+        MMseqs2 fails (the message contains the command and the log's last lines), or its files
+        cannot be written or read.
+
         Args:
             fasta: `count` sequences named 0 … count - 1.
             settings: the method (not "none") and its thresholds.
-
-        Returns:
-            int32 [count], the first member of each sequence's cluster.
-
-        Raises:
-            DataError: MMseqs2 fails (the message contains the command and the log's last lines), or
-                its files cannot be written or read.
         """
         options = _INDEX_OF_NUCLEOTIDES if self.nucleotides else _ONE_STEP if count <= SMALL else ()
         with self._workspace() as folder:
@@ -173,9 +170,7 @@ class MMseqs:
     ) -> Iterator[Alignment]:
         """Like `search`, with the alignments, grouped by query and sorted by significance.
 
-        Args:
-            settings: the coverage mode must be one of MMseqs2's.
-            max_e_value: largest E-value of a hit in all of `targets`.
+        The coverage mode must be one of MMseqs2's, and `max_e_value` applies to all of `targets`.
         """
         with self._workspace() as folder:
             table = self._searched(

@@ -58,8 +58,8 @@ def ingest(
 
     Returns:
         The store's manifest; its provenance contains the numbers of `records`, of `duplicates`, and
-            of records `dropped` by reason: records = sequences + duplicates + dropped; with a
-            window also that of `pieces`, cut or whole: pieces = sequences + duplicates.
+        of records `dropped` by reason: records = sequences + duplicates + dropped; with a window
+        also that of `pieces`, cut or whole: pieces = sequences + duplicates.
 
     Raises:
         DataError: an input is invalid or contains no usable record, or the store cannot be written.
@@ -134,7 +134,7 @@ def describe(store: SequenceStore) -> str:
 
 
 def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
-    """SHA-256 in hex over the bytes of the input files; None if standard input is among them.
+    """SHA-256 over the bytes of the input files; None if standard input is among them.
 
     Raises `DataError` if a file cannot be read.
     """
@@ -149,14 +149,10 @@ def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
 
 
 def digest_of_files(key: str, inputs: str | Path) -> str:
-    """`source_digest` of inputs that are read more than once.
+    """`source_digest` of inputs that are read more than once, given by the setting `key`.
 
-    Args:
-        key: setting of the inputs, for the error.
-
-    Raises:
-        ConfigError: standard input or a dataset on the hub is among them.
-        DataError: a file cannot be read.
+    Raises `ConfigError` if standard input or a dataset on the hub is among them, and `DataError` if
+    a file cannot be read.
     """
     digest = source_digest(inputs)
     require(digest is not None, key, str(inputs), "a file or a folder, because it is read again")

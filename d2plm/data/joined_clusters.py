@@ -11,18 +11,14 @@ from d2plm.data.store import SequenceStore
 
 
 def merged(clusters: NDArray[np.int32], pairs: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Merge the clusters of the two sequences of each pair.
+    """The clusters after merging those of the two sequences of each pair, int32 [N].
+
+    Raises `DataError` if pairs are given and SciPy is not installed.
 
     Args:
         clusters: int32 [N], the first member of each sequence's cluster; -1 for a sequence that is
             left out, whose pairs are ignored.
         pairs: [P, 2], indices of sequences.
-
-    Returns:
-        int32 [N], as `clusters`.
-
-    Raises:
-        DataError: pairs are given and SciPy is not installed.
     """
     pairs = pairs[(clusters[pairs] >= 0).all(axis=1)]
     if not len(pairs):
@@ -50,7 +46,7 @@ def with_equal(clusters: NDArray[np.int32], labels: NDArray[np.int32]) -> NDArra
 
 
 def records_of(store: SequenceStore) -> NDArray[np.int32] | None:
-    """The record of each sequence, int32 [N], as the index of its first piece; None if none was
+    """int32 [N]: the record of each sequence, as the index of its first piece; None if none was
     cut.
 
     A sequence that equals pieces of two records joins them into one. Raises `DataError` if the

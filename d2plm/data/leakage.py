@@ -88,6 +88,7 @@ def drop_homologs(
     query reports a bounded number of hits, so the search is repeated on the remaining pool; from
     the pool's side no hit can be crowded out. The directions alternate. The process ends when each
     has been searched on the remaining pool without a hit: these last searches are the verification.
+    Raises `DataError` if nothing is left of the pool, or the searches do not converge.
 
     Args:
         pool: bool [N], the sequences that may be dropped.
@@ -99,11 +100,8 @@ def drop_homologs(
 
     Returns:
         bool [N], true for a sequence to drop; and for each search its `direction` and the numbers
-            of `pairs`, of `sequences` in them, and of `partial` sequences, for which no alignment
-            covers both.
-
-    Raises:
-        DataError: nothing is left of the pool, or the searches do not converge.
+        of `pairs`, of `sequences` in them, and of `partial` sequences, for which no alignment
+        covers both.
     """
     wanted = ("from_held_out", "from_training") if directions == "both" else (directions,)
     left, searches = pool.copy(), list[dict[str, Any]]()

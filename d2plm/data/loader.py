@@ -81,8 +81,7 @@ class DrawnRelatives:
     most: int
 
     def draw(self, packed: Bin, seed: int) -> list[NDArray[np.integer]]:
-        """Indices of the relatives of each sequence, keyed by the bin's place in the epoch's plan.
-        """
+        """Indices of the relatives of each sequence, keyed by the bin's place in the plan."""
         key = [seed, packed.epoch, packed.place, _RELATIVES]
         draws = np.random.default_rng(key).random((len(packed.sequences), 3))
         parts = np.searchsorted(self.firsts, packed.sequences, side="right") - 1
@@ -110,8 +109,7 @@ class Position:
 class GlobalBatch:
     """This rank's micro-batches of one optimizer step, and the stream's position after it.
 
-    Attributes:
-        segment_lengths: number of tokens of every sequence, on the host.
+    `segment_lengths` are the numbers of tokens of all sequences, on the host.
     """
 
     micro_batches: list[PackedBatch]
@@ -164,7 +162,6 @@ class PackedDataset(Dataset[PackedBatch]):
         )
 
     def _drawn_relatives(self, bins: Sequence[Bin], order: NDArray[np.int64]) -> Relatives:
-        """The beginnings of the relatives drawn for each sequence."""
         assert self.relatives is not None
         drawn = [ids for packed in bins for ids in self.relatives.draw(packed, self.seed)]
         by_segment = [drawn[i] for i in order]
@@ -279,9 +276,7 @@ class PackedLoader:
         self._bin_counts: dict[int, int] = {}
 
     def stream(self, start: Position) -> Iterator[GlobalBatch]:
-        """The global batches from `start` on, endlessly; `DataError` if a collection cannot be
-        read.
-        """
+        """The global batches from `start` on, endlessly; `DataError` on a damaged collection."""
         micro_batches, position = self._micro_batches(start), start
         while True:
             position = replace(position, bins=position.bins + self.bins_per_batch)

@@ -56,7 +56,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of prepared data; None if there is none. Raises `DataError` if it is damaged."""
+    """The manifest of prepared data; None if there is none; `DataError` if it is damaged."""
     return read_json(path / MANIFEST)
 
 

@@ -127,9 +127,8 @@ class MegatronSequences(SequenceStore):
     def digest(self) -> str:  # type: ignore[override]  # a property that is computed once
         """Identifies the corpus by the index and samples of the tokens.
 
-        Resuming compares it at every start, and a pass over a terabyte takes minutes to hours;
-        dates change with every copy. A change that keeps every length and hits no sample goes
-        unnoticed.
+        Resuming compares it at every start, when a pass over a terabyte would take hours; dates
+        change with every copy. A change that keeps every length and hits no sample goes unnoticed.
         """
         digest = self._index_digest.copy()
         places = _sample(max(len(self._map) - _SAMPLE_BYTES, 0) + 1)
@@ -152,10 +151,7 @@ class MegatronSequences(SequenceStore):
         return tokens
 
     def copy_into(self, row: Tokens, windows: Windows) -> None:
-        """As `SequenceStore.copy_into`.
-
-        Raises `DataError` if an id is not in the vocabulary, or a document has another end.
-        """
+        """As `SequenceStore.copy_into`; `DataError` for an id that is not in the vocabulary."""
         first = self._firsts[windows.indices] + windows.starts
         ends = first + windows.counts
         if self._end is not None:

@@ -25,18 +25,15 @@ _PAIRS = 1 << 14  # compared at a time
 def cluster_near_duplicates(
     store: SequenceStore, selected: Mask, ngram: int, similarity: float
 ) -> NDArray[np.int32]:
-    """Clusters of the connected components of near-duplicates.
+    """int32 [selected]: clusters of near-duplicates (connected components), by their first members.
 
     Each document is compared with the first and with the previous one that agree with it in a band,
-    so a thousand copies take a thousand comparisons.
+    so a thousand copies take a thousand comparisons. Members are indices among the selected.
 
     Args:
         selected: bool [N], the documents to cluster.
         ngram: tokens of an n-gram.
         similarity: least estimated Jaccard similarity of near-duplicates, 0 … 1.
-
-    Returns:
-        int32 [selected], the first member of each document's cluster, among the selected ones.
     """
     with installed("datasketch"):
         from datasketch import MinHashLSH

@@ -1,7 +1,7 @@
 """Exact search for documents that share n-grams with held-out ones.
 
 The n-grams of the held-out documents are kept in memory as sorted 64-bit hashes, and the other
-documents are read once. Documents shorter than an n-gram overlap only with equally short ones.
+documents are read once. A document shorter than an n-gram overlaps only with equal ones.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,7 @@ _SLOTS_PER_NGRAM, _LARGEST_TABLE = 5, 31  # log2
 
 
 class NgramIndex:
-    """The n-grams of D documents, and the documents that contain them.
-
-    Args:
-        documents: tokens [L] of each.
-        ngram: tokens of an n-gram.
-    """
+    """The n-grams (of `ngram` tokens) of D documents (tokens [L]), and the documents with each."""
 
     def __init__(self, documents: Iterable[Tokens], ngram: int) -> None:
         self.ngram = ngram
@@ -42,18 +37,11 @@ class NgramIndex:
         np.bitwise_or.at(self._table, *self._bits(self._hashes))
 
     def overlaps(self, tokens: Tokens, share: float) -> NDArray[np.bool_]:
-        """The documents of the index that a document overlaps with.
+        """bool [overlaps]: the overlaps of a document [L], and whether each is large on both sides.
 
-        It overlaps with each document of which it has at least the fraction `share` of the n-grams.
-        If at least that fraction of its own n-grams is in the index, in any documents, it also
-        overlaps with the document that contains most of them.
-
-        Args:
-            tokens: [L].
-            share: 0 < share ≤ 1.
-
-        Returns:
-            bool [overlaps], whether the fraction is reached on both sides.
+        It overlaps with each document of the index of which it has at least the fraction `share` (0
+        < share ≤ 1) of the n-grams. If at least that fraction of its own n-grams is in the index,
+        in any documents, it also overlaps with the document that contains most of them.
         """
         hashes = ngram_hashes(tokens, self.ngram)
         count = len(hashes)
@@ -83,11 +71,10 @@ class NgramIndex:
 def find_overlaps(
     store: SequenceStore, pool: Mask, index: NgramIndex, share: float
 ) -> NDArray[np.int64]:
-    """The documents of a pool, bool [N], that overlap with documents of an index.
+    """int64 [pairs, 2]: the overlaps of a pool's documents, bool [N], with those of an index.
 
-    Returns:
-        int64 [pairs, 2]: for each pair, the index of its document in the pool, and whether the
-            overlap is large on both sides, 0 or 1.
+    Each row has the index of its document in the pool, and whether the overlap is large on both
+    sides, 0 or 1.
     """
     pairs = [np.empty((0, 2), dtype=np.int64)]
     for place, tokens in enumerate(store.chosen(pool)):

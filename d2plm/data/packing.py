@@ -28,7 +28,7 @@ class Bin:
 
     Attributes:
         sequences: int64 [S], indices of the sequences, longest first (see `packed_attention`).
-        place: place of the bin in the epoch's plan, in sequences, which keys the crops.
+        place: place of its first sequence in the epoch's plan, which keys the crops.
         draw_ids: int64 [S], indices within the global batch.
         global_sequences: number of sequences in the global batch.
     """
@@ -59,8 +59,7 @@ class EpochPlan:
         return len(self.bounds) - 1
 
     def batches(self, bins_per_batch: int, first_bin: int = 0) -> Iterator[list[Bin]]:
-        """The global batches from a bin on, filled up with empty bins: all ranks have equally many.
-        """
+        """The global batches from a bin on; the last is filled up with empty bins."""
         for first in range(first_bin, len(self), bins_per_batch):
             start = int(self.bounds[first])
             stop = int(self.bounds[min(first + bins_per_batch, len(self))])
@@ -85,6 +84,9 @@ class EpochPlan:
 class PackingSampler:
     """Plans the bins of every epoch.
 
+    Raises `ConfigError` if a single sequence could exceed the budget, `DataError` without
+    sequences.
+
     Args:
         lengths: integer [N], residues of each sequence.
         token_budget: tokens in a bin (one micro-batch of one rank).
@@ -95,10 +97,6 @@ class PackingSampler:
 
     Attributes:
         max_segments: maximum number of segments in a bin, including padding.
-
-    Raises:
-        ConfigError: if a single sequence could exceed the budget.
-        DataError: if there are no sequences.
     """
 
     def __init__(
@@ -140,12 +138,7 @@ class PackingSampler:
 
 
 def bin_capacity(token_budget: int, mean_tokens: float, max_length: int) -> tuple[int, int]:
-    """Maximum numbers of sequences in a bin, and of segments, including padding.
-
-    Args:
-        mean_tokens: mean number of tokens in a sequence.
-        max_length: maximum number of tokens in a segment.
-    """
+    """Maximum numbers of sequences in a bin, and of segments, including padding."""
     sequences = int(HEADROOM * token_budget / mean_tokens) + SPARE
     return sequences, sequences + -(-token_budget // max_length)
 

@@ -95,10 +95,7 @@ def checked(
 
 
 def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
-    """The records without annotation, and without the titles of PIR.
-
-    A title is replaced by blanks, so that offsets in the text stay valid.
-    """
+    """Remove annotation and PIR titles; titles become blanks, so that offsets stay valid."""
     names = b"\n".join(records.names)
     if b";" in names and (found := [_PIR.fullmatch(name) for name in records.names]) and any(found):
         for index, text in enumerate(records.sequences):
@@ -128,7 +125,7 @@ def _of_sequences(records: RawRecords, left_out: list[str]) -> RawRecords:
 
 
 def _blanked(match: re.Match[bytes]) -> bytes:
-    return b" " * len(match[0])  # keeps offsets in the text valid
+    return b" " * len(match[0])
 
 
 def _refuse_annotated(records: RawRecords) -> None:
@@ -190,9 +187,8 @@ def _refuse_header(records: RawRecords) -> None:
 def _refuse_words(records: RawRecords, index: int, masked: bool) -> None:
     """Reject a line of words.
 
-    Args:
-        masked: whether several records of the block have lower-case letters: in soft-masked
-            sequences, a line may be capitalised or entirely lower case.
+    With `masked`, several records have lower-case letters: soft-masked sequences may have a
+    capitalised or lower-case line.
     """
     text = records.sequences[index]
     if text.isupper() and b" " not in text and b"\t" not in text:
@@ -222,8 +218,7 @@ def _refuse_words(records: RawRecords, index: int, masked: bool) -> None:
 def _are_blocks(words: list[bytes], widths: Mapping[int, int]) -> bool:
     """Whether the words of a line are equal blocks of a sequence, the last possibly shorter.
 
-    Args:
-        widths: width of the first block → number of lines of the record with several blocks.
+    `widths` maps the width of a first block to the record's number of lines with several blocks.
     """
     size = len(words[0])
     if {*map(len, words[:-1])} != {size} or len(words[-1]) > size:

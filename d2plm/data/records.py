@@ -60,10 +60,9 @@ class RawRecords:
     aligned: bool = False
 
     def tokenised(self, vocabulary: Vocabulary) -> Tokenised:
-        """The tokens of the records, in the vocabulary that they were read for.
+        """The tokens of the records, none for words such as "n/a".
 
-        Words for a missing sequence have none. Raises `DataError` if nucleotides were read as
-        residues.
+        Raises `DataError` if nucleotides were read as residues.
         """
         if self.tokens is not None:
             return self.tokens
@@ -162,19 +161,14 @@ def _described(found: list[int], names: Sequence[str], source: str | Path) -> st
 
 
 def _references(name: str) -> set[bytes]:
-    """Strings that refer to a name: its first word, identifiers in it, and both without a region.
-    """
+    """Strings that refer to a name: its first word and identifiers, also without a region."""
     named = identifiers(_first_word(name.encode()))
     named += [one for word in named for one in identifiers(_REGION.sub(b"", word))]
     return {*named} - {b""}
 
 
 def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str = "") -> NoReturn:
-    """Raise the `DataError` for a record outside the vocabulary, or without a sequence.
-
-    Args:
-        advice: an alternative to correcting the record.
-    """
+    """Raise the `DataError` for an illegal or empty record, with `advice` besides correcting it."""
     name, text = records.names[index].decode("utf-8", "replace"), records.sequences[index]
     fault, place = "has no sequence; remove it", None
     if vocabulary.tokenise([text]).illegal[0] and not has_none(text):
@@ -187,9 +181,7 @@ def refuse(records: RawRecords, index: int, vocabulary: Vocabulary, advice: str 
 
 
 def _refuse_nucleotides(records: RawRecords, found: Tokenised) -> None:
-    """Reject nucleotides (IUPAC codes included) read as residues: single records, or the whole
-    block.
-    """
+    """Reject records, or a whole block, of nucleotides (with IUPAC codes) read as residues."""
     long = np.flatnonzero((found.lengths >= _LEAST_LETTERS) & ~found.illegal)
     beginnings = found.tokens[found.starts[long][:, None] + np.arange(_GLANCE)]
     doubtful = long[~_IS_OF_RESIDUES[beginnings].any(axis=1)].tolist()

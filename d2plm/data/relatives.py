@@ -50,8 +50,7 @@ class RelativesIndex:
     ) -> "RelativesIndex":
         """The first `most` hits of each of `count` queries, in the given order, without self-hits.
 
-        The limit applies between successive `IDENTITIES`, so that a protein with many close
-        relatives also keeps its distant ones.
+        The limit applies between successive `IDENTITIES`, to keep distant relatives as well.
         """
         kept = np.flatnonzero(queries != targets)
         band = queries[kept] * (len(IDENTITIES) + 1) + np.digitize(identities[kept], IDENTITIES)

@@ -73,15 +73,13 @@ def find_relatives(
 ) -> RelativesIndex:
     """Search the sequences of a store among themselves for relatives of each, excluding itself.
 
+    Raises `DataError` if MMseqs2 fails, `OSError` if a file cannot be written.
+
     Args:
         sensitivity: sensitivity of the prefilter, 1 (fast) … 7.5 (sensitive).
         most: maximum number of relatives of each protein between successive `IDENTITIES`.
         report: called with a line before and after the search.
         chosen: the sequences whose relatives are searched, in ascending order; None for all.
-
-    Raises:
-        DataError: MMseqs2 fails.
-        OSError: a file cannot be written.
     """
     settings = SearchSettings(min_seq_id=0, coverage=0, coverage_mode=0, sensitivity=sensitivity)
     numbers = np.arange(len(store)) if chosen is None else np.asarray(chosen)
@@ -148,7 +146,8 @@ def retrieve_relatives(
 ) -> list[list[Relative]]:
     """The relatives of each protein in a reference collection, searched once and cached.
 
-    A protein that is itself in the reference is never its own relative.
+    A protein that is itself in the reference is never its own relative. Raises `DataError` if the
+    reference cannot be read, MMseqs2 is missing or fails, or `folder` cannot be written.
 
     Args:
         proteins: uint8 residue tokens, each with at least one residue.
@@ -156,10 +155,6 @@ def retrieve_relatives(
         folder: folder of the result (see `ArrayCache`), the reference's store and MMseqs2's log.
         report: called with a line per stage.
         progress: called with the fraction of the reference that has been read, and a note.
-
-    Raises:
-        DataError: the reference cannot be read, MMseqs2 is missing or fails, or `folder` cannot be
-            written.
     """
     if not proteins:
         return []
@@ -235,8 +230,7 @@ def open_reference(
 def _search(
     proteins: Sequence[Tokens], store: SequenceStore, mmseqs: MMseqs, settings: RetrievalSettings
 ) -> Iterator[tuple[int, int, float, float]]:
-    """(protein, sequence of the store, identity, coverage) of the protein itself and its relatives.
-    """
+    """(protein, sequence of the store, identity, coverage): itself, then its relatives."""
     search = SearchSettings(
         min_seq_id=0,
         coverage=settings.min_coverage,

@@ -33,11 +33,7 @@ class Finder(Protocol):
     """Finds similar sequences of a store."""
 
     def clusters(self, store: SequenceStore, selected: Mask) -> NDArray[np.int32]:
-        """Cluster the selected sequences, bool [N].
-
-        Returns:
-            int32 [selected], the first member of each one's cluster, among the selected ones.
-        """
+        """int32 [selected]: the first member of each one's cluster, of the selected, bool [N]."""
 
     def pairs(
         self,
@@ -47,17 +43,16 @@ class Finder(Protocol):
         pool: Mask,
         more: Sequence[str | Path],
     ) -> NDArray[np.int64]:
-        """Pairs of similar sequences, one from the pool and one held out.
+        """int64 [pairs, 2]: pairs of similar sequences, one from the pool and one held out.
+
+        Each row has the index of its sequence in the pool, and whether enough of both sequences is
+        similar, 0 or 1.
 
         Args:
             direction: "from_held_out" queries with the held-out sequences, "from_training" with the
                 pool.
             held_out, pool: bool [N].
             more: stores and files, whose sequences are added to the held-out ones.
-
-        Returns:
-            int64 [pairs, 2]: the index of each pair's sequence in the pool, and whether enough of
-                both sequences is similar, 0 or 1.
         """
 
 

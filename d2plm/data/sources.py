@@ -81,10 +81,7 @@ class _Input:
 
 
 def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Expand paths, glob patterns, names on the hub and `-` (standard input) to inputs.
-
-    Raises `DataError` if one of them names nothing.
-    """
+    """Expand paths, globs, hub names and `-` (standard input); `DataError` if one names nothing."""
     given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     found: list[Path] = []
     for one in (os.path.expanduser(str(shipped(path))) for path in given):
@@ -111,15 +108,15 @@ def read_sources(
 ) -> Iterator[RawRecords]:
     """The records of all inputs, one after another.
 
+    Raises `DataError` (when iterated) if an input is missing, damaged, of no known format, or lacks
+    the field.
+
     Args:
         paths: as returned by `resolve_inputs`.
         reading: None if no setting can name the format or the fields.
         vocabulary: decides between plain text and FASTA, and interprets the ids of a Megatron
             corpus.
         in_parts: whether a record of many megabytes may come in parts.
-
-    Raises (when iterated):
-        DataError: an input is missing, damaged, of no known format, or lacks the field.
     """
     chosen = reading or Reading()
     files = [[file for file in input_files(path) if file.exists()] for path in paths]
@@ -146,8 +143,7 @@ def read_sequences(
 ) -> Iterator[FastaRecord]:
     """The records of any input or of a store of this vocabulary.
 
-    Args:
-        window, max_residues: longer records are cut or left out, as by `ingest`.
+    Longer records are cut by `window` or left out by `max_residues`, as in `ingest`.
 
     Raises:
         ConfigError: one of them is out of range.
@@ -527,8 +523,7 @@ def _columns(
 ) -> tuple[str, str | None]:
     """The columns (or fields) of the sequence and of the name, if any.
 
-    Args:
-        cells: examples from each column, to recognise a column without a usual name.
+    A column without a usual name may be recognised by its `cells`, examples by column.
     """
 
     reading = given.reading
@@ -642,8 +637,7 @@ def _lmdb_value(where: str, key: bytes, value: bytes, given: _Input) -> tuple[by
 def _name_and_text(
     fields: dict[str, Any], columns: tuple[str, str | None], where: str
 ) -> tuple[bytes | None, Any]:
-    """The name (or None) and the sequence in a record; a list of names is that of equal sequences.
-    """
+    """The name (or None) and the sequence in a record; names in a list are those of duplicates."""
     sequence_field, name_field = columns
     name = None if name_field is None else fields.get(name_field)
     aliases = name if isinstance(name, list) else [name]

@@ -99,7 +99,7 @@ def hold_out(
 def choose_clusters(
     store: SequenceStore, clusters: NDArray[np.int32], wanted: list[int], taken: Mask, seed: int
 ) -> list[Mask]:
-    """Choose whole clusters for several held-out sets, one after another.
+    """Choose whole clusters for several held-out sets, one after another; bool [N] for each set.
 
     Clusters are taken in the order of a seeded hash of their first member until a set is full; a
     cluster larger than the number still needed is skipped, so a set is never too large.
@@ -109,9 +109,6 @@ def choose_clusters(
             left out.
         wanted: number of sequences in each set.
         taken: bool [N], sequences already in use, whose clusters are excluded.
-
-    Returns:
-        For each set bool [N], true for its sequences.
     """
     sizes = np.zeros(len(clusters), dtype=np.int32)
     used = []
@@ -144,10 +141,9 @@ def find_ids(store: SequenceStore, file: Path, among: Mask) -> Mask:
 
     An identifier is the first word of a FASTA header, or one that `identifiers` finds in it
     (`P12345` in `sp|P12345|NAME_SPECIES`). A duplicate's identifier names the sequence that it
-    equals, a cut record's all its pieces, and an identifier of several records all of them.
-
-    Raises `DataError` if the list cannot be read or is empty, or an identifier names no sequence
-    `among` the store's.
+    equals, a cut record's all its pieces, and an identifier of several records all of them. Raises
+    `DataError` if the list cannot be read or is empty, or one names no sequence `among` the
+    store's.
     """
     try:
         wanted = set(file.read_bytes().split())

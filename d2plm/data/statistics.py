@@ -90,8 +90,7 @@ def store_statistics(
 ) -> StoreStatistics:
     """Statistics of a store, in one pass over it; `DataError` if it is damaged.
 
-    Args:
-        progress: called with the number of sequences read so far.
+    `progress` is called with the number of sequences read so far.
     """
     vocabulary = store.vocabulary
     token_counts = np.zeros(vocabulary.size, dtype=np.int64)
@@ -152,11 +151,7 @@ def table(stores: Mapping[str, StoreStatistics]) -> str:
 def plot(stores: Mapping[str, StoreStatistics], file: Path, title: str) -> None:
     """Draw the lengths of one to four stores one below another, and next to them the compositions.
 
-    Args:
-        file: its suffix is one of PICTURES; its folder is created if it is missing.
-
-    Raises:
-        DataError: the file cannot be written.
+    The suffix of `file` is one of PICTURES; `DataError` if it cannot be written.
     """
     figure = new_figure(11.5, 3.6 + 0.8 * len(stores))
     axes = figure.subplot_mosaic([[place, "composition"] for place in range(len(stores))])

@@ -153,9 +153,7 @@ class SequenceStore:
             )
 
     def copy_into(self, row: Tokens, windows: Windows) -> None:
-        """Copy windows into `row` [T], of the vocabulary's dtype, without an array for each.
-
-        Raises `DataError` if the store is damaged.
+        """Copy windows into `row` [T] in the vocabulary's dtype; `DataError` for a damaged store.
         """
         environment = self._open()
         blocks = windows.indices // BLOCK_SEQUENCES
@@ -219,10 +217,7 @@ class SequenceStore:
         return self.names(index)[0]
 
     def name_blocks(self) -> Iterator[list[bytes]]:
-        """The stored names of the sequences of each of `blocks`.
-
-        Names of duplicates are joined by \\x01; that of a piece ends in \\x02 and its number.
-        """
+        """Stored names per block; \\x01 separates those of duplicates, \\x02 a piece's number."""
         return self._pass(NAMES, self._names_in)
 
     @property
@@ -237,10 +232,8 @@ class SequenceStore:
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> None:
         """Read everything and compare counts, lengths and digests with the manifest.
 
-        Raises `DataError` if they differ, or something cannot be read.
-
-        Args:
-            progress: called with the number of sequences read so far.
+        Raises `DataError` if they differ, or something cannot be read; `progress` is called with
+        the number of sequences read so far.
         """
         digest, names_digest = hashlib.sha256(), hashlib.sha256()
         for block, names in zip(self.blocks(), self.name_blocks(), strict=True):

@@ -58,11 +58,7 @@ class SyntheticSequences:
 
 
 class ShuffledSequences:
-    """The sequences of a store, each with its tokens in an independent random order.
-
-    Args:
-        seed: seed of the orders; that of sequence i is the same at every read.
-    """
+    """The sequences of a store, each with its tokens in a fixed random order given by `seed`."""
 
     def __init__(self, store: SequenceStore, seed: int = 0) -> None:
         self._store, self._seed = store, seed

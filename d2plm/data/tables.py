@@ -86,8 +86,7 @@ class Table:
     def rows(self) -> Iterator[Row]:
         """(line in the file, cells) of each row, without empty rows and comments.
 
-        Raises `DataError` (when iterated) if a row has too many or too few cells, or a quotation
-        mark is left open.
+        Raises `DataError` (when iterated) for a row of another width, or an open quotation mark.
         """
         width, repeats, first = len(self.columns), 0, True
         for line, cells in self._rows:
@@ -228,9 +227,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def is_missing(cell: str, words: Set[str] = MISSING) -> bool:
-    """Whether a cell is one of the `words` for a missing value, or with NO_SEQUENCE a missing
-    sequence.
-    """
+    """Whether a cell is one of the `words` for a missing value, or with NO_SEQUENCE sequence."""
     return cell.strip().lower() in words
 
 

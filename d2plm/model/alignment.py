@@ -19,25 +19,25 @@ from d2plm.core.batch import Alignment, Relatives
 from d2plm.core.substitution import blosum62
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, ESM2_TOKENS
 
-TASKS_OF_A_THREAD = 8  # balances the threads: pairs differ in length
+TASKS_OF_A_THREAD = 8  # balances the threads, as pairs differ in length
 LETTERS = len(CANONICAL) + 1  # the twenty residues, and one class for all other tokens
 UNKNOWN = len(CANONICAL)
-# Probabilities of the pair model. Their exact values matter little: on 600 pairs of relatives,
-# others within a factor of two change the log-odds by less than 1 %.
+# Probabilities of the pair model. On 600 pairs of relatives, changing them by a factor of two
+# changes the log-odds by less than 1 %.
 GAP_OPENED, GAP_EXTENDED = 0.01, 0.75
 WINDOWS = (2, 8, 24, None)  # residues to either side over which agreement is measured; None: all
 FEATURES = LETTERS + 1 + 3 * len(WINDOWS)
-BEGUN_INSIDE = 0.01  # to begin or end inside both proteins, relative to the end of one of them
+BEGUN_INSIDE = 0.01  # weight of beginning or ending inside both proteins, not at an end
 
 
 def align(tokens: Tensor, cu_seqlens: Tensor, relatives: Relatives) -> Alignment:
     """Align segments of a packed row to the relatives of each.
 
-    Computed on the host, on as many threads as torch has; tensors of the result are on the device
-    of `tokens`. The features of a line: the probability that the position is aligned to each type
-    of residue, [21], the remainder to 1 being that of a gap; the probability that one of the twenty
-    is aligned; and for each of `WINDOWS` the fraction of visible residues equal to the aligned
-    ones, the logarithm of their number, and the aligned fraction of the visible residues.
+    Computed on the host, with torch's number of threads; the result is on the device of `tokens`.
+    The features of each row: the probability that the position is aligned to each type of residue,
+    [21] (the rest is that of a gap); the probability that it is aligned to one of the twenty; and
+    for each of `WINDOWS` the fraction of visible residues equal to the aligned ones, the logarithm
+    of their number, and the aligned fraction of the visible residues.
 
     Args:
         tokens: uint8 [T], corrupted tokens of the packed row.

@@ -1,11 +1,11 @@
 """The forward-backward recursions and the features of `alignment`, compiled at their first use.
 
-Numba alone makes them fast: they visit every pair of a target's and a relative's residues, and each
-cell depends on its neighbours. Probabilities are scaled and in fp64; no logarithm is taken in the
-inner loops. Of two different alignments that each score above some 660 nats, as of long tandem
-repeats, the second is out of fp64's range: their shares are then inexact, and are scaled down where
-they add up to more than 1. `SMALLEST` keeps what decays above the subnormal numbers, which take a
-hundred times as long.
+They need Numba: they visit every pair of a target's and a relative's residues, and each cell
+depends on its neighbours. Probabilities are scaled and in fp64; no logarithm is taken in the inner
+loops. If two different alignments each score above about 660 nats, as in long tandem repeats, the
+second is out of fp64's range: their probabilities are then inexact, and are scaled down if their
+sum exceeds 1. `SMALLEST` keeps values above the subnormal numbers, which take a hundred times as
+long.
 """
 
 import math
@@ -29,8 +29,8 @@ Letters = NDArray[np.uint8]
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile at the first call, or load the code that another process has compiled.
 
-    The code is cached beside this file or in the user's cache folder. If neither is writable, as in
-    a container, every process compiles for some seconds.
+    The code is cached next to this file or in the user's cache folder. If neither is writable, as
+    in a container, every process compiles for some seconds.
     """
 
     def compile_it(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,16 +44,16 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 @compiled(fastmath=_FAST, inline="always")
 def _match(row: Floats, odds: Floats, before: Floats, begin: float) -> None:
-    """Match states of a row from what may precede them in the row before."""
+    """Match states of a row, given the states that may precede them in the previous row."""
     for j in range(1, len(row)):
         row[j] = odds[j] * (before[j - 1] + begin)
 
 
 @compiled(fastmath=_FAST - {"reassoc"}, inline="always")
 def _delete(row: Floats, deletes: Floats, opened: float, extended: float) -> None:
-    """Delete states of a row: opened · match + extended · delete of the column before.
+    """Delete states of a row: opened · match + extended · delete of the previous column.
 
-    Four columns at once: of the chain from column to column, one product in four remains.
+    In groups of four columns, so that only every fourth product waits for the previous one.
     """
     second, third = extended * extended, extended * extended * extended
     fourth, whole = second * second, len(row) - len(row) % 4
@@ -77,7 +77,7 @@ def _delete(row: Floats, deletes: Floats, opened: float, extended: float) -> Non
 def _carry(
     row: Floats, deletes: Floats, inserts: Floats, before: Floats, opened: float, extended: float
 ) -> None:
-    """What may precede the next row's matches, and its inserts."""
+    """States that may precede the next row's matches, and its inserts."""
     close = 1 - extended
     for j in range(len(row)):
         before[j] = row[j] + close * (inserts[j] + deletes[j])
@@ -96,7 +96,7 @@ def _align_pair(
 ) -> None:
     """Fill the first 21 columns of `out` [L, F]; see `align`."""
     rows, columns = len(target), len(relative)
-    tables = np.empty((2, 21, columns))  # of the forward and, reversed, of the backward recursion
+    tables = np.empty((2, 21, columns))  # for the forward and the (reversed) backward recursion
     for letter in range(21):
         for j in range(columns):
             tables[0, letter, j] = tables[1, letter, columns - 1 - j] = odds[letter, relative[j]]
@@ -133,7 +133,7 @@ def _align_pair(
                 scale[way] += math.log(largest)
                 begin[way] = math.exp(-scale[way])
     places = math.log(rows + columns)
-    # Against one path that aligns nothing, and as many that do as there are places to begin at.
+    # Relative to one path that aligns nothing, and a path from each possible beginning.
     log_odds = math.log(max(total, SMALLEST)) + total_scale - places
     evidence = max(log_odds, 0.0) + math.log1p(math.exp(-abs(log_odds))) + places
     joint = before[0]
@@ -162,7 +162,7 @@ def _align_pair(
 def _describe(target: Letters, windows: Integers, out: NDArray[np.float32]) -> None:
     """Fill the other columns of `out` [L, F]; see `Alignment`."""
     rows = len(target)
-    before = np.zeros((rows + 1, 3))  # agreeing, aligned and all visible residues before each place
+    before = np.zeros((rows + 1, 3))  # sums of agreeing, aligned and all visible residues
     for i in range(rows):
         visible = target[i] < 20
         out[i, 21] = out[i, :20].sum()

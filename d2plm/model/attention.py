@@ -1,10 +1,10 @@
 """packed_attention: bidirectional attention within each segment of a packed row.
 
-The one place where the kernel is chosen. On CUDA it is PyTorch's `varlen_attn` (fp16 or bf16). On a
-CPU it is a custom operator that loops over the segments, which is several times faster than one
-padded call and, being opaque to the compiler, keeps `fullgraph=True`. In fp32 and fp64 it calls the
-flash kernel, once per run of equally long neighbours. In half precision it is two matrix products
-with a softmax between them, which the processor's bf16 instructions do in half to two thirds of the
+The kernel is chosen only here. On CUDA it is PyTorch's `varlen_attn` (fp16 or bf16). On a CPU it is
+a custom operator that loops over the segments, which is several times faster than one padded call
+and, being opaque to the compiler, keeps `fullgraph=True`. In fp32 and fp64 it calls the flash
+kernel, once per run of equally long neighbours. In half precision it is two matrix products with a
+softmax between them, which the processor's bf16 instructions compute in half to two thirds of the
 flash kernel's time; scores and weights are rounded to that precision. Segments are computed in
 windows of few different lengths, because oneDNN generates code for every new shape of a product;
 many short segments of one length, such as the draws of one protein, are one batch.
@@ -20,28 +20,24 @@ from torch import Tensor
 from d2plm.core.errors import ModelError
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
-MULTIPLE = 8  # of which CUDA's kernel takes a head size
+MULTIPLE = 8  # CUDA's kernel requires a multiple of this head size
 WINDOW = 32  # tokens; lengths up to 1,024 are 32 shapes of each product, and oneDNN keeps 1,024
-BATCHED, SHORT = 8, 128  # segments of one length, of so many tokens at most, computed as a batch
+BATCHED, SHORT = 8, 128  # from 8 equally long segments of up to 128 tokens: computed as a batch
 
 
 def packed_attention(
     q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
-    """Softmax attention of every token over the tokens of its own segment.
+    """Softmax attention of every token over its own segment, [T, H, K], with the scale 1/√K.
+
+    Raises `ModelError` on CUDA in a dtype other than fp16 and bf16.
 
     Args:
         q_THK, k_THK, v_THK: [T tokens, H heads, K head size], one floating dtype.
         cu_seqlens: int32 [S + 1] segment bounds; the last value is T.
-        max_seqlen: an upper bound on the segment lengths (CUDA chooses its grid by it).
-
-    Returns:
-        [T, H, K] in the dtype of the queries; the scale is 1/√K.
-
-    Raises:
-        ModelError: on CUDA in a dtype other than fp16 and bf16.
+        max_seqlen: upper bound on the segment lengths, which determines CUDA's grid.
     """
-    if q_THK.device.type in ("cpu", "meta"):  # on meta its shapes alone are computed
+    if q_THK.device.type in ("cpu", "meta"):  # on meta only the shapes are computed
         return _packed_attention_cpu(q_THK, k_THK, v_THK, cu_seqlens)[0]
     if q_THK.dtype not in HALF_PRECISION:
         raise ModelError(
@@ -52,7 +48,7 @@ def packed_attention(
 
     size = q_THK.shape[-1]
     missing = -size % MULTIPLE
-    if missing:  # zeros change no score but its scale, 1/√K
+    if missing:  # zeros change only the scale 1/√K of the scores
         q_THK = q_THK * ((size + missing) / size) ** 0.5
         q_THK, k_THK, v_THK = (F.pad(x, (0, missing)) for x in (q_THK, k_THK, v_THK))
     out_THK: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where one asks for it
@@ -62,7 +58,6 @@ def packed_attention(
 
 
 def _segments(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
-    """Start and end of each segment that is not empty."""
     return ((start, stop) for start, stop in pairwise(cu_seqlens.tolist()) if start < stop)
 
 
@@ -81,7 +76,6 @@ def _windows(
 
 
 def _fill_outside(values: Tensor, own: slice, value: float) -> None:
-    """Set everything outside `own` of the last dimension."""
     values[..., : own.start] = value
     values[..., own.stop :] = value
 
@@ -107,7 +101,7 @@ def _packed_attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """The CPU kernel: (output [T, H, K], log-sum-exp of the scores [T, H]).
 
-    The latter is what the flash kernel's backward asks for; [0, H] in half precision.
+    The flash kernel's backward needs the latter; it is [0, H] in half precision.
     """
     out_THK = torch.empty(q_THK.shape, dtype=q_THK.dtype)
     lse_TH = _new_lse(q_THK)
@@ -176,9 +170,9 @@ def _weights(q_HLK: Tensor, k_HLK: Tensor, own: slice) -> Tensor:
 def _window_backward(
     own: slice, grad_HLK: Tensor, q_HLK: Tensor, k_HLK: Tensor, v_HLK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients [H, L, K] of a window in half precision; the weights are computed again.
+    """Gradients [H, L, K] of a window in half precision; the weights are recomputed.
 
-    A product with the transpose of an [L, L] matrix is written as the transpose of a product with
+    A product with the transpose of an [L, L] matrix is computed as the transpose of a product with
     the matrix itself, which takes two thirds of the time.
     """
     q, k, v = (x.contiguous() for x in (q_HLK, k_HLK, v_HLK))

@@ -1,8 +1,8 @@
 """DiT: the bidirectional transformer that predicts clean tokens from corrupted ones and a time.
 
 Its forward takes packed input; `forward_padded` takes the usual (batch, length) tensors, and
-`d2plm.hugging_face` has the classes of `AutoModel`. Parallelism, compilation and precision
-are applied from outside: nothing here knows of them.
+`d2plm.hugging_face` has the classes of `AutoModel`. Parallelism, compilation and precision are
+applied from outside.
 """
 
 import hashlib
@@ -33,18 +33,14 @@ from d2plm.model.layers import (
 )
 from d2plm.model.relatives_encoder import RelativesEncoder
 
-# Weights that start at zero, in addition to the modulations: all logits are equal at first.
-ZERO = (
+ZERO = (  # weights that start at zero, as the modulations do: all logits are equal at first
     *("head.proj.weight", "relatives.gate.weight"),
     *("relatives.to_hidden.weight", "relatives.to_logits.weight"),
 )
 
 
 class DiT(PreTrainedModel):
-    """Diffusion transformer over packed sequences.
-
-    Shapes: T tokens, S segments, V vocabulary.
-    """
+    """Diffusion transformer over packed sequences: T tokens, S segments, V vocabulary."""
 
     config_class = DiTConfig
     base_model_prefix = "dit"
@@ -71,25 +67,21 @@ class DiT(PreTrainedModel):
         relatives: Relatives | None = None,
         reduce: Reduce | None = None,
     ) -> Tensor:
-        """Logits of the clean token at every position.
+        """Logits [T, V] of the clean token at every position, or the result of `reduce`.
+
+        Raises `ModelError` if relatives are given to a model without an encoder for them.
 
         Args:
             tokens: integer [T], corrupted tokens of the packed row.
             cu_seqlens: int32 [S + 1] segment bounds; the last value is T.
-            max_seqlen: an upper bound on the segment lengths.
+            max_seqlen: upper bound on the segment lengths.
             times: float [S], the paradigm's time of each segment, in [0, 1].
-            relatives: relatives of some segments, for a model with an encoder for them. They are
-                aligned here, so that nothing of the hidden residues can enter the alignment, unless
-                they come with an alignment to these very `tokens`.
+            relatives: relatives of some segments. They are aligned here, so that hidden residues
+                cannot influence the alignment, unless they include an alignment to these very
+                `tokens`.
             reduce: called with the last hidden states [T, D], in fp32 or better, and the function
                 that projects any M of them to logits [M, V]; for large vocabularies, and not with
                 relatives.
-
-        Returns:
-            [T, V] logits, or what `reduce` returns.
-
-        Raises:
-            ModelError: if the model takes no relatives.
         """
         x, time = self.embed(tokens, cu_seqlens, times)
         known = None
@@ -107,10 +99,7 @@ class DiT(PreTrainedModel):
     def embed(
         self, tokens: Tensor, cu_seqlens: Tensor, times: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The first hidden states [T, D] and the time embedding [S, C], if there is one.
-
-        Arguments as above.
-        """
+        """The first hidden states [T, D] and the time embedding [S, C], if there is one."""
         x = self.token_embedding(tokens.long())
         if self.config.token_dropout:
             segments = segment_ids(cu_seqlens, len(tokens))
@@ -119,7 +108,7 @@ class DiT(PreTrainedModel):
         return x, None if self.time_embedding is None else self.time_embedding(times)
 
     def layout(self, tokens: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Layout:
-        """The positions of a row's tokens, with angles of `dtype`."""
+        """The positions of a row's tokens, with rotary angles in `dtype`."""
         config, segments = self.config, segment_ids(cu_seqlens, len(tokens))
         cos, sin = rope_tables(
             positions(cu_seqlens, segments),
@@ -134,7 +123,7 @@ class DiT(PreTrainedModel):
     def _encoded(
         self, relatives: Relatives, tokens: Tensor, cu_seqlens: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The contribution of relatives to the hidden states [T, D] and to the logits [T, V]."""
+        """Contributions of relatives to the hidden states [T, D] and to the logits [T, V]."""
         if self.relatives is None:
             raise ModelError(
                 "this model was trained without relatives and takes none; train one with "
@@ -152,9 +141,8 @@ class DiT(PreTrainedModel):
         times: Tensor,
         relatives: Relatives | None = None,
     ) -> Tensor:
-        """The same for padded input: ids [B, L], mask [B, L] (1 = token), times [B] → [B, L, V].
-
-        Logits at padding are zero.
+        """Padded ids [B, L], mask [B, L] (1 = token), times [B] → logits [B, L, V], zero at
+        padding.
         """
         keep = attention_mask.bool()
         lengths = keep.sum(dim=1)
@@ -168,10 +156,7 @@ class DiT(PreTrainedModel):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw every parameter from (seed, its name) alone.
-
-        Any number of ranks, each with its own shard, therefore starts from the same model.
-        """
+        """Draw every parameter from (seed, its name) alone: ranks with different shards agree."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, parameter.shape, seed))
 
@@ -193,7 +178,6 @@ class DiT(PreTrainedModel):
         return torch.randn(shape, generator=generator) * std
 
     def set_dropout(self, probability: float) -> None:
-        """Change the dropout probability of the model."""
         self.config.hidden_dropout_prob = probability
         for block in self.blocks:
             block.dropout = probability  # type: ignore[assignment]  # typed as a module's tensor
@@ -208,13 +192,11 @@ def dit_without_memory(config: DiTConfig) -> DiT:
 def load_dit(folder: str | Path) -> DiT:
     """Load a `DiT` from an exported folder, in evaluation mode and fp32.
 
-    Raises:
-        ModelError: if a file or a weight is missing or has another shape. No weight is ever left
-            at a random value.
+    Raises `ModelError` if a file or a weight is missing or has another shape.
     """
     path = Path(folder)
     for file in ("config.json", "model.safetensors"):
-        # Large weights are in several files, which an index names.
+        # Large weights are in several files, listed in an index.
         if not (path / file).is_file() and not (path / f"{file}.index.json").is_file():
             raise ModelError(f"{path} is not a whole model folder: {file} is missing; export again")
     disable_progress_bar()
@@ -223,7 +205,7 @@ def load_dit(folder: str | Path) -> DiT:
         model, report = DiT.from_pretrained(
             path, output_loading_info=True, local_files_only=True, dtype=torch.float32
         )
-    # Most of these are of a damaged config.json.
+    # Most of these come from a damaged config.json.
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
         raise ModelError(f"cannot load the model in {path}: {error}; export it again") from error
     wrong = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
@@ -239,7 +221,7 @@ def load_dit(folder: str | Path) -> DiT:
 
 
 def _require_its_layers(folder: Path) -> None:
-    """Raise `ValueError` unless the weights have the layers of config.json, before it is built."""
+    """Raise `ValueError`, before building, unless config.json has the weights' number of layers."""
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):

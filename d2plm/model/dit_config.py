@@ -14,11 +14,7 @@ SETTINGS = tuple(field.name for field in fields(ModelSettings))
 class DiTConfig(PretrainedConfig):
     """Sizes and rates of a `DiT`: transformers' view of `ModelSettings`.
 
-    Args:
-        settings: fields of `ModelSettings`, and what `PretrainedConfig` takes.
-
-    Raises:
-        ConfigError: on an impossible value.
+    Takes the fields of `ModelSettings` and `PretrainedConfig`; `ConfigError` for impossible values.
     """
 
     model_type = "d2plm_dit"
@@ -38,5 +34,4 @@ class DiTConfig(PretrainedConfig):
         super().__init__(**{"pad_token_id": PAD, "eos_token_id": EOS, **settings})
 
     def settings(self) -> dict[str, Any]:
-        """Every field of `ModelSettings` by name."""
         return {name: getattr(self, name) for name in SETTINGS}

@@ -1,4 +1,4 @@
-"""ESM-2 as a starting point: a Hugging Face `EsmForMaskedLM` folder → a `DiT` of the same function.
+"""ESM-2 as a starting point: a Hugging Face `EsmForMaskedLM` folder → an equivalent `DiT`.
 
 Every weight of ESM-2 has a counterpart in a DiT with the options of `DiTConfig`; adaLN, which ESM-2
 lacks, starts neutral (no shift, scale 1, gate 1 at every time). Weights are read only from
@@ -24,15 +24,12 @@ INDEX = "model.safetensors.index.json"
 INVERSE_FREQUENCIES = "rotary_embeddings.inv_freq"
 EMBEDDING = "esm.embeddings.word_embeddings"
 DECODER = "lm_head.decoder.weight"
-# `max_position_embeddings` counts two places that learned positions would need for padding.
-UNUSED_POSITIONS = 2
-# Settings that a DiT and an EsmForMaskedLM have under the same name.
-SHARED_SETTINGS = (
+UNUSED_POSITIONS = 2  # in `max_position_embeddings`, for the padding of learned positions
+SHARED_SETTINGS = (  # with the same names in a DiT and an EsmForMaskedLM
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("intermediate_size", "layer_norm_eps"),
 )
-# Modules of a DiT and of an EsmForMaskedLM; those of a block and of a layer are below.
-MODULES = {
+MODULES = {  # of a DiT → of an EsmForMaskedLM
     "token_embedding": EMBEDDING,
     "head.norm": "esm.encoder.emb_layer_norm_after",
     "head.dense": "lm_head.dense",
@@ -48,10 +45,9 @@ BLOCK_MODULES = {
 
 
 def is_esm(folder: str | Path) -> bool:
-    """Whether a folder holds an ESM model rather than a `DiT`.
+    """Whether a folder contains an ESM model rather than a `DiT`.
 
-    Raises:
-        ModelError: if its `config.json` cannot be read, or is of neither.
+    Raises `ModelError` if its `config.json` cannot be read, or belongs to neither.
     """
     file = Path(folder) / "config.json"
     kind = _read_json(file).get("model_type")
@@ -66,19 +62,16 @@ def load_esm(folder: str | Path, *, time_embedding_dim: int | None = 64, seed: i
     """A `DiT` with the weights of the ESM-2 in `folder`, in evaluation mode and fp32.
 
     Its logits are those of `EsmForMaskedLM` at every time. The output projection, which ESM-2
-    shares with the embeddings, is a copy of them.
+    shares with the embeddings, is a copy of them. Raises `ModelError` if this is not an ESM-2
+    checkpoint, or a file or a weight is missing, damaged or has another shape.
 
     Args:
         time_embedding_dim: width of the time embedding, which ESM-2 does not have; None for none.
         seed: seed of the time embedding's weights.
-
-    Raises:
-        ModelError: if this is not an ESM-2 checkpoint, or a file or a weight is missing, damaged or
-            has another shape.
     """
     path = Path(folder)
     config, tensors = _read_config(path), _read_tensors(path)
-    # Parameters that the checkpoint overwrites are not drawn.
+    # On the meta device, because most parameters come from the checkpoint.
     model = dit_without_memory(_dit_config(config, tensors, time_embedding_dim))
     sources = _sources(config, tensors)
     weights = {
@@ -94,7 +87,7 @@ def load_esm(folder: str | Path, *, time_embedding_dim: int | None = 64, seed: i
 def _joined(
     folder: Path, tensors: dict[str, Tensor], names: list[str], shape: torch.Size
 ) -> Tensor:
-    """An fp32 copy of these tensors, concatenated by rows, which must have this shape."""
+    """An fp32 copy of these tensors, concatenated by rows and checked for its shape."""
     for name in names:
         if name not in tensors:
             raise ModelError(
@@ -111,7 +104,7 @@ def _joined(
 
 
 def _sources(config: EsmConfig, tensors: dict[str, Tensor]) -> dict[str, list[str]]:
-    """{parameter of the DiT: the tensors that it is made of} for every tensor of ESM-2."""
+    """{parameter of the DiT: its source tensors} for every tensor of ESM-2."""
     modules = {ours: [theirs] for ours, theirs in MODULES.items()}
     for i in range(config.num_hidden_layers):
         block, layer = f"blocks.{i}", f"esm.encoder.layer.{i}"
@@ -133,7 +126,7 @@ def _sources(config: EsmConfig, tensors: dict[str, Tensor]) -> dict[str, list[st
 def _dit_config(
     config: EsmConfig, tensors: dict[str, Tensor], time_embedding_dim: int | None
 ) -> DiTConfig:
-    # The published frequencies were rounded to fp16; computed anew they lead to other logits.
+    # The published frequencies were rounded to fp16; recomputed ones would change the logits.
     frequencies = sorted(name for name in tensors if name.endswith(INVERSE_FREQUENCIES))
     return DiTConfig(
         **{name: getattr(config, name) for name in SHARED_SETTINGS},
@@ -153,7 +146,7 @@ def _dit_config(
 
 
 def _read_config(folder: Path) -> EsmConfig:
-    """The folder's configuration; raises `ModelError` naming the first key that is not ESM-2's."""
+    """The folder's configuration; `ModelError` naming the first value that is not ESM-2's."""
     file = folder / "config.json"
     content = _read_json(file)
     if content.get("model_type") != EsmConfig.model_type:
@@ -185,14 +178,13 @@ def _read_config(folder: Path) -> EsmConfig:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the folder's safetensors files, mapped into memory."""
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: {error}; download it again") from error
-    # Old checkpoints, and some written today, have other names for a normalisation's parameters.
+    # Some checkpoints have other names for a normalisation's parameters.
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     return tensors

@@ -1,8 +1,8 @@
-"""A feed-forward of experts: a router sends every token to a few of them (mixture of experts).
+"""A mixture-of-experts feed-forward: a router sends every token to a few experts.
 
-No token is dropped: tokens are sorted by expert, and each expert multiplies as many rows as it got
-(Gale et al., arXiv:2211.15841). Routing, `dispatch`, `Experts` and `combine` are separate. Rows are
-contiguous by expert between them, so that an exchange between ranks can be put around `Experts`.
+No token is dropped: tokens are sorted by expert, and each expert multiplies its own rows (Gale et
+al., arXiv:2211.15841). Routing, `dispatch`, `Experts` and `combine` are separate. Between them rows
+are contiguous by expert, so that an exchange between ranks can be put around `Experts`.
 
 Shape suffixes: T tokens, D hidden, E experts, K experts per token, N = T·K rows.
 """
@@ -17,11 +17,7 @@ from d2plm.model.dit_config import DiTConfig
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of a token's experts, weighted by its gates, and of the expert that all share.
-
-    Args:
-        shared: feed-forward that every token passes in addition; None for none.
-    """
+    """The sum of a token's experts, weighted by its gates, and of the `shared` one of all."""
 
     def __init__(self, config: DiTConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -40,25 +36,25 @@ class MixtureOfExperts(nn.Module):
 class Router(nn.Module):
     """The experts of each token and their gates, computed in fp32 or better.
 
-    The scores are s = sigmoid(W·x). A token goes to the K experts of the largest s + bias, of equal
-    ones to the first; its gates are their s, divided by the sum (DeepSeek-V3, arXiv:2412.19437,
-    equations 12 to 16). The loads are kept equal in one or both of two ways:
+    The scores are s = sigmoid(W·x). A token goes to the K experts with the largest s + bias (ties:
+    the first); its gates are their s, divided by the sum (DeepSeek-V3, arXiv:2412.19437, equations
+    12 to 16). The loads are balanced in one or both of two ways:
 
-    - The bias, which enters the choice alone, is moved by the load after every optimizer step
-      (Wang et al., arXiv:2408.15664); see `d2plm.training.load_balancing`.
-    - The auxiliary loss of a token is E·Σᵢ fᵢ·pᵢ, with p = s / Σ s, and f the experts' shares of
-      the load (Fedus et al., arXiv:2101.03961, equation 4). f is of the whole global batch of the
-      step before: the loss is then a sum over tokens, however these are spread over
-      micro-batches and ranks. It has gradients only, and is not part of the reported loss.
+    - The bias, which affects only the choice, is adjusted by the load after every optimizer step
+    (Wang et al., arXiv:2408.15664); see `d2plm.training.load_balancing`.
+    - The auxiliary loss of a token is E·Σᵢ fᵢ·pᵢ, with p = s / Σ s, and f the experts' fractions of
+    the load (Fedus et al., arXiv:2101.03961, equation 4). f is that of the previous step's global
+    batch: the loss is then a sum over tokens, independent of micro-batches and ranks. It
+    contributes gradients only, and is not part of the reported loss.
 
-    Both states are parameters without a gradient, so that whatever keeps, averages or spreads
+    Both states are parameters without a gradient, so that whatever saves, averages or distributes
     parameters includes them.
 
     Attributes:
-        load: int64 [E], the tokens that each expert got in the last forward in training mode.
+        load: int64 [E], the number of tokens of each expert in the last forward in training mode.
         z: 0-d, Σ logsumexp(W·x)² of these tokens (the z-loss of Zoph et al., arXiv:2202.08906).
-        auxiliary_factor: 0-d, the factor of the auxiliary loss, summed over tokens, in the
-            backward; None leaves it out.
+        auxiliary_factor: 0-d, factor of the auxiliary loss, summed over tokens, in the backward;
+            None disables it.
     """
 
     load: Tensor
@@ -77,7 +73,7 @@ class Router(nn.Module):
         self.auxiliary_factor: Tensor | None = None
 
     def states(self) -> dict[str, nn.Parameter]:
-        """Those of `bias` and `past_load` that are used."""
+        """`bias` and `past_load`, if used."""
         both = {"bias": self.bias, "past_load": self.past_load}
         return {name: state for name, state in both.items() if state is not None}
 
@@ -93,7 +89,7 @@ class Router(nn.Module):
         chosen_TK = chosen_TK[:, : self.experts_per_token]
         gates_TK = scores_TE.gather(1, chosen_TK)
         gates_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
-        if self.training:  # assigned, not added: recomputation repeats it
+        if self.training:  # assigned, not accumulated, because recomputation repeats it
             self.load = count(chosen_TK, real_T, self.num_experts)
             self.z = torch.where(real_T, logits_TE.detach().logsumexp(-1).square(), 0.0).sum()
             if self.past_load is not None and self.auxiliary_factor is not None:
@@ -131,7 +127,7 @@ class Experts(nn.Module):
         """The experts' outputs [N, D] of rows that are sorted by expert; int32 `ends_E`."""
         inputs: list[Tensor] = [rows_ND, self.gate_up_weight, self.down_weight]
         device = rows_ND.device.type
-        # Autocast casts only for torch's own products; on meta there is none.
+        # Autocast casts only for torch's own products, and does not exist on meta.
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             inputs = [tensor.to(dtype) for tensor in inputs]
@@ -141,7 +137,7 @@ class Experts(nn.Module):
 
 
 def sorted_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(order [N] that sorts the choices by expert, its inverse, int32 [E] where each ends)."""
+    """(order [N] that sorts the choices by expert, its inverse, int32 [E] end of each expert)."""
     order_N = chosen_TK.flatten().argsort(stable=True)
     everything_T = torch.ones_like(chosen_TK[:, 0])
     ends_E = count(chosen_TK, everything_T, experts).cumsum(0).to(torch.int32)
@@ -149,7 +145,7 @@ def sorted_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, T
 
 
 def count(chosen_TK: Tensor, counted_T: Tensor, experts: int) -> Tensor:
-    """int64 [E]: how many of the `counted_T` tokens have chosen each expert."""
+    """int64 [E]: the number of `counted_T` tokens that have chosen each expert."""
     each_N = counted_T.long()[:, None].expand_as(chosen_TK).flatten()
     return each_N.new_zeros(experts).scatter_add_(0, chosen_TK.flatten(), each_N)
 
@@ -166,9 +162,9 @@ def combine(rows_ND: Tensor, gates_TK: Tensor, order_N: Tensor, back_N: Tensor) 
 
 
 class Rearrange(torch.autograd.Function):
-    """Rows x[there]; `back` sorts them by the row that they are of, each the same number of times.
+    """x[there]; `back` sorts the result by row of x, each row occurring equally often.
 
-    The gradient of a row is therefore a sum of neighbours in a fixed order, not one of atomic
+    The gradient of a row is therefore a sum of neighbours in a fixed order instead of atomic
     additions, which would round differently in every run on CUDA.
     """
 
@@ -204,8 +200,7 @@ class GroupedLinear(torch.autograd.Function):
 def grouped_product(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
     """The product of each group; one kernel on CUDA, where sizes must be multiples of 16 bytes.
 
-    [N, I] · [E, I, O] → [N, O], groups of rows; or [I, N] · [N, O] → [E, I, O], groups of what is
-    summed over.
+    [N, I] · [E, I, O] → [N, O], grouped by rows; or [I, N] · [N, O] → [E, I, O], grouped along N.
     """
     if left.device.type != "cpu" and left.dtype != torch.float64:
         return F.grouped_mm(left, right, offs=ends_E)

@@ -11,9 +11,9 @@ from d2plm.model.dit_config import DiTConfig
 def token_parameters(config: DiTConfig) -> int:
     """Matrix parameters that a token passes through (adaLN works once per sequence).
 
-    The head counts at every token, as in the laws of other models, although training projects only
-    the corrupted tokens to the logits of a large vocabulary; the embedding, a lookup, not at all.
-    Of a mixture of experts these are the active ones: the router and the token's own experts.
+    The head counts at every token, as in other models' scaling laws, although training projects
+    only the corrupted tokens to the logits of a large vocabulary; the embedding, a lookup, does not
+    count. In a mixture of experts only the router and the token's own experts count.
     """
     width, layers = config.hidden_size, config.num_hidden_layers
     matrices = {"swiglu": 3, "gelu": 2}[config.feed_forward]

@@ -1,9 +1,10 @@
 """The layers of the DiT: rotary attention, feed-forwards, adaLN-Zero, the time embedding.
 
-They also implement the variants of ESM-2, Llama and GPT-NeoX (`DiTConfig` lists them).
+They also implement the variants of ESM-2, Llama and GPT-NeoX (`DiTConfig` lists them). Modulation
+is computed once per segment and gathered per token.
 
 Shape suffixes: T tokens, S segments, D hidden, H heads, K head size, F feed-forward, C time
-embedding. Modulation is computed once per segment and gathered per token.
+embedding.
 """
 
 import math
@@ -24,20 +25,20 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.model.experts import MixtureOfExperts
 
 TIME_FREQUENCY_SCALE = 1000.0  # times in [0, 1] are stretched to the range of a step count
-# (hidden states [T, D], hidden states [M, D] → their logits [M, V]) → what a forward returns
+# (hidden states [T, D], function from hidden states [M, D] to logits [M, V]) → result of a forward
 Reduce = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
-ESM_MASKED_SHARE = 0.15 * 0.8  # of the tokens that ESM-2 was trained on
+ESM_MASKED_SHARE = 0.15 * 0.8  # fraction of masked tokens in ESM-2's training
 
 
 class Layout(NamedTuple):
-    """Where T tokens stand: a packed row, or the part of one that a process has.
+    """Positions of T tokens: a packed row, or a process's part of it.
 
     Attributes:
         segments: int64 [T], the segment of each token.
-        bounds: int32 [S + 1], of the segments among these tokens.
-        cos, sin: [T, 1, K], of the tokens' positions, see `rope_tables`; where tensor parallelism
-            splits the heads, of all tokens that this process attends from.
-        real: bool [T], False at padding; of a mixture of experts alone, which counts the others.
+        bounds: int32 [S + 1], bounds of the segments among these tokens.
+        cos, sin: [T, 1, K], for the tokens' positions, see `rope_tables`; with tensor parallelism
+            over the heads, of all tokens that this process attends from.
+        real: bool [T], False at padding; only for a mixture of experts, which counts the others.
     """
 
     segments: Tensor
@@ -71,8 +72,8 @@ def drop_masked_tokens(
 ) -> Tensor:
     """ESM-2's token dropout: embeddings of `<mask>` zeroed, the others of its segment scaled.
 
-    The scale is (1 - 0.15·0.8) / (1 - masked share of the segment), as after a dropout that was
-    trained with a share of 0.12. A segment of nothing but `<mask>` becomes zeros.
+    The scale is (1 - 0.15·0.8) / (1 - masked fraction of the segment), because ESM-2 was trained
+    with a fraction of 0.12. A segment of only `<mask>` becomes zeros.
     """
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     length_S = cu_seqlens.diff().to(dtype)
@@ -91,12 +92,10 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, 1, K] (fp32) of the rotary angles (Su et al., arXiv:2104.09864).
 
-    The two halves of K carry the same angles; the sine of the first half is negated, so that a
-    rotation is `x · cos + swapped(x) · sin`. Of a `fraction` of the pairs, those beyond have the
-    frequency 0, and stay as they are.
-
-    Computed from the positions at each call: a table kept as a buffer would come back as garbage
-    from `from_pretrained`.
+    The two halves of K have the same angles; the sine of the first half is negated, so that a
+    rotation is `x · cos + swapped(x) · sin`. Pairs beyond a `fraction` have the frequency 0 and are
+    not rotated. Computed from the positions at each call: `from_pretrained` would fill a buffer
+    with garbage.
     """
     if frequencies is None:
         half = head_size // 2
@@ -112,7 +111,7 @@ def rope_tables(
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-@lru_cache(maxsize=16)  # copying them at every call would make the host wait for the device
+@lru_cache(maxsize=16)  # a copy at every call would make the host wait for the device
 def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -144,7 +143,7 @@ class Attention(nn.Module):
     def forward(
         self, x_TD: Tensor, cos_T1K: Tensor, sin_T1K: Tensor, cu_seqlens: Tensor, max_seqlen: int
     ) -> Tensor:
-        # Not unbind of a leading dimension: its backward stacks the gradients and transposes them.
+        # Not unbind of a leading dimension: its backward stacks and transposes the gradients.
         q, k, v = rearrange(self.qkv_proj(x_TD), "t (h k) -> t h k", h=3 * self.heads).chunk(3, 1)
         q = rotate(self.q_norm(q), cos_T1K, sin_T1K)
         k = rotate(self.k_norm(k), cos_T1K, sin_T1K)
@@ -154,11 +153,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)) (Shazeer, arXiv:2002.05202).
-
-    Args:
-        inner: width of the hidden layer; None is `intermediate_size`.
-    """
+    """down(silu(gate(x)) · up(x)) (Shazeer, arXiv:2002.05202); `inner` is the hidden width."""
 
     def __init__(self, config: DiTConfig, inner: int | None = None) -> None:
         super().__init__()
@@ -191,7 +186,7 @@ FEED_FORWARD = {"swiglu": SwiGLU, "gelu": GELU}
 def normalisation(
     config: DiTConfig, width: int, *, affine: bool = True, bias: bool = True
 ) -> nn.Module:
-    """The configured normalisation, if `affine` with a weight and, of the layer, with a bias."""
+    """The configured normalisation; `affine` adds a weight, and `bias` a bias to LayerNorm."""
     if config.norm == "rms":
         return nn.RMSNorm(width, eps=config.layer_norm_eps, elementwise_affine=affine)
     return nn.LayerNorm(width, eps=config.layer_norm_eps, elementwise_affine=affine, bias=bias)
@@ -279,9 +274,9 @@ class Head(nn.Module):
 
 
 class EsmHead(Head):
-    """The head of ESM-2, with a dense layer, the exact GELU and a normalisation in between.
+    """The head of ESM-2: a dense layer, the exact GELU and a normalisation before the projection.
 
-    The projection has its own weights: ESM-2's are tied to the embeddings, and start as a copy.
+    The projection has its own weights, which start as a copy of the embeddings.
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -297,7 +292,7 @@ HEAD = {"linear": Head, "esm": EsmHead}
 
 
 def in_dtype(layer: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """`layer` with its parameters cast to `dtype`, once for all calls; its adapters take effect."""
+    """`layer` with its parameters cast to `dtype` once for all calls; adapters remain effective."""
     cast = {name: parameter.to(dtype) for name, parameter in layer.named_parameters()}
     return partial(functional_call, layer, cast)
 
@@ -344,7 +339,7 @@ def sum_segments(values_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
             if stop > start:
                 torch.sum(values_TD[start:stop], dim=0, out=sums_SD[segment])
         return sums_SD
-    from d2plm.model.segment_sum_kernel import segment_sums  # Triton, which only CUDA builds have
+    from d2plm.model.segment_sum_kernel import segment_sums  # needs Triton, part of CUDA builds
 
     return segment_sums(values_TD, cu_seqlens)
 

@@ -1,7 +1,7 @@
 """LoRA: a low-rank update of each matrix of the blocks (Hu et al., arXiv:2106.09685).
 
 The matrices themselves are not changed, so an adapter takes a few per cent of the model's size. The
-layers are those of the peft library, and the saved folder is one that peft can read.
+layers are those of the peft library, which can read the saved folder.
 """
 
 import json
@@ -25,7 +25,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALING = 2.0  # α/r, constant so that the rank can be changed at the same learning rate
 
 _MALFORMED = (KeyError, RuntimeError, TypeError, ValueError)  # raised for wrong content
-# Parts of parameter names as peft has them, in a model and in a file.
+# Parts of peft's parameter names, in a model and in a file.
 _BASE, _DOWN, _UP = ".base_layer", ".lora_A.default", ".lora_B.default"
 _IN_FILE = "base_model.model."
 
@@ -33,12 +33,11 @@ _IN_FILE = "base_model.model."
 def add_lora(model: DiT, rank: int, seed: int = 0) -> None:
     """Freeze the model and add a trainable update to each matrix of its blocks, initially zero.
 
+    Raises `ConfigError` if the rank is not a positive integer.
+
     Args:
         rank: rank of the update BA: A is [rank, inputs], B [outputs, rank].
         seed: A is drawn from the seed and its name; B is zero.
-
-    Raises:
-        ConfigError: if the rank is not a positive integer.
     """
     require_number("lora_rank", rank, integer=True, low=1)
     from peft import inject_adapter_in_model  # takes a second
@@ -49,7 +48,7 @@ def add_lora(model: DiT, rank: int, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if _DOWN in name:
             with torch.no_grad():
-                # Under another name: some of the model's own matrices start at zero.
+                # Under another name, because some of the model's matrices start at zero.
                 drawn = model.initial_value(name.replace(".", "/"), parameter.shape, seed)
                 parameter.copy_(drawn)
 
@@ -72,7 +71,7 @@ def save_adapter(folder: Path, weights: Mapping[str, Tensor], base: str, digest:
     """Write only the adapter into an existing folder.
 
     Args:
-        weights: as for `merged`.
+        weights: parameters of a model with LoRA layers, by name.
         base: location of the base model.
         digest: digest of the base model's weights.
     """
@@ -91,11 +90,7 @@ def save_adapter(folder: Path, weights: Mapping[str, Tensor], base: str, digest:
 
 
 def base_of(folder: Path) -> tuple[str, str]:
-    """Location and digest of the base model of the folder's adapter.
-
-    Raises:
-        ModelError: if its configuration is damaged.
-    """
+    """Location and digest of the base model of an adapter; `ModelError` if the file is damaged."""
     try:
         settings = _settings(folder)
         return str(settings["base_model_name_or_path"]), str(settings["revision"])
@@ -106,8 +101,7 @@ def base_of(folder: Path) -> tuple[str, str]:
 def apply_adapter(model: DiT, folder: Path) -> None:
     """Add the adapter in the folder to the weights of its base model.
 
-    Raises:
-        ModelError: if a file is missing or damaged, or belongs to another model.
+    Raises `ModelError` if a file is missing or damaged, or belongs to another model.
     """
     try:
         changes, settings = load_file(folder / WEIGHTS), _settings(folder)

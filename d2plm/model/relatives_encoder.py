@@ -8,7 +8,7 @@ the model's blocks; the price is that only their aligned residues are used. The 
 relatives does not matter, and a protein without relatives gets zeros: the model is then identical
 to one without an encoder.
 
-Shape suffixes: T tokens, N lines of an alignment (residues × relatives), E encoder width, H heads.
+Shape suffixes: T tokens, N rows of an alignment (residues × relatives), E encoder width, H heads.
 """
 
 import torch
@@ -21,7 +21,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.model.layers import in_dtype
 
 HEADS = 4
-LARGEST_SCORE = 15.0  # of a relative in the attention over them; the score of none is 0
+LARGEST_SCORE = 15.0  # largest attention score of a relative; that of no relative is 0
 
 
 class RelativesEncoder(nn.Module):
@@ -32,7 +32,7 @@ class RelativesEncoder(nn.Module):
         width = config.relatives_dim
         self.residue_embedding = nn.Linear(LETTERS, width, bias=False)
         self.agreement = nn.Linear(FEATURES, width)
-        self.gate = nn.Linear(width, width)  # starts at zero, as the last two
+        self.gate = nn.Linear(width, width)  # starts at zero, like the last two layers
         self.score = nn.Linear(width, HEADS)
         self.to_hidden = nn.Linear(width + HEADS, config.hidden_size, bias=False)
         self.to_logits = nn.Linear(width + HEADS, config.vocab_size, bias=False)

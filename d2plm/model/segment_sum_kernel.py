@@ -9,16 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 32, 128  # of the tile that a program adds at once
+ROWS, COLUMNS = 32, 128  # size of a program's tile
 
 
 def segment_sums(values_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum the rows [T, D] of each segment → [S, D], accumulated in fp32.
-
-    Args:
-        values_TD: of any strides.
-        cu_seqlens: int32 [S + 1] segment bounds.
-    """
+    """Sum rows [T, D] (any strides) of segments, int32 [S + 1] → [S, D], accumulated in fp32."""
     segments, width = cu_seqlens.shape[0] - 1, values_TD.shape[1]
     sums_SD = torch.empty(segments, width, dtype=values_TD.dtype, device=values_TD.device)
     grid = (segments, triton.cdiv(width, COLUMNS))

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 def load_paradigm(folder: Path) -> "Paradigm":
     """The paradigm whose settings are saved in an export folder, with the vocabulary saved there.
 
-    Raises:
-        ModelError: if the settings are missing or damaged, or the paradigm is not registered.
+    Raises `ModelError` if the settings are missing or damaged, or the paradigm is not registered.
     """
     file = folder / "paradigm_config.json"
     try:

@@ -2,7 +2,7 @@
 
 x_t masks each residue independently with probability 1 − ᾱ_t, t = 1..T. The times given to the
 model are t/T: 0 is clean, 1 fully masked. Without T, time is continuous in (0, 1] (Sahoo et al.,
-arXiv:2406.07524; Shi et al., arXiv:2406.04329), the limit T → ∞ of every schedule but
+arXiv:2406.07524; Shi et al., arXiv:2406.04329), the limit T → ∞ of every schedule except
 `linear_beta`, whose β belong to T = 1000 and are not scaled by T.
 """
 
@@ -21,8 +21,8 @@ DEFAULT_SAMPLING_STEPS = 128
 class AbsorbingDiffusion(MaskedParadigm):
     """Absorbing diffusion in T steps, or in continuous time.
 
-    With `shift`, residue i is predicted from the hidden state at i − 1, as checkpoints adapted from
-    left-to-right models need; it cannot predict a first token.
+    With `shift`, residue i is predicted from the hidden state at i − 1, as in checkpoints adapted
+    from left-to-right models; the first token then cannot be predicted.
     """
 
     Settings = DiffusionSettings

@@ -34,19 +34,14 @@ from d2plm.settings.paradigm import FlowMatchingSettings
 
 
 def flow_matching(settings: FlowMatchingSettings) -> Paradigm:
-    """The flow from the settings' source: `MaskFlowMatching` or `UniformFlowMatching`.
-
-    Raises:
-        ConfigError: if the loss is not defined for the source.
-    """
+    """`MaskFlowMatching` or `UniformFlowMatching`, by source; see their errors."""
     return (MaskFlowMatching if settings.source == "mask" else UniformFlowMatching)(settings)
 
 
 class FlowMatching(Paradigm):
     """Flow matching along the mixture path from a source to the data.
 
-    Raises:
-        ConfigError: if the loss is not defined for the source.
+    Raises `ConfigError` if the loss is not defined for the source.
     """
 
     Settings = FlowMatchingSettings
@@ -84,11 +79,11 @@ class UniformFlowMatching(FlowMatching):
 
     A corrupted residue cannot be distinguished from a clean one, so every residue is a target, and
     nothing is carried over. The model's softmax is p(x | the other positions); Bayes' rule with the
-    noise that residue i shows, z, leads to p_{1|t}(x | z) ∝ p(x)·(1 + K·κ_t/(1 − κ_t)·1[x = z]).
+    residue z shown at the position gives p_{1|t}(x | z) ∝ p(x)·(1 + K·κ_t/(1 − κ_t)·1[x = z]).
 
-    The loss `elbo` is the time-reversal bound (see `time_reversal_nats`); `generalised_kl` the
-    looser bound of the flow's own velocity (see `generalised_kl_nats`); `mean` the mean of
-    −log p_{1|t}(x_1 | x_t) over all residues, which is no bound.
+    The loss `elbo` is the time-reversal bound (see `time_reversal_nats`), `generalised_kl` the
+    looser bound of the flow's own velocity (see `generalised_kl_nats`), and `mean` the mean of −log
+    p_{1|t}(x_1 | x_t) over all residues, which is no bound.
     """
 
     name = "flow_matching_uniform"
@@ -108,7 +103,7 @@ class UniformFlowMatching(FlowMatching):
         return self.maskable(batch)
 
     def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
-        return rates  # it turns the draw of a time into ∫ dκ
+        return rates  # turns the mean over times into ∫ dκ
 
     def position_nats(
         self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
@@ -125,10 +120,10 @@ class UniformFlowMatching(FlowMatching):
     def bound_noise(
         self, batch: PackedBatch, key: Key, draw: int, draws: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The time-reversal bound at one κ.
+        """The time-reversal bound at one κ, since the integral over κ does not depend on the
+        schedule.
 
-        The integral over κ does not depend on the schedule; 1 − κ is drawn with density
-        ½·(1 − κ)^(−½), stratified over the draws.
+        1 − κ is drawn with the density 1/(2·√(1 − κ)), stratified over the draws.
         """
         root = 1 - (uniform(key.stream("noise_level"), batch.draw_ids) + draw) / draws
         fraction = root.clamp(min=KAPPA_MARGIN**0.5) ** 2

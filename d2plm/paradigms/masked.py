@@ -1,8 +1,8 @@
 """Paradigms with an absorbing source: corruption, loss, the exact-k bound and sampling steps.
 
-With an absorbing source each residue is masked independently, with a probability that
-grows towards the prior; paradigms differ in their time axis, in the weight of each time, and in
-their samplers. A residue that is not masked keeps probability one on itself.
+Each residue is masked independently, with a probability that grows towards the prior; paradigms
+differ in their time axis, in the weight of each time, and in their samplers. An unmasked residue
+keeps probability one on itself.
 """
 
 import torch
@@ -17,13 +17,13 @@ SUM_MARGIN = 1e-5  # the probabilities of an fp32 softmax add up to 1 within les
 
 
 class MaskedParadigm(Paradigm):
-    """A paradigm whose corruption is the mask.
+    """A paradigm that corrupts residues by masking them.
 
     Attributes:
         loss_kind: `elbo` weights the cross-entropy of a masked residue by |du/dt|/u, with u the
-            corrupted fraction, which makes the loss a bound, per maskable residue: by
-            T·(ᾱ_{t−1} − ᾱ_t)/(1 − ᾱ_t) in T steps, κ̇_t/(1 − κ_t) of a flow. `mean` is the plain
-            mean over the masked residues.
+            corrupted fraction, so that the loss per maskable residue is a bound: T·(ᾱ_{t−1} −
+            ᾱ_t)/(1 − ᾱ_t) for T steps, κ̇_t/(1 − κ_t) for a flow. `mean` is the mean over the
+            masked residues.
         shift: predict the residue at i from the hidden state at i − 1.
     """
 
@@ -56,8 +56,7 @@ class MaskedParadigm(Paradigm):
 
         Args:
             masked: bool [T], a subset of the maskable residues.
-            fraction: float64 [S], the masked fraction of each sequence; the model is given the
-                time that belongs to it.
+            fraction: float64 [S], the masked fraction of each sequence, which determines its time.
         """
         times = self.time_at_corrupted_fraction(fraction).float()
         tokens = batch.computable().masked_fill(masked, self.vocabulary.mask)
@@ -94,7 +93,7 @@ class MaskedParadigm(Paradigm):
         return torch.full_like(indices[0], self.vocabulary.mask, dtype=dtype)
 
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        """Masks are filled from `log_p`, shown residues are masked, each with its probability."""
+        """Masks are filled from `log_p` and shown residues masked, see `step_probabilities`."""
         fill, remask = step_probabilities(step)
         filled = F.pad(fill * log_p.exp(), (1, 0), value=1 - fill)
         shown = torch.zeros_like(filled)
@@ -104,7 +103,7 @@ class MaskedParadigm(Paradigm):
         return torch.where(masked[:, None], filled, shown)
 
     def may_change(self, tokens: Tensor, draws: Tensor, step: Step) -> Tensor:
-        # The draw alone decides whether a mask is filled or a residue masked: `categorical` takes
+        # The draw alone decides whether a mask is filled or a residue masked: `categorical` returns
         # the mask, which comes first in a distribution, for draws below its probability.
         fill, remask = step_probabilities(step)
         highest, lowest = draws * (1 + SUM_MARGIN), draws * (1 - SUM_MARGIN)
@@ -120,13 +119,10 @@ def cross_entropy(log_p: Tensor, batch: PackedBatch, masked: Tensor) -> Tensor:
 def step_probabilities(step: Step) -> tuple[float, float]:
     """The probabilities that a mask is filled, and that a shown residue is masked, in a step.
 
-    The latter is σ = min(`step.renoise`, `remask_limit`), the former
-
-        (kept_s − (1 − σ)·kept_t)/(1 − kept_t),
-
-    with which a residue is shown with probability (1 − σ)·kept_t + fill·(1 − kept_t) = kept_s,
-    whatever σ: the marginals are those of the forward process (Wang et al., arXiv:2503.00307,
-    sec. 3). With σ = 0 it is the posterior's (ᾱ_s − ᾱ_t)/(1 − ᾱ_t), which is a flow's velocity
+    The latter is σ = min(`step.renoise`, `remask_limit`), the former (kept_s − (1 − σ)·kept_t)/(1 −
+    kept_t), so that a residue is shown with probability (1 − σ)·kept_t + fill·(1 − kept_t) = kept_s
+    for every σ: the marginals are those of the forward process (Wang et al., arXiv:2503.00307, sec.
+    3). With σ = 0 it is the posterior's (ᾱ_s − ᾱ_t)/(1 − ᾱ_t), which is a flow's velocity
     integrated over the step.
     """
     now, then = step.now, step.then
@@ -149,7 +145,7 @@ def random_subsets(
 
 
 def rank_in_segment(values: Tensor, cu_seqlens: Tensor, segments: Tensor) -> Tensor:
-    """int64 [T]: the rank, from 0, of each of `values` [T], in [0, 1], within its segment."""
+    """int64 [T]: the rank, from 0, of each of `values` [T] in [0, 1] within its segment."""
     by_segment = torch.argsort(segments.double() * 2 + values.double(), stable=True)
     rank = torch.empty_like(segments)
     rank[by_segment] = torch.arange(values.shape[0], device=segments.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CLASSIC_STEPS = 1000  # in how many steps β_start and β_end of `LinearBeta` are meant
+CLASSIC_STEPS = 1000  # number of steps to which β_start and β_end of `LinearBeta` apply
 
 
 class NoiseSchedule(ABC):
@@ -28,10 +28,7 @@ class NoiseSchedule(ABC):
 
     @abstractmethod
     def time_at(self, corrupted: Tensor) -> Tensor:
-        """The inverse of 1 − κ: the time at which this fraction in [0, 1] is corrupted.
-
-        It takes 1 − κ because κ itself has no digits left for the small fractions near the data.
-        """
+        """The time at which this fraction 1 − κ is corrupted (κ could not resolve small ones)."""
 
     def table(self, steps: int) -> Tensor:
         """ᾱ_0 … ᾱ_T, float64 [steps + 1]: κ at 1, 1 − 1/T, …, 0, exactly 1 and 0 at the ends."""
@@ -71,7 +68,7 @@ class Polynomial(NoiseSchedule):
 
 @dataclass(frozen=True)
 class Cubic(NoiseSchedule):
-    """κ_t = −2t³ + 3t² + a(t³ − 2t² + t) + b(t³ − t²), whose end slopes are a and b in [0, 3]."""
+    """κ_t = −2t³ + 3t² + a(t³ − 2t² + t) + b(t³ − t²), with end slopes a and b in [0, 3]."""
 
     start_slope: float
     end_slope: float
@@ -94,11 +91,11 @@ class Cubic(NoiseSchedule):
 
 
 class LinearBeta(NoiseSchedule):
-    """The schedule of continuous diffusion, whose noise rate β is linear in s = 1 − t.
+    """The schedule whose noise rate β is linear in s = 1 − t.
 
-    In T steps ᾱ = Π(1 − β_i), with T values from `beta_start` to `beta_end`, which are meant for
-    T = 1000 and not scaled by T. In continuous time κ = (exp(−∫₀ˢβ) − c)/(1 − c) with
-    β(s) = 1000·(β_start + s·(β_end − β_start)) and c = exp(−∫₀¹β), so that it ends at 0.
+    In T steps ᾱ = Π(1 − β_i), with T values from `beta_start` to `beta_end`, which apply to T =
+    1000 and are not scaled by T. In continuous time κ = (exp(−∫₀ˢβ) − c)/(1 − c) with β(s) =
+    1000·(β_start + s·(β_end − β_start)) and c = exp(−∫₀¹β), so that it ends at 0.
     """
 
     def __init__(self, beta_start: float, beta_end: float) -> None:
@@ -116,7 +113,7 @@ class LinearBeta(NoiseSchedule):
 
     def time_at(self, corrupted: Tensor) -> Tensor:
         nats = -torch.log1p(-corrupted * (1 - self.floor))
-        # The root of first·s + slope·s²/2 = nats that does not cancel where slope is small.
+        # The root of first·s + slope·s²/2 = nats in the form without cancellation at a small slope.
         return 1 - 2 * nats / (self.first + (self.first**2 + 2 * self.slope * nats).sqrt())
 
     def table(self, steps: int) -> Tensor:
@@ -130,10 +127,7 @@ class LinearBeta(NoiseSchedule):
 
 
 class InSteps(NoiseSchedule):
-    """A schedule in T steps: κ of the nearest step; the rate is T·(ᾱ_{i−1} − ᾱ_i).
-
-    `time_at` interpolates linearly between the steps.
-    """
+    """In T steps: κ of the nearest step, the rate T·(ᾱ_{i−1} − ᾱ_i), `time_at` interpolated."""
 
     def __init__(self, continuous: NoiseSchedule, steps: int) -> None:
         self.steps = steps

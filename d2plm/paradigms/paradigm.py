@@ -1,11 +1,10 @@
 """The interface of a paradigm: a corruption process, its loss, its bound and its sampling steps.
 
-A new paradigm is one class, which `d2plm.settings.registry.register` gives a name. Special tokens,
-padding and tokens that are only read are never corrupted and never a target; the model's
-distribution is a softmax over the vocabulary's K predicted tokens. For proteins these are the
-twenty canonical residues; here every predicted token is called a residue. Every paradigm corrupts
-each residue independently: with a probability that grows towards the prior, a token of the source
-takes its place.
+A new paradigm is one class, registered under a name with `d2plm.settings.registry.register`. Every
+paradigm corrupts each residue independently: with a probability that grows towards the prior, it is
+replaced by a token of the source. "Residue" means any of the vocabulary's K predicted tokens, for
+proteins the twenty canonical residues; the model's distribution is a softmax over these. Special
+tokens, padding and read-only tokens are never corrupted and never a target.
 """
 
 import json
@@ -27,11 +26,11 @@ from d2plm.core.vocabulary import FIRST, PROTEIN, Vocabulary
 from d2plm.paradigms.noise_schedules import NoiseSchedule
 from d2plm.settings.paradigm import ParadigmSettings
 
-# Vocabularies above this size never have the logits of a whole batch in memory (measured, see
-# docs/performance.md): training computes them in chunks, evaluation and generation pass less.
+# Above this vocabulary size the logits of a whole batch are never in memory (docs/performance.md):
+# training computes them in chunks, evaluation and generation in smaller passes.
 LARGE_VOCABULARY = 4096
 CHUNK_LOGITS, PASS_LOGITS = 2**24, 2**25  # elements
-SMALLEST_ROOT = 1e-6  # of a corrupted fraction: fractions below its square are not drawn
+SMALLEST_ROOT = 1e-6  # smallest square root of a corrupted fraction that is drawn
 
 
 class Denoiser(Protocol):
@@ -43,10 +42,10 @@ class Denoiser(Protocol):
 
 
 class ExtendedDenoiser(Protocol):
-    """A `Denoiser` that may be given relatives of the segments, or reduce its hidden states.
+    """A `Denoiser` that accepts relatives of the segments, or `reduce`.
 
-    Called in this form only if there are relatives, or with `reduce`, which returns something
-    else than logits from the hidden states and their projection.
+    Called in this form only if there are relatives, or with `reduce`, which maps the hidden states
+    and their projection to the result, instead of logits.
     """
 
     def __call__(
@@ -70,7 +69,7 @@ class Corrupted:
         targets: int64 [T], index of the clean residue among the K; 0 if the weight is 0.
         times: float64 [S], the paradigm's time of each segment, in [0, 1].
         weights: float64 [T], weight of each position's loss; 0 if it is no target.
-        count: float64 scalar, this batch's share of the global batch's normaliser.
+        count: float64 scalar, this batch's part of the global batch's normaliser.
     """
 
     tokens: Tensor
@@ -85,11 +84,11 @@ class BoundDraw:
     """One draw of the bound for each of S sequences, all float64 [S].
 
     Attributes:
-        nats: the estimate of the NELBO; the mean over all draws is unbiased.
-        fraction: the share of the residues that is masked; under the uniform source, where a
-            replaced residue may come out the same, the probability of being replaced.
+        nats: estimate of the NELBO; the mean over all draws is unbiased.
+        fraction: masked fraction of the residues; for the uniform source, which may replace a
+            residue by itself, the probability of replacement.
         cross_entropy: Σ −log p(clean residue) over the predicted residues, nats.
-        predicted: how many these are.
+        predicted: number of predicted residues.
     """
 
     nats: Tensor
@@ -104,8 +103,8 @@ class Step:
 
     Attributes:
         now, then: κ_t and κ_s, the probabilities that a residue is clean.
-        renoise: the probability that a residue shown at t is corrupted again, before the paradigm
-            limits it to what keeps the marginal at s.
+        renoise: probability that a residue shown at t is corrupted again; the paradigm limits it so
+            that the marginal at s is kept.
     """
 
     now: float
@@ -115,7 +114,7 @@ class Step:
 
 
 class Paradigm(ABC):
-    """Everything that training, evaluation and sampling ask of a paradigm.
+    """The interface that training, evaluation and sampling use.
 
     Times are those of the paradigm's own paper, scaled to [0, 1].
 
@@ -124,24 +123,24 @@ class Paradigm(ABC):
 
     Attributes:
         Settings: class of its settings, which are saved with every model.
-        vocabulary: whose tokens are corrupted and predicted; set it for others than proteins.
+        vocabulary: vocabulary of the model; set it unless it is that of proteins.
         name: name in folders, experiments and messages.
         description: sentence in a model card.
         source: the prior: `mask`, or `uniform`, random residues.
         estimator: name of the bound's estimator in reports.
-        prior_time, data_time: 0 and 1, or 1 and 0: the time of the prior and the time of the data.
-        schedule: the probability that a residue is clean.
-        samplers: the supported ones, the default first.
+        prior_time, data_time: times of the prior and of the data: 0 and 1, or 1 and 0.
+        schedule: probability that a residue is clean.
+        samplers: supported samplers, the default first.
         refused_samplers: the other samplers, each with the reason.
-        default_steps, max_steps: steps of a sampler.
-        losses: the supported ones: `elbo`, a bound; `mean` over the predicted residues; others.
-        loss_kind: the one of them in use.
+        default_steps, max_steps: numbers of sampler steps.
+        losses: supported losses: `elbo`, a bound; `mean` over the predicted residues; others.
+        loss_kind: the loss in use.
         time_sampling: `uniform` in the paradigm's time, or `low_variance`: with the corrupted
             fraction u drawn with density ½·u^(−½) and the loss weighted accordingly. The expected
             loss is the same. The variance of a time's contribution *at that time* grows towards the
-            data, as 1/u for the mask and ln²u/u for the uniform source; the variance among times is
-            removed by stratification. A density near the square root of the former keeps the
-            remaining variance small.
+            data, as 1/u for the mask and ln²u/u for the uniform source; stratification removes the
+            variance among times. A density near the square root of the former keeps the remaining
+            variance small.
     """
 
     config_name = "paradigm_config.json"
@@ -171,9 +170,9 @@ class Paradigm(ABC):
         """Set the attributes that depend on the settings."""
 
     def save_config(self, folder: str | Path) -> None:
-        """Write what `load_paradigm` builds it from: settings and vocabulary."""
+        """Write the settings and the vocabulary for `load_paradigm`."""
         settings = asdict(self.settings)
-        del settings["name"]  # of a run
+        del settings["name"]  # the name of a run
         (Path(folder) / self.config_name).write_text(json.dumps(settings, indent=2, sort_keys=True))
         self.vocabulary.save(Path(folder))
 
@@ -206,7 +205,7 @@ class Paradigm(ABC):
     def with_noise(
         self, batch: PackedBatch, maskable: Tensor, fraction: Tensor, key: Key, segments: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(tokens [T], where bool [T]): a fraction [S] of the residues is of the source."""
+        """(tokens [T], where bool [T]): a fraction [S] of the residues replaced by the source."""
         indices = (batch.draw_ids[segments], batch.positions())
         draws = uniform(key.stream("mask"), *indices)
         replaced = maskable & (draws < fraction[segments])
@@ -215,20 +214,20 @@ class Paradigm(ABC):
         return torch.where(replaced, source, clean), replaced
 
     def predicted(self, batch: PackedBatch, replaced: Tensor) -> Tensor:
-        """bool [T]: the targets, here those that are `replaced` by a token of the source."""
+        """bool [T]: the targets, by default the `replaced` residues."""
         return replaced
 
     @abstractmethod
     def time_weights(self, rates: Tensor, fraction: Tensor) -> Tensor:
-        """The weight of each time [S] in the `elbo` loss, from |du/dt| and the fraction u there."""
+        """Weight of each time [S] in the `elbo` loss, given |du/dt| and the fraction u."""
 
     def loss(
         self, logits: Tensor, batch: PackedBatch, corrupted: Corrupted
     ) -> tuple[Tensor, Tensor]:
         """(weighted sum of the positions' losses [nats], its normaliser).
 
-        The training loss is the sum over all micro-batches and ranks of the first, divided by that
-        of the second: a gradient does not depend on how the global batch was cut.
+        The training loss is the sum of the first over all micro-batches and ranks, divided by that
+        of the second, so the gradient does not depend on how the global batch is divided.
         """
         log_p = self.log_probabilities(logits)
         return self._weighted(log_p, batch, corrupted, slice(None)), corrupted.count
@@ -241,11 +240,11 @@ class Paradigm(ABC):
         *,
         whole_logits: bool = False,
     ) -> Tensor:
-        """The first value of `loss`, of a model.
+        """The weighted sum of `loss`, computed with a model.
 
         With a large vocabulary only the positions that have a weight are projected to logits, a
-        chunk at a time, and again in the backward. Only a whole `DiT` can do so: where processes
-        share rows or are stages of a pipeline, `whole_logits` must be true.
+        chunk at a time, and again in the backward. This needs a whole `DiT`: with context or
+        pipeline parallelism, `whole_logits` must be true.
         """
         tokens, times = corrupted.tokens, corrupted.times
         if whole_logits or self.vocabulary.size <= LARGE_VOCABULARY:
@@ -279,15 +278,14 @@ class Paradigm(ABC):
     def position_nats(
         self, log_p: Tensor, batch: PackedBatch, corrupted: Corrupted, places: Tensor | slice
     ) -> Tensor:
-        """The loss of each of M positions before its weight, nats [M].
+        """The unweighted loss of each of M positions, nats [M].
 
-        Args:
-            log_p: [M, K], log-probabilities given the other positions.
-            places: which of the T they are: int64 [M], or a slice.
+        `log_p` [M, K] are log-probabilities given the other positions; `places` are the indices of
+        the M among the T positions, int64 [M] or a slice.
         """
 
     def logit_places(self, places: Tensor) -> Tensor:
-        """The positions of the logits by which those at `places` are predicted, here the same."""
+        """Positions of the logits that predict the residues at `places`, by default the same."""
         return places
 
     def bound(
@@ -306,8 +304,8 @@ class Paradigm(ABC):
 
         Args:
             batch: S sequences, with relatives of all draws.
-            draw: several share a forward pass; the result has S estimates of the first, then of
-                the next, and so on.
+            draw: several draws share a forward pass; the result has the S estimates of the first
+                draw, then of the next, and so on.
             key: keys the draws; with `batch.draw_ids` = sequence ids they are the same for every
                 model.
             control: −log of a unigram model's probabilities [K], float64, as a control variate:
@@ -339,9 +337,8 @@ class Paradigm(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The corruption of one draw of the bound.
 
-        Returns:
-            tokens integer [T], the corrupted fraction float64 [S], and the factor float64 [S] of
-            the sum of `bound_terms` in the bound.
+        Returns tokens integer [T], the corrupted fraction float64 [S], and the factor float64 [S]
+        of the sum of `bound_terms` in the bound.
         """
 
     @abstractmethod
@@ -357,14 +354,11 @@ class Paradigm(ABC):
         """
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Logits [T, V] → log p(residue | the other positions) [T, K].
-
-        In fp32, or in fp64 if the logits are.
-        """
+        """Logits [T, V] → log p(residue | the other positions) [T, K], in fp32 or better."""
         return predicted_log_softmax(logits, self.vocabulary)
 
     def pass_tokens(self, token_budget: int) -> int:
-        """Tokens of a pass of evaluation or generation: the budget, unless the logits are large."""
+        """Tokens per pass of evaluation or generation: the budget, unless the logits are large."""
         return min(token_budget, max(1, PASS_LOGITS // self.vocabulary.size))
 
     def maskable(self, batch: PackedBatch) -> Tensor:
@@ -374,11 +368,11 @@ class Paradigm(ABC):
 
     @abstractmethod
     def prior_tokens(self, key: Key, *indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """`dtype` [N]: tokens to generate, drawn from the prior, keyed by `indices` [N] each."""
+        """`dtype` [N]: tokens drawn from the prior, keyed by `indices` [N] each."""
 
     @abstractmethod
     def transition(self, log_p: Tensor, tokens: Tensor, step: Step) -> Tensor:
-        """The distribution of each residue after a step, float64 [N, 1 + K]: mask, then residues.
+        """float64 [N, 1 + K]: the distribution of each residue after a step; the mask comes first.
 
         Nothing is drawn here, so that tests can multiply the steps and compare a sampler's exact
         law.
@@ -386,25 +380,21 @@ class Paradigm(ABC):
         Args:
             log_p: float64 [N, K], log-probabilities of the residues given the other positions.
             tokens: integer [N], the tokens at the positions to generate, before the step.
-            step: the step from κ_t to κ_s.
         """
 
     def may_change(self, tokens: Tensor, draws: Tensor, step: Step) -> Tensor:
-        """bool [N]: whether a step may change each token, known before the model is evaluated.
+        """bool [N]: whether a step may change each token [N], known before the model is evaluated.
 
-        Args:
-            tokens: integer [N].
-            draws: float64 [N] in [0, 1), with which the step's distribution will be sampled.
-            step: the step from κ_t to κ_s.
+        `draws`, float64 [N] in [0, 1), are those that will sample the step's distribution.
         """
         return torch.ones_like(tokens, dtype=torch.bool)
 
     def corrupted_fraction(self, times: Tensor) -> Tensor:
-        """The probability that a residue is corrupted at `times`, same shape, float64."""
+        """Probability that a residue is corrupted at `times`, same shape, float64."""
         return 1 - self.schedule.kept(self._flow_times(times))
 
     def corruption_rate(self, times: Tensor) -> Tensor:
-        """The derivative of `corrupted_fraction` towards the prior, same shape, float64."""
+        """Derivative of `corrupted_fraction` towards the prior, same shape, float64."""
         return self.schedule.rate(self._flow_times(times))
 
     def time_at_corrupted_fraction(self, fraction: Tensor) -> Tensor:
@@ -412,7 +402,7 @@ class Paradigm(ABC):
         return self._flow_times(self.schedule.time_at(fraction.double()))
 
     def kept(self, time: float) -> float:
-        """The probability that a residue is clean: ᾱ_t of diffusion, κ_t of a flow."""
+        """Probability that a residue is clean: ᾱ_t of diffusion, κ_t of a flow."""
         if time == self.data_time:
             return 1.0
         return 1 - float(self.corrupted_fraction(torch.tensor(time, dtype=torch.float64)))
@@ -429,7 +419,7 @@ class Paradigm(ABC):
         return self.time_at_corrupted_fraction(root**2), 2 * root
 
     def _flow_times(self, times: Tensor) -> Tensor:
-        """The paradigm's times → the schedule's, which are 0 at the prior; and back."""
+        """Convert between the paradigm's times and the schedule's, which are 0 at the prior."""
         return times.double() if self.data_time == 1 else 1 - times.double()
 
 

@@ -15,7 +15,7 @@ KAPPA_MARGIN = 1e-12  # κ is kept this far from 0 and 1, where the bound is 0/0
 
 
 def random_residues(key: Key, predicted: int, *indices: Tensor) -> Tensor:
-    """int64 tokens: a uniformly random one of the `predicted` K for each of the `indices`."""
+    """int64 tokens: one of the `predicted` K, uniformly random, for each of the `indices`."""
     return (uniform(key.stream("source"), *indices) * predicted).long() + FIRST
 
 
@@ -36,9 +36,9 @@ def time_reversal_nats(log_p: Tensor, shown: Tensor, clean: Tensor, kappa: Tenso
     """Contribution of each position to the time-reversal bound per unit of κ, nats, float64 [T].
 
     Uniform noise is a Markov chain that jumps at the rate −κ̇/κ to a random residue. Its reverse
-    jumps from z to y at the rate κ̇/(K·κ)·r_y with r_y = q_t(y | x_1)/q_t(z | x_1), where
-    q_t(y | x) = κ·1[y = x] + (1 − κ)/K; the model's reverse has r̂_y with the mixture of q_t(· | x)
-    over its p(x | the other positions) instead. The divergence of the two paths,
+    jumps from z to y at the rate κ̇/(K·κ)·r_y with r_y = q_t(y | x_1)/q_t(z | x_1), where q_t(y |
+    x) = κ·1[y = x] + (1 − κ)/K; the model's reverse has r̂_y, with q_t(· | x) averaged over its p(x
+    | the other positions). The divergence of the two paths,
 
         ∫ dκ/(K·κ) · E_z Σ_y [ r̂_y − r_y + r_y·log(r_y/r̂_y) ],
 
@@ -59,7 +59,7 @@ def time_reversal_nats(log_p: Tensor, shown: Tensor, clean: Tensor, kappa: Tenso
     model_ratio = model - model.gather(-1, shown[:, None])
     ratio = truth - truth.gather(-1, shown[:, None])
     log_quotient = ratio - model_ratio
-    # r·(e^(−d) − 1 + d) with d = log(r/r̂): no cancellation where the two agree.
+    # r·(e^(−d) − 1 + d) with d = log(r/r̂): no cancellation at r ≈ r̂.
     divergence = ratio.exp() * (torch.expm1(-log_quotient) + log_quotient)
     return divergence.sum(-1) / (residues * kappa[:, 0])
 
@@ -69,9 +69,8 @@ def generalised_kl_nats(log_p: Tensor, shown: Tensor, clean: Tensor, kappa: Tens
 
     1/(1 − κ)·[1 − p(z|z) + 1[x_1 ≠ z]·(−log p(x_1|z) − 1)] with p = p_{1|t}: the divergence of the
     flow's own velocities (Shaul et al., arXiv:2412.03487). A bound, but loose: its path jumps
-    straight to x_1, which reveals more of x_1 than the path of the time reversal.
-
-    Arguments as in `time_reversal_nats`.
+    straight to x_1, which reveals more of x_1 than the path of the time reversal. Arguments as in
+    `time_reversal_nats`.
     """
     kappa = kappa.clamp(KAPPA_MARGIN, 1 - KAPPA_MARGIN)
     posterior = log_posterior(log_p.double(), shown, kappa)
@@ -81,10 +80,11 @@ def generalised_kl_nats(log_p: Tensor, shown: Tensor, clean: Tensor, kappa: Tens
 
 
 def jump(log_p: Tensor, shown: Tensor, now: float, then: float, renoise: float) -> Tensor:
-    """The flow's jump from a uniform source, with its corrector: residues' probabilities [N, K].
+    """Probabilities of the residues [N, K] after a flow's jump from a uniform source, with
+    corrector.
 
-    With probability f a position is drawn anew from p_{1|t}; after that, with probability b, from
-    the source. A position's marginal κ_t·p + (1 − κ_t)/K keeps its form in both, for p_{1|t}
+    With probability f a position is redrawn from p_{1|t}; after that, with probability b, from the
+    source. A position's marginal κ_t·p + (1 − κ_t)/K keeps its form in both, because p_{1|t}
     averages to p; its κ becomes f + (1 − f)·κ_t, and that times 1 − b. To arrive at κ_s,
 
         f = (κ_s/(1 − b) − κ_t)/(1 − κ_t),
@@ -92,7 +92,7 @@ def jump(log_p: Tensor, shown: Tensor, now: float, then: float, renoise: float) 
     which is at most 1 for b ≤ 1 − κ_s, so the last step has no corrector. With the b of `euler`
     these are, to first order in the step, the rates of (1 + c)·û − c·ǔ (Gat et al.,
     arXiv:2407.15595, sec. 3.3), where ǔ is uniform noise's own forward process; theirs does not
-    renoise what is noise already. Both have the same marginals.
+    renoise what is already noise. Both have the same marginals.
 
     Args:
         log_p: float64 [N, K], given the other positions.
@@ -111,19 +111,17 @@ def jump(log_p: Tensor, shown: Tensor, now: float, then: float, renoise: float) 
 def posterior_step(log_p: Tensor, shown: Tensor, now: float, then: float) -> Tensor:
     """The posterior of uniform diffusion: the probabilities of the residue at s, [N, K].
 
-    The forward process keeps a residue from s to t with probability ρ = κ_t/κ_s and draws it
-    anew otherwise. Given x_s, the residue at t does not depend on the other positions, so by Bayes
+    The forward process keeps a residue from s to t with probability ρ = κ_t/κ_s and redraws it
+    otherwise. Given x_s, the residue at t does not depend on the other positions, so by Bayes
 
         p(x_s = y | x_t) ∝ q(x_t = z | x_s = y) · p(x_s = y | the other positions)
                          = [ρ·1[y = z] + (1 − ρ)/K] · [κ_s·p(y) + (1 − κ_s)/K]
 
     with p the model's softmax (Austin et al., arXiv:2107.03006, eq. 4 with a uniform transition
     matrix; there p includes the evidence of z, which is in the first factor here). This is the
-    reverse process whose likelihood the time-reversal bound bounds.
-
-    Arguments as in `jump`.
+    reverse process whose likelihood the time-reversal bound bounds. Arguments as in `jump`.
     """
-    # With κ_t = κ_s every probability would be 0 where top-k has removed the residue shown.
+    # With κ_t = κ_s every probability would be 0 if top-k has removed the shown residue.
     kept = min(now / then, 1 - KAPPA_MARGIN) if then > 0 else 0.0
     residues = log_p.shape[-1]
     evidence = kept * F.one_hot(shown, residues).to(log_p.dtype) + (1 - kept) / residues

@@ -1,1 +1,1 @@
-"""The settings of everything, as dataclasses: one field states all there is to say about a key."""
+"""The settings of everything, as dataclasses: each key is defined by one field."""

@@ -92,8 +92,7 @@ class AdaptSettings(PipelineSettings):
     identity: float | Literal["auto"] = key("auto", above=0, high=1)
     """members at least this identical stay together; auto: the lowest that suits the family"""
     general: str = key("examples/data/uniprot_500.fasta.gz", path="any")
-    """general proteins for max_general_loss: FASTA, a store, or prepared data (its validation
-    set)"""
+    """general proteins for max_general_loss: FASTA, a store, or prepared data (validation set)"""
     max_general_loss: float = key(0.01, above=0)
     """largest increase of the bound on general proteins, nats per residue"""
 
@@ -140,8 +139,7 @@ class DoctorSettings(PipelineSettings):
     """d2plm doctor."""
 
     cluster: bool | Literal["auto"] = key("auto")
-    """check a cluster; auto: if kubectl or a pod's account has one and launcher.kind is not
-    local"""
+    """check a cluster; auto: if kubectl or the pod has one and launcher.kind is not local"""
     kfp_host: str | None = key("${oc.env:KFP_HOST,null}")
     """address of a Kubeflow Pipelines server to check"""
     timeout_seconds: float = key(5, above=0)
@@ -192,8 +190,7 @@ class ExportDataSettings(StoreSettings):
     store: str = key(path="folder")
     """folder of a store"""
     output: str = key(path="any")
-    """proteins.fasta, texts.jsonl, both also with .gz, - for standard output, or PREFIX.idx for
-    PREFIX.bin and PREFIX.idx"""
+    """proteins.fasta, texts.jsonl (also .gz), - for standard output, or a corpus's PREFIX.idx"""
     format: Literal["auto", "megatron"] = key("auto")
     """format; auto: FASTA or JSON lines; a Megatron corpus if output is PREFIX.idx"""
     end_of_document: int | None = key(None, low=0)
@@ -293,8 +290,7 @@ class EmbedSettings(BulkSettings):
     output: str = key("embeddings", path="folder")
     """folder of files of about 256 MB; repeating the command continues"""
     layer: int = key(-1)
-    """0: input of the first block, n: output of the n-th; -1: normalised output of the last
-    block"""
+    """0: input of the first block; n: output of the n-th; -1: normalised output of the last"""
     pooled: bool = key(True)
     """mean over the tokens (residues) of a sequence; false: a vector for each token"""
     format: Literal["parquet", "safetensors"] = key("parquet")
@@ -393,8 +389,8 @@ class ConvertSettings(Settings):
     """maximum size of a safetensors file"""
 
 
-# Name of a command, or command_action → its settings. Commands without a file in configs/ of their
-# own compose pipeline.yaml if they are configured like the whole pipeline.
+# Command, or command_action → settings. Without its own file in configs/, a command configured like
+# the pipeline composes pipeline.yaml.
 SETTINGS: dict[str, type[Settings]] = {
     "adapt": AdaptSettings,
     "checkpoint_convert": ConvertSettings,
@@ -425,8 +421,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "train": TrainSettings,
 }
 
-# Command → short form of a key → the key. The list is explicit, so that a new key cannot make a
-# user's command line ambiguous.
+# Command → short form of a key → the key: explicit, so that new keys cause no ambiguity.
 SHORT_KEYS: dict[str, dict[str, str]] = {
     "generate": {
         name: f"generation.{name}"

@@ -45,14 +45,14 @@ class Reading(Settings):
     name_field: str | None = key(None)
     """column of the names; null: a common name"""
     on_illegal: Literal["error", "drop"] = key("error")
-    """action for a record that is not of the alphabet"""
+    """action for a record outside the alphabet"""
     end_of_document: int | None = key(None, low=0)
     """id that ends a Megatron corpus's documents and is left out; null: the tokenizer's"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IngestedSequences(VocabularySettings, Reading):
-    """What becomes of the records that are read."""
+    """Which records are kept, and how they are cut."""
 
     window: int | None = key(None, low=1)
     """tokens of the pieces into which longer sequences are cut; null: no cuts"""
@@ -66,7 +66,7 @@ class IngestedSequences(VocabularySettings, Reading):
 class SplitSettings(Settings):
     """Which sequences are held out, and how their homologs are kept out of training.
 
-    Where whole clusters do not add up to a fraction, fewer sequences are held out.
+    If whole clusters do not add up to a fraction, fewer sequences are held out.
     """
 
     validation_fraction: float = key(0.005, low=0, below=1)
@@ -94,7 +94,7 @@ class SplitSettings(Settings):
 class ClusterSettings(Settings):
     """Homology clustering by MMseqs2.
 
-    `cluster` finds remote homologs by cascaded searches (of up to 20 proteins, by one);
+    `cluster` finds remote homologs by cascaded searches (one search for up to 20 proteins);
     `linclust` takes linear time, for hundreds of millions of sequences; `none` makes every sequence
     its own cluster, for a collection that is already clustered, such as UniRef50.
     """
@@ -140,17 +140,16 @@ class TextSettings(Settings):
     """Which documents are near-duplicates."""
 
     near_duplicate_similarity: float | None = key(0.75, above=0, high=1)
-    """least Jaccard similarity of a cluster's texts (n-grams of 25 bytes or 5 tokens); null:
-    deduplicated before"""
+    """least Jaccard similarity of near-duplicates (n-grams of 25 bytes, 5 tokens); null: none"""
     overlap_ngram: int | None = key(None, low=1)
-    """tokens in a row that texts do not share by chance; null: 50 bytes, or 13 tokens"""
+    """tokens of an n-gram that texts do not share by chance; null: 50 bytes, or 13 tokens"""
     overlap_share: float = key(0.5, above=0, high=1)
     """texts overlap if they share this fraction of the n-grams of either"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources(Settings):
-    """What MMseqs2 may use, and how long another process is waited for."""
+    """Resources of MMseqs2, and the maximum wait for another process."""
 
     threads: int | None = key(None, low=1)
     """CPU threads of MMseqs2; null: all"""

@@ -48,15 +48,14 @@ class EvaluationSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings(Settings):
-    """The sampler and its options; a sampler refuses those of others."""
+    """The sampler and its options; a sampler rejects those of others."""
 
     sampler: Literal["ancestral", "euler", "first_hitting", "confidence", "remdm"] | None = key(
         None
     )
     """sampler; null: the paradigm's default"""
     steps: int | None = key(None, low=1)
-    """steps, each at most one model evaluation; null: the paradigm's default; first_hitting has
-    none"""
+    """steps, each at most one model evaluation, not for first_hitting; null: a default"""
     temperature: float | None = key(None, above=0)
     """divides the logits; below 1 is more conservative; null: 1, for new members 0.76 or less"""
     top_k: int | None = key(None, low=1)
@@ -93,13 +92,13 @@ class GenerationSettings(SamplerSettings):
     """for new members: median identity to the nearest given member; null: about that of natural
     members, 0.65 to 0.85"""
     keep: list[str] = key([])
-    """for new members: residues that stay, each NAME:H57,D102,S195-S200"""
+    """for new members: residues to keep, each NAME:H57,D102,S195-S200"""
     avoid: str = key("")
-    """for new members: residues not drawn, such as C"""
+    """for new members: residues to avoid, such as C"""
     near: str | None = key(None)
     """for new members: NAME:10, the member and the number of mutations"""
     filter: bool = key(False)
-    """for new members: draw those unlike natural members again, and say how many"""
+    """for new members: redraw those unlike natural members, and report their number"""
     templates: str | None = key(None, path="file")
     """FASTA with '_' or '<mask>' for each residue or base, '___' for a codon; text: .jsonl or .txt,
     a template a line, '<mask:12>' for 12 tokens"""

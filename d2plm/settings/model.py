@@ -14,10 +14,10 @@ OF_EXPERTS = ("experts_per_token", "shared_expert_size", "balance_rate", "auxili
 class ModelSettings(Settings):
     """Sizes and options of a `DiT`, which its `DiTConfig` holds.
 
-    With some options a `DiT` computes what `EsmForMaskedLM` (Lin et al.,
-    doi:10.1126/science.ade2574) computes, see `d2plm.model.esm`, or, bidirectionally, what the
-    layers of Llama (Touvron et al., arXiv:2302.13971) and GPT-NeoX (Black et al., arXiv:2204.06745)
-    compute; tests compare them.
+    With some options a `DiT` computes the same function as `EsmForMaskedLM` (Lin et al.,
+    doi:10.1126/science.ade2574), see `d2plm.model.esm`, or the bidirectional form of the layers of
+    Llama (Touvron et al., arXiv:2302.13971) and GPT-NeoX (Black et al., arXiv:2204.06745); tests
+    compare them.
     """
 
     vocab_size: int = key(PROTEIN_TOKENS, low=6)
@@ -73,8 +73,7 @@ class ModelSettings(Settings):
     shared_expert_size: int | None = key(None, low=1)
     """width of an expert that all tokens pass; null: none"""
     balance_rate: float | None = key(None, low=0)
-    """step of the bias that balances the experts' loads, 0: none; null: 0.01 without
-    auxiliary_loss"""
+    """step of the bias that balances loads; 0: none; null: 0.01 without auxiliary_loss"""
     auxiliary_loss: float | None = key(None, low=0)
     """coefficient of a loss that balances the experts' loads; null: none"""
 

@@ -12,7 +12,7 @@ MAX_MONOTONE_SLOPE = 3.0  # both end slopes at most 3 keep the cubic schedule in
 
 @dataclass(frozen=True, kw_only=True)
 class ParadigmSettings(Settings):
-    """What every paradigm has."""
+    """Settings of every paradigm."""
 
     type: str = key("")
     """registered name of the paradigm"""

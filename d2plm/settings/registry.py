@@ -1,9 +1,9 @@
 """The choices of a configuration by name: paradigms, optimizers, schedules, callbacks, trainers.
 
-A configuration names its choices and never a Python object, so a configuration from a stranger
-cannot run code. Built-in names are below. Others are added with `register`, by a module that is
-named on the command line (`d2plm train --module my_paradigm.py …`) or by an installed package
-whose entry point in the group `d2plm` names such a module.
+A configuration contains names and never Python objects, so a stranger's configuration cannot run
+code. Built-in names are below. Others are added with `register`, by a module given on the command
+line (`d2plm train --module my_paradigm.py …`) or by the module of an installed package's entry
+point in the group `d2plm`.
 """
 
 import importlib
@@ -27,12 +27,7 @@ Factory = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """A choice.
-
-    Attributes:
-        settings: class of its section.
-        location: what builds it from its settings: a function or class, or `module:name` of one.
-    """
+    """A choice: the class of its section, and what builds it, as an object or `module:name`."""
 
     settings: type[Settings]
     location: Factory | str
@@ -100,19 +95,17 @@ _ENTRIES: dict[str, dict[str, Entry]] = {
 def register(
     group: str, name: str, factory: Factory, settings: type[Settings] | None = None
 ) -> None:
-    """Add a choice; call it in a module that is given with `--module`.
+    """Add a choice; call it in a module that is passed as `--module`.
+
+    Raises `ConfigError` if the group is unknown, or the name has another factory.
 
     Args:
         group: `paradigm`, `optimizer`, `schedule`, `callback`, `metric` or `trainer`.
-        name: by which configurations and saved models name it.
-        factory: what builds it: of a paradigm, a function of its settings; of an optimizer, of
-            (model, parameters by name, settings=); of a schedule, of (steps, settings=); of a
-            metric, of nothing; of a callback or trainer, a class derived from `Callback` or
-            `Trainer`.
+        name: its name in configurations and saved models.
+        factory: for a paradigm, a function of its settings; for an optimizer, of (model, parameters
+            by name, settings=); for a schedule, of (steps, settings=); for a metric, without
+            arguments; for a callback or trainer, a class derived from `Callback` or `Trainer`.
         settings: class of its section, with the keys that it adds; None adds none.
-
-    Raises:
-        ConfigError: if the group is unknown, or the name has another factory.
     """
     if group not in _ENTRIES:
         raise ConfigError(f"unknown group {group!r}{did_you_mean(group, GROUPS)}")
@@ -142,17 +135,13 @@ def _origin(location: Factory | str) -> str:
 
 
 def registered(group: str) -> dict[str, Entry]:
-    """The choices of a group by name, those of installed packages included."""
+    """The choices of a group by name, including those of installed packages."""
     _load_installed()
     return _ENTRIES[group]
 
 
 def find(group: str, name: str, where: str = "") -> Entry:
-    """The choice of that name.
-
-    Raises:
-        ConfigError: if there is none, naming the key `where`.
-    """
+    """The choice called `name`; a `ConfigError` for an unknown one names the key `where`."""
     known = registered(group)
     if name not in known:
         raise ConfigError(
@@ -177,15 +166,11 @@ def _load_installed() -> None:
             ) from error
 
 
-_loaded: list[str] = []  # what --module has named
+_loaded: list[str] = []  # arguments of --module
 
 
 def load_modules(names: Sequence[str]) -> None:
-    """Import modules that register choices: names of installed modules, or Python files.
-
-    Raises:
-        ConfigError: if one does not exist or fails.
-    """
+    """Import modules (names or Python files) that register choices; `ConfigError` if one fails."""
     for name in names:
         file = Path(name).resolve() if name.endswith(".py") or "/" in name else None
         if file is not None and not (file.is_file() and file.suffix == ".py"):
@@ -207,7 +192,7 @@ def load_modules(names: Sequence[str]) -> None:
 
 
 def loaded_modules() -> list[str]:
-    """The modules that `--module` has named, as written."""
+    """The arguments of `--module`, as written."""
     return list(_loaded)
 
 

@@ -1,6 +1,6 @@
 """Settings as frozen dataclasses: validation, and the list of keys that help and completion show.
 
-A field states a key once: its name, type, default, range and a sentence on it. Validation at
+A field defines a key once: its name, type, default, range and description. Validation at
 construction, the composed configuration, `--help`, completion, `docs/configuration.md` and the JSON
 schema are all derived from the fields. Nothing here imports torch, transformers or Hydra.
 """
@@ -25,24 +25,17 @@ Kind = TypeVar("Kind", bound="Settings")
 
 MAX_SEED = 2**64 - 1  # `d2plm.core.noise.Key` has 64 bits: larger seeds would equal smaller ones
 
-# What a path leads to; see `d2plm.config.check_paths`.
-PathKind = Literal["file", "folder", "any", "model"]
+PathKind = Literal["file", "folder", "any", "model"]  # see `d2plm.config.check_paths`
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a text must look like.
-
-    Attributes:
-        pattern: regular expression of the whole text.
-        words: the same for a person.
-    """
+    """The format of a text: a regular expression of the whole text, and its description."""
 
     pattern: str
     words: str
 
     def fits(self, text: str) -> bool:
-        """Whether the text has this form."""
         return re.fullmatch(self.pattern, text) is not None
 
 
@@ -63,14 +56,13 @@ def key(
 
     Args:
         default: lists and dictionaries are copied.
-        form: of a text, or of each text of a list or mapping.
-        names: form of the names of a mapping.
+        form: format of a text, or of each text in a list or mapping.
+        names: format of the names in a mapping.
         low, high: bounds of a number, or of each number of a list.
         above, below: the same without the bound itself.
-        path: what a value that is a path leads to.
-        composed: default in a composed configuration, if it differs: a reference such as
-            `${work_dir}/data`.
-        registry: group of the registry (`d2plm.settings.registry`) that holds the section's types.
+        path: kind of file that the value is the path of.
+        composed: default in a composed configuration if it differs, such as `${work_dir}/data`.
+        registry: group of the registry (`d2plm.settings.registry`) with the section's types.
     """
     metadata = {
         "form": form,
@@ -97,11 +89,7 @@ def section(kind: type["Settings"]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of all sections: the values of the fields are checked when an object is made.
-
-    Raises:
-        ConfigError: if a value does not fit its field, naming the field.
-    """
+    """Base of all sections; raises `ConfigError` for a value that does not fit its field."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -209,7 +197,7 @@ class Key:
     Attributes:
         field: the field that defines it.
         default: value before interpolations are resolved; `???` if the key is required.
-        help: what the value is, for a person who sets it.
+        help: description for users.
     """
 
     field: Field[Any]
@@ -223,7 +211,7 @@ class Key:
 
     @property
     def choices(self) -> list[str]:
-        """The words that may be the value; empty if others may be, too."""
+        """The words that may be the value; empty if other values are allowed, too."""
         kinds = _alternatives(self.field.type)
         words = [
             str(one) for kind in kinds for one in get_args(kind) if get_origin(kind) is Literal
@@ -238,17 +226,16 @@ class Key:
 
     @property
     def is_list(self) -> bool:
-        """Whether the value may be a list."""
         return any(get_origin(kind) is list for kind in _alternatives(self.field.type))
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is a mapping with names of the user's."""
+        """Whether the value is a mapping with names chosen by the user."""
         return any(get_origin(kind) is dict for kind in _alternatives(self.field.type))
 
     @property
     def described(self) -> str:
-        """The sentence on the key, with its choices or range."""
+        """The description of the key, with its choices or range."""
         limits = range_of(self.field.metadata)
         known = " | ".join(self.choices) or limits
         return f"{self.help} ({known})" if known else self.help
@@ -261,7 +248,7 @@ class Key:
 
 
 def keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
-    """All keys of a class of settings by their dotted names, those of every type of a section."""
+    """All keys of a class of settings by dotted name, including every type of a section."""
     found: dict[str, Key] = {}
     said = helps(kind)  # type: ignore[arg-type]  # a class is hashable
     for one in fields(kind):
@@ -274,10 +261,7 @@ def keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
 
 @cache
 def helps(kind: type[Settings]) -> dict[str, str]:
-    """Field → the docstring below it, in the class or the base that defines it.
-
-    Fields of a class without source, such as one typed into an interpreter, have none.
-    """
+    """Field → the docstring below it, in the class or base that defines it; '' without source."""
     found: dict[str, str] = dict.fromkeys((one.name for one in fields(kind)), "")
     for base in reversed(kind.__mro__):
         if issubclass(base, Settings):
@@ -290,7 +274,7 @@ def helps(kind: type[Settings]) -> dict[str, str]:
 
 @cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """Qualified name → class, of a module's source; `inspect` parses it again for each class."""
+    """Qualified name → class in a module's source, which `inspect` would parse once per class."""
     with suppress(OSError, TypeError, KeyError):  # no source
         return dict(_defined(ast.parse(inspect.getsource(sys.modules[module]))))
     return {}
@@ -341,8 +325,7 @@ def default_of(one: Field[Any]) -> Any:
 def with_defaults(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
     """The nested mapping `values` completed by the defaults of `kind`, unresolved.
 
-    The type of a section decides which defaults it takes. Unknown keys are kept, for `build` to
-    reject them.
+    The type of a section decides its defaults. Unknown keys are kept, and rejected by `build`.
     """
     completed: dict[str, Any] = dict(values)
     for one in fields(kind):
@@ -378,7 +361,7 @@ def _named_sections(one: Field[Any], given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _class_of(one: Field[Any], values: Mapping[str, Any], where: str) -> type[Settings]:
-    """The class of a section, which its `type` decides if it is one of a registry."""
+    """The class of a section; in a registry its `type` decides."""
     group = one.metadata.get("registry")
     if group is None:
         kind: type[Settings] = one.type  # type: ignore[assignment]  # a section's
@@ -389,13 +372,9 @@ def _class_of(one: Field[Any], values: Mapping[str, Any], where: str) -> type[Se
 
 
 def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
-    """Make settings of nested values; every error names the full key.
+    """Build settings from the nested `values` of a section `where` ('' at the top).
 
-    Args:
-        where: section that contains the values; empty at the top.
-
-    Raises:
-        ConfigError: for an unknown or missing key, or a value that does not fit.
+    Raises `ConfigError`, with the full key, if a key is unknown or missing or a value does not fit.
     """
     known, made = {one.name: one for one in fields(kind)}, dict[str, Any]()
     prefix = f"{where}." if where else ""
@@ -403,7 +382,7 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
         if name not in known:
             near = did_you_mean(f"{prefix}{name}", [prefix + one for one in known])
             raise ConfigError(f"unknown key {prefix + str(name)!r}{near}")
-    for name, one in known.items():  # in their order: a reference comes after what it refers to
+    for name, one in known.items():  # in the order of references
         if values.get(name, "???") != "???":
             made[name] = _built(one, values[name], prefix + name)
         elif default_of(one) == "???":
@@ -417,7 +396,7 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
 
 
 def part(kind: type[Kind], settings: Settings) -> Kind:
-    """The fields of `kind` that are among those of other settings, such as a section's."""
+    """The fields of `kind` taken from other settings that have them, such as a section's."""
     return kind(**{one.name: getattr(settings, one.name) for one in fields(kind)})
 
 
@@ -441,8 +420,7 @@ def _built(one: Field[Any], value: Any, where: str) -> Any:
 def json_schema(*kinds: type[Settings]) -> dict[str, Any]:
     """JSON schema (draft 7) of YAML files that hold some of the keys of these classes.
 
-    Every section may also have a list `defaults`, so that `properties` of the schema describe the
-    files of the groups, too.
+    Every section may have a list `defaults`, so that `properties` also describes group files.
     """
     found: dict[str, list[dict[str, Any]]] = {"defaults": [{"type": "array"}]}
     for kind in kinds:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from d2plm.settings.schema import Form, Settings, key
 
-# Others are refused by MLflow after the upload, or cannot be written as models:/NAME@ALIAS.
+# Rejected by MLflow after the upload, or impossible in models:/NAME@ALIAS.
 _NOT_IN_MODEL_NAMES = r"/:@'\"%#?\\\x00-\x1f"
 MODEL_NAME = Form(
     rf"(?!\.+$)[^\s{_NOT_IN_MODEL_NAMES}]"

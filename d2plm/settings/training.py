@@ -12,14 +12,14 @@ Precision = Literal["auto", "bf16", "fp16", "fp32", "fp64"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings(Settings):
-    """How long, on what and with what precision training runs, and what it keeps."""
+    """Length, device and precision of training, and the checkpoints to keep."""
 
     type: str = key("trainer")
     """registered name of the trainer; your own is a subclass of Trainer"""
     device: Device = key("auto")
     """device; auto: CUDA if there is a GPU"""
     precision: Precision = key("auto")
-    """dtype of the matrix products; auto: what the device is fast at"""
+    """dtype of the matrix products; auto: bf16 if the device is fast at it, else fp32"""
     compile: bool | Literal["auto"] = key("auto")
     """compile blocks; auto: on CUDA, and on a CPU in runs of some minutes"""
     threads: int | None = key(None, low=1)
@@ -33,8 +33,7 @@ class TrainerSettings(Settings):
     flops_budget: float | None = key(None, above=0)
     """model FLOPs, such as 1e18"""
     global_batch_tokens: int | None = key(None, low=1, composed="${data.token_budget}")
-    """tokens of a step, a multiple of data.token_budget; null: one bin per micro-batch and
-    process"""
+    """tokens of a step, a multiple of data.token_budget; null: a bin per micro-batch and process"""
     gradient_accumulation_steps: int | Literal["auto"] = key("auto", low=1)
     """micro-batches per process; auto: one per bin of token_budget"""
     loss_aggregation: Literal["token_weighted", "rank_average"] = key("token_weighted")
@@ -65,11 +64,10 @@ class TrainerSettings(Settings):
     freeze: list[str] = key([])
     """patterns of parameters not to train, such as [token_embedding.*, blocks.0.*]"""
     lora_rank: int | None = key(None, low=1)
-    """rank of LoRA updates of the blocks' matrices, trained instead of init_from's weights; null:
-    the weights"""
+    """rank of LoRA updates of the blocks' matrices; null: init_from's weights are trained"""
 
 
-# Each can be more than one process, or more than one part on a process.
+# Each may exceed 1.
 DIMENSIONS = ("replicate", "tensor", "context", "expert", "pipeline", "pipeline_stages_per_rank")
 
 
@@ -88,9 +86,9 @@ class Parallelism(Settings):
     pipeline: int = key(1, low=1)
     """processes that share the blocks; micro-batches pass through their stages (1F1B)"""
     pipeline_stages_per_rank: int = key(1, low=1)
-    """stages on each of these; more (interleaved 1F1B) wait less and send more"""
+    """stages per process; more (interleaved 1F1B) idle less and communicate more"""
     expert: int = key(1, low=1)
-    """those of a replica's processes that share the experts of each layer; divides both"""
+    """processes of a replica that share the experts of each layer; divides both"""
     reshard_after_forward: bool = key(True)
     """free gathered blocks after the forward: less memory, one more all-gather"""
     reshard_between_micro_batches: bool = key(False)
@@ -127,7 +125,7 @@ class DistributedSettings(Parallelism):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
-    """What every optimizer has."""
+    """Settings of every optimizer."""
 
     type: str = key("")
     """registered name of the optimizer"""
@@ -167,7 +165,7 @@ class MuonSettings(AdamWSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings(Settings):
-    """What every learning-rate schedule has: the warm-up."""
+    """Settings of every learning-rate schedule: the warm-up."""
 
     type: str = key("")
     """registered name of the schedule"""
