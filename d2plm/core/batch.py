@@ -64,7 +64,7 @@ class Relatives:
 
     @classmethod
     def pack(cls, by_segment: Sequence[Sequence[NDArray[np.uint8]]]) -> Self:
-        """Concatenate the relatives (uint8 residues) of each segment; `DataError` if one is empty.
+        """Concatenate the relatives (uint8 residues) of each segment; `DataError` for an empty one.
         """
         flat = [tokens for of_segment in by_segment for tokens in of_segment]
         if not all(map(len, flat)):
@@ -217,6 +217,8 @@ class PackedBatch:
         return np.diff(self.cu_seqlens.cpu().numpy()[: count + 1]).tolist()
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory alive until `stream` has finished its queued work."""
+
         def record(tensor: Tensor) -> Tensor:
             tensor.record_stream(stream)
             return tensor

@@ -46,7 +46,7 @@ class ConfigError(D2PLMError):
         return f"{named}: {self.reason}" if named else self.reason
 
     def within(self, section: str, keys: Mapping[str, str] | None = None) -> "ConfigError":
-        """The same error with full keys, `keys[argument]` or else `section` and argument."""
+        """The same error with full keys: `keys[argument]`, or `section` and the argument."""
         prefix, elsewhere = f"{section}." if section else "", keys or {}
         named = {elsewhere.get(key, prefix + key): v for key, v in self.settings.items()}
         return type(self)(self.reason, named)

@@ -49,6 +49,9 @@ def legend_above(axes: Any) -> None:
 
 
 def save_figure(figure: Any, file: Path, dpi: int = DPI) -> None:
-    """Write a figure atomically, in the format of the suffix; `DataError` if that is impossible."""
+    """Write a figure atomically, in the format of the file's suffix.
+
+    Raises `DataError` if the file cannot be written.
+    """
     with written_beside(file) as partial:
         figure.savefig(partial, dpi=dpi)

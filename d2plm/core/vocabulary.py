@@ -151,7 +151,10 @@ class Vocabulary(ABC):
         return found[0].copy()
 
     def restore(self, tokens: Tokens) -> str:
-        """A text that `raw` and `tokenise` turn into these tokens, if they are a whole text."""
+        """A text that `raw` and `tokenise` turn into these tokens.
+
+        This holds for the tokens of a whole text, and for any tokens of letters and bytes.
+        """
         return self.decode(tokens)
 
     def raw(self, text: str) -> bytes:

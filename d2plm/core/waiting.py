@@ -15,8 +15,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def waiting(what: str, progress: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Log every minute that the block waits for `what`; a change of `progress` restarts the wait.
-    """
+    """Log every minute that the block waits for `what`; a new value of `progress` restarts it."""
     ended = threading.Event()
 
     def report() -> None:

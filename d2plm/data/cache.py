@@ -30,7 +30,10 @@ class ArrayCache:
     report: Callable[[str], None]
 
     def array(self, name: str, origin: Any, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The array `name` computed from `origin` (JSON), by this or another process."""
+        """The array `name` computed from `origin` (JSON), now or before.
+
+        If several processes request it at once, one computes it and the others wait.
+        """
         path = self.folder / f"{name}-{digest_of(origin)[:16]}.npz"
         try:
             return self._read(path)

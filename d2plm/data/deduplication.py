@@ -48,8 +48,8 @@ class Records(NamedTuple):
 class Deduplicator:
     """Takes sequences by `add` and returns them, sorted and distinct, by `sorted`.
 
-    `folder` must be empty; its temporary files take the size of the sequences, and their `OSError`s
-    are passed on.
+    `folder` must exist and be empty; its temporary files take the size of the sequences, and their
+    `OSError`s are passed on.
     """
 
     def __init__(self, folder: Path) -> None:

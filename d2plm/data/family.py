@@ -118,7 +118,10 @@ class Family:
 
 
 class RelativesCheck:
-    """Collects notices on the relatives of several proteins; the arguments are file names."""
+    """Collects notices about the relatives of several proteins.
+
+    `relatives` and `proteins` are the names of their files, for messages.
+    """
 
     def __init__(self, relatives: str | Path, proteins: str | Path) -> None:
         self.relatives, self.proteins, self.number = relatives, proteins, 0
@@ -156,7 +159,10 @@ class RelativesCheck:
 
 
 def write_relatives(path: Path, names: Sequence[str], found: Sequence[Sequence[Relative]]) -> None:
-    """Write a table of the relatives `found` of each protein; `DataError` if that is impossible."""
+    """Write a table of the relatives `found` for each of the proteins `names`.
+
+    Raises `DataError` if the file cannot be written.
+    """
     with written_beside(path) as partial, partial.open("w", encoding="utf-8") as file:
         print(*TABLE_COLUMNS, sep="\t", file=file)
         for protein, relatives in zip(names, found, strict=True):

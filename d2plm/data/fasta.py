@@ -112,7 +112,10 @@ def read_fasta_blocks(
 
 
 def write_fasta(path: Path, records: Iterable[tuple[str, bytes | str]]) -> None:
-    """Write (header without `>`, letters) records atomically; `DataError` if that is impossible."""
+    """Write (header without `>`, residue letters) records atomically, wrapped at 60 columns.
+
+    Raises `DataError` if the file cannot be written.
+    """
     with written_beside(path) as partial, open(partial, "wb", buffering=_BUFFER_BYTES) as file:
         for header, sequence in records:
             file.write(fasta_text(header, sequence))

@@ -71,7 +71,10 @@ def require_form(output: Path, vocabulary: Vocabulary, of_text: tuple[str, ...])
 
 
 def first_records(store: SequenceStore, number: int) -> Iterator[bytes]:
-    """The first `number` sequences, formatted as by `export_sequences`; `DataError` on damage."""
+    """The first `number` sequences, formatted as by `export_sequences`.
+
+    Raises `DataError` (when iterated) if the store is damaged.
+    """
     blocks = zip(store.blocks(), store.name_blocks(), strict=True)
     return islice(chain.from_iterable(_records(store, *block) for block in blocks), number)
 

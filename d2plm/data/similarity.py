@@ -33,7 +33,7 @@ class Finder(Protocol):
     """Finds similar sequences of a store."""
 
     def clusters(self, store: SequenceStore, selected: Mask) -> NDArray[np.int32]:
-        """int32 [selected]: the first member of each one's cluster, of the selected, bool [N]."""
+        """int32 [selected]: each one's cluster, as its first member's index among the selected."""
 
     def pairs(
         self,

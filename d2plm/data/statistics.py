@@ -151,7 +151,7 @@ def table(stores: Mapping[str, StoreStatistics]) -> str:
 def plot(stores: Mapping[str, StoreStatistics], file: Path, title: str) -> None:
     """Draw the lengths of one to four stores one below another, and next to them the compositions.
 
-    The suffix of `file` is one of PICTURES; `DataError` if it cannot be written.
+    The suffix of `file` is one of PICTURES. Raises `DataError` if it cannot be written.
     """
     figure = new_figure(11.5, 3.6 + 0.8 * len(stores))
     axes = figure.subplot_mosaic([[place, "composition"] for place in range(len(stores))])

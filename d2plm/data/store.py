@@ -153,8 +153,7 @@ class SequenceStore:
             )
 
     def copy_into(self, row: Tokens, windows: Windows) -> None:
-        """Copy windows into `row` [T] in the vocabulary's dtype; `DataError` for a damaged store.
-        """
+        """Copy windows into `row` [T] in the vocabulary's dtype; `DataError` on a damaged store."""
         environment = self._open()
         blocks = windows.indices // BLOCK_SEQUENCES
         first = self._offsets[windows.indices] + windows.starts

@@ -227,7 +227,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def is_missing(cell: str, words: Set[str] = MISSING) -> bool:
-    """Whether a cell is one of the `words` for a missing value, or with NO_SEQUENCE sequence."""
+    """Whether a cell is empty or one of the `words` for a missing value."""
     return cell.strip().lower() in words
 
 

@@ -141,9 +141,7 @@ class DiT(PreTrainedModel):
         times: Tensor,
         relatives: Relatives | None = None,
     ) -> Tensor:
-        """Padded ids [B, L], mask [B, L] (1 = token), times [B] → logits [B, L, V], zero at
-        padding.
-        """
+        """Padded ids, mask (1 = token) [B, L], times [B] → logits [B, L, V], zero at padding."""
         keep = attention_mask.bool()
         lengths = keep.sum(dim=1)
         cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -17,7 +17,7 @@ from d2plm.model.dit_config import DiTConfig
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of a token's experts, weighted by its gates, and of the `shared` one of all."""
+    """The sum of a token's experts, weighted by its gates, and of the expert `shared` by all."""
 
     def __init__(self, config: DiTConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class Router(nn.Module):
     12 to 16). The loads are balanced in one or both of two ways:
 
     - The bias, which affects only the choice, is adjusted by the load after every optimizer step
-    (Wang et al., arXiv:2408.15664); see `d2plm.training.load_balancing`.
+      (Wang et al., arXiv:2408.15664); see `d2plm.training.load_balancing`.
     - The auxiliary loss of a token is E·Σᵢ fᵢ·pᵢ, with p = s / Σ s, and f the experts' fractions of
-    the load (Fedus et al., arXiv:2101.03961, equation 4). f is that of the previous step's global
-    batch: the loss is then a sum over tokens, independent of micro-batches and ranks. It
-    contributes gradients only, and is not part of the reported loss.
+      the load (Fedus et al., arXiv:2101.03961, equation 4). f is that of the previous step's global
+      batch: the loss is then a sum over tokens, independent of micro-batches and ranks. It
+      contributes gradients only, and is not part of the reported loss.
 
     Both states are parameters without a gradient, so that whatever saves, averages or distributes
     parameters includes them.

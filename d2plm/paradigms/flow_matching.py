@@ -34,7 +34,7 @@ from d2plm.settings.paradigm import FlowMatchingSettings
 
 
 def flow_matching(settings: FlowMatchingSettings) -> Paradigm:
-    """`MaskFlowMatching` or `UniformFlowMatching`, by source; see their errors."""
+    """The flow from the settings' source; `ConfigError` if the loss is not defined for it."""
     return (MaskFlowMatching if settings.source == "mask" else UniformFlowMatching)(settings)
 
 

@@ -28,7 +28,10 @@ class NoiseSchedule(ABC):
 
     @abstractmethod
     def time_at(self, corrupted: Tensor) -> Tensor:
-        """The time at which this fraction 1 − κ is corrupted (κ could not resolve small ones)."""
+        """The inverse of 1 − κ: the time at which this fraction in [0, 1] is corrupted.
+
+        The argument is 1 − κ because κ itself cannot resolve small fractions near the data.
+        """
 
     def table(self, steps: int) -> Tensor:
         """ᾱ_0 … ᾱ_T, float64 [steps + 1]: κ at 1, 1 − 1/T, …, 0, exactly 1 and 0 at the ends."""
@@ -127,7 +130,10 @@ class LinearBeta(NoiseSchedule):
 
 
 class InSteps(NoiseSchedule):
-    """In T steps: κ of the nearest step, the rate T·(ᾱ_{i−1} − ᾱ_i), `time_at` interpolated."""
+    """A schedule in T steps: κ of the nearest step; the rate is T·(ᾱ_{i−1} − ᾱ_i).
+
+    `time_at` interpolates linearly between the steps.
+    """
 
     def __init__(self, continuous: NoiseSchedule, steps: int) -> None:
         self.steps = steps

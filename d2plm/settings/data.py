@@ -140,7 +140,7 @@ class TextSettings(Settings):
     """Which documents are near-duplicates."""
 
     near_duplicate_similarity: float | None = key(0.75, above=0, high=1)
-    """least Jaccard similarity of near-duplicates (n-grams of 25 bytes, 5 tokens); null: none"""
+    """least Jaccard similarity of near-duplicates (n-grams of 25 bytes or 5 tokens); null: off"""
     overlap_ngram: int | None = key(None, low=1)
     """tokens of an n-gram that texts do not share by chance; null: 50 bytes, or 13 tokens"""
     overlap_share: float = key(0.5, above=0, high=1)

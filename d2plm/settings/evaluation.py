@@ -55,7 +55,7 @@ class SamplerSettings(Settings):
     )
     """sampler; null: the paradigm's default"""
     steps: int | None = key(None, low=1)
-    """steps, each at most one model evaluation, not for first_hitting; null: a default"""
+    """steps (none for first_hitting), each at most one evaluation; null: the paradigm's default"""
     temperature: float | None = key(None, above=0)
     """divides the logits; below 1 is more conservative; null: 1, for new members 0.76 or less"""
     top_k: int | None = key(None, low=1)

@@ -382,7 +382,7 @@ def build(kind: type[Kind], values: Mapping[str, Any], where: str = "") -> Kind:
         if name not in known:
             near = did_you_mean(f"{prefix}{name}", [prefix + one for one in known])
             raise ConfigError(f"unknown key {prefix + str(name)!r}{near}")
-    for name, one in known.items():  # in the order of references
+    for name, one in known.items():  # in the fields' order: references follow their targets
         if values.get(name, "???") != "???":
             made[name] = _built(one, values[name], prefix + name)
         elif default_of(one) == "???":

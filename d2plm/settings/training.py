@@ -64,10 +64,10 @@ class TrainerSettings(Settings):
     freeze: list[str] = key([])
     """patterns of parameters not to train, such as [token_embedding.*, blocks.0.*]"""
     lora_rank: int | None = key(None, low=1)
-    """rank of LoRA updates of the blocks' matrices; null: init_from's weights are trained"""
+    """rank of LoRA updates of the blocks' matrices, which alone are trained; null: no LoRA"""
 
 
-# Each may exceed 1.
+# Sizes that divide the work if they are above 1.
 DIMENSIONS = ("replicate", "tensor", "context", "expert", "pipeline", "pipeline_stages_per_rank")
 
 
