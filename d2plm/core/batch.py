@@ -64,8 +64,7 @@ class Relatives:
 
     @classmethod
     def pack(cls, by_segment: Sequence[Sequence[NDArray[np.uint8]]]) -> Self:
-        """Concatenate the relatives (uint8 residues) of each segment; `DataError` for an empty one.
-        """
+        """Concatenate the relatives (uint8) of each segment; `DataError` if one has no residues."""
         flat = [tokens for of_segment in by_segment for tokens in of_segment]
         if not all(map(len, flat)):
             raise DataError("a relative has no residues: leave it out")

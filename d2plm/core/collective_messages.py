@@ -1,4 +1,4 @@
-"""Messages of gloo and NCCL, for which torch raises `RuntimeError` alone: only the text differs."""
+"""Messages of gloo and NCCL: torch raises `RuntimeError` for all, so only the text differs."""
 
 import re
 

@@ -153,7 +153,7 @@ def require_number(
 
 @contextmanager
 def within(section: str, keys: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Name full keys in a `ConfigError` of the block; see `ConfigError.within`."""
+    """Name full keys in a `ConfigError` of the block unless it has them; see the method."""
     try:
         yield
     except ConfigError as error:

@@ -31,7 +31,8 @@ PARENT = "D2PLM_PARENT"  # id of the process to end with
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 120  # for the last step and its checkpoint, before a process is killed
 SIGNAL_BASE = 128  # a shell reports death by signal n as 128 + n
-# Exit code of a process that lost a peer. The training operator restarts pods with codes above 127.
+# Exit code of a process that lost a peer: the training operator restarts pods with codes above 127,
+# and this one has no other meaning.
 LOST = SIGNAL_BASE + signal.SIGUSR1
 # Makes glibc keep large blocks. Otherwise it returns them to the kernel at once, and a training
 # step on CPU spends its time on page faults.

@@ -127,8 +127,7 @@ class Vocabulary(ABC):
         """Tokens → text, without special tokens; `<mask>` becomes `_`."""
 
     def encode(self, text: str, where: str, aligned: bool = False) -> Tokens:
-        """The tokens [L] of one text, which may have gaps if it is a row of an alignment
-        (`aligned`).
+        """The tokens [L] of one text; an `aligned` row of an alignment may have gaps.
 
         Raises `DataError`, naming the place `where`, if the text is no string, is empty, or is not
         in this vocabulary.

@@ -64,8 +64,7 @@ class Family:
         names: Sequence[str] = (),
         columns: NDArray[np.uint8] | None = None,
     ) -> "Family":
-        """The distinct `sequences` with at least one canonical residue; `DataError` if there is
-        none.
+        """The distinct `sequences` with at least one canonical residue; `DataError` without any.
 
         Empty `names` stand for the indices of the sequences; for `columns` see `Family`.
         """

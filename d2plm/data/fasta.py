@@ -183,7 +183,7 @@ def _blocks(source: InputFile, in_parts: bool) -> Iterator[tuple[bytes, int | No
 
 
 def _first_record(source: InputFile, vocabulary: Vocabulary | None) -> int:
-    """Skip blank lines and comments up to the first `>`; returns its line."""
+    """Skip blank lines and comments up to the first `>`; returns its line, rejects other text."""
     # Peeking before reading keeps a binary file without line breaks out of memory.
     line = 1
     while True:

@@ -46,8 +46,7 @@ def with_equal(clusters: NDArray[np.int32], labels: NDArray[np.int32]) -> NDArra
 
 
 def records_of(store: SequenceStore) -> NDArray[np.int32] | None:
-    """int32 [N]: the record of each sequence, as the index of its first piece; None if none was
-    cut.
+    """int32 [N]: the record of each sequence, as its first piece's index; None if none was cut.
 
     A sequence that equals pieces of two records joins them into one. Raises `DataError` if the
     store is damaged, or SciPy is needed and not installed.

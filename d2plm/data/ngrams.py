@@ -10,11 +10,10 @@ _FINALIZER = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)))  # 
 
 
 def ngram_hashes(tokens: Tokens, length: int) -> NDArray[np.uint64]:
-    """uint64 [max(L − length, 0) + 1]: a hash of every `length` consecutive tokens, or of all if
-    fewer.
+    """uint64 [max(L − length, 0) + 1]: a hash of every `length` consecutive tokens (or all L).
 
-    The hash is Σ xᵢ Bⁿ⁻ⁱ mod 2⁶⁴, then mixed. The sum of a run is that of its two halves combined,
-    so the number of passes over the tokens grows with log n.
+    The hash is Σ xᵢ Bⁿ⁻ⁱ mod 2⁶⁴, then mixed. The sum of a run combines those of its two halves, so
+    the number of passes over the tokens grows with log n.
 
     Args:
         tokens: [L], at least one.

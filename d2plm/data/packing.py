@@ -84,8 +84,7 @@ class EpochPlan:
 class PackingSampler:
     """Plans the bins of every epoch.
 
-    Raises `ConfigError` if a single sequence could exceed the budget, `DataError` without
-    sequences.
+    Raises `ConfigError` if one sequence could exceed the budget, `DataError` without sequences.
 
     Args:
         lengths: integer [N], residues of each sequence.

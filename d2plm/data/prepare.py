@@ -49,7 +49,7 @@ from d2plm.settings.data import (
 )
 
 FORMAT_VERSION = 3
-MOST_RELATIVES = 16  # per training sequence and pair of successive `IDENTITIES`
+MOST_RELATIVES = 16  # per training sequence between successive `IDENTITIES`
 
 Report = Callable[[str], None]
 Progress = Callable[[float, str], None]

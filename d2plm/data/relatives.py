@@ -101,7 +101,7 @@ class RelativesIndex:
 
 
 def aligned_part(relative: Tokens, protein: Tokens) -> Tokens:
-    """The LONGEST_RELATIVE residues around the region of a relative that aligns with a protein.
+    """Cut a relative to LONGEST_RELATIVE residues around the region that aligns with a protein.
 
     That is where the two share the most words of three residues on neighbouring diagonals; if they
     share none, the part is the beginning.

@@ -200,8 +200,8 @@ def open_reference(
     Raises `DataError` if the reference cannot be read, or `folder` cannot be written.
 
     Args:
-        reference: a store; prepared data (its training proteins); or any input of `ingest`, without
-            records that are no proteins.
+        reference: a store; prepared data (its training proteins); or any input of `ingest`, in
+            which records that are no proteins are dropped.
         folder: folder into which other inputs are ingested, unless that was done before.
     """
     path = Path(os.path.expanduser(reference))

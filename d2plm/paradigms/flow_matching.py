@@ -120,8 +120,7 @@ class UniformFlowMatching(FlowMatching):
     def bound_noise(
         self, batch: PackedBatch, key: Key, draw: int, draws: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The time-reversal bound at one κ, since the integral over κ does not depend on the
-        schedule.
+        """The time-reversal bound at one κ: the integral over κ does not depend on the schedule.
 
         1 − κ is drawn with the density 1/(2·√(1 − κ)), stratified over the draws.
         """

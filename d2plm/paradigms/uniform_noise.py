@@ -80,12 +80,12 @@ def generalised_kl_nats(log_p: Tensor, shown: Tensor, clean: Tensor, kappa: Tens
 
 
 def jump(log_p: Tensor, shown: Tensor, now: float, then: float, renoise: float) -> Tensor:
-    """Probabilities of the residues [N, K] after a flow's jump from a uniform source, with
-    corrector.
+    """Probabilities [N, K] of the residues after a flow's step from a uniform source.
 
     With probability f a position is redrawn from p_{1|t}; after that, with probability b, from the
-    source. A position's marginal κ_t·p + (1 − κ_t)/K keeps its form in both, because p_{1|t}
-    averages to p; its κ becomes f + (1 − f)·κ_t, and that times 1 − b. To arrive at κ_s,
+    source (the corrector). A position's marginal κ_t·p + (1 − κ_t)/K keeps its form in both,
+    because p_{1|t} averages to p; its κ becomes f + (1 − f)·κ_t, and that times 1 − b. To arrive at
+    κ_s,
 
         f = (κ_s/(1 − b) − κ_t)/(1 − κ_t),
 
