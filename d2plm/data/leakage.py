@@ -111,7 +111,7 @@ def drop_homologs(
         direction = next(one for one in turns if one not in silent)
         if not left.any():
             raise SplitError(
-                "every sequence that might be kept is like a held-out one; give more sequences or "
+                "every remaining sequence is similar to a held-out one; give more sequences, or "
                 f"raise {threshold}"
             )
         if len(searches) == SEARCH_ROUNDS:

@@ -216,9 +216,9 @@ class MegatronSequences(SequenceStore):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*state["arguments"])  # type: ignore[misc]  # maps the files anew
+        self.__init__(*state["arguments"])  # type: ignore[misc]  # maps the files again
         if self._index_digest.hexdigest() != state["digest"]:
-            raise DataError(f"{self.path}: was replaced after it had been opened; open it anew")
+            raise DataError(f"{self.path}: was replaced after it was opened; open it again")
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Start and end of each block, with bounded numbers of sequences and tokens."""

@@ -44,11 +44,11 @@ def cluster_near_duplicates(
     for first in range(0, bands.b * bands.r, bands.r):
         pairs = _agreeing(minima[:, first : first + bands.r])
         pairs = pairs[clusters[pairs[:, 0]] != clusters[pairs[:, 1]]]
-        alike = [
+        similar = [
             (minima[part[:, 0]] == minima[part[:, 1]]).mean(axis=1) >= similarity
             for part in np.split(pairs, range(_PAIRS, len(pairs), _PAIRS))
         ]
-        clusters = merged(clusters, pairs[np.concatenate(alike)])
+        clusters = merged(clusters, pairs[np.concatenate(similar)])
     return clusters
 
 

@@ -117,19 +117,19 @@ def places_by_name(names: Sequence[str], source: str | Path) -> Callable[[str], 
     function raises `DataError` for a name that may mean two records.
     """
     exact: defaultdict[str, list[int]] = defaultdict(list)
-    alike: defaultdict[bytes, list[int]] = defaultdict(list)
+    by_reference: defaultdict[bytes, list[int]] = defaultdict(list)
     for place, name in enumerate(names):
         exact[name].append(place)
         for one in _references(name):
-            alike[one].append(place)
+            by_reference[one].append(place)
 
     def place_of(name: str) -> int | None:
-        others = {place for one in _references(name) for place in alike.get(one, ())}
+        others = {place for one in _references(name) for place in by_reference.get(one, ())}
         found = exact.get(name) or sorted(others)
         if name and len(found) > 1:
             raise DataError(
-                f"{source}: {name!r} names {_described(found, names, source)}, so it does not tell "
-                "which is meant; give each record a name of its own, and use that"
+                f"{source}: {name!r} names {_described(found, names, source)} and is ambiguous; "
+                "give each record a name of its own"
             )
         return found[0] if name and found else None
 

@@ -43,7 +43,7 @@ SEQUENCES, NAMES = b"sequences", b"names"
 KEY = struct.Struct(">Q")
 
 _PASS_BYTES = 1 << 20  # mapped at a time in a pass over the store
-_REPLACED = "was replaced after it had been opened; open it anew"
+_REPLACED = "was replaced after it was opened; open it again"
 _DAMAGED = "damaged or not written by D2PLM; prepare the data again"
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ class SequenceStore:
         return {"path": self.path, "digest": self.digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"])  # type: ignore[misc]  # opens the store anew
+        self.__init__(state["path"])  # type: ignore[misc]  # opens the store again
         if self.digest != state["digest"]:
             raise DataError(f"{self.path}: {_REPLACED}")
 

@@ -261,7 +261,7 @@ class ScoreSettings(BulkSettings):
     relatives: str | None = key(None, path="any")
     """relatives of all proteins (any input of d2plm ingest), or a table of d2plm relatives"""
     max_relatives: int = key(8, low=1)
-    """relatives of each protein, drawn anew with each mask"""
+    """relatives of each protein, redrawn with each mask"""
     mutations: str | None = key(None, path="file")
     """CSV or TSV of variants (A24G:L30P, p.Ala24Gly, whole sequences): score these instead"""
     mutation_offset: int | Literal["auto"] = key("auto")
