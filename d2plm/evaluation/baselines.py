@@ -1,9 +1,8 @@
 """Baselines: uniform, n-grams, composition of the sequence, and their product.
 
 All are exact likelihoods, fitted on the training store and scored in float64 on the same tokens as
-the model. The composition baseline ignores the order of tokens: only a model below it has learnt
-anything about order. Where an alphabet is too large for it, the unigram takes its place. Only a
-model below all baselines has learnt more than counts.
+the model. Composition ignores the order of tokens, so a model must beat it to have learnt anything
+about order; the unigram replaces it for large alphabets.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,10 +37,9 @@ class Baselines:
 
     Attributes:
         scorers: name → function from tokens [L] to −log p in nats.
-        ngram: whose orders among the scorers are scored together.
+        ngram: shared by the scorers of all orders.
         unigram: float64 [K], token frequencies.
-        concentration: float64 [K], Dirichlet concentrations of the composition baseline; None where
-            the alphabet has none.
+        concentration: float64 [K], Dirichlet concentrations of the composition baseline, if any.
     """
 
     scorers: dict[str, Scorer]
@@ -66,7 +64,7 @@ def ngram_name(order: int) -> str:
 def fit_baselines(
     train: SequenceStore, *, max_residues: int, report: Callable[[str], None] = lambda line: None
 ) -> Baselines:
-    """Fit every baseline on the first `max_residues` tokens of each training sequence."""
+    """Fit all baselines on the first `max_residues` tokens of each training sequence."""
     vocabulary = train.vocabulary
     suite, unigram = SUITES[vocabulary.name], fit_unigram(train, max_residues)
     concentration: NDArray[np.float64] | None = None
@@ -95,7 +93,7 @@ def fit_baselines(
 
 
 def sampled(train: SequenceStore, tokens: int, max_residues: int) -> NDArray[np.int64]:
-    """Random sequences with about so many tokens, in the store's order; all if it has no more."""
+    """Indices of random sequences with about this many tokens in total, in ascending order."""
     lengths = np.minimum(np.asarray(train.lengths), max_residues).astype(np.int64)
     if lengths.sum() <= tokens:
         return np.arange(len(train))
@@ -104,18 +102,14 @@ def sampled(train: SequenceStore, tokens: int, max_residues: int) -> NDArray[np.
 
 
 def counts_of(tokens: Tokens, vocabulary: Vocabulary = PROTEIN) -> NDArray[np.int64]:
-    """int64 [K]: how often each predicted token occurs."""
+    """int64 [K]: number of occurrences of each predicted token."""
     return np.bincount(tokens, minlength=vocabulary.stop)[FIRST : vocabulary.stop]
 
 
 def fit_unigram(
     train: Sequences, max_residues: int, sequences: int | None = None
 ) -> NDArray[np.float64]:
-    """float64 [K]: the frequency of each predicted token, with one pseudo-count.
-
-    Args:
-        sequences: counts at most this many, chosen at random; None counts all.
-    """
+    """float64 [K]: token frequencies in at most `sequences` random ones, with one pseudo-count."""
     total = np.ones(train.vocabulary.predicted)
     for row in joined(train[i][:max_residues] for i in some_of(train, sequences)):
         total += counts_of(row, train.vocabulary)
@@ -123,10 +117,7 @@ def fit_unigram(
 
 
 def some_of(sequences: Sequences, most: int | None, seed: int = 0) -> list[int]:
-    """The numbers of `most` sequences chosen at random, or of all, in order, if there are no more.
-
-    None is all of them.
-    """
+    """Indices of `most` random sequences; all in order if there are no more or `most` is None."""
     if most is None or len(sequences) <= most:
         return list(range(len(sequences)))
     return np.random.default_rng(seed).choice(len(sequences), most, replace=False).tolist()
@@ -166,9 +157,9 @@ def product_nats(ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens:
     """−log p of a sequence's predicted tokens under composition × n-gram, in nats.
 
     From left to right, p(x) ∝ p_ngram(x | before) · p_composition(x | before)/p_composition(x),
-    normalised over the K. The n-gram depends on the preceding residues, the running composition
-    (α + counts)/(Σα + residues) on the whole sequence so far; division by its prior α/Σα removes
-    what both know. This product of experts has no parameter to tune.
+    normalised over the K tokens. The n-gram depends on the preceding residues, the running composition
+    (α + counts)/(Σα + residues) on the whole prefix; dividing by its prior α/Σα removes what both
+    know. This product of experts has no parameter to tune.
     """
     predicted = ngram.vocabulary.is_predicted(tokens)
     residues = tokens[predicted].astype(np.int64) - FIRST
@@ -184,16 +175,11 @@ def product_nats(ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens:
 def sample_composition(
     concentration: NDArray[np.float64], lengths: Sequence[int], seed: int
 ) -> list[Tokens]:
-    """Sequences of the composition baseline, which have no order.
+    """Sample sequences, uint8 [L], from the composition baseline with independent tokens.
 
     Args:
-        concentration: float64 [K], as `Baselines` has it.
-        lengths: tokens of each sequence, N of them.
-        seed: equal seeds draw equal sequences.
-
-    Returns:
-        N arrays of tokens, uint8 [L]: a composition from the Dirichlet distribution for each, then
-        its tokens independently.
+        concentration: float64 [K], from `Baselines`.
+        lengths: number of tokens of each sequence.
     """
     random = np.random.default_rng(seed)
     compositions = random.dirichlet(concentration, size=len(lengths))
@@ -204,7 +190,7 @@ def sample_composition(
 
 
 def sample_reference(baselines: Baselines, lengths: Sequence[int], seed: int) -> list[Tokens]:
-    """Sequences of the best baseline that ignores order; arguments as of `sample_composition`."""
+    """Sample the best baseline that ignores order; arguments as for `sample_composition`."""
     if baselines.concentration is not None:
         return sample_composition(baselines.concentration, lengths, seed)
     random, dtype = np.random.default_rng(seed), baselines.ngram.vocabulary.dtype
@@ -216,11 +202,11 @@ def sample_reference(baselines: Baselines, lengths: Sequence[int], seed: int) ->
 class NGram:
     """Interpolated n-grams: p_m(x|c) = (n(c, x) + β_m·p_{m−1}(x|c′)) / (n(c) + β_m).
 
-    Hierarchical Dirichlet smoothing (MacKay & Peto, 1995). A context never crosses the sequence's
-    start or a token that is not predicted; the lower order is used there.
+    Hierarchical Dirichlet smoothing (MacKay & Peto, 1995). A context never crosses the start of the
+    sequence or a token that is not predicted; the lower order is used there.
 
     Args:
-        counts: of each order m a table of n(c, x): int64 [K^(m−1), K], or a `SparseCounts`.
+        counts: a table of n(c, x) for each order m: int64 [K^(m−1), K], or a `SparseCounts`.
         strengths: β of each order.
     """
 
@@ -240,9 +226,9 @@ class NGram:
     def fit(cls, train: SequenceStore, order: int, max_residues: int) -> "NGram":
         """Count n-grams up to `order`; the β are chosen on a tenth of the training clusters.
 
-        By cluster, because homologs on both sides would favour long contexts. Where a table of all
-        n-grams would be too large, they are counted in a sample of COUNTED_TOKENS, up to the order
-        whose n-grams can be numbered.
+        The split is by cluster because homologs on both sides would favour long contexts. If a table of
+        all n-grams would be too large, they are counted in a sample of COUNTED_TOKENS, up to the order
+        whose n-grams fit in int64.
         """
         vocabulary = train.vocabulary
         dense = vocabulary.predicted**order <= DENSE_CELLS
@@ -292,17 +278,17 @@ class NGram:
     def _count(
         sequences: Iterator[Tokens], order: int, vocabulary: Vocabulary = PROTEIN
     ) -> list[NDArray[np.int64]]:
-        """Table m: int64 [K^m, K], how often each token follows each context of m tokens."""
+        """Table m: int64 [K^m, K], counts of each token after each context of m tokens."""
         tables = kmer_counts(sequences, order, vocabulary)
         return [table.reshape(-1, vocabulary.predicted) for table in tables]
 
     def nats(self, tokens: Tokens, order: int) -> float:
-        """−log p of the predicted tokens of `tokens`, nats, with contexts of `order` − 1."""
+        """−log p of the predicted tokens, nats, with contexts of `order` − 1 tokens."""
         *_, nats = self.nats_by_order(tokens, order)
         return nats
 
     def nats_by_order(self, tokens: Tokens, order: int) -> list[float]:
-        """`nats` of each order up to `order`."""
+        """`nats` for each order up to `order`."""
         probability = np.full(len(tokens), 1 / self.vocabulary.predicted)
         predicted, digits = self.vocabulary.is_predicted(tokens), self._digits(tokens)
         nats = []
@@ -327,10 +313,7 @@ class NGram:
         return table[contexts, residues], totals[contexts], ends
 
     def distributions(self, tokens: Tokens, order: int) -> NDArray[np.float64]:
-        """float64 [L, K]: of every token given those before, where they are predicted.
-
-        Of a small alphabet, whose tables are dense.
-        """
+        """float64 [L, K]: distribution of every token given those before; for dense tables only."""
         size = self.vocabulary.predicted
         probability, digits = np.full((len(tokens), size), 1 / size), self._digits(tokens)
         for m in range(order):
@@ -348,7 +331,7 @@ Seen = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # n(c, x)
 def _interpolated(
     probability: NDArray[np.float64], seen: Seen, strength: float
 ) -> NDArray[np.float64]:
-    """The next order's probabilities [L], which the lower order's remain elsewhere."""
+    """The next order's probabilities [L]; positions without its context keep the lower order's."""
     runs, contexts, ends = seen
     mixed = probability.copy()
     mixed[ends] = (runs + strength * probability[ends]) / (contexts + strength)
@@ -361,7 +344,7 @@ def _tuning_nats(
     seen: Sequence[Seen],
     predicted: Sequence[NDArray[np.bool_]],
 ) -> float:
-    """−log p of the predicted tokens of all rows, nats, with this strength of the last order."""
+    """−log p of all predicted tokens, nats, at a strength of the highest order."""
     mixed = map(_interpolated, probabilities, seen, repeat(float(np.exp(log_strength))))
     return sum(
         float(-np.log(row[where]).sum()) for row, where in zip(mixed, predicted, strict=True)
@@ -370,14 +353,13 @@ def _tuning_nats(
 
 @dataclass(frozen=True)
 class SparseCounts:
-    """How often each run of m tokens occurs, of those that occur.
+    """Counts of the runs of m tokens that occur.
 
     Attributes:
-        codes: int64 [n], ascending, the runs: their tokens' ranks read in base `base`.
+        codes: int64 [n], ascending: the runs' ranks read as digits in base `base`.
         counts: int64 [n].
-        ranks: int64 [V], of tokens that occur 0 … base − 2, of others base − 1; −1 where a token is
-            not predicted.
-        base: number of tokens that occur + 1.
+        ranks: int64 [V]: 0 … base − 2 for tokens that occur, base − 1 for other predicted tokens, −1
+            for tokens that are not predicted.
     """
 
     codes: NDArray[np.int64]
@@ -386,7 +368,7 @@ class SparseCounts:
     base: int
 
     def __getitem__(self, codes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The count of each run, 0 of one that does not occur."""
+        """The count of each run, 0 if it does not occur."""
         if not len(self.codes):
             return np.zeros_like(codes)
         places = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
@@ -410,7 +392,7 @@ class SparseCounts:
 
 
 def token_ranks(rows: Iterable[Tokens], vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """int64 [V], as `SparseCounts` describes them."""
+    """int64 [V]: see `SparseCounts`."""
     occur = np.zeros(vocabulary.size, dtype=np.bool_)
     for row in rows:
         occur[row] = True
@@ -425,7 +407,7 @@ def token_ranks(rows: Iterable[Tokens], vocabulary: Vocabulary) -> NDArray[np.in
 def sparse_counts(
     rows: Iterable[Tokens], order: int, ranks: NDArray[np.int64]
 ) -> list[SparseCounts]:
-    """The counts of runs of 1 … `order` tokens, or fewer where int64 cannot number longer ones."""
+    """Counts of runs of 1 … `order` tokens, or fewer if longer ones do not fit in int64."""
     held, base = list(rows), int(ranks.max()) + 1
     tables = []
     for m in range(1, order + 1):
@@ -441,14 +423,10 @@ def sparse_counts(
 def kmer_counts(
     sequences: Iterable[Tokens], longest: int, vocabulary: Vocabulary = PROTEIN
 ) -> list[NDArray[np.int64]]:
-    """How often each run of k predicted tokens occurs, for k = 1 … `longest`.
-
-    Args:
-        sequences: tokens [L] each; taken one at a time.
-        longest: the largest k; its counts are K^k.
+    """Counts of each run of k predicted tokens, for k = 1 … `longest`.
 
     Returns:
-        For each k int64 [K^k], the index being the run's tokens (0 … K − 1) read in base K.
+        int64 [K^k] for each k; the index is the run's tokens (0 … K − 1) read in base K.
     """
     size = vocabulary.predicted
     counts = [np.zeros(size**k, dtype=np.int64) for k in range(1, longest + 1)]
@@ -461,7 +439,7 @@ def kmer_counts(
 
 
 def joined(sequences: Iterable[Tokens], size: int = 1 << 20) -> Iterator[Tokens]:
-    """The sequences in long rows, separated by a token that no n-gram crosses, for fewer calls."""
+    """Concatenate sequences into long rows, separated by a token that no n-gram crosses."""
     row: list[Tokens] = []
     held = 0
     gap = np.zeros(1, dtype=np.uint8)
@@ -476,7 +454,7 @@ def joined(sequences: Iterable[Tokens], size: int = 1 << 20) -> Iterator[Tokens]
 
 
 def digits_of(tokens: Tokens, vocabulary: Vocabulary) -> NDArray[np.int64]:
-    """int64 [L]: 0 … K − 1, and −1 where a token is not predicted."""
+    """int64 [L]: 0 … K − 1, and −1 for tokens that are not predicted."""
     return np.where(vocabulary.is_predicted(tokens), tokens.astype(np.int64) - FIRST, -1)
 
 

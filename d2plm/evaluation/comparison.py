@@ -1,9 +1,9 @@
-"""Several arms, each trained with several seeds, compared on the same held-out proteins.
+"""Comparison of several arms, each trained with several seeds, on the same held-out proteins.
 
-An arm's figure is computed from its nats averaged over the seeds. There are two sources of chance:
-the choice of held-out proteins, whose interval resamples homology clusters, and the training seed,
-whose interval is Student's t over the seeds' differences. A difference is considered shown if both
-intervals exclude zero; with one seed no difference is shown.
+An arm's figure is computed from its nats averaged over the seeds. There are two sources of
+uncertainty: the choice of held-out proteins (interval by resampling homology clusters) and the
+training seed (Student's t interval over the seeds' differences). A difference is significant if
+both intervals exclude zero; with one seed, none is.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,7 @@ from d2plm.evaluation.terms import Terms
 
 @dataclass(frozen=True)
 class Run:
-    """One arm's evaluation with one seed.
-
-    Attributes:
-        nats: float64 [N]; `residues`, `clusters`: integer [N].
-    """
+    """One arm's evaluation with one seed; nats float64 [N], residues and clusters integer [N]."""
 
     evaluation: Evaluation
     nats: NDArray[np.float64]
@@ -42,15 +38,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Arm:
-    """The figures of an arm; those of the difference are None for the first arm.
+    """The figures of an arm; the first arm has no difference.
 
     Attributes:
         seeds: seed → perplexity.
-        better_than_baseline: number of the seeds that are.
-        difference: nats per residue less those of the first arm (below zero: better than it), with
-            the interval over clusters of the held-out proteins.
-        seed_differences: seed → difference; `seed_interval`: of their mean.
-        verdict: by both intervals.
+        better_than_baseline: number of seeds that beat the best baseline.
+        difference: this arm minus the first, nats per residue, with the interval over clusters.
+        seed_interval: interval of the mean difference over seeds.
+        verdict: from both intervals.
     """
 
     perplexity: Estimate
@@ -64,8 +59,6 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms compared with the first of them and with its best baseline."""
-
     terms: Terms
     baseline: str
     baseline_perplexity: Estimate
@@ -73,10 +66,10 @@ class Comparison:
 
 
 def compare(runs: Mapping[str, Mapping[int, Run]]) -> Comparison:
-    """The arms compared with the first of them and with the best baseline.
+    """Compare the arms with the first of them and with the best baseline.
 
     Args:
-        runs: arm → seed → run; the same seeds in every arm.
+        runs: arm → seed → run; every arm has the same seeds.
 
     Raises:
         ConfigError: if the runs were not evaluated on the same proteins.
@@ -133,7 +126,7 @@ def _arm(seeds: Mapping[int, Run], baseline: str, first: Mapping[int, Run] | Non
 
 
 def seed_interval(differences: list[float]) -> Interval | None:
-    """The 95 % interval of the mean difference over seeds, by Student's t; None for one seed."""
+    """The 95 % interval of the mean difference, by Student's t; None for one seed."""
     count = len(differences)
     if count < 2:
         return None
@@ -148,7 +141,7 @@ def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """The arms beside one another, and the best baseline."""
+    """One row per arm, and one for the best baseline."""
     terms, first = comparison.terms, next(iter(comparison.arms))
     over = f"[over {terms.sequence}s]"
     rows: list[list[Cell]] = []
@@ -181,11 +174,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def plot_comparison(comparison: Comparison, file: Path) -> None:
-    """Write a PNG: each arm's perplexity, interval and seeds, and the best baseline.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
+    """Plot each arm's perplexity and seeds to a PNG; raises DataError if it cannot be written."""
     arms = comparison.arms
     figure = new_figure(8, 1.5 + 0.6 * len(arms))
     axes = figure.subplots()

@@ -1,9 +1,8 @@
-"""Embeddings: the hidden states of a layer for each residue of a clean protein.
+"""Embeddings: the hidden states of a layer for each residue of an unmasked protein.
 
-The time given to the model is that of one masked residue, 1 ÷ length, the closest to an unmasked
-protein that occurs in training. Layers are numbered like Hugging Face's hidden states: 0 is the
-input of the first block, n the output of the n-th block, after the final normalisation for the last
-one.
+The model is given the time of one masked residue (a fraction of 1 / length), the closest to an
+unmasked protein in training. Layers are numbered like Hugging Face's hidden states: 0 is the input
+of the first block, n the output of the n-th; the last layer's is taken after the final norm.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,11 +23,7 @@ from d2plm.paradigms.paradigm import Paradigm, denoise
 
 
 def layer_number(model: DiT, layer: int) -> int:
-    """The layer, counted from the first; -1 is the last.
-
-    Raises:
-        ConfigError: if the model has no such layer.
-    """
+    """The non-negative number of a layer; raises ConfigError if the model has no such layer."""
     last = len(model.blocks)
     require_number("layer", layer, integer=True, low=-last - 1, high=last)
     return layer if layer >= 0 else layer + last + 1
@@ -49,12 +44,11 @@ def embeddings(
 
     Args:
         model: in evaluation mode, on the device and in the precision of the forward pass.
-        paradigm: determines the time of one masked residue.
-        sequences: uint8 residue tokens [L], none empty and none too long for the model.
-        layer: see the module; negative ones count from the last.
-        pooled: whether the mean over the residues is returned.
-        token_budget: tokens of a forward pass; a longer sequence has one to itself.
-        progress: called with the tokens of each forward pass that is done.
+        sequences: uint8 residue tokens [L], non-empty and no longer than the model allows.
+        layer: see the module; negative numbers count from the last.
+        pooled: return the mean over the residues.
+        token_budget: tokens per forward pass; a longer sequence gets a pass of its own.
+        progress: called with the number of tokens after each forward pass.
 
     Raises:
         ConfigError: if the model has no such layer.
@@ -79,7 +73,7 @@ def embeddings(
 
 @contextmanager
 def watched(model: DiT, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect, inside the block, the hidden states [T, D] of `layers` of each forward pass."""
+    """Context manager: the hidden states [T, D] of `layers` in the latest forward pass."""
     kept: dict[int, Tensor] = {}
     last, handles = len(model.blocks), []
 

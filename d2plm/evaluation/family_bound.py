@@ -1,7 +1,7 @@
-"""Bounds and baselines on members of a family that neither models nor baselines have seen.
+"""Bounds and baselines on members of a family that no model and no baseline has seen.
 
-Every baseline is fitted only on the training members. The profile HMM is built from all of them; a
-model that takes relatives is given a few for each protein, the closest ones found by a search.
+Every baseline is fitted on the training members only. The profile HMM is built from all of them; a
+model that takes relatives is given the few that a search finds closest to each protein.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ def baseline_nats(
 ) -> dict[str, NDArray[np.float64]]:
     """−log p of each protein's canonical residues under each baseline, nats, float64 [N].
 
-    `WITH_PAIRS`, the law of new members, is a bound, which counts the length, too.
+    `WITH_PAIRS`, the distribution of new members, is an upper bound and includes the length.
 
     Args:
-        train: the members on which the baselines are fitted.
-        proteins: uint8 residue tokens.
-        longest: number of residues counted of a training member, from its start.
+        train: members on which the baselines are fitted.
+        proteins: N proteins, uint8 residue tokens.
+        longest: number of leading residues counted per training member.
     """
     from d2plm.families.designs import FamilyDesigns  # HMMER, where it is needed
     from d2plm.families.profile_hmm import members_nats
@@ -61,12 +61,12 @@ def compare_on_family(
     residues: NDArray[np.int64],
     clusters: NDArray[np.integer],
 ) -> Bounds:
-    """Bounds of all scores of N proteins, the best last.
+    """The bounds of all models and baselines, the best last.
 
     Args:
-        nats: float64 [N] by name, `ADAPTED` among them.
+        nats: name → float64 [N]; must contain `ADAPTED`.
         residues: int64 [N], canonical residues.
-        clusters: integer [N]; intervals resample these.
+        clusters: integer [N]; intervals resample them.
     """
     within = residues, clusters
     bounds = {
@@ -79,7 +79,7 @@ def compare_on_family(
 
 
 def family_verdict(bounds: Bounds) -> str:
-    """The adapted model against the best of the baselines and the base model, as a sentence."""
+    """The comparison of the adapted model with the best baseline or base model, as a sentence."""
     name, best = [(name, one) for name, one in bounds.items() if isinstance(one, Compared)][-1]
     perplexities = (bound.perplexity.value for bound in (bounds[ADAPTED], best))
     against = " against ".join(f"{perplexity:.2f}" for perplexity in perplexities)
@@ -90,11 +90,7 @@ def family_verdict(bounds: Bounds) -> str:
 
 
 def plot_family(bounds: Bounds, file: Path) -> None:
-    """Draw the perplexities with their intervals.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
+    """Plot the perplexities with their intervals; raises DataError if it cannot be written."""
     figure = new_figure(8, 0.5 * len(bounds) + 1)
     axes = figure.subplots()
     plot_bounds(axes, bounds, {ADAPTED: BLUE, BASE: SKY}, ADAPTED)

@@ -1,6 +1,6 @@
 """The verdict of an evaluation, as sentences that every output contains.
 
-This module does not need torch, which the image that prepares data lacks.
+Does not import torch, which the image that prepares data lacks.
 """
 
 import math
@@ -19,11 +19,11 @@ class Finding:
     """The verdict on a model.
 
     Attributes:
-        baseline: the best baseline, with the lowest perplexity on the same residues.
+        baseline: the baseline with the lowest perplexity on the same residues.
         difference: model − baseline, nats per residue; negative if the model is better.
         headline: the verdict and its figures, after the perplexities given relatives, if any.
-        details: further sentences with the consequences, and the verdicts on other models.
-        tone: good, mixed or bad, for the page's colours.
+        details: further sentences: the consequences, and the verdicts on other models.
+        tone: selects the colour on the page.
     """
 
     baseline: str
@@ -36,8 +36,8 @@ class Finding:
 def judge(evaluation: Evaluation) -> Finding:
     """Compare the model with the best of all baselines, and with other models.
 
-    Composition determines whether the model has learnt anything about the order of residues; the
-    best baseline, for one protein family often an n-gram, whether the model is worth using.
+    The composition baseline shows whether the model has learnt anything of the order of residues; the
+    best baseline, often an n-gram for a single protein family, whether it is worth using.
     """
     baselines, terms = evaluation.baselines, evaluation.terms
     best = min(baselines, key=lambda name: baselines[name].perplexity.value)
@@ -88,10 +88,7 @@ def judge(evaluation: Evaluation) -> Finding:
 
 
 def plain_sentence(evaluation: Evaluation) -> str:
-    """How good the model is, in words that need no statistics.
-
-    A perplexity is the number of equally likely tokens that leave one as uncertain.
-    """
+    """How good the model is, in words that need no statistics."""
     terms, best = evaluation.terms, judge(evaluation).baseline
     own, its = (
         f"{bound.perplexity.value:.1f}" for bound in (evaluation.model, evaluation.baselines[best])
@@ -113,7 +110,7 @@ def plain_sentence(evaluation: Evaluation) -> str:
 
 
 def next_steps(evaluation: Evaluation, model_dir: object) -> dict[str, str]:
-    """Suggested next steps → the command or settings, the most important first."""
+    """Suggested next step → its command or settings, most important first."""
     terms = evaluation.terms
     things = f"{terms.sequence}s"
     if terms.unit is None:
@@ -136,7 +133,7 @@ def next_steps(evaluation: Evaluation, model_dir: object) -> dict[str, str]:
 
 
 def given_relatives_sentence(given: GivenRelatives) -> str:
-    """The perplexities given relatives, and those of the better HMM."""
+    """The perplexities given relatives, of the model and of the better HMM."""
     pairs = [
         f"perplexity {row.model.perplexity.value:.2f} below {row.identity:.0%} identity (best "
         f"profile HMM: {row.best.perplexity.value:.2f})"

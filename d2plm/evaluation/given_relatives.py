@@ -1,9 +1,8 @@
-"""The bound of held-out proteins given their relatives, beside profile HMMs of the same relatives.
+"""The bound −log p(protein | relatives) of held-out proteins, compared with profile HMMs.
 
-The bound is on −log p(protein | relatives). The relatives are found among the held-out proteins by
-a search with the protein itself, so the figure measures the prediction of a member of a known
-family, not of a protein without relatives. There are two controls: unrelated proteins of the same
-lengths must not help, and the order of the relatives must not matter.
+The relatives are found by a search of the held-out proteins with the protein itself, so this
+measures predictions for members of known families. There are two controls: unrelated proteins of
+the same lengths must not help, and the order of the relatives must not matter.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ Score = Callable[[str, Sequence[Tokens], Sequence[Sequence[Tokens]]], SequenceSc
 
 
 def evenly_spaced(count: int, number: int | None) -> list[int]:
-    """At most `number` of `count` indices; None is all."""
+    """At most `number` of `count` indices, all if it is None."""
     number = min(number or count, count)
     return [index * count // number for index in range(number)]
 
@@ -43,15 +42,15 @@ def evaluate_given_relatives(
     longest: int | None = None,
     keep: Callable[[Compute], NDArray[np.float64]] = lambda compute: compute(),
 ) -> GivenRelatives:
-    """Figures of proteins given their relatives, those without any included.
+    """Figures of proteins given their relatives, including proteins without relatives.
 
     Args:
         collection: N proteins, uint8 residue tokens.
-        clusters: integer [N]; intervals resample these.
-        index: the relatives of each protein among the others.
-        settings: which proteins are scored, and what each is given.
-        longest: residues of a protein that are scored, its first ones; None for all.
-        keep: returns the cached or new result of the baselines, which do not depend on the model.
+        clusters: integer [N]; intervals resample them.
+        index: the relatives of each protein within the collection.
+        settings: which proteins are scored, and which relatives each is given.
+        longest: number of leading residues scored per protein; None for all.
+        keep: caches the result of the baselines, which do not depend on the model.
     """
     scored = evenly_spaced(len(collection), settings.relatives_proteins)
     targets = [collection[number][:longest] for number in scored]
@@ -139,11 +138,7 @@ def unrelated_of_same_length(
     collection: Sequence[Tokens],
     clusters: NDArray[np.integer],
 ) -> Indices:
-    """For each relative, the protein closest in length that is no hit and in another cluster.
-
-    Args:
-        targets: numbers of proteins in the collection; `which`: the relatives of each.
-    """
+    """For each relative in `which`, a protein of similar length, no hit and in another cluster."""
     order = np.argsort([len(tokens) for tokens in collection], kind="stable")
     rank = np.argsort(order)
     found: Indices = []
@@ -173,7 +168,7 @@ def _order_matters_by(
     given: Sequence[Sequence[Tokens]],
     sequences: Sequence[Tokens],
 ) -> float | None:
-    """The largest difference that reversing the relatives makes, nats per residue."""
+    """The largest change from reversing the order of the relatives, nats per residue."""
     if not several:
         return None
     own = [sequences[n] for n in several]

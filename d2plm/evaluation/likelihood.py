@@ -1,7 +1,7 @@
 """The likelihood bound of a model on held-out proteins, with its interval, and the MLM-15 figure.
 
-Draws are keyed by the sequence's index alone, so every model that is compared sees the same masks;
-intervals come from resampling homology clusters, not residues. Everything is summed in float64.
+Draws are keyed by the sequence's index only, so all models see the same masks. Intervals resample
+homology clusters, not residues. All sums are in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,6 @@ class CrossEntropy:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean over all predicted residues."""
         return float(np.exp(self.nats.sum() / self.residues.sum()))
 
 
@@ -54,12 +53,12 @@ class SequenceScores:
 
     Attributes:
         draws: float64 [N, D], each draw's estimate of the NELBO of the predicted residues.
-        residues: int64 [N], residues scored.
-        mlm15: with 15 % of the residues masked; None for a paradigm without masks, or if not
-            requested.
-        calibration: of all draws, by the corrupted fraction in FRACTION_BINS equally wide bins.
-        estimator: of the bound.
-        masks_digest: digest of everything on which the draws depend.
+        residues: int64 [N], number of residues scored.
+        mlm15: with 15 % of the residues masked; None if not requested, or for a paradigm without
+            masks.
+        calibration: over all draws, by corrupted fraction in FRACTION_BINS equally wide bins.
+        estimator: name of the bound's estimator.
+        masks_digest: digest of everything that determines the draws.
     """
 
     draws: NDArray[np.float64]
@@ -71,7 +70,7 @@ class SequenceScores:
 
     @property
     def nats(self) -> NDArray[np.float64]:
-        """float64 [N], the estimate of the NELBO: the mean over the draws."""
+        """float64 [N]: estimate of the NELBO, the mean over the draws."""
         return self.draws.mean(axis=1)
 
 
@@ -98,21 +97,21 @@ def score_sequences(
     Args:
         model: packed tokens → logits, in evaluation mode.
         sequences: tokens of the paradigm's vocabulary, without special tokens.
-        masks_per_sequence: draws of the bound for each sequence, stratified: exact-k masks, or
-            noise levels of a uniform source.
-        max_length: tokens with `<cls>` and `<eos>`.
-        token_budget: tokens of one forward pass, of a large vocabulary at most `pass_tokens`.
+        masks_per_sequence: stratified draws of the bound per sequence: exact-k masks, or noise
+            levels of a uniform source.
+        max_length: in tokens, including `<cls>` and `<eos>`.
+        token_budget: tokens per forward pass; at most `pass_tokens` for a large vocabulary.
         unigram: float64 [K], frequencies for the control variate (lower variance, no bias).
-        data_digest: of the sequences, recorded in the masks' digest.
-        relatives: of each sequence, for a model that takes them: the bound is then of
-            −log p(sequence | its relatives).
-        with_mlm15: whether to compute the MLM-15 cross-entropy, with one more forward pass.
-        rank, world_size: score every `world_size`-th batch only; the figures of other sequences
-            stay 0. Every rank makes the same number of passes, as a sharded model needs.
+        data_digest: recorded in the masks' digest.
+        relatives: for a model that takes them, the relatives of each sequence; the bound is then
+            on −log p(sequence | its relatives).
+        with_mlm15: compute the MLM-15 cross-entropy, with one more forward pass.
+        rank, world_size: score only every `world_size`-th batch; the figures of other sequences
+            stay 0. All ranks make the same number of passes, as a sharded model requires.
         progress: called with (forward passes done, their total).
 
     Raises:
-        ConfigError: on a value out of range.
+        ConfigError: if a value is out of range.
         ModelError: if a score is NaN or infinite.
     """
     require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
@@ -167,7 +166,7 @@ def score_sequences(
 
 
 def _add_draw(scores: SequenceScores, ids: NDArray[np.int64], draw: int, bound: BoundDraw) -> None:
-    """Enter one draw of the sequences `ids`, the first segments of a batch."""
+    """Record a draw of the sequences `ids`, the first segments of a batch."""
     scores.draws[ids, draw] = _on_host(bound.nats, ids)
     _require_finite(scores.draws[ids, draw], ids, f"bound (draw {draw + 1})")
     # Bin b holds the fractions in (b/B, (b + 1)/B]: all masked is no bin of its own.
@@ -178,7 +177,7 @@ def _add_draw(scores: SequenceScores, ids: NDArray[np.int64], draw: int, bound: 
 
 
 def _on_host(values: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The values [S] of the segments, without those of the padding."""
+    """The values [S] of the segments without padding."""
     return values[: len(ids)].cpu().numpy()
 
 
@@ -193,7 +192,7 @@ def _require_finite(values: NDArray[np.float64], ids: NDArray[np.int64], quantit
 def _mlm15(
     model: Denoiser, paradigm: MaskedParadigm, batch: PackedBatch, length: torch.Tensor, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cross-entropy, masked residues) of each segment of `length` residues with 15 % masked."""
+    """(cross-entropy, number of masked residues) of each segment, with 15 % of `length` masked."""
     segments = batch.segment_ids()
     count = (MLM_FRACTION * length).round().clamp(min=1).clamp(max=length)
     masked = random_subsets(
@@ -210,11 +209,11 @@ def corpus_estimate(
 ) -> Estimate:
     """ΣΝats / Σresidues with its bootstrap interval over clusters.
 
-    Give a difference of two models' nats for the paired comparison.
+    For a paired comparison, pass the difference of two models' nats.
 
     Args:
         nats: float64 [N].
-        residues: [N], how many of them each has.
+        residues: [N], number of residues per sequence.
         clusters: integer [N], the homology cluster of each sequence.
     """
     _, members = np.unique(clusters, return_inverse=True)
@@ -245,10 +244,10 @@ def bound_of(
     clusters: NDArray[np.integer],
     units: NDArray[np.integer] | None = None,
 ) -> Bound:
-    """The bound of N sequences; arguments as of `corpus_estimate`.
+    """The bound of N sequences; arguments as for `corpus_estimate`.
 
     Args:
-        units: [N], bytes or bases of the tokens scored; None where there is no such unit.
+        units: [N], bytes or bases of the scored tokens; None for proteins.
     """
     nelbo = corpus_estimate(nats, residues, clusters)
     bits = None if units is None else corpus_estimate(nats / np.log(2), units, clusters)
@@ -262,6 +261,6 @@ def compared_with(
     clusters: NDArray[np.integer],
     units: NDArray[np.integer] | None = None,
 ) -> Compared:
-    """The bound of the nats `theirs` [N], with the paired difference of `ours` from it."""
+    """The bound of the nats `theirs` [N], with the paired difference `ours` − `theirs`."""
     difference = corpus_estimate(ours - theirs, residues, clusters)
     return Compared(**vars(bound_of(theirs, residues, clusters, units)), difference=difference)

@@ -1,8 +1,8 @@
 """Masked language models in Hugging Face format as denoisers, for comparison.
 
-The exact-k bound needs only masked predictions, which ESM-2 and similar models make: scored on the
-same residues and masks, they are comparable with D2PLM's models. They are read from disk, only from
-safetensors, and code in their folders is never run.
+The exact-k bound needs only masked predictions, so ESM-2 and similar models can be scored on the
+same residues and masks as D2PLM's. They are read from local safetensors; code in their folders is
+never run.
 """
 
 import itertools
@@ -28,11 +28,10 @@ class MaskedLM:
     """A masked language model as a `Denoiser` that ignores the time.
 
     Args:
-        folder: what `save_pretrained` wrote of the model and of its tokenizer.
+        folder: model and tokenizer written by `save_pretrained`.
 
     Raises:
-        ModelError: if the folder is not a whole masked language model, or its vocabulary lacks a
-            residue or a special token.
+        ModelError: if the model is incomplete, or its vocabulary lacks a residue or special token.
     """
 
     def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
@@ -64,7 +63,7 @@ class MaskedLM:
     def __call__(
         self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
     ) -> Tensor:
-        """Logits [T, V] in the order of our alphabet; zeros but for the canonical residues."""
+        """Logits [T, V] in the order of the protein alphabet, zero for all but canonical residues."""
         logits = torch.zeros(tokens.shape[0], PROTEIN.size, device=tokens.device)
         residues = slice(FIRST, PROTEIN.stop)
         for bounds in _padded_batches(tokens, cu_seqlens):
@@ -84,7 +83,7 @@ class MaskedLM:
 
 
 def _padded_batches(tokens: Tensor, cu_seqlens: Tensor) -> Iterator[list[tuple[int, int]]]:
-    """The sequences' bounds in batches of similar length, the padding tail left out."""
+    """The bounds of the sequences in batches of similar length, without the padding tail."""
     bounds = [
         (start, stop)
         for start, stop in itertools.pairwise(cu_seqlens.tolist())
@@ -101,7 +100,7 @@ def _padded_batches(tokens: Tensor, cu_seqlens: Tensor) -> Iterator[list[tuple[i
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
-    """The model's id of each token of our alphabet; of letters that it lacks, its `<unk>`."""
+    """The model's id of each token of the protein alphabet; `<unk>` for an optional letter."""
     unknown, end = tokenizer.unk_token_id, tokenizer.eos_token_id
     special = {
         CLS: tokenizer.cls_token_id,

@@ -1,8 +1,8 @@
-"""How new members of a family compare with natural ones, by what the given members can tell.
+"""Comparison of new members of a family with natural ones, using only the given members.
 
-Every protein is aligned to the HMM of the given members. Natural members are judged in the same
-way, each by an HMM without itself, and so are references that need no model: crossovers of two
-members, mosaics of eight, and columns sampled independently, sharpened.
+Every protein is aligned to the HMM of the given members. Natural members are judged by an HMM that
+excludes them. Three kinds of references need no model: crossovers of two members, mosaics of eight,
+and columns sampled independently from sharpened frequencies.
 """
 
 from collections.abc import Sequence
@@ -51,9 +51,9 @@ class Judge:
     """The HMM, the alignment and the conserved columns of the given members.
 
     Args:
-        given: the members that the new ones were drawn from. The HMM is that of MOST_MEMBERS.
-        held_out: natural members that were not given; None: given ones, each left out in turn.
-        seed: of the references and of the members that are left out.
+        given: members from which the new ones were drawn; the HMM uses MOST_MEMBERS of them.
+        held_out: natural members that were not given; None leaves out given ones in turn.
+        seed: for the references and the members that are left out.
     """
 
     def __init__(self, given: Family, held_out: Family | None = None, *, seed: int = 0) -> None:
@@ -96,17 +96,17 @@ class Judge:
 
         Args:
             generated: uint8 residue tokens.
-            parents: the given members that they began from, without which each one's bits are.
+            parents: indices of the given members each design started from; its score is by the HMM
+                without its parent.
 
         Returns:
-            JSON content: `given`, members; `columns`, of the HMM, and how many are `conserved`; the
-            threshold; `sets`, of each the `proteins` — name, length, bits under the HMM (0 where
-            HMMER finds no domain), E-value (None if a member is left out), whether it is a member,
-            whether it reaches both `ends`, share of the columns filled (`coverage`), share of the
-            conserved columns with their residue (`conserved`; None where there are none), share of
-            windows of low complexity, nearest given member, identity to it, place in the `plane` of
-            two principal components — and the `figures` of the set; `alignment`, the columns of the
-            first members of each.
+            JSON content: the numbers of `given` members, HMM `columns` and `conserved` columns; the
+            threshold; `sets`, each with `proteins` and `figures`; and the `alignment` of the first
+            members of each set. A protein has name, length, bits under the HMM (0 if HMMER finds no
+            domain), E-value (None if a member is left out), whether it is a member, whether it reaches
+            both `ends`, `coverage` (share of columns filled), `conserved` (share of conserved columns
+            with their residue; None if there are none), share of low-complexity windows, the nearest
+            given member, identity to it, and its place in the `plane` of two principal components.
         """
         sets = {GENERATED: self.described(generated, names, parents), **self.others}
         rows = {
@@ -138,10 +138,10 @@ class Judge:
         *,
         of_itself: bool = False,
     ) -> dict[str, Any]:
-        """The proteins of a set, with the given member that is left out of each one's HMM.
+        """The proteins of a set, each judged by an HMM without the member `left_out` for it.
 
         Args:
-            of_itself: whether that is the protein, which is not its nearest member either.
+            of_itself: whether the left-out member is the protein itself, and so not its nearest.
         """
         aligned = aligned_columns(self.hmm, proteins)
         hot = one_hot(aligned)
@@ -183,7 +183,7 @@ class Judge:
         return {"proteins": described, "figures": figures(described, _off_diagonal(among))}
 
     def references(self, random: np.random.Generator) -> dict[str, list[Tokens]]:
-        """Proteins made of the given members without any model."""
+        """Proteins made from the given members without a model."""
         rows = np.frombuffer("".join(self.rows).encode(), dtype=np.uint8)
         rows = rows.reshape(len(self.rows), -1)
         crossed, mosaics = [], []
@@ -207,7 +207,7 @@ class Judge:
         return {name: [one for one in own if len(one)] for name, own in made.items() if own}
 
     def _hit(self, protein: Tokens, left_out: int) -> Any:
-        """The hit of a protein by the HMM of the columns of the other members; None without."""
+        """The hit of a protein by the HMM of the other members' columns; None without others."""
         if len(self.aligned_NL) == 1:
             return None
         others = np.arange(len(self.aligned_NL)) != left_out
@@ -222,10 +222,10 @@ _WINDOW = int(LOW_COMPLEXITY["low_complexity_window"]), LOW_COMPLEXITY["low_comp
 def figures(
     proteins: Sequence[dict[str, Any]], among: NDArray[np.float64] | Sequence[float]
 ) -> dict[str, float | None]:
-    """Of a set: medians, but for shares of its proteins and the mean share of low complexity.
+    """The figures of a set: medians, and the shares of its proteins with a property.
 
     Args:
-        among: identities of two of them.
+        among: identities of pairs of proteins.
     """
 
     def median(name: str) -> float | None:
@@ -233,7 +233,7 @@ def figures(
         return float(np.median(values)) if values else None
 
     def error(name: str) -> float:
-        """The standard error of the median: of normal values, √(π/2) times that of the mean."""
+        """Standard error of the median: for normal values, √(π/2) times that of the mean."""
         values = [one[name] for one in proteins]
         return float(np.std(values) * np.sqrt(np.pi / 2 / len(values))) if values else 0.0
 
@@ -255,13 +255,13 @@ def figures(
 
 
 def conserved_columns(rows: Letters) -> Letters:
-    """int8 [L]: the residue that CONSERVED of the rows have in a column; GAP if there is none."""
+    """int8 [L]: the residue that a share CONSERVED of the rows have in a column, or GAP."""
     counts = one_hot(rows).sum(0).reshape(-1, GAP)
     return np.where(counts.max(1) >= CONSERVED * len(rows), counts.argmax(1), GAP).astype(np.int8)
 
 
 def _ends(row: Letters) -> tuple[int, int]:
-    """The first and the last column that a protein fills; none, as far inside as can be."""
+    """The first and last filled column; an empty row has the ends furthest inside."""
     filled = np.flatnonzero(row < GAP)
     return (int(filled[0]), int(filled[-1])) if len(filled) else (len(row), -1)
 

@@ -1,10 +1,9 @@
-"""How similar a protein is to the most similar training protein, by an MMseqs2 search.
+"""Identity of a protein to the most similar training protein, from an MMseqs2 search.
 
-The result splits an evaluation by similarity to the training data, and distinguishes copies from
-new sequences among generated proteins. Identity is local: identical residues ÷ columns of the
-alignment, including columns with a gap, if the alignment covers enough of the query. Only the
-query's coverage counts, because a domain copied from a longer training protein is not new; a split
-that requires coverage of both misses such pairs. The search takes minutes and is cached on disk.
+It splits an evaluation by similarity to the training data and tells copies from new sequences among
+generated proteins. Identity is local: identical residues ÷ alignment columns, gaps included, if the
+alignment covers enough of the query. Only the query's coverage counts, because a domain copied from
+a longer training protein is not new. The search takes minutes, so its result is cached on disk.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,8 +34,8 @@ class Nearest:
     """The nearest training protein of each of N sequences.
 
     Attributes:
-        identities: float64 [N], to it, 0 … 1; 0 without a hit.
-        proteins: int64 [N], its index in the training store; -1 without a hit.
+        identities: float64 [N], 0 … 1; 0 without a hit.
+        proteins: int64 [N], index in the training store; -1 without a hit.
     """
 
     identities: NDArray[np.float64]
@@ -44,13 +43,10 @@ class Nearest:
 
 
 def nearest_search(sensitivity: float = 7.0) -> SearchSettings:
-    """Search settings that count a training protein as similar; there is no least identity.
+    """Settings of the search, which set no minimum identity.
 
     Args:
-        sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive).
-
-    Raises:
-        ConfigError: the sensitivity is out of range.
+        sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive); others raise ConfigError.
     """
     return SearchSettings(min_seq_id=0.0, coverage_mode=OF_THE_QUERY, sensitivity=sensitivity)
 
@@ -64,20 +60,15 @@ def nearest_identities(
     resources: Resources = Resources(),
     report: Report = lambda line: None,
 ) -> NDArray[np.float64]:
-    """Identity of each held-out protein to its nearest training protein, 0 … 1.
+    """float64 [N]: identity of each held-out protein to its nearest training protein; 0 without.
 
     Args:
-        held_out: N proteins.
-        train: what the model was trained on.
-        folder: where the result is kept (see `ArrayCache`), and MMseqs2's log.
-        resources: what MMseqs2 may use; temporary files go to `folder` if it names no other.
+        folder: holds the cached result (see `ArrayCache`) and MMseqs2's log.
+        resources: temporary files go to `folder` unless another is named here.
         report: called with one line per stage.
 
-    Returns:
-        float64 [N]: the largest identity among the hits (see the module), 0 without any.
-
     Raises:
-        DataError: MMseqs2 is missing or fails, or `folder` cannot be written.
+        DataError: if MMseqs2 is missing or fails, or `folder` cannot be written.
     """
     origin = [FORMAT_VERSION, held_out.digest, train.digest, asdict(settings), MAX_E_VALUE]
 
@@ -89,7 +80,7 @@ def nearest_identities(
 
 
 def identity_bins(identities: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The place of each identity [N] in IDENTITY_BINS, int64 [N]; both edges are in the middle."""
+    """int64 [N]: index of each identity [N] in IDENTITY_BINS; both edges are in the middle bin."""
     low, high = IDENTITY_EDGES
     return (identities >= low).astype(np.int64) + (identities > high)
 
@@ -102,19 +93,16 @@ def find_nearest(
     *,
     report: Report = lambda line: None,
 ) -> Nearest:
-    """Which training protein is nearest, for sequences in memory or streamed; nothing is kept.
+    """The hit with the largest identity for each query, the first among equals; not cached.
 
     Args:
-        queries: N sequences of residue tokens, uint8 [L]; those too short for MMseqs2 to find
-            (see `d2plm.data.homology`) have no hit.
-        report: called with a line before the search.
-
-    Returns:
-        Of each sequence the hit of the largest identity, the first in the store among equals.
+        queries: N sequences of residue tokens, uint8 [L]; those too short for MMseqs2 (see
+            `d2plm.data.homology`) have no hit.
+        report: called with one line before the search.
 
     Raises:
-        DataError: MMseqs2 fails.
-        OSError: a file cannot be written.
+        DataError: if MMseqs2 fails.
+        OSError: if a file cannot be written.
     """
     folder = mmseqs.temporary_folder
     query_fasta, train_fasta = folder / "queries.fasta", folder / "train.fasta"
@@ -135,7 +123,7 @@ def find_nearest(
 
 
 def write_fasta_of_tokens(path: Path, sequences: Iterable[NDArray[np.uint8]]) -> int:
-    """Write sequences under the names 0, 1, …, tokens that are no residue as X; their number."""
+    """Write sequences named 0, 1, … with X for tokens that are no residues; return their number."""
     count = 0
     with open(path, "w") as file:
         for tokens in sequences:

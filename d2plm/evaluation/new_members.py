@@ -1,6 +1,6 @@
-"""Text output about new members of a family: sentence, tables, FASTA headers, file.
+"""Text output about new members of a family: a sentence, tables, FASTA headers, a file.
 
-The content is that of `membership.Judge`; nothing here needs HMMER.
+The figures come from `membership.Judge`; nothing here needs HMMER.
 """
 
 import csv
@@ -29,7 +29,7 @@ CLOSE, NEARLY = 0.7, 0.01  # identity to the nearest that is never too close; wh
 
 
 def headline(described: dict[str, Any]) -> str:
-    """The result as a sentence, which begins with what is far from natural members."""
+    """The result as a sentence, starting with the properties that are far from natural members."""
     total = len(described["sets"][GENERATED]["proteins"])
     own, natural = _figures(described)
     if described["given"] == 1 and not described["held_out"]:
@@ -54,7 +54,7 @@ def headline(described: dict[str, Any]) -> str:
 def worse_than_natural(
     own: dict[str, Any], natural: dict[str, Any], asked: Collection[str] = ()
 ) -> list[str]:
-    """What sets designs apart from natural members, each as a phrase; not what was `asked` for."""
+    """Phrases for the properties, except those `asked` for, in which designs are far from natural."""
     far = []
     if own["bits"] < LEAST_BITS * natural["bits"]:
         far.append(f"{own['bits']:.0f} bits against {natural['bits']:.0f}")
@@ -81,10 +81,7 @@ def worse_than_natural(
 
 
 def unlike_natural(described: dict[str, Any]) -> list[bool]:
-    """Which designs fail: no member, an end or a conserved residue lost, or of low complexity.
-
-    As far as nine in ten natural members do better.
-    """
+    """Which designs fail: no member, or worse than nine in ten natural members in any property."""
     proteins = described["sets"][NATURAL]["proteins"]
 
     def tenth(name: str, highest: bool = False) -> float:
@@ -104,7 +101,7 @@ def unlike_natural(described: dict[str, Any]) -> list[bool]:
 
 
 def members_table(described: dict[str, Any]) -> Table:
-    """The sets beside each other."""
+    """The figures of all sets, one row per set."""
     rows = []
     for name, own in described["sets"].items():
         if own["proteins"]:
@@ -127,7 +124,7 @@ def members_table(described: dict[str, Any]) -> Table:
 
 
 def header(described: dict[str, Any]) -> list[str]:
-    """Of each design what the header of its FASTA record says of it."""
+    """The text for each design's FASTA header."""
     return [
         f"nearest={one['nearest']} identity={one['identity']:.3f} bits={one['bits']:.1f} "
         f"member={'yes' if one['member'] else 'no'} ends={'yes' if one['ends'] else 'no'} "
@@ -137,11 +134,7 @@ def header(described: dict[str, Any]) -> list[str]:
 
 
 def write_members(described: dict[str, Any], fasta: Path) -> Path:
-    """Write the result of `Judge.describe` next to the FASTA file of the generated proteins.
-
-    Raises:
-        DataError: if a file cannot be read or written.
-    """
+    """Write the result of `Judge.describe` next to the FASTA file; raises DataError if it cannot."""
     file = _file(fasta)
     content = {"format_version": FORMAT_VERSION, **described, "fasta": files_digest(fasta)}
     write_text(file, json.dumps(content, indent=2))
@@ -156,11 +149,7 @@ def write_members(described: dict[str, Any], fasta: Path) -> Path:
 
 
 def read_members(fasta: Path) -> dict[str, Any] | None:
-    """The stored result for the proteins in a FASTA file; None if there is none for these proteins.
-
-    Raises:
-        DataError: if a file is damaged.
-    """
+    """The stored result for these proteins, or None; raises DataError if a file is damaged."""
     kept = read_json(_file(fasta))
     if kept is None or kept.get("format_version") != FORMAT_VERSION:
         return None

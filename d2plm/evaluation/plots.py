@@ -1,6 +1,6 @@
-"""The evaluation as pictures: training curve, likelihoods, calibration, identity, quality, members.
+"""Figures of an evaluation: training curve, likelihoods, calibration, identity, quality, members.
 
-Each function draws one matplotlib axes; `plot` puts them into one PNG, the report into SVGs.
+Each function draws one matplotlib axes; `plot` combines them in one PNG, the report in SVGs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,14 +79,10 @@ _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 def plot(
     evaluation: Evaluation, metrics: Sequence[dict[str, float]], file: Path, title: str
 ) -> None:
-    """Write one PNG with the figures of ROWS that were measured.
+    """Write one PNG with the figures of ROWS that were measured; raises DataError if it cannot.
 
     Args:
         metrics: the rows that training logged; may be empty.
-        title: of the picture.
-
-    Raises:
-        DataError: if the file cannot be written.
     """
     measured = figures_of(evaluation, metrics, evaluation.quality)
     rows = [[name for name in row if name in measured] for row in ROWS]
@@ -105,7 +101,7 @@ def plot(
 def figures_of(
     evaluation: Evaluation | None, metrics: Sequence[dict[str, float]], quality: Quality | None
 ) -> dict[str, Callable[[Any], None]]:
-    """Name → a function that draws into an empty figure, for those that have data."""
+    """Name → a function that draws into an empty figure, for the figures that have data."""
     given = evaluation and evaluation.given_relatives
     bins = [one for one in ((evaluation and evaluation.by_identity) or {}).values() if one.residues]
     of_proteins = quality is not None and quality.terms.unit is None  # residues and homology
@@ -132,10 +128,10 @@ def figures_of(
 def plot_curves(
     figure: Any, evaluation: Evaluation | None, metrics: Sequence[dict[str, float]]
 ) -> None:
-    """Draw the held-out perplexity over the steps with the baselines, and the training's below.
+    """Plot the held-out perplexity over the steps with the baselines, and the training curve below.
 
-    Each has axes of its own: what a model is given in training, such as relatives, may put the
-    training curve far below.
+    The axes are separate because a model given more in training, such as relatives, may have a much
+    lower training perplexity.
     """
     trained, validated = _points(metrics, "loss"), _points(metrics, "validation_perplexity")
     held_out = bool(validated) or evaluation is not None
@@ -153,14 +149,13 @@ def plot_curves(
 
 
 def _points(metrics: Sequence[dict[str, float]], key: str) -> list[tuple[float, float]]:
-    """(step, value) of each row that has this key."""
     return [(row["step"], row[key]) for row in metrics if key in row]
 
 
 def _plot_held_out(
     axes: Any, evaluation: Evaluation | None, validated: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw the held-out curve and the baselines; a curve that begins above them all is cut."""
+    """Plot the held-out curve and the baselines; a part of the curve above all of them is cut off."""
     shown = [perplexity for _, perplexity in validated]
     if validated:
         axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="this model (EMA)")
@@ -176,14 +171,14 @@ def _plot_held_out(
 
 
 def _drawn_baselines(evaluation: Evaluation) -> dict[str, tuple[str, str]]:
-    """The baselines of the curve's figure: those of BASELINES that there are, and the best."""
+    """The style of each baseline to plot: those of BASELINES, and the best of other alphabets."""
     best = judge(evaluation).baseline
     present = {name: style for name, style in BASELINES.items() if name in evaluation.baselines}
     return present if evaluation.terms.unit is None else {best: (INK, ":"), **present}
 
 
 def plot_pace(figure: Any, metrics: Sequence[dict[str, float]]) -> None:
-    """Draw learning rate and tokens per second over the steps, each on its own axes."""
+    """Plot learning rate and tokens per second over the steps, each on its own axes."""
     both = figure.subplots(2, 1, sharex=True)
     curves = (("learning_rate", "learning rate"), ("tokens_per_second", "tokens/s"))
     for axes, (key, label), colour in zip(both, curves, SERIES[:2], strict=True):
@@ -197,7 +192,7 @@ def plot_pace(figure: Any, metrics: Sequence[dict[str, float]]) -> None:
 def plot_estimate(
     axes: Any, place: float, estimate: Estimate, vertical: bool = False, **style: Any
 ) -> None:
-    """Draw an estimate at a place of the other axis, with its interval where there is one."""
+    """Plot an estimate at a place on the other axis, with its interval, if any."""
     centre, (low, high) = estimate.value, estimate.ends
     error = [[max(centre - low, 0)], [max(high - centre, 0)]]  # rounding may cross the centre
     x, y = [centre], [place]
@@ -206,7 +201,7 @@ def plot_estimate(
 
 
 def plot_likelihoods(axes: Any, evaluation: Evaluation) -> None:
-    """Draw each perplexity with its interval: the baselines, other models, the model."""
+    """Plot the perplexities of the baselines, other models and the model."""
     colours = {
         **{name: colour for name, (colour, _) in BASELINES.items()},
         **dict(zip(evaluation.others, OTHERS, strict=False)),
@@ -217,7 +212,7 @@ def plot_likelihoods(axes: Any, evaluation: Evaluation) -> None:
 
 
 def plot_bounds(axes: Any, bounds: Bounds, colours: Mapping[str, str], model: str) -> None:
-    """Draw each perplexity with its interval, that of `model` as a square."""
+    """Plot each perplexity with its interval; that of `model` is a square."""
     for place, (name, bound) in enumerate(bounds.items()):
         form, colour = "s" if name == model else "o", colours.get(name, GREY)
         plot_estimate(axes, place, bound.perplexity, fmt=form, color=colour)
@@ -234,7 +229,7 @@ def plot_bounds(axes: Any, bounds: Bounds, colours: Mapping[str, str], model: st
 
 
 def plot_calibration(axes: Any, evaluation: Evaluation) -> None:
-    """Draw the cross-entropy against the corrupted fraction, of the model and of other models."""
+    """Plot cross-entropy against the corrupted fraction, for the model and other models."""
     styles = zip(chain((BLUE, *OTHERS), repeat(GREY)), cycle(MARKERS), strict=False)
     for (name, bins), (colour, marker) in zip(evaluation.calibration.items(), styles, strict=False):
         centres = [(one.low + one.high) / 2 for one in bins]
@@ -255,7 +250,7 @@ def plot_calibration(axes: Any, evaluation: Evaluation) -> None:
 
 
 def plot_identity(axes: Any, evaluation: Evaluation) -> None:
-    """Draw the perplexity by identity to the nearest training protein, where there are proteins."""
+    """Plot perplexity by identity to the nearest training protein, for bins that have proteins."""
     rows = {name: one for name, one in (evaluation.by_identity or {}).items() if one.residues}
     model, reference = (
         [getattr(one, of) for one in rows.values()] for of in ("model", "reference")
@@ -276,7 +271,7 @@ def plot_identity(axes: Any, evaluation: Evaluation) -> None:
 
 
 def plot_given_relatives(axes: Any, given: GivenRelatives) -> None:
-    """Draw the perplexity given nearer and nearer relatives, of the model and of profile HMMs."""
+    """Plot perplexity given ever closer relatives, of the model and of profile HMMs."""
     rows = given.below[::-1]
     bounds: list[Bounds] = [{MODEL: given.alone}, *({MODEL: r.model, **r.baselines} for r in rows)]
     series = ((MODEL, BLUE, "s"), (PROFILE, ORANGE, "o"), (ALIGNED, GREEN, "^"))
@@ -296,7 +291,7 @@ def plot_given_relatives(axes: Any, given: GivenRelatives) -> None:
 
 
 def plot_residues(axes: Any, quality: Quality) -> None:
-    """Draw residue frequencies: the training proteins' as bars, those of the sets as points."""
+    """Plot residue frequencies: the training proteins as bars, the sets as points."""
     sets, expected = quality.sets, quality.training_frequencies
     letters = sorted(expected, key=expected.__getitem__, reverse=True)
     places = np.arange(len(letters))
@@ -314,7 +309,7 @@ def plot_residues(axes: Any, quality: Quality) -> None:
 
 
 def plot_lengths(axes: Any, quality: Quality) -> None:
-    """Draw the lengths' distribution functions, which are readable for few proteins, too."""
+    """Plot the lengths' distribution functions, which stay readable for few proteins."""
     terms, histograms = quality.terms, {"training": np.array(quality.training_lengths)}
     histograms |= {name: np.array(one.length_histogram) for name, one in quality.sets.items()}
     histograms.pop(terms.reference, None)  # it has the lengths of the generated proteins
@@ -333,7 +328,7 @@ def plot_lengths(axes: Any, quality: Quality) -> None:
 
 
 def plot_novelty(axes: Any, quality: Quality) -> None:
-    """Draw identities to the nearest training protein as bars; no hit has a bar of its own."""
+    """Plot identities to the nearest training protein as bars, with one bar for "no hit"."""
     sets = quality.sets
     width = 0.8 / len(sets)
     for number, ((name, figures), colour, hatch) in enumerate(
@@ -360,11 +355,7 @@ def identity_shares(figures: SequenceSet) -> list[float]:
 
 
 def plot_new_members(members: Mapping[str, Any], file: Path) -> None:
-    """Write one PNG of what `Judge.describe` returned: plane, scores and alignment.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
+    """Write one PNG of the result of `Judge.describe`; raises DataError if it cannot be written."""
     rows = 0.22 * len(members["alignment"]) + 0.8
     figure = new_figure(12, 5.2 + rows)
     grid = figure.add_gridspec(2, 2, height_ratios=(5, rows))
@@ -375,7 +366,7 @@ def plot_new_members(members: Mapping[str, Any], file: Path) -> None:
 
 
 def plot_plane(axes: Any, members: Mapping[str, Any]) -> None:
-    """Draw designs and natural members by two principal components of the aligned columns."""
+    """Plot designs and natural members by two principal components of the aligned columns."""
     for name, style in _OF_MEMBERS.items():
         if places := [one["plane"] for one in members["sets"][name]["proteins"]]:
             axes.plot(*np.transpose(places), label=f"{name} ({len(places)})", **style)
@@ -384,7 +375,7 @@ def plot_plane(axes: Any, members: Mapping[str, Any]) -> None:
 
 
 def plot_membership(axes: Any, members: Mapping[str, Any]) -> None:
-    """Draw each protein's score under the family's HMM against identity to the nearest member."""
+    """Plot each protein's score under the family's HMM against identity to the nearest member."""
     references = iter(_REFERENCES)
     for name, own in members["sets"].items():
         if proteins := own["proteins"]:
@@ -399,7 +390,7 @@ def plot_membership(axes: Any, members: Mapping[str, Any]) -> None:
 
 
 def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the first columns of aligned proteins, residues coloured by their side chains."""
+    """Plot the first columns of aligned proteins, residues coloured by side chain."""
     from matplotlib.collections import PathCollection, PolyCollection
     from matplotlib.textpath import TextPath
     from matplotlib.transforms import Affine2D, IdentityTransform
@@ -441,6 +432,6 @@ def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plain(name: str, longest: int = _LONGEST_NAME) -> str:
-    """A name, perhaps a folder's, shortened for a figure; `$` does not start a formula."""
+    """A name shortened for a figure, with `$` escaped so that it does not start a formula."""
     short = name if len(name) <= longest else f"…{name[1 - longest :]}"
     return short.replace("$", r"\$")

@@ -1,10 +1,9 @@
 """Quality of generated sequences without a model: are they like natural ones, new and diverse?
 
-A set is always compared with natural held-out sequences and samples of the best baseline that
-ignores order, in equal numbers, because n-gram divergence and diversity depend on the number of
-sequences. Training sequences are counted in bounded memory, n-grams on a sample. Homology of
-proteins needs one MMseqs2 search for all sets together and one clustering for each; of other
-alphabets only exact copies are found.
+A set is always compared with equal numbers of natural held-out sequences and samples of the best
+baseline that ignores order, because n-gram divergence and diversity depend on the number of
+sequences. For proteins, one MMseqs2 search of all sets and a clustering of each find homology; for
+other alphabets only exact copies are found.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,10 +61,10 @@ class QualitySettings:
     """How quality is measured.
 
     Attributes:
-        max_residues: only this many of a training protein count, from its start, where generated
-            ones cannot be longer; None counts all.
+        max_residues: number of leading residues counted per training protein, if generated ones
+            cannot be longer; None for all.
         nearest: which training proteins count as similar.
-        diversity: when two sequences of a set are one cluster.
+        diversity: which sequences of a set are clustered together.
     """
 
     max_residues: int | None = None
@@ -78,9 +77,9 @@ class Counts:
     """Composition of sequences.
 
     Attributes:
-        lengths: int64 [longest + 1], sequences of each length in tokens.
-        tokens: int64 [K], how often each predicted token occurs.
-        kmers: of proteins, for k = 1 … LONGEST_KMER int64 [20^k], as from `kmer_counts`.
+        lengths: int64 [longest + 1], number of sequences of each length in tokens.
+        tokens: int64 [K], count of each predicted token.
+        kmers: for proteins: int64 [20^k] for k = 1 … LONGEST_KMER, from `kmer_counts`.
     """
 
     lengths: NDArray[np.int64]
@@ -93,8 +92,7 @@ class Novelty:
     """Similarity of N sequences to the training proteins and to one another.
 
     Attributes:
-        nearest: the nearest training protein of each.
-        in_training: bool [N], whether a training protein equals it.
+        in_training: bool [N], whether a training protein is equal.
         clusters: number of homology clusters among them.
     """
 
@@ -111,13 +109,11 @@ def beside_others(
     sample: Callable[[Sequence[int], int], list[Tokens]],
     reference: str = REFERENCE,
 ) -> dict[str, Sequence[Tokens]]:
-    """Generated sequences with the sets to compare them with, as many of each as are held out.
+    """Generated sequences with the sets to compare them with, limited to the number held out.
 
     Args:
-        generated: sequences of tokens [L].
-        held_out: natural sequences, drawn in the store's order, each up to `max_residues`.
-        sample: (lengths, seed) → samples of the baseline `reference`, of the generated ones'
-            lengths.
+        held_out: natural sequences, sampled in the store's order and cut at `max_residues`.
+        sample: (lengths, seed) → samples of the baseline `reference` with these lengths.
     """
     number = min(len(generated), len(held_out))
     lengths = [len(tokens) for tokens in generated[:number]]
@@ -134,11 +130,10 @@ def compare_quality(
     train: SequenceStore,
     settings: QualitySettings = QualitySettings(),
 ) -> Quality:
-    """Quality of several sets of sequences, beside one another.
+    """Quality of several sets of proteins.
 
     Args:
-        sets: name → sequences of tokens, uint8 [L], 1 ≤ L: the generated ones, natural held-out
-            ones and samples of the composition baseline, as many of each.
+        sets: name → non-empty sequences of tokens, uint8 [L]; as many in each set.
         novelty: name → from `find_novelty`.
     """
     training = training_counts(train, settings.max_residues)
@@ -153,12 +148,11 @@ def compare_quality(
 def compare_texts(
     sets: Mapping[str, Sequence[Tokens]], train: SequenceStore, max_residues: int, terms: Terms
 ) -> Quality:
-    """Quality of several sets of sequences, beside one another.
+    """Quality of several sets of sequences of any alphabet.
 
     Args:
-        sets: name → sequences of tokens [L]: the generated ones, held-out ones and samples of the
-            reference, as many of each.
-        max_residues: only this many tokens of a training sequence count, from its start.
+        sets: name → sequences of tokens [L]; as many in each set.
+        max_residues: number of leading tokens counted per training sequence.
     """
     vocabulary = train.vocabulary
     among = sampled(train, SAMPLED_TOKENS, max_residues)
@@ -201,12 +195,12 @@ def find_novelty(
     """Novelty of each set, by one pass over the training proteins and one search for all sets.
 
     Args:
-        sets: name → sequences of tokens, uint8 [L], 1 ≤ L.
-        folder: for MMseqs2's log, and for temporary files if `resources` names no other.
+        sets: name → non-empty sequences of tokens, uint8 [L].
+        folder: for MMseqs2's log, and for temporary files unless `resources` names another.
         report: called with one line per stage.
 
     Raises:
-        DataError: a set or a sequence is empty or of another type, MMseqs2 is missing or fails, or
+        DataError: if a set or sequence is empty or of another type, MMseqs2 is missing or fails, or
             a folder cannot be written.
     """
     for name, sequences in sets.items():
@@ -226,12 +220,11 @@ def find_novelty(
 
 
 def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> SequenceSet:
-    """Quality of one set of proteins.
+    """Quality of one set of non-empty proteins, uint8 [L] each.
 
     Args:
-        sequences: N sequences of tokens, uint8 [L], 1 ≤ L.
         training: composition of the training proteins.
-        novelty: of the same sequences, which `find_novelty` has checked.
+        novelty: of the same sequences.
     """
     kmers = kmer_counts(sequences, LONGEST_KMER)
     counts = Counts(length_counts(sequences), kmers[0], kmers)
@@ -269,8 +262,8 @@ def of_any_alphabet(
     """The figures of `SequenceSet` that every alphabet has.
 
     Args:
-        divergences: of the n-grams from the training sequences', n = 1, 2, …
-        copied: bool [N], whether a training sequence equals it.
+        divergences: of the n-grams from those of the training sequences, for n = 1, 2, …
+        copied: bool [N], whether a training sequence is equal.
     """
     runs = [longest_run(tokens, vocabulary) for tokens in sequences]
     return {
@@ -295,11 +288,7 @@ def length_counts(sequences: Iterable[Tokens]) -> NDArray[np.int64]:
 def training_counts(
     train: SequenceStore, max_residues: int | None = None, kmer_sequences: int = KMER_SEQUENCES
 ) -> Counts:
-    """Composition of the training proteins: one pass, and a sample of them for the k-mers.
-
-    Args:
-        max_residues: of each, from its start; None counts all.
-    """
+    """Composition of the training proteins' first `max_residues`; k-mers from a sample of them."""
     limit = max_residues or MAX_RESIDUES
     of_lengths = np.zeros(min(int(train.lengths.max()), limit) + 1, dtype=np.int64)
     token_counts = np.zeros(256, dtype=np.int64)
@@ -315,9 +304,9 @@ def training_counts(
 
 
 def in_training(sequences: Iterable[Tokens], train: SequenceStore) -> NDArray[np.bool_]:
-    """Whether each of N sequences equals a training protein, bool [N]; one pass over these.
+    """bool [N]: whether each sequence equals a training protein.
 
-    The N sequences are held in memory and not the training proteins, which may be many more.
+    Holds the N sequences in memory, not the training proteins, which may be many more.
     """
     kept = [tokens.astype(train.vocabulary.dtype, copy=False) for tokens in sequences]
     contents, lengths = [tokens.tobytes() for tokens in kept], np.unique([*map(len, kept)])
@@ -333,14 +322,13 @@ def in_training(sequences: Iterable[Tokens], train: SequenceStore) -> NDArray[np
 
 
 def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseqs: MMseqs) -> int:
-    """Number of homology clusters; equal sequences are one, however short.
+    """Number of homology clusters of sequences uint8 [L]; equal sequences are one cluster.
 
-    Args:
-        sequences: of tokens, uint8 [L]; what is too short for MMseqs2 to find is a cluster alone.
+    A sequence too short for MMseqs2 to find is a cluster of its own.
 
     Raises:
-        DataError: MMseqs2 fails.
-        OSError: a file cannot be written.
+        DataError: if MMseqs2 fails.
+        OSError: if a file cannot be written.
     """
     distinct = sorted({tokens.tobytes() for tokens in sequences})
     if settings.method == "none":
@@ -351,10 +339,7 @@ def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseq
 
 
 def kl_divergence(counts: NDArray[np.int64], reference: NDArray[np.int64]) -> float | None:
-    """KL(counts ‖ reference) of two histograms, nats; infinite where `reference` lacks something.
-
-    None if either is empty.
-    """
+    """KL(counts ‖ reference) of two histograms, nats; None if either is empty."""
     if not counts.sum() or not reference.sum():
         return None
     return float(rel_entr(counts / counts.sum(), reference / reference.sum()).sum())
@@ -374,32 +359,25 @@ def js_divergence(one: NDArray[np.int64], other: NDArray[np.int64]) -> float | N
 
 
 def ks_distance(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
-    """Kolmogorov–Smirnov distance of two samples that are given as histograms over 0, 1, 2, …"""
+    """Kolmogorov–Smirnov distance of two samples given as histograms over 0, 1, 2, …"""
     size = max(len(one), len(other))
     below = [np.pad(h, (0, size - len(h))).cumsum() / h.sum() for h in (one, other)]
     return float(np.abs(below[0] - below[1]).max())
 
 
 def longest_run(tokens: Tokens, vocabulary: Vocabulary = PROTEIN) -> int:
-    """Length of the longest run of one predicted token in tokens [L]; 0 if there is none."""
+    """Length of the longest run of one predicted token in tokens [L], or 0."""
     starts = np.flatnonzero(np.diff(tokens, prepend=np.uint8(0)) != 0)
     runs = np.diff(starts, append=len(tokens))
     return int(runs[vocabulary.is_predicted(tokens[starts])].max(initial=0))
 
 
 def low_complexity(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_]:
-    """Which residues are in a window of low complexity: SEG's first stage.
+    """bool [L]: which residues are in a window of low complexity, the first stage of SEG.
 
-    A window is of low complexity if the Shannon entropy of its composition is at most `bits`. SEG
-    (Wootton & Federhen 1993) goes on to extend and trim the stretches found, which is left out.
-
-    Args:
-        tokens: uint8 [L]. A window with a token that is no canonical residue is not judged, and a
-            sequence shorter than the window has none.
-        window: residues of a window.
-
-    Returns:
-        bool [L].
+    A window is of low complexity if the Shannon entropy of its composition is at most `bits`; one
+    with a non-canonical token is not. SEG's extension and trimming (Wootton & Federhen 1993) are
+    left out.
     """
     low = np.zeros(len(tokens), dtype=np.bool_)
     for start in np.flatnonzero(simple_windows(tokens, window, bits)).tolist():
@@ -433,7 +411,6 @@ def _check(name: str, sequences: Sequence[Tokens]) -> None:
 
 
 def _frequencies(counts: Counts) -> dict[str, float]:
-    """Residue frequencies by letter."""
     frequencies = counts.tokens / max(int(counts.tokens.sum()), 1)
     return dict(zip(CANONICAL, frequencies.tolist(), strict=True))
 
@@ -445,7 +422,7 @@ def in_bins(lengths: NDArray[np.int64]) -> list[int]:
 
 
 def window_hashes(values: NDArray[Any], width: int) -> NDArray[np.uint64]:
-    """uint64 [L − width + 1]: a hash of every run of `width` values, none where L is smaller."""
+    """uint64 [L − width + 1]: hash of every run of `width` values; empty if L is smaller."""
     return ngram_hashes(values, width) if len(values) >= width else np.empty(0, dtype=np.uint64)
 
 

@@ -1,7 +1,7 @@
-"""Spearman's rank correlation of scores with measured effects, and its interval.
+"""Spearman's rank correlation of scores with measured effects, with its interval.
 
 Variants of the same positions are resampled together because their scores and effects are
-correlated: an interval over single variants, such as Fisher's transformation, would be too narrow.
+correlated; an interval over single variants, such as Fisher's transformation, is too narrow.
 """
 
 import math
@@ -22,11 +22,11 @@ MIN_VALUES, MIN_POSITIONS = 3, 10  # measured ones that differ; sets of position
 
 @dataclass(frozen=True, slots=True)
 class RankCorrelation:
-    """Spearman's rho of scores with measured effects, NaN of too few values that differ.
+    """Spearman's rho; NaN if there are too few distinct values.
 
     Attributes:
-        variants: measured ones.
-        low, high: its 95 % interval, NaN where the variants change too few positions.
+        variants: number of measured variants.
+        low, high: 95 % interval, NaN if the variants change too few positions.
     """
 
     variants: int
@@ -45,14 +45,14 @@ class RankCorrelation:
 def rank_correlation(
     scores: NDArray[np.float64], measured: NDArray[np.float64], variants: Sequence[Variant]
 ) -> RankCorrelation:
-    """Spearman's rho of the scores with the measured effects.
+    """Spearman's rho of the scores and the measured effects.
 
-    The interval is a percentile bootstrap over the sets of positions that variants change, the same
-    resamples at every call with the same variants.
+    The interval is a percentile bootstrap over the sets of positions that variants change, with the
+    same resamples in every call with the same variants.
 
     Args:
         scores: float64 [N].
-        measured: float64 [N], NaN where unknown; only known ones count.
+        measured: float64 [N]; NaN values are ignored.
     """
     known = np.flatnonzero(np.isfinite(measured))
     scores, measured = scores[known], measured[known]
@@ -78,7 +78,7 @@ def rank_correlation(
 def _weighted_spearman(
     first: NDArray[np.float64], second: NDArray[np.float64], times: NDArray[Any]
 ) -> NDArray[np.float64]:
-    """float64 [B]: Spearman's rho of pairs [N], each taken `times` [B, N]; NaN without a spread."""
+    """float64 [B]: Spearman's rho of pairs [N], each repeated `times` [B, N]; NaN if constant."""
     a, b = (_centred_ranks(values, times) for values in (first, second))
     product, squares = (times * a * b).sum(1), (times * a * a).sum(1) * (times * b * b).sum(1)
     with np.errstate(invalid="ignore"):
@@ -86,7 +86,7 @@ def _weighted_spearman(
 
 
 def _centred_ranks(values: NDArray[np.float64], times: NDArray[Any]) -> NDArray[np.float64]:
-    """float64 [B, N]: the rank of each value, less the mean; equal ones share theirs."""
+    """float64 [B, N]: the rank of each value minus the mean; equal values share a rank."""
     order = np.argsort(values, kind="stable")
     first = np.flatnonzero(np.diff(values[order], prepend=-np.inf))
     of_value = np.add.reduceat(times[:, order].astype(float), first, axis=1)

@@ -1,7 +1,7 @@
-"""The result of an evaluation: one typed document with one JSON form, read and written here.
+"""The result of an evaluation: one typed document, and its JSON form.
 
-The terminal's tables, the model card, the run's description, the report and the figures are made
-from it. This module does not need torch or scipy, which the image that prepares data lacks.
+Tables, model card, run description, report and figures are made from it. Does not import torch or
+scipy, which the image that prepares data lacks.
 """
 
 import json
@@ -32,9 +32,9 @@ class Bound:
 
     Attributes:
         nelbo: nats per token.
-        bits: bits per unit of the terms; None for proteins.
-        estimator: of a model's bound.
-        perplexity_mlm15: with 15 % of the tokens masked; None for a source that is not a mask.
+        bits: bits per `Terms.unit`; None for proteins.
+        estimator: name of the estimator; None for a baseline.
+        perplexity_mlm15: with 15 % of the tokens masked; None for a model without masks.
     """
 
     nelbo: Estimate
@@ -60,7 +60,7 @@ Bounds = Mapping[str, Bound]
 
 @dataclass(frozen=True)
 class IdentityBin:
-    """Proteins by identity to the nearest training protein; without proteins there is no bound."""
+    """Proteins in a range of identity to the nearest training protein; an empty bin has no bound."""
 
     sequences: int
     residues: int
@@ -71,7 +71,7 @@ class IdentityBin:
 
 @dataclass(frozen=True)
 class FractionBin:
-    """Cross-entropy of the predicted tokens, `low` to `high` of the sequence being corrupted."""
+    """Cross-entropy of the predicted tokens at a corrupted fraction from `low` to `high`."""
 
     low: float
     high: float
@@ -81,10 +81,9 @@ class FractionBin:
 
 @dataclass(frozen=True)
 class RelativesBelow:
-    """Bounds given relatives below an identity.
+    """Bounds given relatives below an identity, which `with_relatives` proteins have.
 
     Attributes:
-        with_relatives: number of proteins that have any.
         baselines: `PROFILE` and `ALIGNED`.
     """
 
@@ -95,19 +94,18 @@ class RelativesBelow:
 
     @property
     def best(self) -> Compared:
-        """The baseline with the lower perplexity."""
         return min(self.baselines.values(), key=lambda bound: bound.perplexity.value)
 
 
 @dataclass(frozen=True)
 class GivenRelatives:
-    """The bound of `proteins` held-out proteins, each given up to `most` relatives.
+    """The bound of a number of held-out proteins given their relatives.
 
     Attributes:
-        alone: without relatives.
+        most: maximum number of relatives per protein.
         unrelated: given unrelated proteins of the same lengths, and the difference from `alone`.
-        order_difference: largest difference that another order makes, nats per residue.
-        by_depth: given at most so many relatives below the first of the identities.
+        order_difference: largest change from reordering the relatives, nats per residue.
+        by_depth: maximum number of relatives → bound, below the first of the identities.
     """
 
     most: int
@@ -120,34 +118,33 @@ class GivenRelatives:
 
 
 def shown(label: str, form: str, **default: Any) -> Any:
-    """A figure with its row's label and format, in which `{}` is the key of a dictionary."""
+    """A field with its row's label and format; `{}` in the label is the key of a dictionary."""
     return field(metadata={"label": label, "form": form}, **default)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSet:
-    """Quality of one set of sequences; shares are 0 … 1, None is a figure of nothing.
+    """Quality of one set of sequences; shares are 0 … 1, None means not defined.
 
     Attributes:
+        valid_share: proteins of the twenty canonical residues only.
         token_kl: KL(set ‖ training) of the token frequencies, nats. The training counts have one
-            pseudo-count for each token, the set's have none.
-        length_ks: Kolmogorov–Smirnov distance of the lengths, the largest difference between the
-            two distribution functions.
+            pseudo-count per token, the set's have none.
+        length_ks: Kolmogorov–Smirnov distance of the lengths.
         ngram_js: n → Jensen–Shannon divergence of the n-grams from those of sampled training
-            sequences, 0 … ln 2 nats, not smoothed. It is too large for a finite set, the more so
-            the larger n and the fewer n-grams: of natural sequences, too.
-        longest_run_mean, longest_run_max: of one predicted token in a sequence.
-        duplicate_share: copies of another sequence of the set, beyond the first.
-        in_training_share: sequences that equal a training sequence.
-        length_histogram: in bins; `residue_frequencies`, `identity_histogram`: of proteins.
-        valid_share: proteins of the twenty canonical residues alone.
+            sequences, 0 … ln 2 nats, not smoothed. It is biased upwards for a finite set, including
+            natural sequences, more so for larger n and fewer n-grams.
+        distinct: n → distinct n-grams ÷ all n-grams of the set; texts only.
+        longest_run_mean, longest_run_max: length of the longest run of one predicted token.
         low_complexity_share: residues in a window of low complexity.
-        hit_share: proteins for which a similar training protein is found.
-        identity_mean, identity_median: to the nearest training protein, 0 if none is found.
+        repeated_share: runs of REPEATED_TOKENS tokens that occurred before in the same text.
+        duplicate_share: copies of another sequence of the set, beyond the first.
+        in_training_share: sequences equal to a training sequence.
+        hit_share: proteins with a similar training protein.
+        identity_mean, identity_median: identity to the nearest training protein, 0 without a hit.
         identity_above: percent → share of the proteins with a larger identity.
-        clusters: of similar proteins; `diversity`: their number ÷ sequences.
-        distinct: n → distinct n-grams ÷ all n-grams of the set, of texts.
-        repeated_share: runs of REPEATED_TOKENS tokens that a text had before.
+        clusters: number of clusters of similar proteins.
+        diversity: clusters ÷ sequences.
     """
 
     sequences: int = shown("{sequence}s", ",")
@@ -178,11 +175,11 @@ class SequenceSet:
 
 @dataclass(frozen=True)
 class Quality:
-    """Sets of generated, natural and sampled sequences beside one another.
+    """The quality of sets of generated, natural and sampled sequences.
 
     Attributes:
         settings: how the quality was measured.
-        sets: name → figures; `training_lengths`, `training_frequencies`: for the figures.
+        training_lengths, training_frequencies: for the plots.
     """
 
     settings: dict[str, Any]
@@ -192,7 +189,7 @@ class Quality:
     terms: Terms = PROTEINS
 
     def table(self) -> Table:
-        """A row for each figure, a column for each set."""
+        """One row per figure, one column per set."""
         nouns = {"sequence": self.terms.sequence, "token": self.terms.token}
         rows: list[list[Cell]] = []
         for figure in fields(SequenceSet):
@@ -220,9 +217,9 @@ class Evaluation:
         estimator, interval: how the bounds and their intervals were computed.
         residues: number of tokens scored.
         length_nats: cost of the length, on which the bound is conditional, nats per sequence.
-        by_identity: bins of identity to the nearest training protein, if requested.
+        by_identity: bins of identity to the nearest training protein; None if not requested.
         calibration: model → bins of the corrupted fraction.
-        settings: of the evaluation; `digests`: of the model, the data and the masks.
+        digests: digests of the model, the data and the masks.
     """
 
     estimator: str
@@ -252,20 +249,12 @@ class Evaluation:
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Write the JSON form.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
+    """Write the JSON form; raises DataError if the file cannot be written."""
     write_text(folder / EVALUATION, json.dumps(asdict(evaluation), indent=2))
 
 
 def read_evaluation(folder: Path) -> Evaluation | None:
-    """The evaluation in a folder, or None where there is none.
-
-    Raises:
-        DataError: if it is damaged or of another version.
-    """
+    """The evaluation in a folder, or None; raises DataError if damaged or of another version."""
     content = read_json(folder / EVALUATION)
     evaluation = typed(Evaluation, content)
     if content is not None and evaluation is None:
@@ -277,7 +266,7 @@ def read_evaluation(folder: Path) -> Evaluation | None:
 
 
 def typed(kind: type[Kind], content: dict[str, Any] | None) -> Kind | None:
-    """JSON content as an object of a dataclass; None if it has other fields or versions."""
+    """JSON content as a dataclass; None if it has other fields or versions."""
     from pydantic import TypeAdapter, ValidationError
 
     with suppress(ValidationError):

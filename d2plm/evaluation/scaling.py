@@ -1,8 +1,8 @@
-"""The scaling law of a grid of runs: how the held-out bound falls with size, data and compute.
+"""The scaling law of a grid of runs: the held-out bound as a function of size, data and compute.
 
-L(N, D) = E + A/N^α + B/D^β is fitted to the runs as in Hoffmann et al. (arXiv:2203.15556, approach
-3). Its five constants are strongly correlated, and a handful of small runs may leave some of them
-undetermined; sentences beside the figures name the constants whose intervals are too wide.
+L(N, D) = E + A/N^α + B/D^β is fitted as in Hoffmann et al. (arXiv:2203.15556, approach 3). Its five
+constants are strongly correlated, and a few small runs may not determine all of them; the result
+names those whose intervals are too wide.
 """
 
 import math
@@ -49,11 +49,11 @@ class Point:
     """A run.
 
     Attributes:
-        parameters: N, matrix parameters that every token passes through.
-        tokens: D, trained on.
-        flops: C, of training.
+        parameters: N, matrix parameters applied to every token.
+        tokens: D, training tokens.
+        flops: C, training FLOPs.
         loss: bound on held-out proteins, nats per residue.
-        interval: of the loss, over held-out clusters; None where there is none.
+        interval: of the loss, over held-out clusters, if known.
     """
 
     size: str
@@ -103,16 +103,16 @@ class Power:
 
 
 def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
-    """The law with the least Huber loss of log L(N, D) − log L.
+    """Fit the law that minimises the Huber loss of log L(N, D) − log L.
 
-    Starts are a grid of α and β with their non-negative least squares for E, A and B; the optimizer
-    continues from the best of them.
+    The optimizer continues from the best points of a grid of α and β with non-negative least squares
+    for E, A and B.
 
     Args:
         parameters, tokens, losses: [P], N, D and L of each run.
 
     Raises:
-        ConfigError: if the runs cannot determine five constants whatever their losses are.
+        ConfigError: if the runs cannot determine five constants.
     """
     n, d, y = _checked(parameters, tokens, losses)
     units = gmean(n), gmean(d)  # so that the constants hardly depend on each other
@@ -176,7 +176,7 @@ def _problems(n: Numbers, d: Numbers, y: Numbers) -> Iterator[str]:
 
 
 def _start(log_n: Numbers, log_d: Numbers, y: Numbers, alpha: float, beta: float) -> Numbers:
-    """[log A', log B', log E, α, β] with A', B' of N and D in the units of the logarithms."""
+    """[log A', log B', log E, α, β], with A' and B' in the units of the logarithms of N and D."""
     columns = [np.exp(-alpha * log_n), np.exp(-beta * log_d), np.ones_like(y)]
     terms, _ = nnls(np.stack(columns, axis=1), y)
     return np.array([*np.log(np.maximum(terms, 1e-3 * y.mean())), alpha, beta])
@@ -187,9 +187,8 @@ def resampled_laws(
 ) -> list[Law]:
     """A residual bootstrap of the law.
 
-    The residuals of log L are drawn with replacement, scaled by √(P/(P − 5)) for the five constants
-    that were fitted to them, and put onto the law. Runs themselves are not drawn: few draws of nine
-    would determine a law.
+    Residuals of log L are resampled, scaled by √(P/(P − 5)) for the five fitted constants, and added
+    to the law. Runs are not resampled: few resamples of nine runs would determine a law.
     """
     fitted, runs = np.log(law.loss(parameters, tokens)), len(losses)
     residuals = (np.log(losses) - fitted) * math.sqrt(runs / (runs - CONSTANTS))
@@ -201,19 +200,19 @@ def resampled_laws(
 
 
 def fit_power(x: Any, y: Any) -> Power:
-    """y as a power of x, by least squares of the logarithms."""
+    """Fit y as a power of x, by least squares of the logarithms."""
     fit = linregress(np.log(x), np.log(y))
     return Power(math.exp(fit.intercept), float(fit.slope), float(fit.stderr))
 
 
 def optimum(law: Law, cost: Power, flops: Any) -> tuple[Any, Any]:
-    """(N, D) with the least L(N, D) that this compute can train: c·N^s·D = C.
+    """(N, D) with the smallest L(N, D) for this compute, given c·N^s·D = C.
 
     N^(α + sβ) = αA/(sβB) · (C/c)^β; with c = 6 and s = 1 it is equation 4 of the paper.
 
     Args:
-        cost: c and s: FLOPs per token = c·N^s. The matrices need 6·N; attention makes small models
-            more expensive, so s is below 1.
+        cost: FLOPs per token = c·N^s. The matrices need 6·N; attention makes small models more
+            expensive, so s is below 1.
         flops: C; arrays broadcast.
     """
     alpha, slope = law.alpha, cost.exponent * law.beta
@@ -266,8 +265,9 @@ def _undetermined(
 ) -> list[str]:
     """A sentence for each quantity that the runs do not determine.
 
-    `effects` are intervals of the law's fall from the least to the greatest size, and amount of
-    data; `noise` is a loss's, nats per residue.
+    Args:
+        effects: intervals of the decrease of the law from the smallest to the largest size or data.
+        noise: residual of a run's loss, nats per residue.
     """
     sentences = [
         f"{NAMES[key]} is not determined: its interval spans a factor of "
@@ -287,7 +287,7 @@ def _undetermined(
 def _frontier(
     law: Law, laws: Sequence[Law], cost: Power, points: Sequence[Point]
 ) -> dict[str, Any]:
-    """The best size at some budgets between the runs'; and the exponent with which it grows."""
+    """The best size at several budgets in the range of the runs, and the exponent of its growth."""
     least, greatest = (f(point.parameters for point in points) for f in (min, max))
     budgets = [point.flops for point in points]
     rows = []
@@ -301,7 +301,7 @@ def _frontier(
 
 
 def _by_size(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """The runs of each size, sizes and runs from the least to the greatest."""
+    """The runs of each size, in ascending order."""
     ordered = sorted(points, key=lambda point: (point.parameters, point.flops))
     return {
         size: [point for point in ordered if point.size == size]
@@ -356,7 +356,7 @@ def scaling_table(results: dict[str, Any]) -> str:
 
 
 def plot_scaling(results: dict[str, Any], file: Path) -> None:
-    """Write a PNG: loss against FLOPs, each size's runs, law and power law, and the frontier."""
+    """Write a PNG of loss against FLOPs: each size's runs, law and power law, and the frontier."""
     points = [Point(**point) for point in results["points"]]
     law, cost, terms = Law(**results["law"]), Power(**results["cost"]), terms_of(results)
     figure = new_figure(8, 5)

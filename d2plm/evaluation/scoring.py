@@ -1,8 +1,8 @@
 """Scores of single proteins: the bound draw by draw, pseudo-log-likelihood, mutational effects.
 
-Forward rows are created as needed and packed under the token budget, so a batch bounds the memory
-however many rows a protein takes. No sequence is cut, and batches have no padding: their shapes
-differ, which is a disadvantage only for a compiled model.
+Forward rows are created lazily and packed under the token budget, so memory is bounded by a batch
+and not by the rows of a protein. Sequences are not cut and batches not padded, so shapes vary,
+which only a compiled model dislikes.
 """
 
 import math
@@ -38,11 +38,10 @@ class ProteinScore:
     """The bound of one protein.
 
     Attributes:
-        residues: those that may be predicted; only they are scored.
-        nats: upper bound of −log p(sequence | its length), estimated.
-        nats_low, nats_high: its 95 % interval over the draws (see `bound_interval`), NaN of one
-            draw.
-        perplexity: exp(nats / residues), NaN without residues.
+        residues: number of residues scored, those that may be predicted.
+        nats: estimated upper bound of −log p(sequence | its length).
+        nats_low, nats_high: 95 % interval (see `bound_interval`); NaN for one draw.
+        perplexity: exp(nats / residues); NaN without residues.
     """
 
     residues: int
@@ -53,7 +52,6 @@ class ProteinScore:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """(nats_low, nats_high)."""
         return self.nats_low, self.nats_high
 
     @property
@@ -67,10 +65,11 @@ class ProteinScore:
 
 @dataclass(frozen=True, slots=True)
 class MaskedRow:
-    """One forward row: residue tokens [L], and which of them (ascending, from 0) are masked.
+    """One forward row: residue tokens [L], and ascending positions to mask.
 
-    `index` says which sequence it is scored for; `relatives` are its protein's, None for a model
-    that takes none.
+    Attributes:
+        index: of the sequence that it scores.
+        relatives: of its protein; None for a model that takes none.
     """
 
     index: int
@@ -95,21 +94,22 @@ def bound_draws(
 ) -> NDArray[np.float64]:
     """float64 [N, masks_per_sequence]: each draw's estimate of the NELBO of each sequence, nats.
 
-    Their mean is the estimate of `score_sequences`, also for sequences scored in parts.
+    The mean over draws equals `score_sequences`, even if sequences are scored in several calls.
 
     Args:
         model: packed tokens → logits, in evaluation mode.
-        sequences: N times residue tokens, without special tokens, none too long for `model`.
-        masks_per_sequence: draws of each sequence, stratified.
-        ids: of the sequences, which with the seed key the draws; None: from 0 on.
-        families: of the sequences, N of them, for a model that takes relatives: other members are
-            drawn with each draw of those `given_to` the sequence.
-        token_budget: tokens of one forward pass; a longer sequence has one to itself.
-        names: what an error calls the sequences; their numbers unless given.
-        progress: called with the tokens of each forward pass that is done.
+        sequences: N sequences of residue tokens, without special tokens, no longer than `model`
+            allows.
+        masks_per_sequence: number of stratified draws.
+        ids: of the sequences; with the seed they key the draws. Default: 0, 1, …
+        families: one per sequence, for a model that takes relatives; each draw samples other
+            members from those `given_to` the sequence.
+        token_budget: tokens per forward pass; a longer sequence gets a pass of its own.
+        names: of the sequences, for error messages.
+        progress: called with the number of tokens after each forward pass.
 
     Raises:
-        ConfigError: on a value out of range.
+        ConfigError: if a value is out of range.
         ModelError: if a bound is NaN or infinite.
     """
     require_number("masks_per_sequence", masks_per_sequence, integer=True, low=1)
@@ -145,16 +145,12 @@ def bound_draws(
 
 
 def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The 95 % interval of each sequence's bound, (low [N], high [N]), NaN where there is one draw.
+    """The 95 % interval of each sequence's bound, (low [N], high [N]); NaN for a single draw.
 
-    Student's t over the draws, as if they were independent. Because the draws are strata of the
-    masked fraction, differences between strata count as chance and the interval is conservative:
-    it covered 95 to 100 % of the runs on toys of a known bound, and was up to four times too wide
-    if the strata differ most. Two draws are too few to rely on (94 %). The interval covers only the
-    chance of the draws, not the gap between the bound and −log p.
-
-    Args:
-        draws: float64 [N, D], as of `bound_draws`.
+    Student's t over the draws [N, D], as if they were independent. As the draws are strata of the
+    masked fraction, differences between strata count as chance and the interval is conservative: it
+    covered 95 to 100 % of the runs on toys with a known bound, and was up to four times too wide.
+    Two draws are too few to rely on (94 %). The gap between the bound and −log p is not included.
     """
     count = draws.shape[1]
     if count < 2:
@@ -167,12 +163,7 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
 def protein_scores(
     draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary = PROTEIN
 ) -> list[ProteinScore]:
-    """The scores of each sequence from its draws.
-
-    Args:
-        draws: float64 [N, D], as of `bound_draws`.
-        sequences: N times residue tokens of the vocabulary, those that were scored.
-    """
+    """The scores of each sequence of residue tokens from `bound_draws`, float64 [N, D]."""
     columns = _scores(draws, sequences, vocabulary).values()
     return [ProteinScore(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
@@ -180,10 +171,9 @@ def protein_scores(
 def score_columns(
     draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary
 ) -> dict[str, NDArray[Any]]:
-    """The columns of a table of `protein_scores`, [N] each; of texts also `bits_per_byte`.
+    """The columns [N] of a table of `protein_scores`, with `bits_per_byte` for texts.
 
-    The first is named after the vocabulary's tokens: `residues` of proteins. Arguments as of
-    `protein_scores`.
+    The first is named after the vocabulary's tokens, `residues` for proteins.
     """
     columns = _scores(draws, sequences, vocabulary)
     columns = {f"{vocabulary.nouns.token}s": columns.pop("residues"), **columns}
@@ -207,11 +197,7 @@ def _scores(
 
 
 def require_masked(paradigm: Paradigm, key: str, remedy: str) -> MaskedParadigm:
-    """The paradigm, if it can predict masked residues.
-
-    Raises:
-        ModelError: if it cannot; the message names the `key` that needs this, and the `remedy`.
-    """
+    """The paradigm; raises ModelError, with `key` and `remedy`, if it predicts no masked residues."""
     if isinstance(paradigm, MaskedParadigm):
         return paradigm
     raise ModelError(
@@ -233,10 +219,9 @@ def pseudo_log_likelihoods(
 ) -> NDArray[np.float64]:
     """float64 [N]: Σ_i log p(x_i | all other residues) over the predicted residues, nats.
 
-    As many forward rows as residues (Salazar et al., arXiv:1910.14659). It is no log-likelihood and
-    no bound of one: each residue is predicted from the others, which are predicted from it.
-
-    Arguments and errors as of `bound_draws`.
+    One forward row per residue (Salazar et al., arXiv:1910.14659). This is neither a log-likelihood
+    nor a bound on one: each residue is predicted from others that are predicted from it.
+    Arguments and errors as for `bound_draws`.
     """
     values = np.zeros(len(sequences))
     relatives: list[list[Tokens] | None] = [None] * len(sequences)
@@ -268,24 +253,20 @@ def mutational_effects(
     name: str = "the wild type",
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> NDArray[np.float64]:
-    """float64 [N]: Σ_i log p(mutant_i) − log p(wild type_i), higher where a variant is likelier.
+    """float64 [N]: Σ_i log p(mutant_i) − log p(wild type_i), higher for likelier variants.
 
-    The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): all positions that a
-    variant changes are masked at once in the wild type. Variants of the same positions share one
-    forward row, so that every single substitution of a protein takes as many rows as residues. The
-    wild type scores 0.
+    The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): all positions of a variant
+    are masked at once in the wild type. Variants of the same positions share one forward row, so all
+    single substitutions of a protein take one row per residue. The wild type scores 0.
 
     Args:
-        wild_type: residue tokens [L], not too long for `model`.
-        variants: N of them; see `mutations.place`.
-        family: relatives of the wild type, see `Family.given_to`, for a model that takes them;
-            the effect is the mean over RELATIVES_DRAWS draws where there are more than are given.
-        name: what an error calls the wild type.
+        wild_type: residue tokens [L], no longer than `model` allows.
+        variants: N variants, see `place_variants`.
+        family: relatives of the wild type, for a model that takes them; if there are more than it is
+            given, the effect is the mean over RELATIVES_DRAWS draws.
+        name: of the wild type, for error messages.
 
-    Other arguments as of `bound_draws`.
-
-    Raises:
-        ModelError: if a score is NaN or infinite.
+    Other arguments and errors as for `bound_draws`.
     """
     effects = np.zeros(len(variants))
     sharing = variants_by_positions(variants)
@@ -317,11 +298,11 @@ def bound_differences(
     name: str = "the wild type",
     **settings: Any,
 ) -> NDArray[np.float64]:
-    """float64 [N]: L · (log p(x) / L_x − log p(wild type) / L), higher where x is likelier.
+    """float64 [N]: L · (log p(x) / L_x − log p(wild type) / L), higher for likelier sequences.
 
-    For variants of other lengths, which `mutational_effects` cannot compare: log p is the bound,
-    and is compared per residue, for a total would follow the length. L is the wild type's, so that
-    scores of its length are differences of bounds. Arguments and errors as of `bound_draws`.
+    For variants of other lengths, which `mutational_effects` cannot compare. log p is the bound, per
+    residue because a total depends on the length. L is the wild type's, so scores of sequences of its
+    length are differences of bounds. Arguments and errors as for `bound_draws`.
     """
     place = {wild_type.tobytes(): 0}  # of each distinct sequence: equal ones have equal masks
     for one in sequences:
@@ -342,12 +323,12 @@ def bound_differences(
 
 
 def effect_draws(given: Family | None) -> int:
-    """Draws of relatives over which `mutational_effects` averages: one where all are given."""
+    """Number of draws over which `mutational_effects` averages: one if all relatives are given."""
     return 1 if given is None or len(given.members) <= given.most else RELATIVES_DRAWS
 
 
 def variants_by_positions(variants: Sequence[Variant]) -> dict[tuple[int, ...], list[int]]:
-    """The sets of positions that variants change → which variants; without the wild type's."""
+    """Positions that are changed → indices of the variants; without variants that change nothing."""
     sharing: dict[tuple[int, ...], list[int]] = {}
     for index, variant in enumerate(variants):
         if variant.positions:
@@ -364,9 +345,9 @@ def masked_predictions(
     device: Device = "cpu",
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[MaskedRow, NDArray[np.float64]]]:
-    """Each of the rows with log p(residue | what is not masked) [M, K] of its M masked residues.
+    """Each row with log p(residue | unmasked tokens) [M, K] at its M masked residues.
 
-    The time is the one at which this share of the residues is expected to be masked.
+    The time is the one with the expected masked fraction equal to the row's.
     """
     for batch_rows in _batches(rows, token_budget, paradigm):
         related = [row.relatives for row in batch_rows if row.relatives is not None]
@@ -405,18 +386,18 @@ def _batches(
 
 
 def _longest_first(sequences: Sequence[Tokens]) -> list[int]:
-    """The sequences' numbers; equal lengths next to each other are faster (`packed_attention`)."""
+    """Indices by length: similar lengths next to each other are faster (`packed_attention`)."""
     return sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
 
 
 def _log_probability(log_p_MK: NDArray[np.float64], tokens: NDArray[np.integer]) -> float:
-    """Σ_m log p(tokens_m), the tokens being among the K predicted ones."""
+    """Σ_m log p(tokens_m) of tokens among the K predicted ones."""
     predicted = tokens.astype(np.int64) - FIRST
     return float(log_p_MK[np.arange(len(predicted)), predicted].sum())
 
 
 def _finite(value: float, quantity: str, names: Sequence[str] | None, index: int) -> float:
-    """The value; raises `ModelError` unless it is finite, naming the sequence `index`."""
+    """The value; raises ModelError naming the sequence `index` if it is not finite."""
     if math.isfinite(value):
         return value
     called = f"sequence {index}" if names is None else repr(names[index])

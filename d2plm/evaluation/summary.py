@@ -30,15 +30,14 @@ from d2plm.generation.lengths import LengthHistogram
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The N sequences that every model is scored on.
+    """The N sequences on which every model is scored.
 
     Attributes:
-        lengths: integer [N], tokens of each before any cut.
-        clusters: integer [N], clusters of similar ones; intervals resample these.
+        lengths: integer [N], tokens before truncation.
+        clusters: integer [N], clusters of similar sequences; intervals resample them.
         baselines: name → nats [N].
-        identities: float64 [N], to the nearest training protein; None where it was not asked for.
-        units: int64 [N], bytes or bases of the tokens scored; None where there is no such unit.
-        terms: what the evaluation calls things.
+        identities: float64 [N], identity to the nearest training protein; None if not requested.
+        units: int64 [N], bytes or bases of the scored tokens; None for proteins.
     """
 
     lengths: NDArray[np.integer]
@@ -63,10 +62,11 @@ def summarise(
     """Corpus-level figures, all on the same residues.
 
     Args:
-        scores: the model's, of N sequences; `others`: those of further models, by name.
+        scores: scores of the model.
+        others: name → scores of another model.
         lengths: histogram of the training proteins.
-        settings: recorded as they are.
-        digests: of the data; the masks' is added.
+        settings: recorded unchanged.
+        digests: digests of the data; that of the masks is added.
     """
     residues, clusters, terms = scores.residues, held_out.clusters, held_out.terms
     within = residues, clusters, held_out.units
@@ -109,7 +109,6 @@ def summarise(
 def _by_identity(
     scores: SequenceScores, held_out: HeldOut, identities: NDArray[np.float64]
 ) -> dict[str, IdentityBin]:
-    """The bound, and the composition baseline's, by identity to the nearest training protein."""
     reference, bins = held_out.baselines[REFERENCE], identity_bins(identities)
     rows = {}
     for place, name in enumerate(IDENTITY_BINS):
@@ -126,7 +125,6 @@ def _by_identity(
 
 
 def _calibration(scores: SequenceScores, clusters: NDArray[np.integer]) -> list[FractionBin]:
-    """Cross-entropy against the corrupted fraction: a row for each bin that holds a residue."""
     rows = []
     for place in range(FRACTION_BINS):
         nats, residues = scores.calibration.nats[:, place], scores.calibration.residues[:, place]

@@ -14,7 +14,7 @@ PERPLEXITY = "perplexity [95 % interval]"
 
 
 def bounds_table(bounds: Bounds, terms: Terms = PROTEINS, model: str = MODEL) -> Table:
-    """A row for each bound, that of `model` in bold."""
+    """One row per bound; that of `model` is bold."""
     heads = ["", PERPLEXITY, f"nats/{terms.token}"]
     heads += [] if terms.unit is None else [f"bits/{terms.unit}"]
     rows: list[list[Cell]] = []
@@ -27,7 +27,7 @@ def bounds_table(bounds: Bounds, terms: Terms = PROTEINS, model: str = MODEL) ->
 
 
 def tables_of(evaluation: Evaluation) -> dict[str, Table]:
-    """The tables of what was measured, by name."""
+    """The tables of everything that was measured, by name."""
     given, quality = evaluation.given_relatives, evaluation.quality
     return {
         "likelihoods": bounds_table(evaluation.bounds, evaluation.terms),
@@ -39,7 +39,7 @@ def tables_of(evaluation: Evaluation) -> dict[str, Table]:
 
 
 def relatives_table(given: GivenRelatives) -> Table:
-    """The bounds given relatives of the model and of profile HMMs."""
+    """The bounds of the model and of profile HMMs given relatives."""
     bounds = {}
     for row in given.below:
         below = f"below {row.identity:.0%}"
@@ -60,7 +60,6 @@ def relatives_table(given: GivenRelatives) -> Table:
 
 
 def identity_table(evaluation: Evaluation) -> Table:
-    """The bounds by identity to the nearest training protein."""
     heads = ["nearest training protein", "proteins", "residues", "clusters", MODEL, REFERENCE]
     rows: list[list[Cell]] = []
     for name, one in (evaluation.by_identity or {}).items():
@@ -73,7 +72,7 @@ def identity_table(evaluation: Evaluation) -> Table:
 
 
 def calibration_table(evaluation: Evaluation) -> Table:
-    """The cross-entropy by the corrupted fraction."""
+    """Cross-entropy by corrupted fraction."""
     token = evaluation.terms.token
     return Table(
         ["model", "masked fraction", f"predicted {token}s", f"nats/{token}"],
@@ -91,7 +90,7 @@ def calibration_table(evaluation: Evaluation) -> Table:
 
 
 def counts(evaluation: Evaluation) -> str:
-    """What was scored, as a sentence."""
+    """The number of residues, sequences and clusters scored, as a sentence."""
     terms, mlm15 = evaluation.terms, evaluation.model.perplexity_mlm15
     return (
         f"{evaluation.residues:,} {terms.token}s of {evaluation.sequences:,} {terms.sequence}s in "
@@ -101,14 +100,14 @@ def counts(evaluation: Evaluation) -> str:
 
 
 def bounds_text(evaluation: Evaluation) -> str:
-    """The likelihoods and the verdict as lines of text."""
+    """The likelihoods and the verdict as text."""
     finding, table = judge(evaluation), tables_of(evaluation)["likelihoods"]
     lines = [table.text(), finding.headline, *finding.details]
     return "\n".join([*lines, counts(evaluation)])
 
 
 def as_text(evaluation: Evaluation) -> str:
-    """Everything that was measured as lines of text."""
+    """The verdict and all tables except the calibration as text."""
     tables = tables_of(evaluation)
     others = [
         tables[name].text() for name in ("identities", "given", "statistics") if name in tables
@@ -117,7 +116,7 @@ def as_text(evaluation: Evaluation) -> str:
 
 
 def as_markdown(evaluation: Evaluation) -> str:
-    """The verdict, what was scored and the table of likelihoods as Markdown."""
+    """The verdict, the number of residues scored and the likelihoods as Markdown."""
     finding = judge(evaluation)
     return "\n\n".join(
         [

@@ -1,6 +1,6 @@
-"""What an alphabet's evaluations measure beside the model, and what they call things.
+"""The baselines of each alphabet, and the nouns that its evaluations use.
 
-This module does not need torch or scipy, which the image that prepares data lacks.
+Imports neither torch nor scipy, which the image that prepares data lacks.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ class Suite:
     """The baselines of an alphabet.
 
     Attributes:
-        orders: of the n-grams.
-        reference: the best baseline that ignores order: composition where many sequences of a small
-            alphabet fit it, else the unigram.
-        homology: whether MMseqs2's and HMMER's figures, made for proteins, are measured.
-        unit: by which bits are counted; None where text has no such unit.
+        orders: orders of the n-grams.
+        reference: the best baseline that ignores order: composition for a small alphabet with many
+            sequences, otherwise the unigram.
+        homology: whether to compute the figures of MMseqs2 and HMMER, which need proteins.
+        unit: bits are also reported per this unit; None for proteins.
     """
 
     orders: tuple[int, ...]
@@ -43,13 +43,12 @@ SUITES = {
 
 @dataclass(frozen=True)
 class Terms:
-    """What an evaluation calls things; by default proteins.
+    """The nouns of an evaluation, by default those of proteins; `reference` and `unit` as in `Suite`.
 
     Attributes:
-        sequence, token: the vocabulary's nouns.
-        scored: a token that is predicted; `letter`: a kind of token; `cluster`: of sequences.
-        reference: the best baseline that ignores order.
-        unit: bits are counted per unit, too; None for proteins.
+        scored: a token that is predicted.
+        letter: a kind of token.
+        cluster: a cluster of sequences.
     """
 
     sequence: str = "protein"
@@ -62,13 +61,13 @@ class Terms:
 
     @property
     def model(self) -> str:
-        """What a model of these sequences is called."""
+        """The noun for a model of these sequences."""
         kind = "nucleotide sequence" if self.sequence == "sequence" else self.sequence
         return "protein language model" if self.unit is None else f"language model of {kind}s"
 
     @property
     def caveat(self) -> str:
-        """What the figures of generated proteins do not say; "" of others."""
+        """What the figures of generated proteins do not show; "" for other sequences."""
         caveat = "No figure here says whether a generated protein folds or functions."
         return caveat if self.unit is None else ""
 
@@ -77,7 +76,6 @@ PROTEINS = Terms()
 
 
 def terms_for(vocabulary: Vocabulary) -> Terms:
-    """What evaluations of a vocabulary's sequences call things."""
     suite, nouns = SUITES[vocabulary.name], vocabulary.nouns
     if suite.unit is None:
         return PROTEINS
@@ -85,5 +83,5 @@ def terms_for(vocabulary: Vocabulary) -> Terms:
 
 
 def terms_of(evaluation: Mapping[str, Any]) -> Terms:
-    """The terms recorded in an evaluation or comparison, proteins' where there are none."""
+    """The terms recorded in an evaluation or comparison; those of proteins if it has none."""
     return Terms(**evaluation.get("terms", {}))

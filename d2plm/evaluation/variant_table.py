@@ -1,7 +1,7 @@
 """A table of variants with measured effects: its columns, and its rows by protein.
 
-Columns are recognised by their names and their content; a row that cannot be scored is left out and
-counted. The cells remain text, so the output equals the input with added columns of scores.
+Columns are recognised by name and content; rows that cannot be scored are left out and counted.
+Cells stay text, so the output equals the input with added columns of scores.
 """
 
 import csv
@@ -83,13 +83,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placed:
-    """The rows of a table with variants of one protein that can be scored, N of them.
+    """The N rows of a table with variants of one protein that can be scored.
 
     Attributes:
         rows: int64 [N].
-        variants: N of them; of whole sequences, each stands for a place of its own.
-        sequences: N whole sequences, if some of them have other lengths than the wild type.
-        offset: of the numbering; see `mutations.place`.
+        variants: N variants; placeholders if there are `sequences`.
+        sequences: N whole sequences, if some differ in length from the wild type.
+        offset: of the numbering, see `place_variants`.
     """
 
     rows: NDArray[np.int64]
@@ -103,10 +103,10 @@ class VariantTable:
     """A table of variants, see `read_variants`.
 
     Attributes:
-        lines: of its rows in the file.
-        texts: the variants, or whole sequences (`whole`).
-        sequences: the column of whole sequences that stands beside the variants.
-        left_out: reason → (line, what is wrong) of each row that cannot be scored.
+        lines: line numbers of the rows in the file.
+        texts: the variants, or whole sequences if `whole`.
+        sequences: the column of whole sequences that accompanies the variants, if any.
+        left_out: reason → (line, fault) of each row that cannot be scored.
     """
 
     path: Path
@@ -125,13 +125,13 @@ class VariantTable:
         return [cells[place] for cells in self.cells]
 
     def measured(self, wanted: str | None = None) -> tuple[str, NDArray[np.float64]] | None:
-        """The name of the column of measured effects, and these, NaN where there is none.
+        """Name and values of the column of measured effects, NaN for missing ones.
 
         Args:
-            wanted: name of the column; None: one of MEASURED_COLUMNS that holds numbers, if any.
+            wanted: name of the column; None: the first of MEASURED_COLUMNS that holds numbers.
 
         Raises:
-            DataError: for a cell that is not a number, or if there is no such column.
+            DataError: if a cell is not a number, or there is no such column.
         """
         for name in usual_columns(self.path, self.columns, MEASURED_COLUMNS, wanted, "measured="):
             values, wrong, cells = np.full(len(self.cells), np.nan), list[str](), self.column(name)
@@ -159,12 +159,12 @@ class VariantTable:
         """Index of each wild type → the rows with its variants; other rows are left out.
 
         Args:
-            source: the file that holds them, for messages.
-            wanted: the column of their names; None: one of NAME_COLUMNS in which there are some,
-                needless with a single wild type.
+            source: file of the proteins, for messages.
+            wanted: column of protein names; None: the first of NAME_COLUMNS that contains any, not
+                needed for a single wild type.
 
         Raises:
-            DataError: if no row is of a wild type, or it is not clear of which one.
+            DataError: if no row belongs to a wild type, or its wild type is unclear.
         """
         names, column = [record.name for record in proteins], None
         place_of = places_by_name(names, source)
@@ -210,9 +210,9 @@ class VariantTable:
             strict: whether a variant that cannot be scored is an error.
 
         Raises:
-            ConfigError: if the numbering is not clear.
-            DataError: if no variant is left, or more than MOST_MISTAKEN of a protein's are
-                mistaken, or one cannot be scored and `strict` is set.
+            ConfigError: if the numbering is unclear.
+            DataError: if no variant is left, more than MOST_MISTAKEN of a protein's are wrong, or one
+                cannot be scored and `strict` is set.
         """
         label, placed = label_of(self.texts), dict[int, Placed]()
         for protein, given in rows_of.items():
@@ -241,7 +241,7 @@ class VariantTable:
     def _kept(
         self, rows: list[int], found: list[Variant | VariantError], name: str, strict: bool
     ) -> dict[int, Variant]:
-        """Row → variant of those that can be scored; the others are left out, if they may be."""
+        """Row → variant of those that can be scored; the others are left out or raise DataError."""
         failed = {r: e for r, e in zip(rows, found, strict=True) if isinstance(e, VariantError)}
         mistakes = [row for row, error in failed.items() if error.reason in _MISTAKES]
         if failed and (strict or len(mistakes) > MOST_MISTAKEN * len(rows)):
@@ -255,7 +255,7 @@ class VariantTable:
         return {r: one for r, one in zip(rows, found, strict=True) if isinstance(one, Variant)}
 
     def write(self, file: Path | TextIO, scores: Mapping[str, NDArray[np.float64]]) -> None:
-        """Write the table and, as its last columns, the scores [N] of its rows, empty if NaN."""
+        """Write the table with the scores [N] as its last columns, empty for NaN."""
         if isinstance(file, Path):
             with file.open("w", encoding="utf-8", newline="") as stream:
                 return self.write(stream, scores)
@@ -266,7 +266,7 @@ class VariantTable:
         return None
 
     def _whole(self, rows: list[int], wild_type: Tokens, strict: bool) -> Placed:
-        """Sequences that differ from the wild type by substitutions become its variants."""
+        """Whole sequences; if all have the wild type's length, as variants by substitution."""
         kept, sequences, mistakes = [], list[Tokens](), list[DataError]()
         for row in rows:
             text, where, reason = self.texts[row].strip(), self._where(row), MALFORMED
@@ -299,7 +299,7 @@ class VariantTable:
     def _compared(
         self, rows: list[int], found: list[Variant | VariantError], wild_type: Tokens
     ) -> list[Variant | VariantError]:
-        """`found`, with an error for each that contradicts the whole sequence beside it."""
+        """`found`, with an error for each variant that contradicts the whole sequence in its row."""
         assert self.sequences is not None
         compared, written = list[Variant | VariantError](), self.column(self.sequences)
         for row, one in zip(rows, found, strict=True):
@@ -314,11 +314,11 @@ class VariantTable:
         return compared
 
     def report(self, placed: Mapping[int, Placed], names: Sequence[str], measured: str) -> None:
-        """Log what was found, and what is left out.
+        """Log what was found and what was left out.
 
         Args:
             names: of the wild types.
-            measured: the column of measured effects, empty if there is none.
+            measured: the column of measured effects, or "".
         """
         parts = [
             f"{self.path}: {counted(sum(len(one.rows) for one in placed.values()), 'variant')}"
@@ -360,12 +360,12 @@ def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
     """Read a table of variants, plain or compressed, of any dialect; `-` is standard input.
 
     Args:
-        wanted: the column of variants; None: the one that is named so and holds some, or holds
-            some, or whole sequences.
+        wanted: the column of variants; None: a usual name with variants, else any column with
+            variants, else whole sequences.
 
     Raises:
-        DataError: it is missing, damaged, empty, lacks the variants, is scored already, or has a
-            row with too many or too few cells.
+        DataError: if the file is missing, damaged, empty, without variants or already scored, or a
+            row has too many or too few cells.
     """
     with open_table(path) as table:
         columns, delimiter, rows = table.columns, table.delimiter, list(table.rows())
@@ -414,7 +414,7 @@ def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
 
 
 def _is_variant(name: str, column: Sequence[str]) -> bool:
-    """Whether the name of a column is itself one of the variants, or whole sequences, in it."""
+    """Whether a column's name is itself a variant or whole sequence, like its cells."""
     try:
         return bool(_SEQUENCE.fullmatch(name) and _are_sequences(column)) or (
             _are_variants(column) and bool(parse_variant(name))
@@ -424,7 +424,7 @@ def _is_variant(name: str, column: Sequence[str]) -> bool:
 
 
 def _joined(wild_type: str, position: str, mutant: str) -> str:
-    """The variant that is written in three columns; "" if one is missing."""
+    """The variant written in three columns; "" if one is missing."""
     if is_missing(wild_type) or is_missing(position) or (is_missing(mutant) and mutant != "-"):
         return ""
     return wild_type + re.sub(r"[.]0+$", "", position) + mutant  # 2.0, as pandas writes it
@@ -443,7 +443,7 @@ def _are_variants(cells: Sequence[str]) -> bool:
 
 
 def _are_sequences(cells: Sequence[str], name: str = "") -> bool:
-    """Whether a column holds whole sequences: half of them, of any length, if `name` says so."""
+    """Whether a column holds whole sequences: 90 % long ones, or half of any length by its `name`."""
     known = [cell.strip().upper() for cell in cells if not is_missing(cell)]
     if name in SEQUENCE_COLUMNS:
         return 2 * sum(map(str.isalpha, known)) > len(known)
