@@ -157,9 +157,9 @@ def product_nats(ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens:
     """−log p of a sequence's predicted tokens under composition × n-gram, in nats.
 
     From left to right, p(x) ∝ p_ngram(x | before) · p_composition(x | before)/p_composition(x),
-    normalised over the K tokens. The n-gram depends on the preceding residues, the running composition
-    (α + counts)/(Σα + residues) on the whole prefix; dividing by its prior α/Σα removes what both
-    know. This product of experts has no parameter to tune.
+    normalised over the K tokens. The n-gram depends on the preceding residues, the running
+    composition (α + counts)/(Σα + residues) on the whole prefix; dividing by its prior α/Σα removes
+    what both know. This product of experts has no parameter to tune.
     """
     predicted = ngram.vocabulary.is_predicted(tokens)
     residues = tokens[predicted].astype(np.int64) - FIRST
@@ -175,12 +175,7 @@ def product_nats(ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens:
 def sample_composition(
     concentration: NDArray[np.float64], lengths: Sequence[int], seed: int
 ) -> list[Tokens]:
-    """Sample sequences, uint8 [L], from the composition baseline with independent tokens.
-
-    Args:
-        concentration: float64 [K], from `Baselines`.
-        lengths: number of tokens of each sequence.
-    """
+    """Sample a Dirichlet composition for each sequence, then its tokens, uint8 [L]."""
     random = np.random.default_rng(seed)
     compositions = random.dirichlet(concentration, size=len(lengths))
     return [
@@ -226,9 +221,9 @@ class NGram:
     def fit(cls, train: SequenceStore, order: int, max_residues: int) -> "NGram":
         """Count n-grams up to `order`; the β are chosen on a tenth of the training clusters.
 
-        The split is by cluster because homologs on both sides would favour long contexts. If a table of
-        all n-grams would be too large, they are counted in a sample of COUNTED_TOKENS, up to the order
-        whose n-grams fit in int64.
+        The split is by cluster because homologs on both sides would favour long contexts. If a
+        table of all n-grams would be too large, they are counted in a sample of COUNTED_TOKENS, up
+        to the order whose n-grams fit in int64.
         """
         vocabulary = train.vocabulary
         dense = vocabulary.predicted**order <= DENSE_CELLS
@@ -358,8 +353,8 @@ class SparseCounts:
     Attributes:
         codes: int64 [n], ascending: the runs' ranks read as digits in base `base`.
         counts: int64 [n].
-        ranks: int64 [V]: 0 … base − 2 for tokens that occur, base − 1 for other predicted tokens, −1
-            for tokens that are not predicted.
+        ranks: int64 [V]: 0 … base − 2 for tokens that occur, base − 1 for other predicted tokens,
+            −1 for tokens that are not predicted.
     """
 
     codes: NDArray[np.int64]

@@ -141,7 +141,6 @@ def _mean_nats(seeds: Mapping[int, Run]) -> NDArray[np.float64]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """One row per arm, and one for the best baseline."""
     terms, first = comparison.terms, next(iter(comparison.arms))
     over = f"[over {terms.sequence}s]"
     rows: list[list[Cell]] = []

@@ -36,8 +36,8 @@ class Finding:
 def judge(evaluation: Evaluation) -> Finding:
     """Compare the model with the best of all baselines, and with other models.
 
-    The composition baseline shows whether the model has learnt anything of the order of residues; the
-    best baseline, often an n-gram for a single protein family, whether it is worth using.
+    The composition baseline shows whether the model has learnt anything of the order of residues;
+    the best baseline, often an n-gram for a single protein family, whether it is worth using.
     """
     baselines, terms = evaluation.baselines, evaluation.terms
     best = min(baselines, key=lambda name: baselines[name].perplexity.value)
@@ -133,7 +133,6 @@ def next_steps(evaluation: Evaluation, model_dir: object) -> dict[str, str]:
 
 
 def given_relatives_sentence(given: GivenRelatives) -> str:
-    """The perplexities given relatives, of the model and of the better HMM."""
     pairs = [
         f"perplexity {row.model.perplexity.value:.2f} below {row.identity:.0%} identity (best "
         f"profile HMM: {row.best.perplexity.value:.2f})"

@@ -244,10 +244,9 @@ def bound_of(
     clusters: NDArray[np.integer],
     units: NDArray[np.integer] | None = None,
 ) -> Bound:
-    """The bound of N sequences; arguments as for `corpus_estimate`.
+    """The bound of N sequences, also per byte or base if `units` [N] are given.
 
-    Args:
-        units: [N], bytes or bases of the scored tokens; None for proteins.
+    Other arguments as for `corpus_estimate`.
     """
     nelbo = corpus_estimate(nats, residues, clusters)
     bits = None if units is None else corpus_estimate(nats / np.log(2), units, clusters)

@@ -63,7 +63,7 @@ class MaskedLM:
     def __call__(
         self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, times: Tensor
     ) -> Tensor:
-        """Logits [T, V] in the order of the protein alphabet, zero for all but canonical residues."""
+        """Logits [T, V] in the order of the protein alphabet; zero except canonical residues."""
         logits = torch.zeros(tokens.shape[0], PROTEIN.size, device=tokens.device)
         residues = slice(FIRST, PROTEIN.stop)
         for bounds in _padded_batches(tokens, cu_seqlens):

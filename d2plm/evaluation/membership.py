@@ -103,10 +103,11 @@ class Judge:
             JSON content: the numbers of `given` members, HMM `columns` and `conserved` columns; the
             threshold; `sets`, each with `proteins` and `figures`; and the `alignment` of the first
             members of each set. A protein has name, length, bits under the HMM (0 if HMMER finds no
-            domain), E-value (None if a member is left out), whether it is a member, whether it reaches
-            both `ends`, `coverage` (share of columns filled), `conserved` (share of conserved columns
-            with their residue; None if there are none), share of low-complexity windows, the nearest
-            given member, identity to it, and its place in the `plane` of two principal components.
+            domain), E-value (None if a member is left out), whether it is a member, whether it
+            reaches both `ends`, `coverage` (share of columns filled), `conserved` (share of
+            conserved columns with their residue; None if there are none), share of low-complexity
+            windows, the nearest given member, identity to it, and its place in the `plane` of two
+            principal components.
         """
         sets = {GENERATED: self.described(generated, names, parents), **self.others}
         rows = {
@@ -140,8 +141,7 @@ class Judge:
     ) -> dict[str, Any]:
         """The proteins of a set, each judged by an HMM without the member `left_out` for it.
 
-        Args:
-            of_itself: whether the left-out member is the protein itself, and so not its nearest.
+        With `of_itself` that member is the protein itself, which then is not its own nearest.
         """
         aligned = aligned_columns(self.hmm, proteins)
         hot = one_hot(aligned)
@@ -222,11 +222,7 @@ _WINDOW = int(LOW_COMPLEXITY["low_complexity_window"]), LOW_COMPLEXITY["low_comp
 def figures(
     proteins: Sequence[dict[str, Any]], among: NDArray[np.float64] | Sequence[float]
 ) -> dict[str, float | None]:
-    """The figures of a set: medians, and the shares of its proteins with a property.
-
-    Args:
-        among: identities of pairs of proteins.
-    """
+    """Medians of a set and shares of its proteins, with `among`, the identities of pairs."""
 
     def median(name: str) -> float | None:
         values = [one[name] for one in proteins if one[name] is not None]

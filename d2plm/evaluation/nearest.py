@@ -43,11 +43,7 @@ class Nearest:
 
 
 def nearest_search(sensitivity: float = 7.0) -> SearchSettings:
-    """Settings of the search, which set no minimum identity.
-
-    Args:
-        sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive); others raise ConfigError.
-    """
+    """Search settings without a minimum identity; sensitivity from 1 (fast) to 7.5 (sensitive)."""
     return SearchSettings(min_seq_id=0.0, coverage_mode=OF_THE_QUERY, sensitivity=sensitivity)
 
 

@@ -54,7 +54,7 @@ def headline(described: dict[str, Any]) -> str:
 def worse_than_natural(
     own: dict[str, Any], natural: dict[str, Any], asked: Collection[str] = ()
 ) -> list[str]:
-    """Phrases for the properties, except those `asked` for, in which designs are far from natural."""
+    """Phrases for the ways in which designs are unlike natural members, except those `asked`."""
     far = []
     if own["bits"] < LEAST_BITS * natural["bits"]:
         far.append(f"{own['bits']:.0f} bits against {natural['bits']:.0f}")
@@ -101,7 +101,6 @@ def unlike_natural(described: dict[str, Any]) -> list[bool]:
 
 
 def members_table(described: dict[str, Any]) -> Table:
-    """The figures of all sets, one row per set."""
     rows = []
     for name, own in described["sets"].items():
         if own["proteins"]:
@@ -134,7 +133,7 @@ def header(described: dict[str, Any]) -> list[str]:
 
 
 def write_members(described: dict[str, Any], fasta: Path) -> Path:
-    """Write the result of `Judge.describe` next to the FASTA file; raises DataError if it cannot."""
+    """Write the result of `Judge.describe` next to the FASTA file; raises DataError on failure."""
     file = _file(fasta)
     content = {"format_version": FORMAT_VERSION, **described, "fasta": files_digest(fasta)}
     write_text(file, json.dumps(content, indent=2))

@@ -79,11 +79,7 @@ _IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
 def plot(
     evaluation: Evaluation, metrics: Sequence[dict[str, float]], file: Path, title: str
 ) -> None:
-    """Write one PNG with the figures of ROWS that were measured; raises DataError if it cannot.
-
-    Args:
-        metrics: the rows that training logged; may be empty.
-    """
+    """Write one PNG with the figures of ROWS that were measured; raises DataError on failure."""
     measured = figures_of(evaluation, metrics, evaluation.quality)
     rows = [[name for name in row if name in measured] for row in ROWS]
     rows = [row for row in rows if row]
@@ -130,8 +126,7 @@ def plot_curves(
 ) -> None:
     """Plot the held-out perplexity over the steps with the baselines, and the training curve below.
 
-    The axes are separate because a model given more in training, such as relatives, may have a much
-    lower training perplexity.
+    The axes are separate because a model given relatives may have a much lower training perplexity.
     """
     trained, validated = _points(metrics, "loss"), _points(metrics, "validation_perplexity")
     held_out = bool(validated) or evaluation is not None
@@ -155,7 +150,7 @@ def _points(metrics: Sequence[dict[str, float]], key: str) -> list[tuple[float, 
 def _plot_held_out(
     axes: Any, evaluation: Evaluation | None, validated: Sequence[tuple[float, float]]
 ) -> None:
-    """Plot the held-out curve and the baselines; a part of the curve above all of them is cut off."""
+    """Plot the held-out curve and the baselines; a curve that starts above all of them is cut."""
     shown = [perplexity for _, perplexity in validated]
     if validated:
         axes.plot(*zip(*validated, strict=True), "o-", color=BLUE, label="this model (EMA)")
@@ -178,7 +173,6 @@ def _drawn_baselines(evaluation: Evaluation) -> dict[str, tuple[str, str]]:
 
 
 def plot_pace(figure: Any, metrics: Sequence[dict[str, float]]) -> None:
-    """Plot learning rate and tokens per second over the steps, each on its own axes."""
     both = figure.subplots(2, 1, sharex=True)
     curves = (("learning_rate", "learning rate"), ("tokens_per_second", "tokens/s"))
     for axes, (key, label), colour in zip(both, curves, SERIES[:2], strict=True):
@@ -201,7 +195,6 @@ def plot_estimate(
 
 
 def plot_likelihoods(axes: Any, evaluation: Evaluation) -> None:
-    """Plot the perplexities of the baselines, other models and the model."""
     colours = {
         **{name: colour for name, (colour, _) in BASELINES.items()},
         **dict(zip(evaluation.others, OTHERS, strict=False)),

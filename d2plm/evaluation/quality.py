@@ -133,8 +133,8 @@ def compare_quality(
     """Quality of several sets of proteins.
 
     Args:
-        sets: name → non-empty sequences of tokens, uint8 [L]; as many in each set.
-        novelty: name → from `find_novelty`.
+        sets: name → non-empty sequences of tokens, uint8 [L]; the sets should have equal sizes.
+        novelty: from `find_novelty`.
     """
     training = training_counts(train, settings.max_residues)
     return Quality(
@@ -151,7 +151,7 @@ def compare_texts(
     """Quality of several sets of sequences of any alphabet.
 
     Args:
-        sets: name → sequences of tokens [L]; as many in each set.
+        sets: name → sequences of tokens [L]; the sets should have equal sizes.
         max_residues: number of leading tokens counted per training sequence.
     """
     vocabulary = train.vocabulary
@@ -220,12 +220,7 @@ def find_novelty(
 
 
 def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> SequenceSet:
-    """Quality of one set of non-empty proteins, uint8 [L] each.
-
-    Args:
-        training: composition of the training proteins.
-        novelty: of the same sequences.
-    """
+    """Quality of one set of non-empty proteins, uint8 [L] each, given their novelty."""
     kmers = kmer_counts(sequences, LONGEST_KMER)
     counts = Counts(length_counts(sequences), kmers[0], kmers)
     divergences = map(js_divergence, counts.kmers, training.kmers)
@@ -262,7 +257,7 @@ def of_any_alphabet(
     """The figures of `SequenceSet` that every alphabet has.
 
     Args:
-        divergences: of the n-grams from those of the training sequences, for n = 1, 2, …
+        divergences: n-gram divergences from the training sequences, for n = 1, 2, …
         copied: bool [N], whether a training sequence is equal.
     """
     runs = [longest_run(tokens, vocabulary) for tokens in sequences]
@@ -304,10 +299,7 @@ def training_counts(
 
 
 def in_training(sequences: Iterable[Tokens], train: SequenceStore) -> NDArray[np.bool_]:
-    """bool [N]: whether each sequence equals a training protein.
-
-    Holds the N sequences in memory, not the training proteins, which may be many more.
-    """
+    """bool [N]: whether each sequence equals a training protein; the latter stay on disk."""
     kept = [tokens.astype(train.vocabulary.dtype, copy=False) for tokens in sequences]
     contents, lengths = [tokens.tobytes() for tokens in kept], np.unique([*map(len, kept)])
     wanted = set(contents)
@@ -324,11 +316,7 @@ def in_training(sequences: Iterable[Tokens], train: SequenceStore) -> NDArray[np
 def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseqs: MMseqs) -> int:
     """Number of homology clusters of sequences uint8 [L]; equal sequences are one cluster.
 
-    A sequence too short for MMseqs2 to find is a cluster of its own.
-
-    Raises:
-        DataError: if MMseqs2 fails.
-        OSError: if a file cannot be written.
+    A sequence too short for MMseqs2 is a cluster of its own. Raises DataError if MMseqs2 fails.
     """
     distinct = sorted({tokens.tobytes() for tokens in sequences})
     if settings.method == "none":

@@ -22,11 +22,9 @@ MIN_VALUES, MIN_POSITIONS = 3, 10  # measured ones that differ; sets of position
 
 @dataclass(frozen=True, slots=True)
 class RankCorrelation:
-    """Spearman's rho; NaN if there are too few distinct values.
+    """Spearman's rho over a number of measured variants, with its 95 % interval.
 
-    Attributes:
-        variants: number of measured variants.
-        low, high: 95 % interval, NaN if the variants change too few positions.
+    NaN if there are too few distinct values, or too few positions for an interval.
     """
 
     variants: int
@@ -45,14 +43,10 @@ class RankCorrelation:
 def rank_correlation(
     scores: NDArray[np.float64], measured: NDArray[np.float64], variants: Sequence[Variant]
 ) -> RankCorrelation:
-    """Spearman's rho of the scores and the measured effects.
+    """Spearman's rho of scores float64 [N] and measured effects [N], ignoring NaN.
 
     The interval is a percentile bootstrap over the sets of positions that variants change, with the
     same resamples in every call with the same variants.
-
-    Args:
-        scores: float64 [N].
-        measured: float64 [N]; NaN values are ignored.
     """
     known = np.flatnonzero(np.isfinite(measured))
     scores, measured = scores[known], measured[known]

@@ -60,7 +60,7 @@ Bounds = Mapping[str, Bound]
 
 @dataclass(frozen=True)
 class IdentityBin:
-    """Proteins in a range of identity to the nearest training protein; an empty bin has no bound."""
+    """Proteins in a range of identity to the nearest training protein; bounds unless empty."""
 
     sequences: int
     residues: int
@@ -81,11 +81,7 @@ class FractionBin:
 
 @dataclass(frozen=True)
 class RelativesBelow:
-    """Bounds given relatives below an identity, which `with_relatives` proteins have.
-
-    Attributes:
-        baselines: `PROFILE` and `ALIGNED`.
-    """
+    """Bounds given relatives below an identity, which a number of proteins have."""
 
     identity: float
     with_relatives: int
@@ -175,12 +171,7 @@ class SequenceSet:
 
 @dataclass(frozen=True)
 class Quality:
-    """The quality of sets of generated, natural and sampled sequences.
-
-    Attributes:
-        settings: how the quality was measured.
-        training_lengths, training_frequencies: for the plots.
-    """
+    """Quality of sets of sequences; training lengths and frequencies are for the plots."""
 
     settings: dict[str, Any]
     sets: dict[str, SequenceSet]

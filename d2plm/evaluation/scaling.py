@@ -105,8 +105,8 @@ class Power:
 def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
     """Fit the law that minimises the Huber loss of log L(N, D) − log L.
 
-    The optimizer continues from the best points of a grid of α and β with non-negative least squares
-    for E, A and B.
+    The optimizer continues from the best points of a grid of α and β with non-negative least
+    squares for E, A and B.
 
     Args:
         parameters, tokens, losses: [P], N, D and L of each run.
@@ -187,8 +187,8 @@ def resampled_laws(
 ) -> list[Law]:
     """A residual bootstrap of the law.
 
-    Residuals of log L are resampled, scaled by √(P/(P − 5)) for the five fitted constants, and added
-    to the law. Runs are not resampled: few resamples of nine runs would determine a law.
+    Residuals of log L are resampled, scaled by √(P/(P − 5)) for the five fitted constants, and
+    added to the law. Runs are not resampled: few resamples of nine runs would determine a law.
     """
     fitted, runs = np.log(law.loss(parameters, tokens)), len(losses)
     residuals = (np.log(losses) - fitted) * math.sqrt(runs / (runs - CONSTANTS))
@@ -265,9 +265,8 @@ def _undetermined(
 ) -> list[str]:
     """A sentence for each quantity that the runs do not determine.
 
-    Args:
-        effects: intervals of the decrease of the law from the smallest to the largest size or data.
-        noise: residual of a run's loss, nats per residue.
+    `effects` are intervals of the law's decrease from the smallest to the largest size or data;
+    `noise` is the residual of a run's loss, nats per residue.
     """
     sentences = [
         f"{NAMES[key]} is not determined: its interval spans a factor of "
@@ -310,7 +309,6 @@ def _by_size(points: Sequence[Point]) -> dict[str, list[Point]]:
 
 
 def scaling_table(results: dict[str, Any]) -> str:
-    """The result of `analyse` as Markdown."""
     law, intervals, frontier = results["law"], results["intervals"], results["frontier"]
     terms = terms_of(results)
     fitted = Law(**law)

@@ -65,12 +65,7 @@ class ProteinScore:
 
 @dataclass(frozen=True, slots=True)
 class MaskedRow:
-    """One forward row: residue tokens [L], and ascending positions to mask.
-
-    Attributes:
-        index: of the sequence that it scores.
-        relatives: of its protein; None for a model that takes none.
-    """
+    """One forward row: residue tokens [L] of sequence `index`, with ascending positions to mask."""
 
     index: int
     tokens: Tokens
@@ -163,7 +158,6 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
 def protein_scores(
     draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary = PROTEIN
 ) -> list[ProteinScore]:
-    """The scores of each sequence of residue tokens from `bound_draws`, float64 [N, D]."""
     columns = _scores(draws, sequences, vocabulary).values()
     return [ProteinScore(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
@@ -171,10 +165,7 @@ def protein_scores(
 def score_columns(
     draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary
 ) -> dict[str, NDArray[Any]]:
-    """The columns [N] of a table of `protein_scores`, with `bits_per_byte` for texts.
-
-    The first is named after the vocabulary's tokens, `residues` for proteins.
-    """
+    """The columns [N] of a table of `protein_scores`, with `bits_per_byte` for texts."""
     columns = _scores(draws, sequences, vocabulary)
     columns = {f"{vocabulary.nouns.token}s": columns.pop("residues"), **columns}
     if vocabulary.is_text:
@@ -197,7 +188,7 @@ def _scores(
 
 
 def require_masked(paradigm: Paradigm, key: str, remedy: str) -> MaskedParadigm:
-    """The paradigm; raises ModelError, with `key` and `remedy`, if it predicts no masked residues."""
+    """The paradigm; raises ModelError, naming `key` and `remedy`, if it cannot predict masks."""
     if isinstance(paradigm, MaskedParadigm):
         return paradigm
     raise ModelError(
@@ -256,14 +247,14 @@ def mutational_effects(
     """float64 [N]: Σ_i log p(mutant_i) − log p(wild type_i), higher for likelier variants.
 
     The masked marginals of Meier et al. (doi:10.1101/2021.07.09.450648): all positions of a variant
-    are masked at once in the wild type. Variants of the same positions share one forward row, so all
-    single substitutions of a protein take one row per residue. The wild type scores 0.
+    are masked at once in the wild type. Variants of the same positions share one forward row, so
+    all single substitutions of a protein take one row per residue. The wild type scores 0.
 
     Args:
         wild_type: residue tokens [L], no longer than `model` allows.
         variants: N variants, see `place_variants`.
-        family: relatives of the wild type, for a model that takes them; if there are more than it is
-            given, the effect is the mean over RELATIVES_DRAWS draws.
+        family: relatives of the wild type, for a model that takes them; averaged over
+            RELATIVES_DRAWS draws if there are more than the model is given.
         name: of the wild type, for error messages.
 
     Other arguments and errors as for `bound_draws`.
@@ -300,9 +291,9 @@ def bound_differences(
 ) -> NDArray[np.float64]:
     """float64 [N]: L · (log p(x) / L_x − log p(wild type) / L), higher for likelier sequences.
 
-    For variants of other lengths, which `mutational_effects` cannot compare. log p is the bound, per
-    residue because a total depends on the length. L is the wild type's, so scores of sequences of its
-    length are differences of bounds. Arguments and errors as for `bound_draws`.
+    For variants of other lengths, which `mutational_effects` cannot compare. log p is the bound,
+    per residue because a total depends on the length. L is the wild type's, so scores of sequences
+    of its length are differences of bounds. Arguments and errors as for `bound_draws`.
     """
     place = {wild_type.tobytes(): 0}  # of each distinct sequence: equal ones have equal masks
     for one in sequences:
@@ -328,7 +319,7 @@ def effect_draws(given: Family | None) -> int:
 
 
 def variants_by_positions(variants: Sequence[Variant]) -> dict[tuple[int, ...], list[int]]:
-    """Positions that are changed → indices of the variants; without variants that change nothing."""
+    """Changed positions → indices of the variants; the wild type is left out."""
     sharing: dict[tuple[int, ...], list[int]] = {}
     for index, variant in enumerate(variants):
         if variant.positions:
@@ -345,10 +336,7 @@ def masked_predictions(
     device: Device = "cpu",
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[MaskedRow, NDArray[np.float64]]]:
-    """Each row with log p(residue | unmasked tokens) [M, K] at its M masked residues.
-
-    The time is the one with the expected masked fraction equal to the row's.
-    """
+    """Each row with log p(residue | unmasked tokens) [M, K] at its M masked residues."""
     for batch_rows in _batches(rows, token_budget, paradigm):
         related = [row.relatives for row in batch_rows if row.relatives is not None]
         host_batch = PackedBatch.pack(

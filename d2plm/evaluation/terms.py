@@ -43,12 +43,13 @@ SUITES = {
 
 @dataclass(frozen=True)
 class Terms:
-    """The nouns of an evaluation, by default those of proteins; `reference` and `unit` as in `Suite`.
+    """The nouns of an evaluation, by default those of proteins.
 
     Attributes:
         scored: a token that is predicted.
         letter: a kind of token.
         cluster: a cluster of sequences.
+        reference, unit: see `Suite`.
     """
 
     sequence: str = "protein"

@@ -211,8 +211,8 @@ class VariantTable:
 
         Raises:
             ConfigError: if the numbering is unclear.
-            DataError: if no variant is left, more than MOST_MISTAKEN of a protein's are wrong, or one
-                cannot be scored and `strict` is set.
+            DataError: if no variant is left, more than MOST_MISTAKEN of a protein's are wrong, or
+                one cannot be scored and `strict` is set.
         """
         label, placed = label_of(self.texts), dict[int, Placed]()
         for protein, given in rows_of.items():
@@ -299,7 +299,7 @@ class VariantTable:
     def _compared(
         self, rows: list[int], found: list[Variant | VariantError], wild_type: Tokens
     ) -> list[Variant | VariantError]:
-        """`found`, with an error for each variant that contradicts the whole sequence in its row."""
+        """`found`, with an error for each variant that contradicts the whole sequence beside it."""
         assert self.sequences is not None
         compared, written = list[Variant | VariantError](), self.column(self.sequences)
         for row, one in zip(rows, found, strict=True):
@@ -314,12 +314,7 @@ class VariantTable:
         return compared
 
     def report(self, placed: Mapping[int, Placed], names: Sequence[str], measured: str) -> None:
-        """Log what was found and what was left out.
-
-        Args:
-            names: of the wild types.
-            measured: the column of measured effects, or "".
-        """
+        """Log what was found and left out; `measured` is the column of measured effects, or ""."""
         parts = [
             f"{self.path}: {counted(sum(len(one.rows) for one in placed.values()), 'variant')}"
         ]
@@ -443,7 +438,7 @@ def _are_variants(cells: Sequence[str]) -> bool:
 
 
 def _are_sequences(cells: Sequence[str], name: str = "") -> bool:
-    """Whether a column holds whole sequences: 90 % long ones, or half of any length by its `name`."""
+    """Whether a column holds whole sequences: 90 % long ones, or half of any length if so named."""
     known = [cell.strip().upper() for cell in cells if not is_missing(cell)]
     if name in SEQUENCE_COLUMNS:
         return 2 * sum(map(str.isalpha, known)) > len(known)

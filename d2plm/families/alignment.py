@@ -1,8 +1,8 @@
 """The alignment of a family: its HMM, the members' letters by column, their weights and profile.
 
-There is one alignment per set of relatives, made without any target: that of their file, or else
-HMMER's of the members to each other. Letters are int8: 0 … 19 in the order of `CANONICAL`, GAP for
-all else.
+There is one alignment per set of relatives, made without any target: the one in their file, or
+HMMER's alignment of the members. Letters are int8: 0 … 19 in the order of `CANONICAL`, GAP for all
+else.
 
 Shape suffixes: N members, L columns, 20 letters.
 """
@@ -40,7 +40,7 @@ _INSERTED = bytes(range(ord("a"), ord("z") + 1)) + b"."
 
 
 def letters_of(tokens: Tokens) -> Letters:
-    """int8 of residue tokens, of the same shape."""
+    """int8 letters of residue tokens, of the same shape."""
     codes = tokens.astype(np.int16) - CANONICAL_START
     return np.where((codes >= 0) & (codes < GAP), codes, GAP).astype(np.int8)
 
@@ -59,18 +59,17 @@ def family_hmm(
 ) -> HMM:
     """The profile HMM of a family; the order of the members does not matter.
 
-    It is that of the file's alignment, where there is one: of the columns that CONSENSUS of the
-    members fill. Else all are aligned to the single-sequence HMM of the member of median length, an
-    HMM is built of the alignment, and all are aligned to that again. The HMM of one member is its
-    single-sequence HMM.
+    Built from the columns of the file's alignment, if any, that a share CONSENSUS of the members
+    fill. Otherwise all members are aligned to the single-sequence HMM of the member of median
+    length, an HMM is built from the alignment, and both steps are repeated with it. One member has
+    its single-sequence HMM.
 
     Args:
-        members: uint8 residue tokens, at least one; of several, long ones are cut, see
-            `aligned_part`.
-        columns: of the members, see `Family.columns`.
-        effective_number: of the members, how HMMER finds it: `clust` counts clusters at 62 %
-            identity, the best likelihood; `entropy`, HMMER's own for searches, flattens the HMM.
-        simulated: sequences that the E-values are calibrated with; HMMER's own number is 200.
+        members: at least one, uint8 residue tokens; long ones are cut, see `aligned_part`.
+        columns: alignment of the members, see `Family.columns`.
+        effective_number: HMMER's method: `clust` counts clusters at 62 % identity and gives the
+            best likelihood; `entropy`, the default for searches, flattens the HMM.
+        simulated: number of sequences for the calibration of E-values; HMMER's default is 200.
     """
     if columns is not None and len(columns) > 1:
         aligned = letters_of(columns)
@@ -116,7 +115,7 @@ def columns_hmm(
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """The results in order; HMMER lets other threads run."""
+    """Map in threads, in order; HMMER releases the GIL."""
     with ThreadPoolExecutor(usable_cores()) as pool:
         yield from pool.map(function, items)
 
@@ -128,10 +127,7 @@ def aligned_columns(hmm: HMM, proteins: Sequence[Tokens]) -> Letters:
 
 
 def aligned_rows(hmm: HMM, proteins: Sequence[Tokens]) -> list[str]:
-    """Each protein aligned to the HMM.
-
-    Upper-case letters and `-` are in its columns, lower-case letters and `.` between them.
-    """
+    """Each protein aligned to the HMM; lower-case letters and `.` are between its columns."""
     return list(_aligned(hmm, digital_block(proteins)).alignment) if len(proteins) else []
 
 
@@ -154,16 +150,15 @@ def align_to(
     columns: NDArray[np.uint8] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Letters:
-    """int8 [N, L]: the members beside the residues of a protein.
+    """int8 [N, L]: the members aligned to the residues of a protein.
 
-    In the columns of the members' file, a protein that is one of the members has its own; another
-    one and all members are aligned to the HMM of the file. Members without a file's columns are
-    aligned to the HMM of the protein alone, which loses less than an HMM of theirs
-    (docs/science.md).
+    With columns from a file, a protein that is one of the members uses its own row; another one is
+    aligned with all members to the HMM of the file. Without, members are aligned to the HMM of the
+    protein alone, which loses less than an HMM of the members (docs/science.md).
 
     Args:
-        columns: of the members, see `Family.columns`.
-        note: called with what is done, while it lasts.
+        columns: alignment of the members, see `Family.columns`.
+        note: called with a progress message.
     """
     if columns is not None:
         for row in columns:
@@ -195,8 +190,7 @@ def one_hot(letters: Letters) -> Floats:
 def sequence_weights(aligned: Letters) -> NDArray[np.float64]:
     """float64 [N]: 1 / number of members at least SAME_OBSERVATION identical, itself included.
 
-    Identity is over the columns that the member fills. Their sum is the effective number of
-    members.
+    Identity is over the columns that the member fills; the sum is the effective number of members.
     """
     wanted, counts = SAME_OBSERVATION * (aligned < GAP).sum(1), np.zeros(len(aligned))
     blocks = range(0, len(aligned), _BLOCK)
@@ -233,17 +227,13 @@ def match_emissions(hmm: HMM) -> NDArray[np.float64]:
 
 
 def hmm_builder(simulated: int = UNCALIBRATED, **settings: Any) -> "Builder[AA]":
-    """HMMER's builder of HMMs, with other settings than its own."""
     # By default, members shorter than half of a wide alignment count as fragments (fragthresh).
     settings = {"EmN": simulated, "EvN": simulated, "EfN": simulated, "fragthresh": 0.0, **settings}
     return Builder(ALPHABET, **settings)
 
 
 def digital_block(sequences: Sequence[Tokens]) -> "DigitalSequenceBlock[AA]":
-    """The sequences for HMMER, each named by its number.
-
-    Canonical residues are letters and all else X, to which HMMER gives the mean score.
-    """
+    """The sequences for HMMER, named by index, with X for tokens that are no canonical residue."""
     texts = ("".join(x if x in CANONICAL else "X" for x in decode(one)) for one in sequences)
     named = (TextSequence(name=str(i).encode(), sequence=text) for i, text in enumerate(texts))
     return DigitalSequenceBlock(ALPHABET, [one.digitize(ALPHABET) for one in named])

@@ -1,18 +1,18 @@
-"""New members of a family, drawn from what its alignment says.
+"""New members of a family, sampled from a model of its alignment.
 
-A design is drawn in three steps, each given the one before:
+A design is drawn in three steps, each conditional on the previous one:
 
-1. Its path, which columns it has and how many residues between them: that of a member, or, where
-   residues or the length are given, one from the posterior of the family's profile HMM.
-2. A member, by default the one that lends the path, and which of its residues are kept: each with
-   probability 1 − μ.
-3. The other residues, by a sampler of `d2plm.generation` that holds the path. Their denoiser is the
-   closed form p(x_i = a | visible) ∝ D_i(a) exp(t_i(a)) of column profile D and pairs t.
+1. Its path (its columns and the number of residues between them): that of a member, or, if residues
+or the length are given, a sample from the posterior of the family's profile HMM. 2. A member, by
+default the one that lends the path, and which of its residues are kept: each with probability 1 −
+μ. 3. The other residues, by a sampler of `d2plm.generation` that keeps the path fixed. Their
+denoiser is the closed form p(x_i = a | visible) ∝ D_i(a) exp(t_i(a)) of column profile D and pairs
+t.
 
-Without pairs and at temperature 1 its law given a path is the mixture over the members m of
-Π_i [(1 − μ)·(x_i = m_i) + μ·D_i(x_i)], and what is given of a design conditions this law: residues,
-letters to avoid, the number of mutations. μ, and how much weaker the pairs are where it is at its
-largest, follow from how far from the nearest given member the designs are to be.
+Without pairs and at temperature 1 the distribution given a path is the mixture over members m of
+Π_i [(1 − μ)·(x_i = m_i) + μ·D_i(x_i)], conditional on the given residues, letters to avoid and
+number of mutations. μ, and the attenuation of the pairs once μ is at its maximum, follow from the
+identity to the nearest given member that the designs should have.
 
 Shape suffixes: N members, L columns, n residues, 20 letters.
 """
@@ -78,11 +78,11 @@ class Wishes:
     """What all designs of a call have in common.
 
     Attributes:
-        keep: letter of each column that is given.
+        keep: column → its letter.
         avoid: letters that are not drawn.
-        near: a member and the number of its residues that are mutated; None: any.
-        identity: of a design to the nearest given member, as a median; None: FURTHER less than
-            natural members have, within LEAST_IDENTITY and MOST_IDENTITY.
+        near: a member and its number of mutated residues; None allows any member.
+        identity: median identity to the nearest given member; None: FURTHER less than that of
+            natural members, between LEAST_IDENTITY and MOST_IDENTITY.
     """
 
     keep: dict[int, int] = field(default_factory=dict)
@@ -93,13 +93,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Design:
-    """A new member.
-
-    Attributes:
-        tokens: uint8 [n].
-        member: whose residues it has kept, an index.
-        kept: how many.
-    """
+    """A new member, uint8 [n], with `kept` residues of the member with index `member`."""
 
     tokens: Tokens
     member: int
@@ -108,7 +102,7 @@ class Design:
 
 @dataclass(frozen=True)
 class _Start:
-    """A design before its residues are drawn: see `FamilyDenoiser` for `sites`."""
+    """A design before its residues are drawn; for `sites` see `FamilyDenoiser`."""
 
     template: Tokens
     sites: NDArray[np.int32]
@@ -117,15 +111,15 @@ class _Start:
 
 
 class FamilyDesigns:
-    """What is needed to draw new members of a family.
+    """The distribution of new members of a family.
 
     Args:
         family: at least one member.
-        note: called with what is done, while it lasts.
-        named: members that are used in any case, also of a family that is too large.
+        note: called with a progress message.
+        named: members to include even if the family is too large to use all.
 
     Attributes:
-        places: of the members that are used, in the family.
+        places: indices in the family of the members used.
     """
 
     def __init__(
@@ -163,7 +157,7 @@ class FamilyDesigns:
     def denoiser_of(
         self, factor: float, avoid: frozenset[int] = frozenset(), temperature: float = 1.0
     ) -> "FamilyDenoiser":
-        """The denoiser of designs, see there; its pairs are multiplied by `factor`."""
+        """A `FamilyDenoiser` with the pairs multiplied by `factor`."""
         return FamilyDenoiser(self.log_profile, self.pairs, factor, avoid, temperature)
 
     @property
@@ -180,17 +174,17 @@ class FamilyDesigns:
         max_length: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Design]:
-        """A design for each of the templates; each depends on its place among them and the seed.
+        """A design for each template; each depends on its index and the seed.
 
         Args:
-            templates: tokens with `<mask>` where a residue is wanted; None: of any length.
-            sampling: see `sampling`.
-            min_length, max_length: of the designs without a template.
+            templates: tokens with `<mask>` for residues to generate; None allows any length.
+            sampling: see `FamilyDesigns.sampling`.
+            min_length, max_length: for designs without a template.
             progress: see `sample`.
 
         Raises:
-            ConfigError: if no member has such a length or such columns, or nothing satisfies the
-                wishes.
+            ConfigError: if no member has such a length or such columns, or the wishes cannot be
+                satisfied.
         """
         sampling = self.sampling(sampling)
         law = _Law(self, wishes, sampling, (min_length, max_length))
@@ -216,7 +210,7 @@ class FamilyDesigns:
         Few observations make a flat profile, so the temperature is lower in small families.
 
         Raises:
-            ConfigError: on a sampler that cannot fill in masks, or a setting that it does not have.
+            ConfigError: if the sampler cannot fill in masks, or does not have a setting.
         """
         number = self.effective_number
         temperature = TEMPERATURE * number / (number + HALF_OF_TEMPERATURE)
@@ -228,12 +222,12 @@ class FamilyDesigns:
         return replace(given, **unset).resolved(AbsorbingDiffusion())
 
     def columns_of(self, member: int, positions: Sequence[int]) -> list[int | None]:
-        """The column of each residue of a member, counted from 0; None between columns."""
+        """The 0-based column of each residue of a member; None between columns."""
         return [None if c == self.length else int(c) for c in self.paths[member][list(positions)]]
 
     @cached_property
     def usual(self) -> NDArray[np.bool_]:
-        """bool [N]: the members that may lend their path: not short, without long insertions."""
+        """bool [N]: members that may lend their path: not short, without long insertions."""
         inserted = np.array([(path == self.length).sum() for path in self.paths])
         filled = (self.aligned_NL < GAP).sum(1)
         short = filled < COVERAGE * np.median(filled)
@@ -245,11 +239,11 @@ class FamilyDesigns:
         return PathSampler(self.hmm, [self.paths[i] for i in np.flatnonzero(self.usual)])
 
     def bound(self, protein: Tokens, random: np.random.Generator) -> float:
-        """−log p(path) − log p(residues | path), nats: in expectation at least −log p(protein).
+        """−log p(path) − log p(residues | path), nats; its expectation is at least −log p(protein).
 
-        That holds of any path, as p(protein) is a sum over paths; this one is from its posterior.
+        That holds for any path, as p(protein) is a sum over paths; this one is from its posterior.
         Each canonical residue is predicted from those before it in random order, at temperature 1
-        and with nothing kept: their number times the mean over random numbers of visible ones
+        and with nothing kept: their number times the mean over random numbers of visible residues
         (Hoogeboom et al., arXiv:2110.02037).
         """
         letters = letters_of(protein)
@@ -270,7 +264,7 @@ class FamilyDesigns:
 
     @cached_property
     def natural_identity(self) -> float:
-        """Median over members of the share of their columns in which the nearest other is equal."""
+        """Median over members of the identity to the nearest other member."""
         chosen = np.random.default_rng(0).permutation(len(self.members))[:MEMBERS]
         hot = one_hot(self.aligned_NL)
         same = hot[chosen] @ hot.T
@@ -279,10 +273,10 @@ class FamilyDesigns:
         return float(np.median(same.max(1) / np.maximum(filled, 1)))
 
     def closeness(self, temperature: float, identity: float | None) -> tuple[float, float]:
-        """μ, and the factor of the pairs, with which the designs have this identity to members.
+        """μ, and the factor of the pairs, at which designs have this identity to members.
 
-        Few members make pairs that repeat them. So μ grows up to MOST_MUTATED, then the pairs get
-        weaker, and where an identity is asked for, the last residues are mutated.
+        Pairs estimated from few members reproduce them. So μ grows up to MOST_MUTATED, then the
+        pairs are attenuated, and only for a requested identity the remaining residues are mutated.
         """
         asked = temperature, identity
         if asked in self._closeness:
@@ -306,7 +300,7 @@ class FamilyDesigns:
         return self._closeness.setdefault(asked, found)
 
     def _trial(self, temperature: float, share: float, factor: float) -> float:
-        """The median identity of designs to the nearest member, from rough ones, in few steps."""
+        """The median identity of approximate designs to the nearest member."""
         random, denoiser = np.random.default_rng(0), self.denoiser_of(factor)
         chosen = random.permutation(np.flatnonzero(self.usual))[:CALIBRATED]
         own = self.aligned_NL[chosen]
@@ -340,8 +334,8 @@ class FamilyDesigns:
 class PairTerms:
     """The pair terms of all columns at once, from a table in memory.
 
-    t_i(a) = s_i Σ_j K_ij log_odds_i(a, j, x_j) over the visible letters x_j, with couplings K that
-    add up to `total` at most by s_i, then shrunk to its mean by one observation of each letter.
+    t_i(a) = s_i Σ_j K_ij log_odds_i(a, j, x_j) over the visible letters x_j, where s_i limits the
+    sum of the couplings K to `total`; then shrunk to its mean by one observation of each letter.
 
     Args:
         seen: float64 [L * 20], the weight of the members with each letter.
@@ -367,7 +361,7 @@ class PairTerms:
         self.seen = torch.from_numpy(seen.reshape(length, GAP)).float()
 
     def __call__(self, letters: Tensor) -> Tensor:
-        """float32 [S, L, 20] of int64 letters [S, L], GAP where none is visible."""
+        """float32 [S, L, 20] from int64 letters [S, L], GAP for hidden ones."""
         visible = (letters < GAP).float()
         found = torch.empty(*letters.shape, GAP)
         for own, sources, terms, coupled in self.blocks:
@@ -384,12 +378,12 @@ class PairTerms:
 class FamilyDenoiser:
     """The closed form as a denoiser: corrupted tokens and their paths → logits.
 
-    Each sequence is given its `sites` in the place of relatives: int32 [n], 21 times the column of
-    each residue (L: none) plus the letter that it may not become (GAP: none).
+    Each sequence has `sites` in place of relatives: int32 [n], 21 times the column of each residue
+    (L: none) plus the letter that it may not become (GAP: none).
 
     Args:
-        factor: of the pairs.
-        avoid: letters that none may become.
+        factor: factor of the pairs.
+        avoid: letters that no residue may become.
         temperature: by which a sampler divides the logits.
     """
 
@@ -406,7 +400,7 @@ class FamilyDenoiser:
         self.impossible = IMPOSSIBLE * max(1.0, temperature)
 
     def log_probabilities(self, letters: Letters) -> Floats:
-        """float64 [S, L + 1, 20] of visible letters [S, L], the last row of a residue between."""
+        """float64 [S, L + 1, 20] from visible letters [S, L]; the last row is between columns."""
         return self._logits(torch.from_numpy(letters).long()).log_softmax(-1).double().numpy()
 
     def __call__(
@@ -431,7 +425,7 @@ class FamilyDenoiser:
         return logits
 
     def _logits(self, letters: Tensor) -> Tensor:
-        """float32 [S, L + 1, 20] of int64 letters [S, L]."""
+        """float32 [S, L + 1, 20] from int64 letters [S, L]."""
         logits = self.log_profile.repeat(len(letters), 1, 1)
         if self.pairs is not None:
             logits[:, :-1] += self.factor * self.pairs(letters)
@@ -439,7 +433,7 @@ class FamilyDenoiser:
 
 
 class _Law:
-    """How designs begin: paths, members and what is kept of them, conditional on the wishes."""
+    """The start of each design: path, member and kept residues, conditional on the wishes."""
 
     def __init__(
         self,
@@ -466,7 +460,7 @@ class _Law:
             raise ConfigError("leaves no residue to draw", {"avoid": avoided})
 
     def start(self, template: Tokens | None, place: int, random: np.random.Generator) -> _Start:
-        """The design at this place; members take turns, each as often as its probability says."""
+        """The design at this index; members take turns in proportion to their probabilities."""
         if self.wishes.near is not None:
             return self._mutant(*self.wishes.near, random)
         if template is None:
@@ -498,13 +492,13 @@ class _Law:
         )
 
     def _paths(self, letters: Letters, random: np.random.Generator) -> Iterator[FamilyPath]:
-        """Paths of a template; many only where the first does not do."""
+        """Paths of a template; further ones only if the first does not fit."""
         for number in (1, 100, 1000):
             yield from self.designs.path_sampler.sample(letters, number, random)
 
     @cached_property
     def _shares(self) -> Floats:
-        """float64 [N]: p(member | the wishes), of those whose path is lent."""
+        """float64 [N]: p(member | the wishes) among members that lend their path."""
         found = np.full(len(self.designs.members), -np.inf)
         for i in np.flatnonzero(self.designs.usual):
             path, own = self.designs.paths[i], self.designs.letters[i]
@@ -524,10 +518,7 @@ class _Law:
     def _weights(
         self, path: FamilyPath, own: Letters, allowed: NDArray[np.bool_]
     ) -> tuple[Floats, Floats]:
-        """float64 [..., n]: the weight of keeping the member's letter, and of drawing one.
-
-        A column in which the member has no letter is drawn.
-        """
+        """float64 [..., n]: the weights of keeping the member's letter and of drawing one."""
         filled = own < GAP
         fits = np.pad(allowed, ((0, 0), (0, 1)))[np.arange(len(path)), own]
         drawn = (self.p[path] * allowed).sum(1)
@@ -553,10 +544,7 @@ class _Law:
         return _Start(tokens, _sites(path), member, int(kept.sum()))
 
     def _mutant(self, member: int, changes: int, random: np.random.Generator) -> _Start:
-        """A member with so many mutations: their places by the weights of both, then the rest.
-
-        The places are drawn from the law as if residues that change did not depend on each other.
-        """
+        """A member with mutations at positions drawn as if changed residues were independent."""
         designs = self.designs
         path, own = designs.paths[member], designs.letters[member]
         if missing := {*self.wishes.keep} - {*path.tolist()}:
@@ -591,7 +579,7 @@ def _sites(path: FamilyPath, excluded: Letters | int = GAP) -> NDArray[np.int32]
 
 
 def _along(place: float) -> tuple[float, float]:
-    """μ and the factor of the pairs at a place from 0, a member itself, to 3, none of it."""
+    """μ and the factor of the pairs, from 0 (a member itself) to 3 (none of it)."""
     share = MOST_MUTATED * min(place, 1.0) + (1 - MOST_MUTATED) * max(place - 2, 0.0)
     return share, 1 - min(max(place - 1, 0.0), 1.0)
 
@@ -606,10 +594,7 @@ def _tempered(log_p: Floats, temperature: float) -> Floats:
 def _chosen(
     stay: Floats, change: Floats, number: int, random: np.random.Generator
 ) -> NDArray[np.bool_] | None:
-    """bool [n]: `number` of n places that change, with probability ∝ Π change · Π stay.
-
-    None if no choice is possible.
-    """
+    """bool [n]: `number` places that change, with probability ∝ Π change · Π stay; None if none."""
     if number > len(stay):
         return None
     with np.errstate(divide="ignore"):

@@ -1,10 +1,10 @@
 """Effects of mutations from the alignment of a protein's relatives, without any training.
 
-score = log profile + k · pairs + 0.3 · BLOSUM62, mutant minus wild type. The profile keeps its full
-weight, and k grows with the effective number of members. Pairs also prefer the residues that a
-protein has by descent, most in variable columns, which says nothing about effects: as far as the
-tree predicts members that were left out, and not the pairs (`share_of_tree`), the members' mean
-preference for their own residues is subtracted.
+score = log profile + k · pairs + 0.3 · BLOSUM62, mutant minus wild type, with k increasing with the
+effective number of members. Pair terms also prefer the residues that a protein has by descent, most
+in variable columns, which says nothing about effects. The members' mean preference for their own
+residues is therefore subtracted, in proportion to how much better the tree than the pairs predicts
+left-out members (`share_of_tree`).
 
 Shape suffixes: L columns, 20 letters.
 """
@@ -58,10 +58,10 @@ class FamilyEffects:
     """The scores of a protein's substitutions.
 
     Attributes:
-        letters: int8 [L], of the protein.
-        aligned: int8 [N, L], the members that are used, see `observations`.
+        letters: int8 [L], the protein.
+        aligned: int8 [N, L], the members used, see `observations`.
         weights: float64 [N]; their sum is the effective number of members.
-        note: called with what is done, while it lasts: minutes for thousands of members.
+        note: called with a progress message; thousands of members take minutes.
     """
 
     letters: Letters
@@ -77,11 +77,7 @@ class FamilyEffects:
         columns: NDArray[np.uint8] | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> "FamilyEffects":
-        """From the alignment of relatives, see `align_to`; the protein among them is left out.
-
-        Args:
-            protein: uint8 [L] residue tokens.
-        """
+        """From relatives aligned to a protein, uint8 [L]; copies of the protein are left out."""
         beside, letters = align_to(protein, relatives, columns, note), letters_of(protein)
         aligned = observations(letters, beside)
         note(f"comparing {len(aligned):,} relatives")
@@ -106,7 +102,7 @@ class FamilyEffects:
         return float(self.weights.sum())
 
     def effects(self, variants: Sequence[Variant]) -> dict[str, Table]:
-        """float64 [N] of `score` and of each of its terms, higher where a variant is likelier."""
+        """float64 [N]: `score` and each of its terms, higher for likelier variants."""
         pairs = np.zeros(len(variants))
         if len(self.aligned) >= FEWEST_MEMBERS:
             pairs = summed_changes(self._pairs[1], self.letters, variants)
@@ -121,7 +117,7 @@ class FamilyEffects:
 
     @cached_property
     def log_profile(self) -> Table:
-        """float64 [L, 20]: log of the column profile; without members, of the protein alone."""
+        """float64 [L, 20]: log of the column profile; of the protein alone without members."""
         if not len(self.aligned):
             return np.log(column_profile(self.letters[None], np.ones(1)))
         return np.log(column_profile(self.aligned, self.weights))
@@ -132,7 +128,7 @@ class FamilyEffects:
 
     @cached_property
     def _pairs(self) -> tuple[PairTable, Table]:
-        """The pairs, and their term [L, 20] of the protein, its own residues lowered."""
+        """The pairs, and their term [L, 20] of the protein with its own residues lowered."""
         random, profile_L20 = np.random.default_rng(0), np.exp(self.log_profile)
         chosen, weights = sampled(self.weights, MEMBERS, random)
         aligned = self.aligned[chosen]
@@ -158,10 +154,10 @@ class FamilyEffects:
         return table, terms_L20
 
     def _interactions(self, variants: Sequence[Variant]) -> Table:
-        """float64 [N]: what the changes of a variant add to each other's pair terms.
+        """float64 [N]: the interactions between the changes of a variant.
 
-        Half of the change of each changed column's term that the other changes make: of symmetric
-        log-odds the sum is the difference of their energy.
+        Half of the change of each changed column's term due to the other changes: for symmetric
+        log-odds, the sum is the difference of energy.
         """
         added = np.zeros(len(variants))
         of_column: dict[int, list[int]] = {}
@@ -181,7 +177,7 @@ class FamilyEffects:
 
 
 def blosum62_effects(letters: Letters, variants: Sequence[Variant]) -> Table:
-    """float64 [N]: Σ_i of BLOSUM62's log-odds of mutant and wild type, less that of no change."""
+    """float64 [N]: Σ_i of BLOSUM62's log-odds of mutant and wild type, minus that of no change."""
     return summed_changes(np.pad(blosum62(), ((0, 1), (0, 0)))[letters], letters, variants)
 
 
@@ -190,7 +186,7 @@ def summed_changes(term: Table, letters: Letters, variants: Sequence[Variant]) -
 
     Args:
         term: float64 [L, 20]; 0 for own residues that are not canonical.
-        letters: int8 [L], the own ones.
+        letters: int8 [L], the own residues.
     """
     padded = np.pad(term, ((0, 0), (0, 1)))
     change = term - padded[np.arange(len(term)), letters][:, None]

@@ -1,9 +1,9 @@
 """Pairs of columns: what the other residues of a protein say about one, beyond profile and tree.
 
-Members share residues because they are related, and not only because residues depend on each other.
-Pair counts are therefore compared with the counts expected if residues were independent given each
-member's nearest relatives: on a family evolved on a tree with independent sites, the log-odds
-almost vanish, and on independent samples with coupled sites they are those of the columns.
+Members share residues by descent, not only because residues depend on each other. Pair counts are
+therefore compared with those expected for independent residues given each member's nearest
+relatives: for a family evolved on a tree with independent sites the log-odds almost vanish, and for
+independent samples with coupled sites they are those of the columns.
 
 Shape suffixes: N members, Q queries, L columns, 20 letters.
 """
@@ -40,13 +40,13 @@ def neighbours(
     match_weight: float,
     places: NDArray[np.int64] | None = None,
 ) -> Frequencies:
-    """float64 [Q, L, 20]: what members predict at each column of a sequence, that column hidden.
+    """float64 [Q, L, 20]: the members' prediction of each column of a sequence, that column hidden.
 
     Args:
         queries: int8 [Q, L].
-        members: int8 [N, L], with their weights, float64 [N].
+        members: int8 [N, L], with weights float64 [N].
         profile: float64 [L, 20] prior, worth PRIOR observations.
-        match_weight: nats that the weight of a member grows by with each equal residue.
+        match_weight: increase of a member's log weight per equal residue.
         places: int64 [Q], the queries' own rows among the members, which are left out.
     """
     hot = one_hot(members).astype(np.float64)
@@ -88,7 +88,7 @@ class PairTable:
     """Log-odds of the residues of every two columns, computed a column at a time.
 
     log_odds_i(a, j, b) = log q_ij(b | a) / r_ij(b | a), with q the members' weighted counts, and r
-    what is expected of them given their neighbours; rare residues borrow the counts of similar
+    their expectation given the members' neighbours; rare residues borrow the counts of similar
     ones. `coupling` [L, L] is softplus of the standard scores of the columns' information,
     corrected by the average product (Dunn et al., doi:10.1093/bioinformatics/btm604), mean 1.
 
@@ -96,8 +96,8 @@ class PairTable:
         aligned: int8 [N, L] members.
         weights: float64 [N].
         profile: float64 [L, 20].
-        predicted: [N, L, 20], of each member by its `neighbours`.
-        advance: called after each column, by the table itself and by `terms`.
+        predicted: [N, L, 20], prediction of each member by its `neighbours`.
+        advance: called after each column, by the constructor and by `terms`.
     """
 
     def __init__(
@@ -125,8 +125,7 @@ class PairTable:
         self.coupling = _coupling(information)
 
     def _counts(self, i: int, first: int = 0) -> tuple[Floats, Floats]:
-        """float32 [20, L - first, 20]: pairs of column i with those from `first` on, seen and
-        expected."""
+        """float32 [20, L - first, 20]: observed and expected pairs of column i and later columns."""
         own = slice(GAP * i, GAP * (i + 1))
         seen: Floats = self.seen[:, own].T @ self.seen[:, GAP * first :]
         expected: Floats = self.expected[:, own].T @ self.expected[:, GAP * first :]
@@ -153,15 +152,12 @@ class PairTable:
         return np.asarray((smoothed + PAIR_PRIOR * prior) / total)
 
     def scales(self, i: int, visible: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """float64 [Q]: by which couplings to column i are multiplied, given what is visible [Q, L].
-
-        No residue is predicted by more than TOTAL_COUPLING.
-        """
+        """float64 [Q]: factor of column i's visible couplings that limits their sum to TOTAL_COUPLING."""
         total = visible @ self.coupling[i]
         return np.minimum(1, TOTAL_COUPLING / np.maximum(total, 1e-9))
 
     def terms(self, queries: Letters) -> NDArray[np.float64]:
-        """float64 [Q, L, 20]: Σ_j coupling_ij log_odds_i(a, j, x_j), of all other residues x_j."""
+        """float64 [Q, L, 20]: Σ_j coupling_ij log_odds_i(a, j, x_j) over all other residues x_j."""
         hot, visible = one_hot(queries), queries < GAP
         found = np.empty((*queries.shape, GAP))
         for i in range(self.length):
@@ -180,7 +176,7 @@ def replacement() -> NDArray[np.float64]:
 def sampled(
     weights: NDArray[np.float64], most: int, random: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """At most `most` members drawn by weight, and their own weights, scaled to the sum of all."""
+    """At most `most` members drawn by weight, and their weights rescaled to the total."""
     number = min(most, len(weights))
     places = np.sort(random.choice(len(weights), number, False, weights / weights.sum()))
     return places, weights[places] * (weights.sum() / weights[places].sum())
@@ -193,11 +189,11 @@ def share_of_tree(
     random: np.random.Generator,
     advance: Callable[[], None] = lambda: None,
 ) -> float:
-    """0 … 1: how much of what the pairs of a family say may be the tree's.
+    """0 … 1: the share of the pairs' predictions that the tree may explain.
 
-    Members of one half predict the other half, clusters at SAME_OBSERVATION left out whole: nearest
-    relatives gain over the profile what the tree explains, and pairs, scaled to predict best, gain
-    over these. The gains are means over `splits` of the family.
+    One half of the family predicts the other, with clusters at SAME_OBSERVATION kept together. The
+    gain of nearest relatives over the profile is the tree's, the further gain of pairs, scaled to
+    predict best, theirs. Both are means over `splits` of the family.
     """
     clusters = _clusters(aligned)
     profiles, trees, pairs, letters, shares = [], [], [], [], []
@@ -232,7 +228,7 @@ def share_of_tree(
 
 
 def splits(members: int) -> int:
-    """Into halves, of a family of so many members; they take about as long for every family."""
+    """Number of splits into halves; chosen so that every family takes about as long."""
     return min(max(MEMBERS // members, 1), SPLITS)
 
 

@@ -1,6 +1,6 @@
-"""Paths of proteins through the profile HMM of their family: the column of each residue.
+"""Paths of proteins through their family's profile HMM: int32 [n], the column of each residue.
 
-A path is int32 [n], for each residue of a protein its column, or L for one between columns.
+L stands for a residue between columns.
 
 Shape suffixes: L columns, S = 2 L + 1 states, n residues.
 """
@@ -41,14 +41,14 @@ def in_columns(path: FamilyPath, letters: Letters, length: int) -> Letters:
 
 
 class PathSampler:
-    """Draws paths from their posterior, given the length of a protein and some of its residues.
+    """Samples paths from their posterior, given the length of a protein and some of its residues.
 
     HMMER's profile HMM without silent states: 0 the residues before the first column, 1 … L the
-    columns, L + k the residues after column k, 2 L those behind the last column of a path. Paths
+    columns, L + k the residues after column k, 2 L those after the last column of a path. Paths
     begin and end at the columns where those of the members do.
 
     Args:
-        paths: of members, at least one.
+        paths: paths of at least one member.
     """
 
     def __init__(self, hmm: HMM, paths: Sequence[FamilyPath]) -> None:
@@ -70,7 +70,7 @@ class PathSampler:
     def sample(
         self, letters: Letters, number: int, random: np.random.Generator
     ) -> NDArray[np.int32]:
-        """int32 [number, n]: paths of a protein with these letters [n], GAP where any may be."""
+        """int32 [number, n]: paths of a protein with these letters [n]; GAP allows any letter."""
         length, transitions = self.length, self.transitions_SS
         if self._last[0] != letters.tobytes():  # of one template, many are asked for in a row
             self._last = letters.tobytes(), self._forward(letters)
@@ -86,7 +86,7 @@ class PathSampler:
         return paths
 
     def log_p(self, path: FamilyPath) -> float:
-        """log p(path): of its columns, its insertions and its length."""
+        """log p(path), including its columns, insertions and length."""
         inside = path < self.length
         last = np.maximum.accumulate(np.where(inside, path + 1, 0))  # 0 before the first column
         state = np.where(inside | (last == 0), last, self.length + last)
@@ -110,7 +110,7 @@ class PathSampler:
 def _transitions(
     hmm: HMM, begin: NDArray[np.float64], stop: NDArray[np.float64], more: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64 [S, S] of going from one residue's state to the next one's, [S] of ending there."""
+    """float64 [S, S] transition probabilities between the states of residues, [S] of ending."""
     length = hmm.M
     probabilities = hmm.transition_probabilities  # type: ignore[attr-defined]  # its stubs lack it
     mm, mi, md, im, ii, dm, dd = np.array(probabilities, dtype=np.float64).T

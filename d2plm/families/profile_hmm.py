@@ -1,11 +1,9 @@
-"""Profile HMMs of a protein's relatives: the baseline for a model that is given them.
+"""Profile HMMs of a protein's relatives: the baseline for a model that is given relatives.
 
-For each relative HMMER builds the profile HMM of a single sequence. Its forward score is the
-logarithm of a likelihood ratio, so a mixture of the relatives' HMMs and of the background is a
-likelihood of the protein given the relatives, without an alignment to the protein.
-
-A family can also be modelled by one HMM of the alignment of its members (`family_hmm`), which
-captures their common features but depends on the quality of the alignment.
+HMMER builds a profile HMM from each single relative. Its forward score is a log-likelihood ratio,
+so a mixture of the relatives' HMMs and the background is a likelihood of the protein given the
+relatives, without an alignment. A family can also be modelled by one HMM of its members' alignment
+(`family_hmm`), which captures their common features but depends on the alignment's quality.
 """
 
 import math
@@ -34,13 +32,13 @@ def log_ratios(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[Pair, float]:
-    """log p(target | the HMM of a relative) − log p(target | background), nats, of each pair.
+    """log p(target | HMM of a relative) − log p(target | background), nats, of each pair.
 
     Pairs in which HMMER finds no domain are left out.
 
     Args:
         targets, collection: uint8 residue tokens.
-        pairs: of an index into `targets` and one into `collection`.
+        pairs: (index into `targets`, index into `collection`).
         progress: called with (HMMs done, their total).
     """
     of_relative: dict[int, list[int]] = defaultdict(list)
@@ -61,10 +59,7 @@ def log_ratios(
 
 
 def family_log_ratios(hmm: HMM, targets: Sequence[Tokens]) -> NDArray[np.float64]:
-    """float64 [N]: log p(target | the HMM) − log p(target | background), nats.
-
-    NO_DOMAIN where HMMER finds no domain.
-    """
+    """float64 [N]: log p(target | the HMM) − log p(target | background), nats, or NO_DOMAIN."""
     ratios = np.full(len(targets), NO_DOMAIN)
     for target, hit in domain_hits(hmm, targets, null2=False).items():
         ratios[target] = hit.pre_score * math.log(2)
@@ -72,7 +67,7 @@ def family_log_ratios(hmm: HMM, targets: Sequence[Tokens]) -> NDArray[np.float64
 
 
 def domain_hits(hmm: HMM, proteins: Sequence[Tokens], **settings: Any) -> dict[int, Hit]:
-    """Number of a protein → its hit, of those in which HMMER finds a domain without any filter."""
+    """Index of a protein → its hit, if HMMER finds a domain without any filter."""
     pipeline = Pipeline(hmm.alphabet, bias_filter=False, F1=1.0, F2=1.0, F3=1.0, T=-1e6, **settings)
     hits = pipeline.search_hmm(hmm, digital_block(proteins))
     return {int(hit.name): hit for hit in hits}
@@ -83,12 +78,12 @@ def mixture_nats(
 ) -> NDArray[np.float64]:
     """float64 [N]: −log p of each target's canonical residues given its relatives.
 
-    p = 0.98 · the mean over the relatives' HMMs + 0.02 · the background; the background alone where
-    there are no relatives.
+    p = 0.98 · the mean over the relatives' HMMs + 0.02 · the background; the background alone
+    without relatives.
 
     Args:
-        relatives: of each target, as indices.
-        ratios: of the pairs, as of `log_ratios`.
+        relatives: indices of the relatives of each target.
+        ratios: from `log_ratios`.
     """
     nats = _background_nats(targets)
     for target, own in enumerate(relatives):
@@ -107,10 +102,11 @@ def alignment_nats(
 ) -> NDArray[np.float64]:
     """float64 [N]: −log p of each target's residues given one HMM of its relatives' alignment.
 
-    p = 0.98 · the HMM, `family_hmm` + 0.02 · the background, as in `mixture_nats`.
+    p = 0.98 · the HMM of `family_hmm` + 0.02 · the background, as in `mixture_nats`.
 
     Args:
-        targets: uint8 residue tokens; `relatives`: of each.
+        targets: uint8 residue tokens.
+        relatives: relatives of each target.
         progress: called with (targets done, their total).
     """
 
@@ -126,13 +122,13 @@ def alignment_nats(
 
 
 def members_nats(members: Sequence[Tokens], targets: Sequence[Tokens]) -> NDArray[np.float64]:
-    """float64 [N]: −log p of each target under one HMM of all the members, as `alignment_nats`."""
+    """float64 [N]: `alignment_nats` with one HMM of all the members for all targets."""
     ratios = family_log_ratios(family_hmm(members), targets).tolist()
     return _background_nats(targets) - [_with_background(ratio) for ratio in ratios]
 
 
 def _with_background(log_ratio: float) -> float:
-    """log(0.98 · p + 0.02 · the background) − log of the background, of log p − log background."""
+    """log(0.98 · p + 0.02 · background) − log background, from log p − log background."""
     given = math.log(1 - BACKGROUND_SHARE) + log_ratio
     return float(np.logaddexp(given, math.log(BACKGROUND_SHARE)))
 

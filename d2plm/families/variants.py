@@ -1,7 +1,7 @@
-"""Variants of proteins: their notations, and the numbering of a table against its wild type.
+"""Variants of proteins: their notations, and the numbering of a table relative to its wild type.
 
-ProteinGym's, EVmutation's and MaveDB's (HGVS) notations are read. A variant that cannot be scored
-is an error with its `reason`, so that whoever reads a table may leave it out and count it.
+The notations of ProteinGym, EVmutation and MaveDB (HGVS) are read. A variant that cannot be scored
+is an error with a `reason`, so that the reader of a table can skip and count it.
 """
 
 import re
@@ -73,7 +73,7 @@ class VariantError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    """One change as it is written, `A24G`: residue `wild_type` at `position` becomes `mutant`."""
+    """One change as written, `A24G`: residue `wild_type` at `position` becomes `mutant`."""
 
     wild_type: str
     position: int
@@ -85,12 +85,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The changes of a variant; a variant without changes is the wild type.
-
-    Attributes:
-        positions: residues from 0, ascending.
-        mutants: the token that stands at each instead.
-    """
+    """The changes of a variant: 0-based ascending positions and their new tokens."""
 
     positions: tuple[int, ...] = ()
     mutants: tuple[int, ...] = ()
@@ -105,8 +100,7 @@ def parse_variant(text: str, label: Literal["", "first", "second"] = "") -> list
         label: which of the letters before a position is no residue; see `label_of`.
 
     Raises:
-        VariantError: if that is not how it is written, a position is named twice, or it has a
-            letter of no residue.
+        VariantError: if the notation is unknown, a position is repeated, or a letter is no residue.
     """
     text = text.strip()
     if text.lower() in WILD_TYPE:
@@ -153,15 +147,15 @@ def parse_variant(text: str, label: Literal["", "first", "second"] = "") -> list
 
 
 def residue_letter(name: str) -> str:
-    """The letter of a residue, of one or of three; other text in upper case."""
+    """The letter of a one- or three-letter residue name; other text in upper case."""
     name = name.strip().upper()
     return _LETTERS.get(name, name)
 
 
 def label_of(texts: Iterable[str]) -> Literal["", "first", "second"]:
-    """Which letter of `SA108D:SN144D` names a protein or a chain: the one that is always the same.
+    """Which letter of `SA108D:SN144D` is a label: "first", "second", or "" if there is none.
 
-    The first before the residue (a protein's), or the second, after it (a chain's); "" without.
+    The label of a protein or chain is the letter that is the same in all texts.
     """
     found = {letters for text in texts for letters in _LABELLED.findall(text)}
     if not found:
@@ -176,15 +170,14 @@ def place(
     offset: int = 0,
     name: str = "the wild type",
 ) -> Variant:
-    """The variant of `wild_type` that has these substitutions; synonymous ones change nothing.
+    """The variant of `wild_type` with these substitutions; synonymous ones change nothing.
 
     Args:
-        wild_type: letters of its residues, of which the first is at position `offset` + 1.
-        offset: what the numbering of the substitutions is ahead of 1, 2, 3, ….
-        name: what an error calls the wild type.
+        wild_type: its residues as letters; the first has position `offset` + 1.
+        name: of the wild type, for error messages.
 
     Raises:
-        VariantError: if a position is not in the wild type, or has another residue there.
+        VariantError: if a position is outside the wild type, or has another residue there.
     """
     changed: dict[int, int] = {}
     for one in substitutions:
@@ -204,13 +197,13 @@ def place(
 def numbering_offset(
     variants: Iterable[Sequence[Substitution]], wild_type: Tokens, name: str
 ) -> int:
-    """The offset at which the most of the positions in the variants agree with the wild type.
+    """The offset at which most positions of the variants agree with the wild type.
 
-    What a name `toy/11-47` of the right length says (10), or else 0, is preferred unless another
-    one agrees better; it is also the result where no offset agrees with nearly all.
+    The offset in a name `toy/11-47` of the right length (10), or else 0, is preferred unless
+    another one agrees better; it is also returned if no offset agrees with nearly all.
 
     Raises:
-        ConfigError: if the positions are too few to tell, or several offsets agree equally.
+        ConfigError: if there are too few positions to decide, or several offsets agree equally.
     """
     region, preferred = _REGION.fullmatch(name), 0
     if region and int(region[2]) - int(region[1]) + 1 == len(wild_type):
@@ -252,15 +245,15 @@ def place_variants(
     name: str = "the wild type",
     label: Literal["", "first", "second"] | None = None,
 ) -> tuple[list[Variant | VariantError], int]:
-    """The variants of a wild type, or why they cannot be scored, and the offset of their numbering.
+    """The variants of a wild type, or the errors of those that cannot be scored, and the offset.
 
     Args:
         wild_type: residue tokens [L].
-        offset: see `place`; "auto" is that of `numbering_offset`.
-        label: see `label_of`; None: that of the texts.
+        offset: see `place`; "auto" uses `numbering_offset`.
+        label: see `label_of`; None determines it from the texts.
 
     Raises:
-        ConfigError: if the offset is no integer, or cannot be told.
+        ConfigError: if the offset is no integer, or cannot be determined.
     """
     if not isinstance(offset, str) or offset != "auto":
         require_number("mutation_offset", offset, integer=True)

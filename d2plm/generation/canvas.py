@@ -1,14 +1,14 @@
 """Canvas: a packed batch whose masks are to be filled, as the samplers see it.
 
-The residues that a step may change are known before the model is evaluated, and only the segments
-that contain such residues go through it: a finished sequence costs nothing. Shapes therefore change
-from step to step, which would be expensive in a compiled model; here it is not compiled.
+The residues that a step may change are known before the forward pass, and only segments that
+contain some go through the model: a finished sequence costs nothing. Shapes vary from step to step,
+so the model is not compiled here.
 
-The wanted residues of a sequence go through the whole process, from its prior to its data. The
-model is given another time: the one at which, in training, as large a share of the sequence's
-residues is corrupted as is expected to be now. Where a tenth of the residues is wanted, a tenth is
-masked at the start; the time of "everything is masked" would contradict the input. For generation
-from scratch the two times agree. With a uniform source, too, the given residues count as clean.
+The residues to generate go through the whole process, from prior to data, but the model is given
+another time: the one at which, in training, the expected corrupted fraction of the sequence is the
+present one. If a tenth of the residues is to be generated, a tenth is masked at the start, and the
+time of "everything is masked" would contradict the input. From scratch, both times agree. With a
+uniform source, too, the given residues count as clean.
 """
 
 import torch
@@ -26,16 +26,16 @@ from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
 
 class Canvas:
-    """The N wanted residues in S segments of T tokens, and the model that predicts them.
+    """The N residues to generate in S segments of T tokens, and the model that predicts them.
 
     Attributes:
-        places: int64 [N], the positions of the wanted residues in the row.
-        segments: int64 [N], the segment of each.
-        indices: int64 [N] each, the keys of each one's draws: its sequence and its position.
+        places: int64 [N], their positions in the row.
+        segments: int64 [N], their segments.
+        indices: (int64 [N], int64 [N]), sequence and position, which key the draws.
         token_segments: int64 [T], the segment of each token.
-        mask: the token that marks them.
-        wanted: int64 [S], the number of wanted residues in each segment.
-        share: float64 [S], their share of the segment's residues that can be corrupted.
+        mask: the mask token.
+        wanted: int64 [S], number of residues to generate per segment.
+        share: float64 [S], their fraction of the segment's corruptible residues.
     """
 
     def __init__(
@@ -56,18 +56,17 @@ class Canvas:
     def log_probabilities(
         self, tokens: Tensor, corrupted: Tensor | float, step: int, asked: Tensor
     ) -> Tensor:
-        """log p(residue | the other positions) at M of the wanted places, float64 [M, K].
+        """log p(residue | the other positions) of M residues to generate, float64 [M, K].
 
         Args:
-            tokens: integer [T], as of `PackedBatch.computable`.
-            corrupted: the expected corrupted share of the wanted residues, of all segments or
-                float64 [S].
-            step: counted from 0.
+            tokens: integer [T], as from `PackedBatch.computable`.
+            corrupted: expected corrupted fraction of the residues to generate, scalar or float64
+                [S].
+            step: 0-based.
             asked: int64 [M], indices into the N.
 
         Raises:
-            ModelError: if the model's logits are not finite at a wanted place of a segment that
-                goes through it.
+            ModelError: if a logit of a segment that goes through the model is not finite.
         """
         if not len(asked):
             residues = self.paradigm.vocabulary.predicted
@@ -95,17 +94,11 @@ class Canvas:
         return drawn + FIRST
 
     def indices_of(self, asked: Tensor) -> tuple[Tensor, Tensor]:
-        """`indices` of M of the wanted places."""
         sequences, positions = self.indices
         return sequences[asked], positions[asked]
 
     def lowest(self, values: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
-        """bool [N]: in each segment, the `count` [S] eligible places with the lowest values.
-
-        Args:
-            values: float64 [N] in [0, 1]; of equal ones the first in the sequence is the lowest.
-            eligible: bool [N].
-        """
+        """bool [N]: in each segment, the `count` [S] eligible places with the lowest values, 0 … 1."""
         bounds = F.pad(self.wanted.cumsum(0), (1, 0))
         ranked = torch.where(eligible, values / 2, 1.0)  # the others after them all
         rank = rank_in_segment(ranked, bounds, self.segments)
@@ -128,6 +121,6 @@ class Canvas:
 
 
 def wanted_in(batch: PackedBatch, vocabulary: Vocabulary) -> Tensor:
-    """int64 [S]: the number of wanted residues in each segment."""
+    """int64 [S]: number of residues to generate in each segment."""
     wanted = (batch.computable() == vocabulary.mask).long()
     return segment_sum(wanted, batch.segment_ids(), batch.num_segments)

@@ -1,6 +1,6 @@
-"""Kernels: the step that a sampler takes from time t to time s, and the residues it draws from.
+"""Kernels: a sampler's step from time t to time s, and the distribution of residues it draws from.
 
-Throughout, kept_t is the probability that a residue is clean (ᾱ_t of diffusion, κ_t of a flow).
+kept_t is the probability that a residue is clean at t (ᾱ_t of diffusion, κ_t of a flow).
 """
 
 import torch
@@ -14,15 +14,15 @@ from d2plm.paradigms.paradigm import Paradigm, Step
 def step_between(paradigm: Paradigm, sampling: Sampling, start: float, stop: float) -> Step:
     """The step of `ancestral`, `euler` or `remdm` between two of the paradigm's times.
 
-    They differ in the probability that a residue shown at t is corrupted again:
+    They differ in the probability that a clean residue is corrupted again:
 
     - `ancestral`: 0.
     - `euler`: the corrector (1 + c)·û − c·ǔ (Gat et al., arXiv:2407.15595, sec. 3.3) corrupts at
       the rate c·κ̇/κ: integrated over the step, 1 − (κ_t/κ_s)^c. c is `corrector` in the middle of
       the process and 0 at both ends.
-    - `remdm` (Wang et al., arXiv:2503.00307, sec. 4): η, or η times the largest possible. η is not
-      a rate: it does not shrink with the step, so the error stays at about η until η exceeds the
-      inverse root of the number of steps, and then falls with that root.
+    - `remdm` (Wang et al., arXiv:2503.00307, sec. 4): η, or η times the largest possible
+      probability. η is not a rate: it does not shrink with the step, so the error stays at about η
+      until η exceeds the inverse root of the number of steps, and then falls with that root.
     """
     now, then = paradigm.kept(start), paradigm.kept(stop)
     renoise = 0.0

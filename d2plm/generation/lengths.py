@@ -1,7 +1,7 @@
-"""LengthHistogram: the lengths of the training proteins, from which generated ones are drawn.
+"""LengthHistogram: the lengths of the training proteins, from which generated ones are sampled.
 
-It is part of every exported model, so that generation needs no training data, and provides the
-likelihood of a length, which the bound of a sequence does not include.
+Every exported model contains it, so generation needs no training data. It also provides the
+likelihood of a length, which the bound of a sequence excludes.
 """
 
 import json
@@ -25,30 +25,26 @@ PSEUDO_COUNT = 0.5  # Krichevsky–Trofimov, so that an unseen length has a like
 
 @dataclass(frozen=True, eq=False)
 class LengthHistogram:
-    """The number of training proteins of each length.
-
-    Attributes:
-        counts: int64 [M + 1], index = residues; longer proteins are counted at M.
-    """
+    """The number of training proteins of each length: int64 [M + 1], longer ones counted at M."""
 
     counts: NDArray[np.int64]
 
     @classmethod
     def of(cls, lengths: NDArray[np.integer], max_residues: int) -> Self:
-        """The histogram of `lengths` [N], in residues, those above `max_residues` counted there."""
+        """The histogram of `lengths` [N] in residues, clipped to `max_residues`."""
         return cls(np.bincount(np.minimum(lengths, max_residues), minlength=max_residues + 1))
 
     @classmethod
     def uniform(cls, max_residues: int) -> Self:
-        """One protein of each length in UNIFORM, none above `max_residues`."""
+        """One protein of each length in UNIFORM, clipped to `max_residues`."""
         first, last = (min(length, max_residues) for length in UNIFORM)
         return cls.of(np.arange(first, last + 1), max_residues)
 
     def sample(self, number: int, seed: int, *, low: int, high: int) -> list[int]:
-        """`number` lengths between `low` and `high`, by their frequency.
+        """Sample `number` lengths between `low` and `high`.
 
         Raises:
-            ConfigError: if no training protein is that long.
+            ConfigError: if no training protein has such a length.
         """
         counts = self.counts.astype(np.float64)
         counts[:low] = 0
@@ -61,13 +57,12 @@ class LengthHistogram:
         return random.choice(len(counts), size=number, p=counts / counts.sum()).tolist()
 
     def nats(self, lengths: NDArray[np.integer]) -> NDArray[np.float64]:
-        """−log p of each length, with a pseudo-count for the unseen ones."""
+        """−log p of each length, smoothed by a pseudo-count."""
         smoothed = self.counts[1:] + PSEUDO_COUNT
         log_p = np.log(smoothed) - np.log(smoothed.sum())
         return -log_p[np.clip(lengths, 1, len(smoothed)) - 1]
 
     def save(self, folder: Path) -> None:
-        """Write the histogram into an export folder."""
         seen = np.flatnonzero(self.counts)
         content = {
             "max_residues": len(self.counts) - 1,
@@ -78,11 +73,7 @@ class LengthHistogram:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read it from an export folder.
-
-        Raises:
-            ModelError: if it is missing or damaged.
-        """
+        """Read it from an export folder; raises ModelError if it is missing or damaged."""
         try:
             content = json.loads((folder / FILE).read_text())
             if not 0 < content["max_residues"] <= MAX_RESIDUES:
@@ -99,7 +90,7 @@ class LengthHistogram:
 
 
 def lengths_of(family: Family, limit: int) -> LengthHistogram:
-    """The lengths of a family's members, those above `limit` counted there."""
+    """The lengths of a family's members, clipped to `limit`."""
     return LengthHistogram.of(np.array([len(one) for one in family.members]), limit)
 
 
@@ -116,13 +107,12 @@ def wanted_lengths(
     """The length of each protein to generate, in residues.
 
     Args:
-        number: of proteins; with given lengths, of each, one after the other.
+        number: number of proteins, or of proteins per given length.
         limit: the longest protein of the model, in residues.
-        length: the lengths, one or several; None draws them.
-        min_length, max_length: of drawn lengths, residues; None is the limit.
+        length: one or several lengths; None samples between `min_length` and `max_length`.
 
     Raises:
-        ConfigError: on lengths beyond the limit, or bounds where no length is drawn.
+        ConfigError: if a length exceeds the limit, or bounds are given together with lengths.
     """
     if length is None:
         require_length("min_length", min_length, limit)
@@ -149,14 +139,11 @@ def prompted(
     prompt: str | None = None,
     **lengths: Any,
 ) -> list[Tokens]:
-    """Templates of masks alone, or of masks after a prompt, which counts towards the length.
-
-    Args:
-        histogram, number, limit, lengths: as of `wanted_lengths`.
+    """Templates of masks, optionally after a prompt, which counts towards the length.
 
     Raises:
-        ConfigError: as of `wanted_lengths`, or where nothing is wanted after the prompt.
-        DataError: if the prompt is not of the vocabulary.
+        ConfigError: as for `wanted_lengths`, or if the prompt leaves nothing to generate.
+        DataError: if the prompt is not in the vocabulary.
     """
     given = np.empty(0, vocabulary.dtype)
     if prompt is not None:
@@ -173,6 +160,6 @@ def prompted(
 
 
 def require_length(key: str, value: object, limit: int, low: int = 1) -> None:
-    """Raise `ConfigError` naming `key` unless `value` residues fit a model that takes `limit`."""
+    """Raise ConfigError naming `key` unless `value` residues fit a model that takes `limit`."""
     fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= limit
     require(fits, key, value, f"an integer from {low} to {limit}, the most this model takes")

@@ -1,6 +1,6 @@
 """Sampling: the sampler and its settings, checked against the model's paradigm before sampling.
 
-A setting that the chosen sampler would ignore is rejected.
+Settings that the chosen sampler would ignore are rejected.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Sampling(SamplerSettings):
 
     @classmethod
     def of(cls, settings: SamplerSettings | Mapping[str, Any]) -> Self:
-        """The settings among those of a section, which may have others."""
+        """From a section of settings, ignoring those that are not about sampling."""
         values = settings if isinstance(settings, Mapping) else vars(settings)
         return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
 
@@ -37,8 +37,8 @@ class Sampling(SamplerSettings):
         """A copy with the paradigm's defaults.
 
         Raises:
-            ConfigError: on a sampler that the paradigm does not define, or a setting that the
-                sampler does not have.
+            ConfigError: if the paradigm does not define the sampler, or the sampler does not have a
+                setting.
         """
         sampler: str = paradigm.samplers[0] if self.sampler is None else self.sampler
         if sampler not in paradigm.samplers:
@@ -62,7 +62,6 @@ class Sampling(SamplerSettings):
         )
 
     def applied(self) -> dict[str, object]:
-        """The chosen sampler's settings by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.sampler == "first_hitting":
             del values["steps"]
@@ -73,7 +72,7 @@ class Sampling(SamplerSettings):
         }
 
     def described(self, paradigm: Paradigm, dtype: torch.dtype) -> dict[str, Any]:
-        """Every setting on which a sequence depends, as JSON; `dtype` of the matrix work."""
+        """All settings that affect a sequence, as JSON; `dtype` of the matrix products."""
         name = str(dtype).removeprefix("torch.")
         return {"paradigm": paradigm.name, **self.applied(), "dtype": name}
 
@@ -88,5 +87,5 @@ class Sampling(SamplerSettings):
 
 
 def in_a_line(settings: Mapping[str, Any]) -> str:
-    """Settings as in the header of a generated protein."""
+    """Settings formatted for the header of a generated protein."""
     return " ".join(f"{name}={value}" for name, value in settings.items())

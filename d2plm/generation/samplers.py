@@ -1,10 +1,9 @@
 """Samplers: from templates with masks to proteins.
 
-A template is a row of tokens with `<mask>` where a residue is wanted; generation from scratch is a
-template of masks alone. Every other token is kept. Sequences of unequal lengths are packed
-together. Each draw is keyed by the sequence's index and position, so the result does not depend on
-batching. In a step, only the sequences in which the step's draws may change a residue pass through
-the model.
+A template is a row of tokens with `<mask>` for each residue to generate; all others are kept.
+Sequences of unequal lengths are packed together. Each draw is keyed by the sequence's index and
+position, so the result does not depend on batching. In each step only the sequences with residues
+that may change pass through the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,23 +41,20 @@ def sample(
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Tokens]:
-    """Fill the masks of each template.
+    """Fill the masks of each template; returns tokens [L] of the same dtype.
 
     Args:
-        templates: tokens [L] of the paradigm's vocabulary, `<mask>` where a residue is wanted.
-        max_length: the model's limit in tokens, `<cls>` and `<eos>` included.
-        relatives: of each template, for a model that takes them.
-        ids: of the templates, which with the seed key the draws; None: from 0 on.
-        token_budget: tokens of one forward pass; a longer sequence goes alone.
+        templates: tokens [L] of the paradigm's vocabulary, with `<mask>` for residues to generate.
+        max_length: the model's limit in tokens, including `<cls>` and `<eos>`.
+        relatives: relatives of each template, for a model that takes them.
+        ids: of the templates; with the seed they key the draws. Default: 0, 1, …
+        token_budget: tokens per forward pass; a longer sequence gets a pass of its own.
         progress: called with (steps done, their total), counted over all batches.
 
-    Returns:
-        Tokens [L] of the same dtype for each template, in order; no mask is left.
-
     Raises:
-        ConfigError: on impossible settings.
+        ConfigError: if the settings are invalid.
         DataError: if there are no templates.
-        ModelError: for a template longer than the model's limit, or logits that are not finite.
+        ModelError: if a template exceeds the model's limit, or logits are not finite.
     """
     sampling, vocabulary = sampling.resolved(paradigm), paradigm.vocabulary
     for index, template in enumerate(templates):
@@ -90,10 +86,10 @@ def _batches(
     ids: Sequence[int],
     vocabulary: Vocabulary,
 ) -> list[PackedBatch]:
-    """Every template once, keyed by its index, without padding.
+    """All templates without padding, keyed by index.
 
-    Templates with similar numbers of masks share a batch: they finish at about the same time, so
-    the batch stays large to its end. The largest come first: memory runs out early or not at all.
+    Templates with similar numbers of masks share a batch: they finish at about the same time, so it
+    stays large to the end. The largest come first, so that memory runs out early or not at all.
     """
     if not len(templates):
         raise DataError("there are no sequences: give at least one")
@@ -114,7 +110,7 @@ def _batches(
 
 
 def _steps(wanted: Tensor, sampling: Sampling) -> int:
-    """Number of steps of a batch with so many wanted residues [S]."""
+    """Number of steps of a batch, given the number of residues to generate [S]."""
     most = int(wanted.max())
     if sampling.steps is None:
         return most
@@ -122,17 +118,17 @@ def _steps(wanted: Tensor, sampling: Sampling) -> int:
 
 
 def _times(canvas: Canvas) -> list[float]:
-    """The times of the process, `steps` + 1 of them, evenly from the prior to the data."""
+    """The `steps` + 1 times of the process, evenly spaced from the prior to the data."""
     assert canvas.sampling.steps is not None
     prior, data = canvas.paradigm.prior_time, canvas.paradigm.data_time
     return np.linspace(prior, data, canvas.sampling.steps + 1).tolist()
 
 
 def _jumps(canvas: Canvas) -> Iterator[Tensor]:
-    """`ancestral`, `euler` and `remdm`: each wanted residue takes each step on its own.
+    """`ancestral`, `euler` and `remdm`: each residue takes each step independently.
 
-    They differ only in the step's distribution, see `step_between`. Residues that change in the
-    same step are drawn independently, which is an error of the order of the step size.
+    They differ only in the step's distribution, see `step_between`. Drawing residues of one step
+    independently is an error of the order of the step size.
     """
     paradigm, sampling = canvas.paradigm, canvas.sampling
     tokens = canvas.batch.computable()
@@ -155,10 +151,10 @@ def _jumps(canvas: Canvas) -> Iterator[Tensor]:
 def _first_hitting(canvas: Canvas) -> Iterator[Tensor]:
     """One residue after another, each at its own time (Zheng et al., arXiv:2409.02908).
 
-    A residue masked at the corrupted fraction u is still masked at u′ with probability u′/u. So the
-    first of n masks is filled at u·U^(1/n) with U uniform; which one it is, is uniform too. Nothing
-    is discretised: this is `ancestral` with infinitely many steps, at one evaluation for each
-    residue wanted. Each sequence of a batch has its own times.
+    A residue masked at the corrupted fraction u is still masked at u′ with probability u′/u, so the
+    first of n masks is filled at u·U^(1/n) with U uniform, and is any of them with equal
+    probability. This is `ancestral` without discretisation, at one evaluation per residue. Each
+    sequence of a batch has its own times.
     """
     sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.computable()
     corrupted = torch.ones_like(canvas.share)
@@ -175,15 +171,15 @@ def _first_hitting(canvas: Canvas) -> Iterator[Tensor]:
 
 
 def _by_confidence(canvas: Canvas) -> Iterator[Tensor]:
-    """At each step the most confident residues are kept (MaskGIT: Chang et al., arXiv:2202.04200).
+    """Keep the most confident residues at each step (MaskGIT: Chang et al., arXiv:2202.04200).
 
-    A residue is drawn for every mask; of n wanted ones, those to which the model gives the lowest
-    probability are masked again, ⌈n·(1 − kept_s)⌉ of them but always fewer than before, so that a
-    sequence is done after n steps at the latest. With `remask`, residues filled in earlier compete
-    too, by the probability that the model gives them now, though it was not trained to judge what
-    it sees. The confidence is the model's own, before temperature, top-k and top-p.
+    A residue is drawn for every mask; the least probable of the n residues to generate are masked
+    again, ⌈n·(1 − kept_s)⌉ of them but always fewer than before, so that a sequence takes at most n
+    steps. With `remask`, residues filled in earlier compete too, by their probability now, although
+    the model was not trained to judge residues that it sees. The confidence is the model's own,
+    before temperature, top-k and top-p.
 
-    Because unlikely residues are drawn again, this samples a sharper distribution than the model's
+    Since unlikely residues are drawn again, the sampled distribution is sharper than the model's
     for any number of steps. The model is given the time that corresponds to the number of masks.
     """
     sampling, wanted, tokens = canvas.sampling, canvas.wanted, canvas.batch.computable()

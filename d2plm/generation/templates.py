@@ -1,8 +1,8 @@
-"""Templates: sequences with marks where tokens are wanted.
+"""Templates: sequences with marks for tokens to generate.
 
-`<mask>` is one token wanted and `<mask:12>` twelve. Where letters are tokens, so is `_`, one for
-each letter (three for a codon); in other text `_` is a character. The text between two marks is
-tokenised by itself, so that no token of a tokenizer reaches across a mark.
+`<mask>` is one token and `<mask:12>` twelve. If letters are tokens, `_` marks one letter, too (a
+codon needs three); in other text `_` is a character. The text between two marks is tokenised
+separately, so that no token spans a mark.
 """
 
 import re
@@ -14,10 +14,10 @@ from d2plm.core.vocabulary import GAP, PROTEIN, Codons, Letters, Tokens, Vocabul
 
 
 def parse_template(text: str, name: str, vocabulary: Vocabulary = PROTEIN) -> Tokens:
-    """A template → tokens [L], `<mask>` where one is wanted.
+    """Parse a template into tokens [L], with `<mask>` for those to generate.
 
     Raises:
-        DataError: for a text that is not of the vocabulary, or where nothing is wanted.
+        DataError: if the text is not of the vocabulary, or contains no mark.
     """
     mark, pattern = "<mask>", r"<mask(?::(?P<number>[1-9]\d{0,5}))?>"
     if isinstance(vocabulary, Letters | Codons):
@@ -49,7 +49,7 @@ def parse_template(text: str, name: str, vocabulary: Vocabulary = PROTEIN) -> To
 
 
 def _tokens(text: str, start: int, name: str, vocabulary: Vocabulary) -> Tokens:
-    """The tokens [L] of a part of a template, which begins at `start` there."""
+    """The tokens [L] of the part of a template that begins at `start`."""
     raw = vocabulary.raw(text)
     read = vocabulary.tokenise([raw])
     if not read.illegal[0]:

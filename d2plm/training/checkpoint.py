@@ -1,10 +1,10 @@
-"""Checkpoints: everything a run needs to continue as if it had not been interrupted.
+"""Checkpoints: everything that a run needs to continue as if it had not been interrupted.
 
-A checkpoint is a folder `step-00001234`: tensors by `torch.distributed.checkpoint`, every rank its
+A checkpoint is a folder `step-00001234`: tensors by `torch.distributed.checkpoint`, each rank its
 own shards, and a `manifest.json`, written last, with the state of the run and the digest of every
-file. The state is copied and then written by a thread while training continues, under a temporary
-name that is changed when the checkpoint is complete. The newest complete checkpoint is loaded, by
-any number of ranks. The root is a local folder or any fsspec URL.
+file. The state is copied and written by a thread while training continues, under a temporary name
+until it is complete. The newest complete checkpoint is loaded, by any number of ranks. The root is
+a local folder or any fsspec URL.
 """
 
 import hashlib
@@ -70,10 +70,10 @@ class Root:
         self.files = DirFileSystem(self.path, files)  # its paths begin with a checkpoint's name
 
     def names(self, suffix: str = "") -> list[str]:
-        """Complete checkpoints by name, oldest first; with `suffix`, those that it marks.
+        """Names of the complete checkpoints, or of those with `suffix`, oldest first.
 
         Raises:
-            CheckpointError: if the place exists but cannot be read.
+            CheckpointError: if the root exists but cannot be read.
         """
         try:
             found = self.files_in("")
@@ -87,13 +87,13 @@ class Root:
         return [name for name in found if re.fullmatch(rf"step-\d+{re.escape(suffix)}", name)]
 
     def files_in(self, name: str) -> list[str]:
-        """The names in a checkpoint, or in the root itself, sorted."""
+        """The sorted names in a checkpoint, or in the root itself."""
         self.files.invalidate_cache(name)
         entries = self.files.ls(name, detail=False)
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; its manifest first, so that a part never counts as complete."""
+        """Delete a checkpoint, its manifest first, so that a part never counts as complete."""
         try:
             if self.files.exists(f"{name}/{MANIFEST}"):
                 self.files.rm_file(f"{name}/{MANIFEST}")
@@ -103,7 +103,7 @@ class Root:
             log.warning("cannot remove checkpoint %s: %s", self.of(name), error)
 
     def of(self, name: str) -> str:
-        """A checkpoint's location."""
+        """The location of a checkpoint."""
         return f"{self.location}/{name}"
 
     def rename(self, name: str, to: str) -> None:
@@ -114,7 +114,7 @@ class Root:
             self.files.mv(name, to, recursive=True)
 
     def move(self, name: str, other: "Root") -> None:
-        """Move a checkpoint into another root on the same file system."""
+        """Move a checkpoint to another root on the same file system."""
         self.files.fs.makedirs(other.path, exist_ok=True)
         other.remove(name)
         self.files.fs.mv(f"{self.path}/{name}", f"{other.path}/{name}", recursive=True)
@@ -125,7 +125,7 @@ class Root:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def write(self, name: str, file: str, text: str) -> None:
-        """Write a text file of a checkpoint; on a local disk it is synchronised."""
+        """Write a text file of a checkpoint; synchronised on a local disk."""
         with self.files.open(f"{name}/{file}", "w") as stream:
             stream.write(text)
             if self.is_local:
@@ -159,16 +159,13 @@ class Saver:
         self._error: CheckpointError | None = None
 
     def save(self, step: int, tensors: Tensors, run_state: dict[str, Any]) -> str:
-        """Copy `tensors` and begin to write them; waits for the previous save.
+        """Copy `tensors` and start writing them; returns the checkpoint's future location.
 
         Args:
-            run_state: all other state, as JSON. Its `monitored` ranks the checkpoint.
-
-        Returns:
-            The future location of the checkpoint.
+            run_state: all other state, as JSON; its `monitored` value ranks the checkpoint.
 
         Raises:
-            CheckpointError: if the previous save failed.
+            CheckpointError: if the previous save, which is waited for, failed.
         """
         self.wait()
         name = name_of(step)
@@ -185,11 +182,7 @@ class Saver:
         return self._error is not None
 
     def wait(self) -> None:
-        """Wait for the save in progress.
-
-        Raises:
-            CheckpointError: if it could not be written; older checkpoints are untouched.
-        """
+        """Wait for the save in progress; raises CheckpointError if it failed."""
         self.finish()
         error, self._error = self._error, None
         if error is not None:
@@ -294,7 +287,7 @@ class Saver:
 
 @contextmanager
 def fitting(location: str) -> Iterator[None]:
-    """Convert any exception in the block to a `CheckpointError` that names the checkpoint."""
+    """Convert any exception in the block to a CheckpointError that names the checkpoint."""
     try:
         yield
     except _ERRORS as error:  # loading raises many types of errors
@@ -312,15 +305,12 @@ def layout(root: Root, name: str) -> Layout:
 
 
 def load(root: Root, name: str, tensors: dict[str, Any]) -> None:
-    """Fill `tensors` in place from a checkpoint that `verify` has accepted.
-
-    Each rank reads its own shards, whatever the number of ranks that wrote them.
-    """
+    """Fill `tensors` in place from a verified checkpoint written by any number of ranks."""
     dcp.load(tensors, storage_reader=_Reader(root, name), no_dist=True)
 
 
 def verify(root: Root, name: str) -> dict[str, Any]:
-    """The run state of a checkpoint, after reading and verifying all its files.
+    """The run state of a checkpoint, after verifying all its files.
 
     Raises:
         CheckpointError: if a file is missing or differs from its digest.
@@ -337,10 +327,10 @@ def verify(root: Root, name: str) -> dict[str, Any]:
 
 
 def manifest(root: Root, name: str) -> dict[str, Any]:
-    """A checkpoint's `files`, digests by name, and `run_state`.
+    """The `files` (digests by name) and `run_state` of a checkpoint.
 
     Raises:
-        CheckpointError: if it is missing or damaged, or of another format.
+        CheckpointError: if it is missing, damaged or of another format.
     """
     try:
         content = json.loads(root.files.read_text(f"{name}/{MANIFEST}"))
@@ -359,10 +349,7 @@ def manifest(root: Root, name: str) -> dict[str, Any]:
 
 
 def newest_whole(root: Root, before: float = math.inf) -> str | None:
-    """The name of the newest complete checkpoint of a step less than `before`, if there is one.
-
-    Damaged checkpoints are skipped and named in the log.
-    """
+    """The newest complete checkpoint before a step, if any; damaged ones are skipped and logged."""
     for name in reversed(root.names()):
         if step_of(name) < before:
             try:
@@ -381,10 +368,7 @@ def split_location(location: str) -> tuple[Root, str]:
 
 
 def set_aside(root: Root, beyond: int = -1) -> None:
-    """Move the checkpoints of steps after `beyond`, which belong to another run, to `<root>.old`.
-
-    Remains of a save that was killed are deleted.
-    """
+    """Move checkpoints of later steps, of another run, to `<root>.old`; delete incomplete ones."""
     for name in root.names(PARTIAL):
         root.remove(name)
     old = Root(root.location + ".old")
@@ -395,17 +379,15 @@ def set_aside(root: Root, beyond: int = -1) -> None:
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint after this number of optimizer steps."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int:
-    """The optimizer steps done in a checkpoint of this name."""
     return int(name.removeprefix("step-"))
 
 
 class _Reader(FsspecReader):
-    """Reads a checkpoint whose metadata were checked as they were read."""
+    """Reads a checkpoint whose metadata are checked as they are read."""
 
     def __init__(self, root: Root, name: str) -> None:
         super().__init__(root.of(name))
@@ -427,7 +409,7 @@ def _not_whole(root: Root, name: str, error: Exception) -> CheckpointError:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error; of a `CheckpointException`, of the first rank's."""
+    """The first line of an error, for a `CheckpointException` that of the first rank."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return first_line(error)[:300]

@@ -1,11 +1,10 @@
 """Reading a checkpoint's metadata without running code that a pickle names.
 
-`torch.distributed.checkpoint` stores the locations of tensors in a pickle, which may name any
-function of any package, so anyone who can write a checkpoint could run code when it is resumed.
-Only the types that describe tensors are accepted. Entries that are not tensors are rejected,
-because PyTorch would unpickle their content without a check. Python 3.11.0 to 3.11.3 pickle an
-Enum's member as `getattr(its class, its name)`, the later ones as `its class(its value)`: both are
-read, the former by `_member`, so that no pickle reaches `getattr` itself.
+`torch.distributed.checkpoint` stores the locations of tensors in a pickle, so anyone who can write
+a checkpoint could run code when it is resumed. Only the types that describe tensors are accepted;
+entries that are not tensors are rejected, because PyTorch would unpickle their content unchecked.
+Python 3.11.0 to 3.11.3 pickle an Enum member as `getattr(its class, its name)`, later versions as
+`its class(its value)`: both are read, the former by `_member` instead of `getattr`.
 """
 
 import pickle
@@ -50,7 +49,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(owner: object, name: str) -> _MEM_FORMAT_ENCODING:
-    """Raises: KeyError, if it has no such member."""
+    """Replaces `getattr`; raises KeyError if there is no such member."""
     if owner is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"its metadata name {name} of {owner!r}, which is refused")
     return _MEM_FORMAT_ENCODING[name]

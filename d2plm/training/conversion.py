@@ -1,9 +1,8 @@
 """Conversion of complete checkpoints: `torch.distributed.checkpoint` ↔ safetensors.
 
-Weights, EMA and optimizer state of all ranks become whole tensors in a few safetensors files, which
-any tool can read, together with the manifest's run state. Converted back, they are a checkpoint
-from which training resumes. The conversion to safetensors holds the tensors of one file in memory
-at a time, the reverse conversion all of them.
+Weights, EMA and optimizer state of all ranks become whole tensors in a few safetensors files, with
+the manifest's run state; converted back, training resumes from them. The conversion to safetensors
+holds the tensors of one file in memory at a time, the reverse conversion all of them.
 """
 
 import json
@@ -28,10 +27,10 @@ SEPARATOR = "/"  # between the parts of a tensor's place: optimizer/blocks.0.nor
 
 
 def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000_000) -> int:
-    """Write a checkpoint's tensors and run state into a new folder; returns the number of tensors.
+    """Write a checkpoint's tensors and run state to a new folder; returns the number of tensors.
 
     Raises:
-        CheckpointError: if it is incomplete, or the folder already exists or cannot be written.
+        CheckpointError: if it is incomplete, or the folder exists or cannot be written.
     """
     require_number("max_shard_bytes", max_shard_bytes, integer=True, low=1)
     root, name = checkpoint.split_location(location)
@@ -65,7 +64,7 @@ def to_checkpoint(folder: Path, output: str) -> int:
     """Convert the output of `to_safetensors` to a checkpoint; returns the number of tensors.
 
     Args:
-        output: the checkpoint's location; its name is `step-` and the step with eight digits.
+        output: location of the checkpoint, whose name is `step-` and the step with eight digits.
 
     Raises:
         CheckpointError: if the folder is incomplete, or the name is that of another step.

@@ -1,9 +1,8 @@
-"""The exponential moving average of the weights, kept by diffusers' `EMAModel`.
+"""The exponential moving average of the weights, with diffusers' `EMAModel`.
 
-A shadow of this rank's own shards, updated once per optimizer step with the warmed-up decay
-min(decay, (1 + n)/(10 + n)). Evaluation and export use the shadow; training continues with the raw
-weights. The update is one grouped kernel of PyTorch, which reads and writes each average once;
-`EMAModel.step` takes over ten times as long.
+A shadow of this rank's shards, updated once per optimizer step with the warmed-up decay min(decay,
+(1 + n)/(10 + n)). Evaluation and export use the shadow, training the raw weights. The update is one
+grouped kernel of PyTorch; `EMAModel.step` takes over ten times as long.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,12 +15,7 @@ from d2plm.core.errors import require_number
 
 
 class EMA:
-    """Moving average of parameters.
-
-    Args:
-        parameters: plain tensors by name, this rank's shards; shadowed in their present values.
-        decay: the cap of the warmed-up decay, in [0, 1).
-    """
+    """Moving average of this rank's shards, with a maximum decay in [0, 1)."""
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
         # The import loads every model of diffusers, which takes a second.
@@ -40,7 +34,7 @@ class EMA:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within the block, the model has the averaged weights; its own are restored afterwards."""
+        """Context manager: the model has the averaged weights inside the block."""
         self._average.store(self._parameters)
         try:
             self._average.copy_to(self._parameters)
@@ -50,12 +44,11 @@ class EMA:
 
     @property
     def shadow(self) -> dict[str, Tensor]:
-        """The averages, live, by parameter name."""
+        """The live averages by parameter name."""
         return dict(zip(self._names, self._average.shadow_params, strict=True))
 
     @property
     def updates(self) -> int:
-        """Number of updates so far."""
         return int(self._average.optimization_step)
 
     @updates.setter

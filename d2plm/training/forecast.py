@@ -1,8 +1,8 @@
 """Forecast of the memory that training needs on each rank, before anything is allocated.
 
-The activations are counted, not estimated: the model's forward runs on the meta device, compiled if
-training compiles, and the bytes that autograd keeps for the backward are added up; where rows are
-shared, it is the forward of one rank with its part of tokens, heads and matrices. The rest is
+Activations are counted, not estimated: the model's forward runs on the meta device, compiled if
+training compiles, and the bytes that autograd keeps for the backward are added up. If rows are
+shared, it is the forward of one rank, with its part of tokens, heads and matrices. The rest is
 arithmetic over the parameters.
 """
 
@@ -32,18 +32,18 @@ from d2plm.training.plan import Plan
 class Memory:
     """Bytes of one rank at the moment of a step when their sum is largest.
 
+    With tensor parallelism a rank's parameters are its parts of the split matrices and all others.
+
     Attributes:
         weights: this rank's shards of the masters.
-        moments: AdamW's two; Muon keeps one of a matrix, and a step's directions beside it.
+        moments: AdamW's two; Muon keeps one per matrix, plus a step's directions.
         average: the EMA shadow.
-        gradients: gradients of this rank's shards in the masters' dtype; whole while micro-batches
-            follow, as they are reduced with the last.
-        gathered: parameters in the compute dtype, whole, and a block's whole gradients before they
-            are reduced; without sharding, the cast copy of the model.
-        activations: what autograd keeps of a micro-batch's forward, with its logits, and what a
-            block recomputes; none when the backward has ended.
-
-    With tensor parallelism a rank's parameters are its parts of the split matrices and all others.
+        gradients: of this rank's shards in the masters' dtype; whole while micro-batches follow, as
+            they are reduced with the last.
+        gathered: whole parameters in the compute dtype and a block's whole gradients before
+            reduction; without sharding, the cast copy of the model.
+        activations: kept by autograd for a micro-batch, with its logits, and those that a block
+            recomputes; none when the backward has ended.
     """
 
     weights: int
@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Their sum, without the framework's own memory and fragmentation."""
+        """The sum, without the framework's own memory and fragmentation."""
         return sum(vars(self).values())
 
 
@@ -71,16 +71,16 @@ def memory_per_rank(
 ) -> Memory:
     """The memory that a step takes on each rank.
 
-    While a backward runs, activations are freed as gradients are allocated, so the maximum is
-    at its beginning or its end. Of a pipeline it is that of the first rank, with the embeddings and
-    the head, whose activations wait longest. Experts are taken to be equally loaded.
+    During a backward, activations are freed as gradients are allocated, so the maximum is at its
+    beginning or end. For a pipeline it is that of the first rank, with the embeddings and the head,
+    whose activations wait longest. Experts are assumed to be equally loaded.
 
     Args:
         plan: resolved for its world size.
-        tokens, segments: numbers of them in a micro-batch, including padding.
+        tokens, segments: their numbers in a micro-batch, including padding.
         dtype: dtype of the matrix products.
         compile: whether the blocks are compiled, which keeps a third less of their activations.
-        micro_batches: micro-batches in a step.
+        micro_batches: number of micro-batches in a step.
     """
     model = dit_without_memory(config)
     with _row_mesh(plan) as mesh:
@@ -93,7 +93,7 @@ def memory_per_rank(
     activations = int(activations * _in_flight(plan, micro_batches) / plan.stages)
 
     def kept_here() -> tuple[int, int]:
-        """The parameters of this rank's stage, and of them those outside the blocks."""
+        """(number of this rank's parameters, number of them outside the blocks)."""
         blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
         outside = sum(parameter.numel() for parameter in model.parameters()) - blocks
         return outside + int(blocks * stage), outside
@@ -132,10 +132,7 @@ def memory_per_rank(
 
 @dataclass(frozen=True)
 class _GroupSizes:
-    """Stands for a mesh of processes, of which this is the first.
-
-    On the meta device nothing is sent, and of a group only its number of ranks is asked.
-    """
+    """Mock of a mesh of processes of which this is the first; only its sizes are used."""
 
     sizes: dict[str, int]
 
@@ -158,7 +155,7 @@ class _GroupSizes:
 
 @contextmanager
 def _row_mesh(plan: Plan) -> Iterator[DeviceMesh | None]:
-    """A mesh for `apply_context_parallel` on the meta device; None where rows are not shared."""
+    """A mesh for `apply_context_parallel` on the meta device; None if rows are not shared."""
     if plan.row_ranks == 1:
         yield None
         return
@@ -177,14 +174,14 @@ def _row_mesh(plan: Plan) -> Iterator[DeviceMesh | None]:
 
 
 def _in_flight(plan: Plan, micro_batches: int) -> int:
-    """Forwards of a stage whose backward the first rank of a pipeline still awaits, at most."""
+    """Maximum number of forwards of a stage awaiting their backward on a pipeline's first rank."""
     ranks, each = plan.pipeline, plan.pipeline_stages_per_rank
     warm_up = ranks if each == 1 else 2 * (ranks - 1) + (each - 1) * ranks + 1
     return min(warm_up, micro_batches * each)
 
 
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
-    """The bytes kept of a forward, and those that the backward of one block recomputes."""
+    """The bytes kept of a forward, plus those that the backward of one block recomputes."""
     every = plan.activation_checkpointing
     # A last block that keeps its own has freed them when the first is recomputed.
     if every == 0 or (len(model.blocks) - 1) % every:
@@ -198,10 +195,10 @@ def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
 def activation_bytes(
     model: DiT, plan: Plan, *, tokens: int, segments: int, dtype: torch.dtype, compile: bool = False
 ) -> int:
-    """Bytes that autograd keeps of one forward, parameters left out; the model is on meta.
+    """Bytes that autograd keeps of one forward on the meta device, without parameters.
 
-    The logits of a large vocabulary are those of a chunk of positions (`Paradigm.model_loss`), of
-    which every one is taken to be corrupted.
+    The logits of a large vocabulary are those of a chunk of positions (`Paradigm.model_loss`), all
+    assumed to be corrupted.
     """
     vocabulary = model.config.vocab_size
     chunked = vocabulary > LARGE_VOCABULARY and plan.row_ranks * plan.pipeline == 1
@@ -232,7 +229,7 @@ def activation_bytes(
 
 @contextmanager
 def counting_saved(model: nn.Module) -> Iterator[dict[int, int]]:
-    """{storage: bytes} that autograd saves inside the block, each storage once."""
+    """Context manager: {storage: bytes} saved by autograd inside the block."""
     # A matrix is saved as its transpose, another tensor on the same storage.
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, int] = {}

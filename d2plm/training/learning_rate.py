@@ -1,8 +1,8 @@
 """Learning-rate schedules as plain functions of the step, so that resuming needs no state.
 
-All begin with a linear warm-up and differ in the decline after it. `cosine` is the usual choice
-if the length of the run is known. `wsd` stays at the peak until shortly before the end, so that
-one long run can be ended or continued at any length for the cost of its decay alone.
+All begin with a linear warm-up. `cosine` is the usual choice if the length of the run is known.
+`wsd` stays at the peak until shortly before the end, so that one long run can be ended or continued
+at any length for the cost of its decay.
 """
 
 import math
@@ -26,12 +26,8 @@ def cosine(max_steps: int, settings: CosineSettings | None = None) -> Schedule:
 
     Loshchilov & Hutter, arXiv:1608.03983, equation 5, without restarts.
 
-    Args:
-        max_steps: optimizer steps of the run.
-        settings: None takes the defaults.
-
     Returns:
-        step (0-based) → factor of the peak learning rate.
+        0-based step → factor of the peak learning rate.
 
     Raises:
         ConfigError: if the warm-up fills the whole run.
@@ -42,28 +38,27 @@ def cosine(max_steps: int, settings: CosineSettings | None = None) -> Schedule:
 
 
 def linear(max_steps: int, settings: CosineSettings | None = None) -> Schedule:
-    """Linear warm-up from 0 to 1, then a straight line down to the floor; otherwise `cosine`."""
+    """Linear warm-up from 0 to 1, then linearly down to the floor; otherwise as `cosine`."""
     settings = settings or CosineSettings()
     warmup = _warmup(max_steps, settings)
     return _declining(max_steps, warmup, max_steps - warmup, settings.floor_ratio, "linear")
 
 
 def constant(max_steps: int, settings: ConstantSettings | None = None) -> Schedule:
-    """Linear warm-up from 0 to 1, then 1 to the end; otherwise `cosine`."""
+    """Linear warm-up from 0 to 1, then 1 to the end; otherwise as `cosine`."""
     return _declining(
         max_steps, _warmup(max_steps, settings or ConstantSettings()), 0, 0.0, "linear"
     )
 
 
 def wsd(max_steps: int, settings: WsdSettings | None = None) -> Schedule:
-    """Warm-up, stable, decay: 1 after the warm-up, and only at the end down to the floor.
+    """Warm-up, stable, decay: 1 after the warm-up, and at the end down to the floor.
 
-    MiniCPM (arXiv:2404.06395), section 4.2. Shapes of the decay are those that Hägele et al.
-    (arXiv:2405.18392) compare: with p, 0 … 1, of the decay done, `linear` is 1 - p, `1-sqrt` 1 - √p
-    and `cosine` (1 + cos πp)/2. Arguments and result are those of `cosine`.
+    MiniCPM (arXiv:2404.06395), section 4.2. The decay shapes are those that Hägele et al.
+    (arXiv:2405.18392) compare. Otherwise as `cosine`.
 
     Raises:
-        ConfigError: if the warm-up and the decay do not both fit.
+        ConfigError: if warm-up and decay do not both fit.
     """
     settings = settings or WsdSettings()
     warmup = _warmup(max_steps, settings)
@@ -80,7 +75,7 @@ def wsd(max_steps: int, settings: WsdSettings | None = None) -> Schedule:
 def _declining(
     max_steps: int, warmup: int, decline: int, floor_ratio: float, shape: str
 ) -> Schedule:
-    """Up over `warmup` steps, 1, and by `shape` (1 → 0) down over the last `decline` steps."""
+    """Up over `warmup` steps, 1, and down by `shape` (1 → 0) over the last `decline` steps."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -98,7 +93,7 @@ def _warmup(max_steps: int, settings: ScheduleSettings) -> int:
 
 
 def _steps(phase: str, max_steps: int, ratio: float, steps: int | None) -> int:
-    """The length of the phase `warmup` or `decay`; it may not fill the whole run."""
+    """The length of the phase `warmup` or `decay`, which must not fill the whole run."""
     length = round(ratio * max_steps) if steps is None else steps
     if length and length >= max_steps:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Load balancing of experts: their loads in each step, and the routers' states moved by them.
+"""Load balancing of experts: their loads in each step, and the updates of the routers' states.
 
-Loads are integers, summed over the micro-batches and ranks of the global batch, so the biases are
-the same to the bit however the batch is spread. Only what is seen here counts: what an evaluation
-or a recomputed forward finds is overwritten.
+Loads are integers summed over the micro-batches and ranks of the global batch, so the biases are
+bitwise identical however the batch is distributed. Loads from evaluations and recomputed forwards
+are overwritten.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ from d2plm.training.shards import own_shard
 
 
 class LoadBalancer:
-    """Sums the loads of a step and moves the routers' states by them; idle for a dense model.
+    """Sums the loads of a step and updates the routers' states; does nothing for a dense model.
 
-    The states of a router whose weights are not trained stay as they are.
+    The states of routers with frozen weights do not change.
 
     Args:
         parameters: this rank's shards by name.
 
     Attributes:
-        layers: the blocks that have experts, by name.
-        load: int64 [layers, E], the tokens of the last step's global batch that each expert got.
+        layers: names of the blocks with experts.
+        load: int64 [layers, E], tokens per expert in the last step's global batch.
         z: [layers], Σ logsumexp(router's logits)² over this rank's tokens of that step.
     """
 
@@ -44,31 +44,30 @@ class LoadBalancer:
                 self._own = own_shard(torch.arange(len(state), device=state.device), state)
 
     def begin_step(self, factor: Tensor) -> None:
-        """Before the forwards of a step; `factor` is that of the summed loss in the backward."""
+        """Call before the forwards of a step, with the backward's factor of the summed loss."""
         self._seen: list[tuple[Tensor, Tensor]] = []
         if self.config.auxiliary_loss:
             for router in self._routers:
                 router.auxiliary_factor = self.config.auxiliary_loss * factor
 
     def see(self) -> None:
-        """After the forward of each micro-batch."""
+        """Call after the forward of each micro-batch."""
         if self._routers:
             loads, zs = zip(*((router.load, router.z) for router in self._routers), strict=True)
             self._seen.append((torch.stack(loads), torch.stack(zs)))
 
     def end_step(self) -> None:
-        """Sum the loads of the step over its micro-batches and the ranks."""
         if self._routers:
             loads, zs = zip(*self._seen, strict=True)
             self.load = self.process.sum_over_ranks(torch.stack(loads).sum(0))
             self.z = torch.stack(zs).sum(0)
 
     def move(self) -> None:
-        """Move the biases towards equal loads, and keep the loads for the auxiliary loss.
+        """Move the biases towards equal loads, and store the loads for the auxiliary loss.
 
-        A bias moves by `balance_rate`, up if its expert got less than the mean and down if more
+        A bias moves by `balance_rate`, up if its expert's load is below the mean and down if above
         (Wang et al., arXiv:2408.15664, algorithm 1). Only differences matter, so the mean over the
-        experts is subtracted: small biases stay precise where parameters are cast to bf16.
+        experts is subtracted: small biases stay precise if parameters are cast to bf16.
         """
         if not any(self._states.values()):
             return

@@ -1,8 +1,8 @@
-"""LossScale: keeps fp16 gradients from vanishing, without looking at them from the host.
+"""LossScale: keeps fp16 gradients from underflowing, without reading them on the host.
 
 The loss is multiplied before the backward and the gradients are divided after it. If a gradient
 overflows, the fused optimizer skips the step and the scale is halved (Micikevicius et al.,
-arXiv:1710.03740, section 3.2). Everything stays on the device.
+arXiv:1710.03740, section 3.2).
 """
 
 import torch
@@ -21,7 +21,7 @@ class LossScale:
     Attributes:
         scale: fp32, 0-d.
         good_steps: int32, 0-d; steps since the scale last changed.
-        overflow: bool, 0-d; whether a gradient of the present step is not finite.
+        overflow: bool, 0-d; whether a gradient of the current step is not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class LossScale:
 
     @staticmethod
     def require_skipping(optimizer: Optimizer) -> None:
-        """Raise `ConfigError` unless the optimizer can skip a step without a synchronisation."""
+        """Raise ConfigError unless the optimizer can skip a step without synchronisation."""
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigError(
                 f"{type(optimizer).__name__} cannot skip a step whose gradient overflows; use bf16 "
@@ -40,14 +40,14 @@ class LossScale:
             )
 
     def update(self, grad_norm: Tensor) -> None:
-        """Note whether the step's gradient overflows, and move the scale."""
+        """Record whether the step's gradient overflows, and update the scale."""
         self.overflow = ~torch.isfinite(grad_norm)
         torch._amp_update_scale_(
             self.scale, self.good_steps, self.overflow.float(), 2.0, 0.5, GROWTH_INTERVAL
         )
 
     def step(self, optimizer: Optimizer) -> None:
-        """The optimizer's step, which leaves weights and state alone on overflow."""
+        """The optimizer's step, which changes neither weights nor state on overflow."""
         is_first = not optimizer.state
         optimizer.found_inf = self.overflow.float()  # type: ignore[attr-defined]  # read by its kernels
         optimizer.step()
@@ -58,5 +58,5 @@ class LossScale:
                         value.masked_fill_(self.overflow.to(value.device, non_blocking=True), 0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors saved in a checkpoint, not copies."""
+        """The live tensors saved in a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps}

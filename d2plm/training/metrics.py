@@ -1,7 +1,7 @@
-"""The measurements of a `MetricLogger`: one small class a metric.
+"""The measurements of a `MetricLogger`: one small class per metric.
 
 A metric sees every step and returns its values when a row is due. Seeing must not synchronise with
-the device; reading may, and may be a collective, as a row is due on every rank at the same step.
+the device; reading may, and may be a collective, as all ranks read at the same step.
 """
 
 import math
@@ -35,12 +35,12 @@ class Metric:
         """After every step; must not synchronise with the device."""
 
     def read(self, trainer: "Trainer") -> dict[str, float]:
-        """Values since the last reading, by name; called on every rank at the same step."""
+        """Values since the last call, by name; called on every rank at the same step."""
         return {}
 
 
 class MeanLoss(Metric):
-    """`loss`: nats, the mean over the steps since the last row that were not skipped."""
+    """`loss`: mean over the steps since the last row that were not skipped, nats."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
@@ -55,11 +55,7 @@ class MeanLoss(Metric):
 
 
 class StepState(Metric):
-    """The state of training after the step just done.
-
-    `learning_rate` of that step; `grad_norm`, before clipping, and `parameter_norm`: L2, over all
-    parameters and ranks; `epoch`: epochs done, with a fraction.
-    """
+    """`learning_rate`; `grad_norm` before clipping and `parameter_norm`; fractional `epoch`."""
 
     @torch.no_grad()
     def read(self, trainer: "Trainer") -> dict[str, float]:
@@ -73,7 +69,7 @@ class StepState(Metric):
 
 
 class LayerNorms(Metric):
-    """`grad_norm/LAYER`, before clipping, and `optimizer_norm/KIND` of each kind of its state."""
+    """`grad_norm/LAYER`, before clipping, and `optimizer_norm/KIND` for each kind of its state."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] = {}
@@ -94,12 +90,13 @@ class LayerNorms(Metric):
 
 
 class ExpertLoads(Metric):
-    """How the tokens since the last row were spread over the experts; no value of a dense model.
+    """The distribution of tokens since the last row over experts; nothing for a dense model.
 
     `expert_load/LAYER.EXPERT`: an expert's load ÷ the mean of its layer; `expert_largest`: the
-    largest of these; `expert_entropy`: of the load in the layer where it is lowest, 1 if all are
-    equal; `experts_starved`: number of experts with less than a tenth of the mean; `router_z`: mean
-    of logsumexp(router's logits)² over tokens and layers, large before a router becomes unstable.
+    largest of these; `expert_entropy`: entropy of the load in the layer where it is lowest, 1 if
+    all are equal; `experts_starved`: number of experts with less than a tenth of the mean;
+    `router_z`: mean of logsumexp(router's logits)² over tokens and layers, large before a router
+    becomes unstable.
     """
 
     def __init__(self) -> None:
@@ -136,7 +133,7 @@ class ExpertLoads(Metric):
 
 
 class PeakMemory(Metric):
-    """The most memory that rank 0 has held since it started, in GiB.
+    """Peak memory of rank 0 since its start, in GiB.
 
     On CUDA `peak_memory_allocated_gib` (tensors) and `peak_memory_reserved_gib` (torch's cache);
     elsewhere `peak_memory_gib`, resident in the process.
@@ -162,9 +159,9 @@ def layer_of(parameter: str) -> str:
 def gradient_norms(
     trainer: "Trainer", group_of: Callable[[str], str] = lambda name: name
 ) -> dict[str, Tensor]:
-    """The norm of the gradient of each group of parameters, before clipping; a collective.
+    """The norm of each group's gradient before clipping; a collective.
 
-    If the whole norm is not finite, gradients are not clipped, nor changed here.
+    If the total norm is not finite, gradients were not clipped, and norms are not rescaled.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     for name, parameter in trainer.parameters.items():

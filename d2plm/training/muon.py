@@ -1,13 +1,13 @@
-"""Muon: the matrices of the blocks move by orthogonalised momentum, everything else by AdamW.
+"""Muon: the matrices of the blocks use orthogonalised momentum, all other parameters AdamW.
 
-The momentum of a matrix is replaced by nearly the closest matrix with orthonormal rows or columns
-before it is applied, so that no direction of the matrix is left behind (Jordan et al.,
-kellerjordan.github.io/posts/muon, 2024). The step is scaled to the root mean square that AdamW's
-has (Liu et al., arXiv:2502.16982, section 2.2), so that both take one learning rate.
+The momentum of a matrix is replaced by an approximation of the closest matrix with orthonormal rows
+or columns, so that no direction of the matrix is neglected (Jordan et al.,
+kellerjordan.github.io/posts/muon, 2024). The step is scaled to AdamW's root mean square (Liu et
+al., arXiv:2502.16982, section 2.2), so that both share one learning rate.
 
-The orthogonalisation needs whole matrices. Where parameters are sharded, each rank gathers its
-share of the matrices, orthogonalises these and hands the rows back: two all-to-all exchanges, and
-no matrix is computed twice among the ranks that share one copy.
+Orthogonalisation needs whole matrices. If parameters are sharded, each rank gathers its share of
+the matrices, orthogonalises them and returns the rows: two all-to-all exchanges, with no matrix
+computed twice among the ranks that share one copy.
 """
 
 from collections import defaultdict
@@ -41,16 +41,15 @@ def build_muon(
 ) -> "Muon":
     """Muon for the matrices of `model.blocks` and AdamW for all other trainable parameters.
 
-    A rate found for one width is meant to hold for others (Yang et al., arXiv:2203.03466): what a
-    matrix puts out moves as far in a step at every width. With m = `base_width` ÷ the width of what
-    the matrix multiplies, hidden states or the time embedding, Muon's steps, which would grow with
-    the square root of the width, are multiplied by √m, and the rate of AdamW's matrices by m.
+    A learning rate is meant to transfer across widths (Yang et al., arXiv:2203.03466): the output
+    of a matrix should change equally per step at every width. With m = `base_width` ÷ the input
+    width of a matrix (hidden states or time embedding), Muon's steps, which would grow with the
+    square root of the width, are multiplied by √m, and the rate of AdamW's matrices by m, and with
+    it their decay.
 
     Args:
-        model: a model with the widths `config.hidden_size` and `config.time_embedding_dim`.
-        parameters: what to update in their place, by name: this rank's shards.
-        settings: None takes the defaults. The rate is converted where it is, and with it the
-            decay, which is a share of the rate.
+        model: has the widths `config.hidden_size` and `config.time_embedding_dim`.
+        parameters: this rank's shards by name, updated instead of the model's parameters.
     """
     settings = settings or MuonSettings()
     learning_rate, base_width = settings.learning_rate, settings.base_width
@@ -90,12 +89,11 @@ def build_muon(
 
 
 class Muon(AdamW):
-    """Matrices by Muon with Nesterov's momentum, the groups of other parameters by AdamW.
+    """Matrices by Muon with Nesterov momentum, the groups of other parameters by AdamW.
 
     Args:
-        matrices: plain tensors, this rank's shards: matrices, or stacks of them.
+        matrices: plain tensors, this rank's shards of matrices or stacks of them.
         factors: step-size multiplier of each matrix.
-        momentum: the weight of the past.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move every parameter that has a gradient; returns what `closure`, called before, did."""
+        """Update every parameter that has a gradient; returns the value of `closure`, if any."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         everything = self.param_groups
@@ -168,16 +166,15 @@ class Muon(AdamW):
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a matrix is spread over the ranks: by rows, as FSDP2 does it.
+    """The distribution of a matrix over the ranks: by rows, as in FSDP2.
 
-    A stack of matrices, the experts', is spread by matrices, none of which is shared.
+    A stack of matrices (experts) is distributed by matrices.
 
     Attributes:
-        shape: rows and columns of the whole matrix, of the part of it that is spread, or of each
-            of a stack.
+        shape: rows and columns of the matrix, of its split part, or of each matrix of a stack.
         device: device on which it is orthogonalised.
-        group: the ranks that share it; None if this one has all of it.
-        split: how it is split over a tensor group, each rank of which orthogonalises it.
+        group: the ranks that share it; None if this rank has all of it.
+        split: its split over a tensor group, each rank of which orthogonalises it.
     """
 
     shape: tuple[int, int]
@@ -187,7 +184,6 @@ class Sharding:
 
     @classmethod
     def of(cls, parameter: Tensor, split: Split | None = None) -> "Sharding":
-        """Sharding of a model's parameter."""
         shape = cast(tuple[int, int], tuple(parameter.shape[-2:]))
         if not isinstance(parameter, DTensor):
             return cls(shape, parameter.device, None)
@@ -208,14 +204,14 @@ class Sharding:
         return short * short * (2 * long + short)
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """Rows and columns that `rank` of the group has."""
+        """Rows and columns held by `rank` of the group."""
         assert self.group is not None
         rows = -(-self.shape[0] // self.group.size())
         return min(max(self.shape[0] - rank * rows, 0), rows), self.shape[1]
 
 
 def product_dtype(shardings: Sequence[Sharding]) -> torch.dtype:
-    """The dtype of the products: bf16 where every rank's hardware has instructions for it."""
+    """The dtype of the products: bf16 if every rank's hardware has instructions for it."""
     fast = not shardings or resolve_precision("auto", shardings[0].device) == torch.bfloat16
     if dist.is_initialized():  # all ranks, also a stage of a pipeline that has no matrices
         everywhere = torch.tensor(int(fast))  # on the host, whatever the device
@@ -227,11 +223,11 @@ def product_dtype(shardings: Sequence[Sharding]) -> torch.dtype:
 def orthogonalise_shards(
     shards: Sequence[Tensor], shardings: Sequence[Sharding], dtype: torch.dtype
 ) -> list[Tensor]:
-    """The rows that this rank has of each orthogonalised matrix, from its rows of the matrices.
+    """This rank's rows of each orthogonalised matrix, from its rows of the matrices.
 
     Args:
-        shards: [rows of this rank, columns] of each matrix; of a stack, its matrices here.
-        dtype: dtype of the products and messages; that of the shards if they are fp64.
+        shards: [rows of this rank, columns] of each matrix, or the matrices of a stack held here.
+        dtype: dtype of the products and messages, unless the shards are fp64.
     """
     if shards[0].dtype == torch.float64:
         dtype = torch.float64
@@ -276,10 +272,7 @@ def _orthogonalise_shared(
 
 
 def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Each matrix, also of a stack, with its singular values brought near to 1.
-
-    The products are in `dtype`. Matrices of one shape are computed together.
-    """
+    """Each matrix or stack with singular values close to 1; equal shapes are batched."""
     alike: dict[torch.Size, list[int]] = defaultdict(list)
     for number, matrix in enumerate(matrices):
         alike[matrix.shape[-2:]].append(number)
@@ -296,7 +289,7 @@ def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor
 
 
 def polar_factors(x: Tensor) -> Tensor:
-    """[N, short, long] → nearly the closest matrices with orthonormal rows (Newton and Schulz)."""
+    """[N, short, long] → nearly the closest matrices with orthonormal rows (Newton–Schulz)."""
     a, b, c = COEFFICIENTS
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(ITERATIONS):
@@ -306,7 +299,7 @@ def polar_factors(x: Tensor) -> Tensor:
 
 
 def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """The positions in `costs` of each rank, so that all ranks have about equal costs."""
+    """The positions in `costs` assigned to each rank, so that costs are about equal."""
     own: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for position in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -328,11 +321,8 @@ def exchange(
 
     Args:
         outgoing: the tensors for each rank.
-        incoming: the shapes of those that each rank sends here.
-        like: a tensor of the dtype of `outgoing`.
-
-    Returns:
-        What each rank sent here, in the dtype of `like`.
+        incoming: the shapes of the tensors from each rank.
+        like: a tensor with the dtype of `outgoing` and of the result.
     """
     nothing = like.new_empty(0)  # a rank may own no matrix
     flat = torch.cat([nothing, *(tensor.reshape(-1) for some in outgoing for tensor in some)])

@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices alone: norms, biases and embeddings are never decayed."""
+"""AdamW with weight decay for matrices only: norms, biases and embeddings are not decayed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,7 @@ def build_adamw(
 ) -> AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) over the trainable parameters of `model`.
 
-    Args:
-        parameters: what to update in their place, by name: this rank's shards.
-        settings: None takes the defaults.
+    `parameters` are this rank's shards by name, updated instead of the model's.
     """
     decayed, kept = decayed_and_kept(model)
     chosen = parameters or dict(model.named_parameters())
@@ -43,7 +41,6 @@ def decayed_and_kept(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def adamw_keywords(settings: AdamWSettings) -> dict[str, Any]:
-    """The settings as keywords of torch's `AdamW`."""
     return {
         "lr": settings.learning_rate,
         "weight_decay": settings.weight_decay,

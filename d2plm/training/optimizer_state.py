@@ -1,8 +1,7 @@
-"""The state of any optimizer in a checkpoint: tensors by parameter name, and numbers beside them.
+"""The state of any optimizer in a checkpoint: tensors by parameter name, plus numbers.
 
-What there is to load is read from the checkpoint, so nothing here knows an optimizer's moments. A
-state tensor is 0-d or has its parameter's shape; the latter is sharded as the parameter is, and any
-number of ranks can therefore load it.
+The tensors to load are listed in the checkpoint, so no optimizer's moments are hard-coded. A state
+tensor is 0-d or has its parameter's shape and sharding, so any number of ranks can load it.
 """
 
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> tuple[Sta
     """(the live state tensors by parameter and kind, everything else as JSON).
 
     Raises:
-        ConfigError: for state that a checkpoint cannot hold.
+        ConfigError: if a checkpoint cannot hold the state.
     """
     tensors: State = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -70,10 +69,10 @@ def allocate(layout: Layout, parameters: Mapping[str, Tensor]) -> State:
 def restore(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], tensors: State, rest: Mapping[str, Any]
 ) -> None:
-    """Load what `collect` returned by the optimizer's `load_state_dict`.
+    """Load the result of `collect` with the optimizer's `load_state_dict`.
 
     Raises:
-        CheckpointError: if it was of another kind of optimizer, or its groups were others.
+        CheckpointError: if the kind of optimizer or its groups differ.
     """
     if rest["kind"] != _kind(optimizer):
         raise CheckpointError(

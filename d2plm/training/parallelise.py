@@ -1,7 +1,7 @@
 """Sharding, compilation, recomputation and precision, applied to the model from outside.
 
 FSDP2 (`fully_shard`) per block over a mesh of replicas × shards, on CUDA with NCCL or on a CPU with
-gloo; one process keeps the plain model. The model file knows nothing of it.
+gloo; a single process keeps the plain model.
 """
 
 import logging
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 def shard_model(
     model: nn.Module, blocks: nn.ModuleList, process: Process, plan: Plan, dtype: torch.dtype
 ) -> None:
-    """Spread the parameters over the mesh: each block is gathered as a whole, the next one ahead.
+    """Shard the parameters over the mesh; each block is gathered as a unit, with prefetching.
 
-    The parameters stay fp32 masters, are gathered in `dtype`, and gradients are averaged over the
-    ranks in fp32 (fp64 parameters stay fp64 throughout).
+    Parameters stay fp32 masters and are gathered in `dtype`; gradients are averaged over the ranks
+    in fp32 (fp64 parameters stay fp64 throughout).
     """
     assert process.mesh is not None
     low = dtype in (torch.bfloat16, torch.float16)
@@ -67,7 +67,7 @@ def shard_model(
 
 
 def synchronise_gradients(model: nn.Module, last: bool, plan: Plan) -> None:
-    """Before a micro-batch: gradients are reduced over the ranks only with the step's `last`."""
+    """Call before a micro-batch: gradients are reduced over the ranks only with the `last`."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
@@ -75,7 +75,7 @@ def synchronise_gradients(model: nn.Module, last: bool, plan: Plan) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters that a forward without a backward left gathered: shards may change now."""
+    """Free the parameters gathered by a forward without a backward, before shards change."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -89,7 +89,7 @@ def checkpoint_activations(blocks: nn.ModuleList, every: int) -> None:
 
 
 def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object) -> Tensor:
-    """`forward`, repeated in the backward with its present parameters.
+    """`forward`, repeated in the backward with the present parameters.
 
     `in_precision` replaces them by cast ones, but only until the model's forward ends.
     """
@@ -104,7 +104,7 @@ def _recompute(block: nn.Module, forward: Callable[..., Tensor], *inputs: object
 
 
 def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bool:
-    """Whether blocks are to be compiled; arguments as in `compile_blocks`."""
+    """Whether to compile the blocks; arguments as for `compile_blocks`."""
     if setting == "auto":
         return device.type != "cpu" or flops >= WORTH_COMPILING
     return bool(setting)
@@ -113,14 +113,12 @@ def is_to_compile(setting: bool | str, device: torch.device, flops: float) -> bo
 def compile_blocks(
     blocks: nn.ModuleList, setting: bool | str, device: torch.device, flops: float
 ) -> bool:
-    """Compile each block in place if possible; returns whether it was compiled.
+    """Compile each block in place; returns whether it was compiled.
 
-    A compiler and Python's headers are needed. Without them a warning is logged and the blocks run
-    uncompiled.
+    Without a compiler and Python's headers a warning is logged and the blocks run uncompiled.
 
     Args:
-        setting: `auto` compiles on CUDA, and on a CPU if the run is long enough to save more
-            time than the compiler takes.
+        setting: `auto` compiles on CUDA, and on a CPU if the run is long enough to save time.
         flops: FLOPs of the whole run, not of the remaining steps, so that a resumed run is equal.
     """
     if not is_to_compile(setting, device, flops):
@@ -139,11 +137,7 @@ def compile_blocks(
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """`model` as a function whose parameters are cast to `dtype` at each call.
-
-    The single-process counterpart of FSDP2's `MixedPrecisionPolicy`: the parameters stay fp32
-    masters and their gradients come out in fp32.
-    """
+    """`model` with parameters cast to `dtype` at each call; the masters and gradients stay fp32."""
     if isinstance(model, FSDPModule) or all(p.dtype == dtype for p in model.parameters()):
         return model
 

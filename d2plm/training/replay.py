@@ -1,8 +1,8 @@
-"""Replaying a step of a run: the same batch, crops, masks and weights, to examine a spike.
+"""Replay of a step of a run with the same batch, crops, masks and weights, to examine a spike.
 
-The steps between the nearest earlier checkpoint and the one in question are trained again, without
-writing anything. Noise is keyed by seed and step, so a step is the same on another number of ranks
-and on another machine, up to the rounding of its kernels; only dropout depends on the ranks.
+Training is repeated from the nearest earlier checkpoint without writing anything. Noise is keyed by
+seed and step, so a step is the same on other machines and numbers of ranks, up to kernel rounding;
+only dropout depends on the ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -24,10 +24,10 @@ class SequenceLoss:
     """The contribution of one sequence to a step.
 
     Attributes:
-        sequence_id: its index in the training store; of a mixture, counted through all stores.
-        residues: its tokens in the batch, `<cls>` and `<eos>` included.
+        sequence_id: its index in the training store; in a mixture, numbered across all stores.
+        residues: number of its tokens in the batch, including `<cls>` and `<eos>`.
         time: its time in the paradigm.
-        predicted: residues with a weight in the loss.
+        predicted: number of residues with a weight in the loss.
         nats: its weighted loss, a summand of the batch's.
     """
 
@@ -40,13 +40,14 @@ class SequenceLoss:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step that was repeated.
+    """A repeated step.
 
     Attributes:
-        step: the number it has in the logs; the update that makes `step` updates done.
-        loss: loss of the global batch; `grad_norm`: norm of its gradient before clipping.
+        step: as logged: the number of updates after it.
+        loss: loss of the global batch.
+        grad_norm: norm of its gradient before clipping.
         sequences: largest loss first.
-        gradients: {parameter name: norm of its gradient, unclipped}.
+        gradients: parameter name → norm of its gradient before clipping.
     """
 
     step: int
@@ -61,14 +62,14 @@ def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed
     """Repeat a step of the run that `trainer` was built for, on one process.
 
     Args:
-        trainer: a trainer with the run's settings; what it trains is not saved.
-        step: as logged, 1 or more.
-        location: checkpoint to start from; None takes the newest whole one before the step, or the
-            initial weights.
+        trainer: has the run's settings; its training is not saved.
+        step: as logged, from 1.
+        location: checkpoint to start from; None takes the newest complete one before the step, or
+            the initial weights.
 
     Raises:
-        CheckpointError: if the checkpoint is of a later step.
-        ConfigError: for a step that the run does not have.
+        CheckpointError: if the checkpoint is too late.
+        ConfigError: if the run does not have this step.
     """
     if not 1 <= step <= trainer.max_steps:
         raise ConfigError(f"the run has steps 1 to {trainer.max_steps}", {"step": step})

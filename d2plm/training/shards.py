@@ -1,7 +1,7 @@
 """A sharded model's parameters as plain tensors, and back.
 
-The optimizer, clipping and the moving average see each rank's own shards: on DTensors the fused
-kernels leak or crawl. Checkpoints and exports see whole tensors again.
+Optimizer, clipping and moving average use each rank's own shards, because fused kernels leak or are
+slow on DTensors. Checkpoints and exports use whole tensors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,14 +20,14 @@ Shard = Tensor | SplitShard  # a tensor of a checkpoint
 
 
 def local(tensor: Shard) -> Tensor:
-    """This rank's shard of a tensor, in the same memory; a plain tensor is its own."""
+    """This rank's shard of a tensor, in the same memory; a plain tensor is returned unchanged."""
     if isinstance(tensor, SplitShard):
         return tensor.shard
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_shard(full: Tensor, like: Tensor) -> Tensor:
-    """The part of a full tensor that this rank holds of `like`; nothing is sent."""
+    """This rank's part of a full tensor, sharded as `like`, without communication."""
     if not isinstance(like, DTensor):
         return full
     mesh, placements = like.device_mesh, like.placements
@@ -35,10 +35,7 @@ def own_shard(full: Tensor, like: Tensor) -> Tensor:
 
 
 def sharded_like(shard: Tensor, like: Shard, mesh: DeviceMesh | None = None) -> Shard:
-    """This rank's `shard` with the type of `like`, on `mesh` or the mesh of `like`.
-
-    It stays as it is where `like` is plain.
-    """
+    """This rank's `shard` with the type of `like`, on `mesh` or the mesh of `like`."""
     if isinstance(like, SplitShard):
         return like.like(shard)
     if not isinstance(like, DTensor):
@@ -59,8 +56,8 @@ class LocalParameters:
     Attributes:
         sharded: the parameters of the model.
         local: this rank's shards of them.
-        splits: those of which each rank of a tensor group has a part; `expert_splits`, of an expert
-            group.
+        splits: parameters that are split over a tensor group.
+        expert_splits: parameters that are split over an expert group.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,7 +72,7 @@ class LocalParameters:
         }
 
     def stored(self) -> dict[str, Shard]:
-        """The parameters as a checkpoint has them, by name."""
+        """The parameters by name, as stored in a checkpoint."""
         stored: dict[str, Shard] = dict(self.sharded)
         for name, split in (self.splits | self.expert_splits).items():
             part, shard = cast(DTensor, self.sharded[name]), self.local[name].detach()
@@ -87,9 +84,9 @@ class LocalParameters:
     def take_gradients(self) -> dict[str, Tensor]:
         """Assign each shard its gradient; returns all gradients by name.
 
-        Gradients of what a tensor group has in common are summed over it: each of its ranks has
-        those of its own tokens. An expert's, of the tokens of all ranks of its group, are averaged
-        over fewer ranks than all others.
+        Gradients of parameters common to a tensor group are summed over it, as each rank has those
+        of its own tokens. An expert's gradients, from the tokens of all ranks of its group, are
+        averaged over fewer ranks than all others.
         """
         for name, parameter in self.sharded.items():
             if isinstance(parameter, DTensor):
@@ -112,7 +109,6 @@ class LocalParameters:
         return gradients
 
     def drop_gradients(self) -> None:
-        """Free the gradients."""
         for tensors in (self.sharded, self.local):
             for tensor in tensors.values():
                 tensor.grad = None
@@ -121,19 +117,19 @@ class LocalParameters:
 def norms(
     groups: Iterable[Mapping[str, Tensor]], process: Process, splits: Mapping[str, Split]
 ) -> Tensor:
-    """[G] on the device: the 2-norm of each group of shards over all ranks, by one reduction.
+    """[G] on the device: the 2-norm of each group of shards over all ranks, in one reduction.
 
     Squared norms are summed over the ranks that share one copy, and over the stages of a pipeline,
-    each of which gives the same groups.
+    which must have the same groups.
 
     Args:
         groups: shards by the parameter's name.
-        splits: the parameters of which each rank of a tensor group has a part.
+        splits: the parameters that are split over a tensor group.
     """
     groups = list(groups)
 
     def squares(chosen: Callable[[str], bool]) -> Tensor:
-        """[G] of the shards of this rank whose names are `chosen`."""
+        """[G] over the shards of this rank whose names are `chosen`."""
         own = [[shard for name, shard in group.items() if chosen(name)] for group in groups]
         # Stacked first: a kernel for all instead of one for each parameter.
         each = [torch.stack(torch._foreach_norm(g) if g else [torch.zeros(())]) for g in own]
@@ -151,9 +147,9 @@ def norms(
 
 
 def full_weights(model: nn.Module, process: Process) -> dict[str, Tensor] | None:
-    """A copy of every parameter, whole, in the memory of rank 0's host; None on the other ranks.
+    """A copy of every whole parameter in rank 0's host memory; None on the other ranks.
 
-    One parameter at a time is gathered, on all ranks of a stage, and sent by its first rank.
+    Parameters are gathered one at a time on all ranks of a stage, and sent by its first rank.
     """
     splits, ranks = splits_of(model), process.world_size // process.pipeline_ranks
     weights: dict[str, Tensor] = {}

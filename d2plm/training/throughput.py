@@ -1,7 +1,7 @@
-"""Throughput: tokens per second, model FLOP/s, the fraction of the peak, and the wait for data.
+"""Throughput: tokens per second, model FLOP/s, fraction of the peak, and the wait for data.
 
-Only real tokens count, without padding, of every batch of every rank. Counts come from the
-batch on the host, so measuring causes no synchronisation.
+Only real tokens count, without padding, over all ranks. Counts come from the batch on the host, so
+measuring causes no synchronisation.
 """
 
 import logging
@@ -47,7 +47,7 @@ class Throughput(Metric):
     over ranks.
 
     Args:
-        peak_tflops: peak of one device; None looks it up.
+        peak_tflops: peak of one device; looked up by default.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
@@ -114,14 +114,14 @@ class CrowdedCores(Metric):
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The device's dense bf16 TFLOP/s; None if they are unknown or another dtype is used."""
+    """The device's dense bf16 TFLOP/s; None if unknown, or for another dtype."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """Dense bf16 TFLOP/s of a device of this name; None for an unknown one, or a slice of one."""
+    """Dense bf16 TFLOP/s of a device of this name; None if unknown, or a MIG slice."""
     parts = name.replace("-", " ").split()
     if "MIG" in parts:
         return None

@@ -2,8 +2,8 @@
 
 The constructor is the list of build steps, each a method that a subclass may override; `train_step`
 is one optimizer step. Everything optional is a callback. Every random number is keyed by seed and
-step, so a resumed run equals an uninterrupted one, and the global batch is fixed in tokens, so that
-a run is the same on any number of processes.
+step, so a resumed run equals an uninterrupted one, and the global batch is fixed in tokens, so a
+run is the same on any number of processes.
 """
 
 import logging
@@ -77,34 +77,33 @@ class Trainer:
     """Trains a `DiT` under a paradigm.
 
     Args:
-        settings: how long and with what precision to train, and what to keep.
-        model: the architecture, whose initial weights are keyed by the seed; or a model, whose
-            weights training starts from and changes.
+        settings: length and precision of training, and what to keep.
+        model: the architecture, with initial weights keyed by the seed; or a model, which is
+            trained in place.
         paradigm: corruption and loss.
         collections: prepared training sequences.
-        output_dir: where checkpoints go (`checkpoints/`) and callbacks write.
+        output_dir: folder of `checkpoints/` and the callbacks' output.
         loading: how batches are packed and loaded.
-        plan: how training is spread over the processes.
-        optimizer: (model, this rank's parameters by name) → optimizer over these.
+        plan: distribution over the processes.
+        optimizer: (model, this rank's parameters by name) → optimizer of these.
         schedule: number of steps → factor of the learning rate by step.
         callbacks: see `callbacks/`.
-        identity: the settings (JSON) that make the run what it is; a checkpoint made under others
-            is refused.
+        identity: the settings (JSON) that define the run; checkpoints with others are rejected.
 
     Attributes:
-        step: optimizer steps done; `first_step` of them before this start.
+        step: number of optimizer steps done.
+        first_step: number of steps done before this start.
         num_parameters: parameters of the whole model; `model` has only this rank's stage.
         parameters: this rank's shards, plain tensors by name.
-        splits: those of which each rank of a tensor group has a part.
-        history: the newest 10,000 rows of metrics that were logged, evaluations included, each with
-            its `step`.
-        skip_update: set by a callback in `on_before_optimizer_step`: this step's gradients are
-            dropped, and weights, optimizer state and average stay as they are.
+        splits: parameters that are split over a tensor group.
+        history: the newest 10,000 rows of logged metrics, evaluations included, with their `step`.
+        skip_update: if set by a callback in `on_before_optimizer_step`, this step's gradients are
+            dropped; weights, optimizer state and average do not change.
         loss: last step's training loss, a 0-d tensor on the device.
         grad_norm: last step's gradient norm before clipping, on the device.
 
     Raises:
-        ConfigError: on impossible settings, before anything is computed.
+        ConfigError: if the settings are invalid, before anything is computed.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Trainer:
         self.model.train()
 
     def add_adapter(self, rank: int | None) -> None:
-        """Train changes of low rank in place of the model's own weights, if requested."""
+        """Train low-rank adapters instead of the model's weights, if requested."""
         self.lora_rank = rank
         self.plan.require_adapters(rank)
         if rank is None:
@@ -183,7 +182,7 @@ class Trainer:
         add_lora(self.model, rank, self.seed)
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """Take the parameters whose name matches one of `patterns` out of training."""
+        """Freeze the parameters whose names match one of `patterns`."""
         parameters = dict(self.model.named_parameters())
         matching = names_to_freeze(patterns, list(parameters))
         for name in matching:
@@ -195,15 +194,14 @@ class Trainer:
             )
 
     def build_dataset(self, collections: Sequence[Collection]) -> None:
-        """The sequences that are trained on."""
         self.collections = tuple(collections)
 
     def build_collate(self) -> None:
-        """The class that lays the sequences of planned bins out as a `PackedBatch`."""
+        """The class that lays out the sequences of planned bins as a `PackedBatch`."""
         self.collate = PackedDataset
 
     def build_loader(self) -> None:
-        """The packed training stream of this rank, its part of each global batch."""
+        """This rank's part of each global batch."""
         longest = crop_length(self.loading.max_length, self.model.config.max_position_embeddings)
         self.loader = packed_loader(
             self.collections,
@@ -220,11 +218,11 @@ class Trainer:
         self.identity = {**self.identity, "global_batch_tokens": self.global_batch_tokens}
 
     def build_limit(self) -> None:
-        """The number of optimizer steps; see `training_length.number_of_steps`."""
+        """The number of optimizer steps."""
         self.max_steps = number_of_steps(self.loader, self.model.config, self.settings)
 
     def build_precision(self) -> None:
-        """The dtype of the matrix work, and for fp16 the loss scale."""
+        """The dtype of the matrix products, and the loss scale for fp16."""
         self.dtype = resolve_precision(self.settings.precision, self.device)
         self.loss_scale = LossScale(self.device) if self.dtype == torch.float16 else None
 
@@ -251,7 +249,7 @@ class Trainer:
             shard_model(unit, unit.blocks, self.process, self.plan, self.dtype)
 
     def materialise(self) -> None:
-        """Memory for this rank's shards, and in it a new model's weights or the given ones."""
+        """Allocate this rank's shards, with a new model's weights or the given ones."""
         home = torch.device("cpu") if self.plan.cpu_offload else self.device
         is_new = any(parameter.is_meta for parameter in self.model.parameters())
         for unit in self.units:  # of FSDP, which replaces uneven shards at its first forward else
@@ -274,26 +272,21 @@ class Trainer:
             local(parameter).copy_(own_shard(full.to(parameter.device), parameter))
 
     def build_optimizer(self, optimizer: Callable[..., Optimizer]) -> None:
-        """The optimizer over this rank's trainable parameters."""
         self.optimizer = optimizer(self.model, self.parameters)
         if self.loss_scale is not None:
             self.loss_scale.require_skipping(self.optimizer)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def build_schedule(self, schedule: Callable[[int], Schedule]) -> None:
-        """The learning rate's factor by step."""
         self.schedule = schedule(self.max_steps)
 
     def build_ema(self) -> None:
-        """The moving average of the weights."""
         self.ema = EMA(self.parameters, self.settings.ema_decay)
 
     def build_load_balancing(self) -> None:
-        """Load balancing of experts, if the model has any."""
         self.experts = LoadBalancer(self.model, self.parameters, self.process)
 
     def build_checkpoints(self) -> None:
-        """Where checkpoints are kept, and how many."""
         settings = self.settings
         root = checkpoint.Root(settings.checkpoints or str(self.output_dir / "checkpoints"))
         self.saver = checkpoint.Saver(
@@ -301,15 +294,14 @@ class Trainer:
         )
 
     def build_callbacks(self, callbacks: Sequence[Callback]) -> None:
-        """Everything optional."""
         self.callbacks: list[Callback] = []
         for callback in callbacks:
             self.add_callback(callback)
 
     def add_callback(self, callback: Callback) -> None:
-        """Add a callback, which is called after those added before it.
+        """Add a callback, called after those added before it.
 
-        Callbacks that save are called last of all (`Callback.called_last`), so that a step at which
+        Callbacks that save (`Callback.called_last`) are called last, so that a step at which
         another callback ends the training is saved.
         """
         last = sum(known.called_last for known in self.callbacks)
@@ -318,10 +310,7 @@ class Trainer:
         callback.on_init(self)
 
     def end_training(self, reason: str) -> None:
-        """Have training end after this step as it would at its limit: saved and exported.
-
-        Every rank must call it at the same step.
-        """
+        """End training after this step as at its limit; call on every rank at the same step."""
         self._ending = True
         log.info("training ends at step %d: %s", self.step, reason)
 
@@ -331,10 +320,10 @@ class Trainer:
         return self._ending or self.step >= self.max_steps
 
     def train(self) -> None:
-        """Train to the limit, from the checkpoint that `resume` names.
+        """Train to the limit, from the checkpoint given by `resume`.
 
-        On SIGTERM or SIGUSR1, to one rank or to all, the step is finished and saved, and every
-        process exits with 143. Otherwise all ranks return together.
+        On SIGTERM or SIGUSR1 to any rank, the step is finished and saved, and every process exits
+        with 143. Otherwise all ranks return together.
         """
         with handled(self._request_stop, *STOP_SIGNALS, kept_on_exit=True):
             with silent_ranks_named(self.process, lambda: self.step):
@@ -374,7 +363,7 @@ class Trainer:
         agreement.finish()
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """The global batches from the present position on, on the device."""
+        """The global batches from the current position on, on the device."""
         stream = self.loader.stream(self.position)
         if self.loading.max_relatives is not None and self.device.type == "cuda":
             # In the step, the alignment would wait for the device to know what is visible.
@@ -383,7 +372,7 @@ class Trainer:
         return prefetch(stream, self.device, enabled=self.loading.async_prefetch)
 
     def with_aligned_relatives(self, batch: GlobalBatch, step: int) -> GlobalBatch:
-        """The batch of a step, its relatives aligned on the host to what the step will not hide."""
+        """The batch of a step, its relatives aligned on the host to residues that stay visible."""
 
         def aligned(packed: PackedBatch) -> PackedBatch:
             if packed.relatives is None:
@@ -397,7 +386,6 @@ class Trainer:
         return replace(batch, micro_batches=[aligned(packed) for packed in batch.micro_batches])
 
     def train_step(self, batch: GlobalBatch) -> None:
-        """One optimizer step on a global batch."""
         self.batch, self.skip_update = batch, False
         self.notify("on_step_begin")
         key = Key(self.seed, self.step)
@@ -449,7 +437,7 @@ class Trainer:
         return loss
 
     def _seed_dropout(self, key: Key) -> None:
-        """As `torch.manual_seed`, which formats a stack trace for each kind of absent device."""
+        """Like `torch.manual_seed`, which formats a stack trace for each kind of absent device."""
         seed = key.stream(f"dropout {self.process.rank}").as_int() >> 1
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -488,7 +476,7 @@ class Trainer:
 
     @contextmanager
     def evaluating(self) -> Iterator[Denoiser]:
-        """The model in evaluation mode and the run's precision, inside the block."""
+        """Context manager: the model in evaluation mode and the run's precision."""
         self.model.eval()
         try:
             yield self.denoiser
@@ -498,7 +486,7 @@ class Trainer:
             self.model.train()
 
     def log(self, metrics: dict[str, float]) -> None:
-        """Report metrics of the present step to every callback."""
+        """Report metrics of the current step to every callback."""
         self.history.append({"step": self.step, **metrics})
         self.notify("on_log", metrics)
 
@@ -509,7 +497,7 @@ class Trainer:
         self.notify("on_evaluate", metrics)
 
     def save(self) -> str:
-        """Begin to write a checkpoint of the present step; returns its location."""
+        """Start writing a checkpoint of the current step; returns its location."""
         self._settle_save()
         location = self.saver.save(self.step, *self._state())
         self._saved_step = self.step
@@ -525,9 +513,10 @@ class Trainer:
         saver.wait()
 
     def load(self, location: str, verified: bool = False) -> None:
-        """Continue from a checkpoint, by whatever number of processes it was written.
+        """Continue from a checkpoint written by any number of processes.
 
-        Digests that were compared a moment ago (`verified`) are not compared again.
+        Args:
+            verified: skip the comparison of digests, which were just compared.
 
         Raises:
             CheckpointError: if it is damaged, or of a run with another identity.
@@ -591,7 +580,7 @@ class Trainer:
             log.info("%s (%s, step %d of %d)", what, location, self.step, self.max_steps)
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(the live tensors, everything else that a checkpoint keeps)."""
+        """(the live tensors, everything else that a checkpoint stores)."""
         moments, optimizer = optimizer_state.collect(self.optimizer, self.parameters)
         if self.pipeline is not None:
             numbers = self.process.on_all(lambda: optimizer["numbers"])
@@ -615,7 +604,7 @@ class Trainer:
         }
 
     def _named_callbacks(self) -> dict[str, Callback]:
-        """By class, and of one class by number."""
+        """Callbacks by class name, numbered within a class."""
         named: dict[str, Callback] = {}
         for callback in self.callbacks:
             kind = type(callback).__name__
@@ -624,7 +613,6 @@ class Trainer:
         return named
 
     def _tensors(self, moments: optimizer_state.State) -> dict[str, Any]:
-        """The live tensors of a checkpoint, by name, with the optimizer's `moments`."""
         like = self._shards.stored()
         tensors = {
             "model": like,
@@ -642,7 +630,7 @@ class Trainer:
         return tensors
 
     def _settle_save(self) -> None:
-        """Wait for the checkpoint that is being written; a failure ends training or is logged."""
+        """Wait for the save in progress; a failure ends training or is logged."""
         try:
             self.saver.wait()
         except CheckpointError as error:
@@ -663,7 +651,7 @@ class Trainer:
 
 
 def _has_other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the data of a run are other ones; a digest on one side alone is of a setting."""
+    """Whether the data of two runs differ; a digest on one side only belongs to a setting."""
     old_data, new_data = (one.get("data", {}).get("collections", ()) for one in (before, now))
     pairs = zip(old_data, new_data, strict=False)
     return any(

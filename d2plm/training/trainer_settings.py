@@ -11,10 +11,10 @@ from d2plm.paradigms.paradigm import Paradigm
 
 
 def require_relatives(max_relatives: int | None, config: DiTConfig, paradigm: Paradigm) -> None:
-    """Raise `ConfigError` unless relatives are drawn for a model that takes them, and only then.
+    """Raise ConfigError unless relatives are drawn if and only if the model takes them.
 
-    They are aligned to residues that are shown, each at its own place: a paradigm whose source is
-    random residues shows false ones, and one with a shift predicts at another place.
+    They are aligned to visible residues at their own positions: a uniform source shows wrong
+    residues, and a shift predicts another position.
     """
     takes = config.relatives_dim is not None
     if takes:
@@ -29,7 +29,7 @@ def require_relatives(max_relatives: int | None, config: DiTConfig, paradigm: Pa
 
 
 def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The parameter `names` that match one of `patterns`, which are case-sensitive.
+    """The parameter `names` that match one of the case-sensitive `patterns`.
 
     Raises:
         ConfigError: if a pattern matches no parameter, or the patterns match all.
@@ -45,14 +45,14 @@ def names_to_freeze(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _summary(names: Sequence[str]) -> str:
-    """Parameter names in one line, those of all blocks as one: `blocks.{0-5}.modulation.bias`."""
+    """Parameter names in one line, with all blocks merged: `blocks.{0-5}.modulation.bias`."""
     numbers = [int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))]
     every = f"blocks.{{0-{max(numbers, default=0)}}}."
     return ", ".join(dict.fromkeys(re.sub(r"^blocks\.\d+\.", every, name) for name in names))
 
 
 def difference(before: Any, now: Any, key: str = "") -> str | None:
-    """The first setting that differs, as `key: before → now`; None where all agree."""
+    """The first setting that differs, as `key: before → now`, or None."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted({*before, *now}):
             found = difference(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
@@ -65,11 +65,7 @@ def difference(before: Any, now: Any, key: str = "") -> str | None:
 
 
 def crop_length(max_length: int | None, limit: int) -> int:
-    """Tokens that longer sequences are cropped to; None: the model's limit.
-
-    Raises:
-        ConfigError: if it exceeds the limit.
-    """
+    """Maximum number of tokens per sequence; raises ConfigError if it exceeds the model's limit."""
     if max_length is None:
         return limit
     wanted = f"at most the model's max_position_embeddings ({limit})"

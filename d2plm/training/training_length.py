@@ -1,8 +1,7 @@
 """The number of optimizer steps: given, from the epochs, or from a FLOP budget.
 
-The number of steps for a budget is an expectation: through attention, the FLOPs of a step depend on
-the lengths of its sequences, so the mean over the sampled sequences is used. The sum over a run
-deviates from the budget by a few parts in a thousand.
+The FLOPs of a step depend on the lengths of its sequences through attention, so a budget is divided
+by the mean over the sampled sequences; a run deviates from its budget by a few parts in a thousand.
 """
 
 import numpy as np
@@ -15,10 +14,11 @@ from d2plm.settings.training import TrainerSettings
 
 
 def number_of_steps(loader: PackedLoader, config: DiTConfig, settings: TrainerSettings) -> int:
-    """The number of optimizer steps; exactly one of the three limits must be given.
+    """The number of optimizer steps.
 
     Raises:
-        ConfigError: if none or several are given, or the budget is less than a step.
+        ConfigError: unless exactly one of the three limits is set, or if the budget is less than a
+            step.
     """
     limits = {key: getattr(settings, key) for key in ("max_steps", "max_epochs", "flops_budget")}
     if sum(value is not None for value in limits.values()) != 1:

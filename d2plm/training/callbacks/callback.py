@@ -23,14 +23,14 @@ class MetricRun(Protocol):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What callbacks may take of a run.
+    """The parts of a run that callbacks may use.
 
     Attributes:
         validation: held-out sequences.
         max_length: longest sequence of the model in tokens.
         model_dir: folder of the exported model.
-        run: tracking run, if there is one.
-        provenance: what an export records about its origin.
+        run: tracking run, if any.
+        provenance: the origin recorded in an export.
     """
 
     validation: "Sequences"
@@ -52,11 +52,11 @@ class Callback:
 
     @classmethod
     def create(cls, settings: Any, context: RunContext) -> Self:
-        """Build it for a configured run; a subclass may also take something of the `context`."""
+        """Create it for a configured run; a subclass may use the `context`."""
         return cls(settings)
 
     def __init__(self, settings: CallbackSettings | None = None) -> None:
-        """Take the settings; a subclass may declare its own class of settings."""
+        """A subclass may declare its own class of settings."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, as JSON, identical on every rank."""
@@ -91,13 +91,11 @@ class Callback:
     ) -> None:
         """Gradients are complete and clipped; `trainer.skip_update = True` drops them.
 
-        Args:
-            loss: loss of the global batch, nats; 0-d, on the device.
-            grad_norm: norm of the whole gradient before clipping; 0-d, on the device.
+        `loss` of the global batch in nats and `grad_norm` before clipping are 0-d device tensors.
         """
 
     def on_step_end(self, trainer: "Trainer", loss: Tensor, grad_norm: Tensor, /) -> None:
-        """After the optimizer and EMA; `trainer.step` counts the step. Arguments as above."""
+        """After the optimizer and EMA; `trainer.step` includes the step."""
 
     def on_log(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
         """Metrics of the current step were reported; `trainer.history` contains them."""

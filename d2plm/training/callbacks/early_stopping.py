@@ -1,6 +1,6 @@
 """EarlyStopping: ends training when an evaluated metric no longer improves.
 
-All ranks use rank 0's value, so that they end at the same step even if rounding differs.
+All ranks use rank 0's value, so that they stop at the same step despite rounding.
 """
 
 import math
@@ -13,13 +13,12 @@ from d2plm.training.trainer import Trainer
 
 
 class EarlyStopping(Callback):
-    """End training after `patience` evaluations in a row without a better value.
+    """End training after `patience` consecutive evaluations without a better, finite value.
 
-    A value that is not finite is not better. Checkpoints contain the best value and the count, so a
-    resumed run continues to count.
+    The best value and the count are saved in checkpoints.
 
     Raises:
-        ConfigError: at the first evaluation that has no such metric.
+        ConfigError: at the first evaluation without such a metric.
     """
 
     def __init__(self, settings: EarlyStoppingSettings | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Evaluate: the bound on a fixed part of the validation proteins, on EMA weights, during training.
+"""Evaluate: the bound on a fixed subset of the validation proteins, on EMA weights.
 
-The part suffices for a learning curve; the result is the full evaluation after training.
+The subset suffices for a learning curve; the full evaluation follows training.
 """
 
 import math
@@ -24,7 +24,6 @@ class Evaluate(Callback):
     """Estimate the validation perplexity every `every` steps and after the last.
 
     Args:
-        validation_store: the sequences to choose from.
         max_length: number of tokens scored per sequence.
     """
 
@@ -52,10 +51,7 @@ class Evaluate(Callback):
         return SUITES[self.vocabulary.name].reference
 
     def reference_perplexity(self, train: Sequences) -> float:
-        """The perplexity of these sequences under the reference.
-
-        It is fitted on a subset of the training sequences, which takes a second.
-        """
+        """The perplexity under the reference, fitted on a subset of the training sequences."""
         residues = self.max_length - 2
         counts = [counts_of(tokens[:residues], self.vocabulary) for tokens in self.sequences]
         if self.reference == REFERENCE:

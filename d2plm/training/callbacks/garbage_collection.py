@@ -1,7 +1,7 @@
-"""GarbageCollection: Python's collector runs at chosen steps, the same on every rank.
+"""GarbageCollection: run Python's collector at the same steps on every rank.
 
-By default it runs at different times on different ranks, and while one rank collects, all others
-wait. Objects that exist when training begins live to its end and are not examined.
+Otherwise it runs at different times on different ranks, and all others wait for each. Objects that
+exist when training begins are never examined.
 """
 
 import gc

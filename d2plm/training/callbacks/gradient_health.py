@@ -1,8 +1,8 @@
 """GradientHealth: skips steps whose gradients are not finite, or stops the run and saves the step.
 
 A check waits for the device, and skipping needs its result before the optimizer's step. On CUDA the
-default is therefore to check only when metrics are read anyway; a run that skips steps must check
-at every step.
+default is therefore to check only when metrics are read anyway; a run that may skip steps checks
+every step.
 """
 
 import json
@@ -31,15 +31,13 @@ log = logging.getLogger(__name__)
 class GradientHealth(Callback):
     """Skip a step whose loss or gradient is NaN or infinite; stop the run after too many of them.
 
-    With a loss scale (fp16) an overflow of the gradient is left to the scale.
+    With a loss scale (fp16) gradient overflows are left to the scale. Before the run stops,
+    `dump_step` writes `output_dir/failed-step-N`: `state/` as from `Trainer.save_state`;
+    `batch.rankR.json`, the sequences of each rank's micro-batches; `gradients.json`, the norm of
+    each parameter's gradient.
 
-    Before the run stops, everything needed to reproduce the step is saved in
-    `output_dir/failed-step-N`:
-    `state/`, as `Trainer.save_state` writes it; `batch.rankR.json`, the sequences of that rank's
-    micro-batches; `gradients.json`, the norm of each parameter's gradient.
-
-    A positive `max_skipped` needs a check of every step, which `every=None` then implies; skipped
-    steps `in_total` include those before a resume.
+    With `every=None`, a positive `max_skipped` implies a check of every step; skipped steps
+    `in_total` include those before a resume.
     """
 
     def __init__(self, settings: GradientHealthSettings | None = None) -> None:
@@ -101,10 +99,7 @@ class GradientHealth(Callback):
 
 
 def dump_step(trainer: Trainer, folder: Path) -> None:
-    """Write everything needed to reproduce the current step; a failure to write is logged.
-
-    A collective operation: the norms and the state are those of all ranks.
-    """
+    """Write everything needed to reproduce the current step; failures are logged. A collective."""
     rank, gradients = trainer.process.rank, described_gradients(trainer)
     batch = json.dumps(described_batch(trainer), indent=2)
     writes = [lambda: write_text(folder / f"batch.rank{rank}.json", batch)]
@@ -119,10 +114,7 @@ def dump_step(trainer: Trainer, folder: Path) -> None:
 
 
 def described_gradients(trainer: Trainer) -> dict[str, Any]:
-    """Loss, gradient norm, and the norm of each parameter; strings if a value is not finite.
-
-    `not_finite` names the parameters of such norms. A collective operation if they are sharded.
-    """
+    """Loss, gradient norm, and each parameter's norm, as strings if not finite. A collective."""
     norms = {name: float(norm) for name, norm in gradient_norms(trainer).items()}
     return {
         "step": trainer.step + 1,
@@ -134,7 +126,7 @@ def described_gradients(trainer: Trainer) -> dict[str, Any]:
 
 
 def described_batch(trainer: Trainer) -> dict[str, Any]:
-    """This rank's micro-batches of the present step: sequences, draws and lengths."""
+    """This rank's micro-batches of the current step: sequences, draws and lengths."""
     assert trainer.batch is not None
     return {
         "step": trainer.step + 1,
@@ -158,7 +150,7 @@ def _as_json(value: float) -> float | str:
 
 
 def _unforced_interval(trainer: Trainer) -> int:
-    """The steps between checks that add no wait for the device."""
+    """Number of steps between checks that need no additional wait for the device."""
     if trainer.process.device.type == "cpu":
         return 1
     loggers = (c.every for c in trainer.callbacks if isinstance(c, MetricLogger))

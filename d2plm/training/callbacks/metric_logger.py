@@ -1,7 +1,7 @@
 """MetricLogger: a row of metrics every few steps, for `metrics.jsonl` and the tracking run.
 
-Counts are taken on the host and tensors are read only when a row is due, so steps that do not log
-are not synchronised.
+Counts are taken on the host and tensors are read only when a row is due, so other steps are not
+synchronised.
 """
 
 import json
@@ -60,7 +60,7 @@ class MetricLogger(Callback):
         return cls(settings, context.run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses since the last row: a run may be stopped between two."""
+        """The losses since the last row, as a run may stop between two rows."""
         return {"losses": torch.stack(self.loss.losses).tolist()} if self.loss.losses else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,11 +126,7 @@ class MetricLogger(Callback):
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """The rows that training logged, or none if there is no such file.
-
-    Raises:
-        DataError: if the file is damaged.
-    """
+    """The rows logged by training, if any; raises DataError if the file is damaged."""
     if not file.is_file():
         return []
     try:

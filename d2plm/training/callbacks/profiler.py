@@ -1,7 +1,7 @@
-"""Profiler: traces of chosen steps by torch's profiler, one file a rank.
+"""Profiler: traces of chosen steps by torch's profiler, one file per rank.
 
-The step before the first traced one is recorded and discarded, because starting the recording takes
-time. Spans of the step (forward, backward, optimizer, …) appear in the trace by name.
+The step before the first traced one is recorded and discarded, because starting takes time. The
+step's spans (forward, backward, optimizer, …) appear in the trace by name.
 """
 
 import logging
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Profiler(Callback):
-    """Trace `steps` steps to `output_dir/profile/rankR.step-N.json.gz`, N the first step.
+    """Trace `steps` steps to `output_dir/profile/rankR.step-N.json.gz`, N being the first.
 
-    Chrome's trace format, for https://ui.perfetto.dev; `rankR.step-N.txt` beside it lists the
-    operators that took most time. The CPU is traced and, if there is one, the CUDA device.
+    The files are for https://ui.perfetto.dev; `rankR.step-N.txt` lists the operators that took most
+    time. The CPU is traced, and the CUDA device, if any.
     """
 
     def __init__(self, settings: ProfilerSettings | None = None) -> None:

@@ -1,4 +1,4 @@
-"""ProgressBar: steps done, rate and time left, and a row of figures for each evaluation."""
+"""ProgressBar: steps done, rate and remaining time, and a table row for each evaluation."""
 
 import math
 import time
@@ -14,11 +14,7 @@ HEADING = f"{'step':>9}  {'loss':>8}  {'perplexity':>10}  {'best':>8}  {'tokens'
 
 
 class ProgressBar(Callback):
-    """Show the step, the loss, the rate and the time left.
-
-    Each evaluation is a row of a table: the training loss, the perplexity on the held-out proteins
-    with the averaged weights, the best one so far, the tokens seen and the time since the start.
-    """
+    """Show the step, the loss, the rate and the remaining time; add a table row per evaluation."""
 
     def __init__(self, settings: CallbackSettings | None = None) -> None:
         super().__init__(settings)

@@ -8,8 +8,6 @@ from d2plm.training.trainer import Trainer
 
 
 class SaveCheckpoint(Callback):
-    """Save every `every` optimizer steps and after the last one."""
-
     called_last = True
 
     def __init__(self, settings: CheckpointSettings | None = None) -> None:

@@ -1,7 +1,7 @@
-"""TrainJobStatus: the progress of the training in the status of its TrainJob.
+"""TrainJobStatus: training progress in the status of its TrainJob.
 
-Trainer 2.3, with its feature TrainJobStatus, gives the pods an address, a certificate and a token.
-A thread of rank 0 sends the latest state, so a server that is slow, or away, delays no step.
+Kubeflow Trainer 2.3, with its feature TrainJobStatus, gives the pods an address, a certificate and
+a token. A thread of rank 0 sends the latest state, so a slow server does not delay training.
 """
 
 import json
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 
 class TrainJobStatus(Callback):
-    """Send progress, the remaining time and the latest metrics to Kubeflow Trainer.
+    """Send progress, remaining time and latest metrics to Kubeflow Trainer.
 
     Args:
-        url: address that takes the status.
-        ca_cert, token: files with the server's certificate authority and with the pod's token,
-            which Kubernetes renews.
+        url: address that receives the status.
+        ca_cert: file with the server's certificate authority.
+        token: file with the pod's token, which Kubernetes renews.
     """
 
     def __init__(self, url: str, ca_cert: str, token: str) -> None:
@@ -48,7 +48,7 @@ class TrainJobStatus(Callback):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
-        """Build it from Trainer's variables; None without them."""
+        """Create it from Trainer's environment variables; None without them."""
         values = [environment.get(name) for name in VARIABLES]
         return cls(*map(str, values)) if all(values) else None
 
@@ -98,7 +98,7 @@ class TrainJobStatus(Callback):
 def _status(
     trainer: Trainer, metrics: Mapping[str, float], seconds: float, first: int
 ) -> dict[str, Any]:
-    """The status, as the custom resource has it, `seconds` after the step `first`."""
+    """The status in the custom resource's format, `seconds` after the step `first`."""
     step, last = trainer.step, trainer.max_steps
     status: dict[str, Any] = {
         "progressPercentage": min(100 * step // last, 100),
