@@ -21,12 +21,12 @@ from d2plm.data.loader import Sequences
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.terms import REFERENCE, SUITES
 
-COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters; more only cost time
-TUNING_SHARE = 0.1  # of the training clusters, on which the n-grams' smoothing is chosen
-TUNING_TOKENS = 8_000_000  # at most, of those clusters
-DENSE_CELLS = 1 << 23  # of a table with a cell for every n-gram
-COUNTED_TOKENS = 10_000_000  # sampled, where only n-grams that occur are kept
-MAX_CODE = 1 << 62  # n-grams are numbered by int64
+COMPOSITION_SEQUENCES = 50_000  # enough for 20 parameters
+TUNING_SHARE = 0.1  # share of the training clusters used to tune the n-grams' smoothing
+TUNING_TOKENS = 8_000_000  # maximum number of tokens of those clusters
+DENSE_CELLS = 1 << 23  # maximum size of a table with a cell for every n-gram
+COUNTED_TOKENS = 10_000_000  # tokens sampled for sparse counts
+MAX_CODE = 1 << 62  # n-grams are numbered with int64
 
 Scorer = Callable[[Tokens], float]
 
@@ -167,7 +167,7 @@ def product_nats(ngram: "NGram", order: int, alpha: NDArray[np.float64], tokens:
     seen = np.zeros((len(residues) + 1, len(alpha)))
     seen[rows + 1, residues] = 1
     seen = seen.cumsum(axis=0)[:-1]
-    # (α + seen)/α: what the residues before have in common cancels in the normalisation.
+    # (α + seen)/α: factors common to all residues cancel in the normalisation.
     weights = ngram.distributions(tokens, order)[predicted] * (1 + seen / alpha)
     return float(-np.log(weights[rows, residues] / weights.sum(axis=1)).sum())
 
@@ -380,7 +380,7 @@ class SparseCounts:
         return self._of(self.codes // self.base, self.counts)
 
     def _of(self, codes: NDArray[np.int64], counts: NDArray[np.int64]) -> "SparseCounts":
-        order = np.argsort(codes, kind="stable")  # merges what is sorted already
+        order = np.argsort(codes, kind="stable")  # a merge, as both parts are sorted
         codes, counts = codes[order], counts[order]
         starts = np.flatnonzero(np.diff(codes, prepend=-1))
         return SparseCounts(codes[starts], np.add.reduceat(counts, starts), self.ranks, self.base)
@@ -409,7 +409,7 @@ def sparse_counts(
         if base**m > MAX_CODE:
             break
         codes = [_windows(ranks[row], m, base)[0] for row in held]
-        none = np.empty(0, dtype=np.int64)  # of no rows
+        none = np.empty(0, dtype=np.int64)  # if there are no rows
         distinct, counts = np.unique(np.concatenate([none, *codes]), return_counts=True)
         tables.append(SparseCounts(distinct, counts, ranks, base))
     return tables

@@ -186,6 +186,6 @@ def plot_comparison(comparison: Comparison, file: Path) -> None:
     axes.set_yticks(range(len(arms)), map(plain, arms))
     held_out = f"held-out {comparison.terms.sequence}s"
     axes.set(xlabel=f"perplexity on {held_out} (95 % interval; ticks below: each seed)")
-    axes.set_ylim(len(arms) - 0.5, -0.5)  # the first on top
+    axes.set_ylim(len(arms) - 0.5, -0.5)  # first arm on top
     legend_above(axes)
     save_figure(figure, file)

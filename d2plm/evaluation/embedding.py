@@ -80,7 +80,7 @@ def watched(model: DiT, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     def keep(
         layer: int, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | None = None
     ) -> None:
-        kept[layer] = inputs[0] if output is None else output  # before a module there is none yet
+        kept[layer] = inputs[0] if output is None else output  # a pre-hook has no output
 
     for layer in layers:
         if layer == 0:

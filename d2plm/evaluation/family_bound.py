@@ -23,7 +23,7 @@ from d2plm.evaluation.result import Bounds, Compared
 
 ADAPTED, BASE = "adapted model", "base model"
 FAMILY_PROFILE, WITH_PAIRS = "profile HMM", "profile HMM with pairs"
-SHOWN = ("unigram", "5-gram", "composition", "composition × 5-gram")  # of the counting baselines
+SHOWN = ("unigram", "5-gram", "composition", "composition × 5-gram")  # counting baselines
 
 
 def baseline_nats(
@@ -38,7 +38,7 @@ def baseline_nats(
         proteins: N proteins, uint8 residue tokens.
         longest: number of leading residues counted per training member.
     """
-    from d2plm.families.designs import FamilyDesigns  # HMMER, where it is needed
+    from d2plm.families.designs import FamilyDesigns  # imports HMMER
     from d2plm.families.profile_hmm import members_nats
 
     with_pairs = np.zeros(len(proteins))

@@ -18,12 +18,12 @@ from d2plm.evaluation.result import ALIGNED, PROFILE, Compared, GivenRelatives, 
 from d2plm.settings.evaluation import EvaluationSettings
 
 BASELINES = (PROFILE, ALIGNED)
-PROFILES_VERSION = 1  # of the baselines' figures that are kept
-ORDER_SAMPLE = 64  # proteins whose relatives are given in another order, too
+PROFILES_VERSION = 1  # version of the cached baselines
+ORDER_SAMPLE = 64  # number of proteins also scored with their relatives in another order
 
 Indices = list[list[int]]
 Compute = Callable[[], NDArray[np.float64]]
-# (what is scored, proteins, relatives of each) → scores with the same masks at every call
+# (progress text, proteins, relatives of each) → scores, with the same masks in every call
 Score = Callable[[str, Sequence[Tokens], Sequence[Sequence[Tokens]]], SequenceScores]
 
 

@@ -23,9 +23,9 @@ from d2plm.evaluation.result import Bound, Compared
 from d2plm.paradigms.masked import MaskedParadigm, cross_entropy, random_subsets
 from d2plm.paradigms.paradigm import BoundDraw, Denoiser, Paradigm
 
-MASKING_VERSION = 1  # raise when the masks of a seed change
+MASKING_VERSION = 1  # increment if the masks of a seed change
 MLM_FRACTION = 0.15
-FRACTION_BINS = 10  # of the calibration curve, equally wide
+FRACTION_BINS = 10  # of equal width in the calibration curve
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
@@ -103,7 +103,7 @@ def score_sequences(
         token_budget: tokens per forward pass; at most `pass_tokens` for a large vocabulary.
         unigram: float64 [K], frequencies for the control variate (lower variance, no bias).
         data_digest: recorded in the masks' digest.
-        relatives: for a model that takes them, the relatives of each sequence; the bound is then
+        relatives: relatives of each sequence, for a model that takes them; the bound is then
             on −log p(sequence | its relatives).
         with_mlm15: compute the MLM-15 cross-entropy, with one more forward pass.
         rank, world_size: score only every `world_size`-th batch; the figures of other sequences
@@ -169,7 +169,7 @@ def _add_draw(scores: SequenceScores, ids: NDArray[np.int64], draw: int, bound: 
     """Record a draw of the sequences `ids`, the first segments of a batch."""
     scores.draws[ids, draw] = _on_host(bound.nats, ids)
     _require_finite(scores.draws[ids, draw], ids, f"bound (draw {draw + 1})")
-    # Bin b holds the fractions in (b/B, (b + 1)/B]: all masked is no bin of its own.
+    # Bin b holds the fractions in (b/B, (b + 1)/B], so that 1 is in the last bin.
     fraction = _on_host(bound.fraction, ids)
     bins = np.clip(np.ceil(fraction * FRACTION_BINS) - 1, 0, None).astype(np.int64)
     scores.calibration.nats[ids, bins] += _on_host(bound.cross_entropy, ids)
@@ -222,7 +222,7 @@ def corpus_estimate(
     value = float(cluster_nats.sum() / cluster_residues.sum())
     if len(cluster_nats) < 2:
         return Estimate(value, None)
-    from scipy.stats import bootstrap  # most of a second, which loading a model can save
+    from scipy.stats import bootstrap  # the import takes most of a second
 
     interval = bootstrap(
         (cluster_nats, cluster_residues),

@@ -21,7 +21,7 @@ from d2plm.core.files import nearest_path
 from d2plm.core.vocabulary import CLS, EOS, FIRST, PAD, PROTEIN
 
 _SAFETENSORS = "*.safetensors"
-_PADDED_TOKENS = 16384  # of one padded batch
+_PADDED_TOKENS = 16384  # maximum size of a padded batch
 
 
 class MaskedLM:
@@ -72,7 +72,7 @@ class MaskedLM:
             attended = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             try:
                 found = self._model(input_ids=inputs, attention_mask=attended).logits
-            except (RuntimeError, IndexError) as error:  # position embeddings that end
+            except (RuntimeError, IndexError) as error:  # no position embeddings for this length
                 raise ModelError(
                     f"{self._folder}: cannot take {inputs.shape[1]} tokens ({error}); compare "
                     "models on sequences that both can take"

@@ -34,17 +34,17 @@ from d2plm.families.profile_hmm import domain_hits
 CROSSOVERS = "crossovers of two"
 MOSAICS, SHARPENED = "mosaics of eight", "columns, sharpened"
 
-MAX_E_VALUE = 1e-3  # largest E-value of a member, in a search of this many proteins
+MAX_E_VALUE = 1e-3  # maximum E-value of a member, in a search of DATABASE proteins
 DATABASE = 1_000_000
-SIMULATED = 200  # sequences, to calibrate E-values: HMMER's own number
-COMPARED = 500  # first proteins of a set whose mutual identity is computed
-CONSERVED = 0.95  # least share of the given members with the same residue in a conserved column
-ENDS = 0.1  # share of the given members that begin after, or end before, what counts as the end
-REFERENCES = 30  # proteins of a reference
-LEFT_OUT = 60  # natural members that are left out in turn
-MOST_MEMBERS = 1_000  # of whose alignment the HMM is built
-PARENTS, SWITCHES = 8, 1 / 20  # of a mosaic, and how often it goes on with another, per column
-SHOWN = 10  # proteins of a set in the alignment
+SIMULATED = 200  # number of sequences that calibrate E-values, HMMER's default
+COMPARED = 500  # number of proteins per set whose pairwise identity is computed
+CONSERVED = 0.95  # minimum share of given members with the same residue in a conserved column
+ENDS = 0.1  # share of the given members that miss the required start or end
+REFERENCES = 30  # number of proteins per reference
+LEFT_OUT = 60  # number of natural members left out in turn
+MOST_MEMBERS = 1_000  # maximum number of members for the HMM
+PARENTS, SWITCHES = 8, 1 / 20  # parents of a mosaic, switches per column
+SHOWN = 10  # number of proteins per set in the alignment
 
 
 class Judge:
@@ -53,7 +53,7 @@ class Judge:
     Args:
         given: members from which the new ones were drawn; the HMM uses MOST_MEMBERS of them.
         held_out: natural members that were not given; None leaves out given ones in turn.
-        seed: for the references and the members that are left out.
+        seed: determines the references and the members that are left out.
     """
 
     def __init__(self, given: Family, held_out: Family | None = None, *, seed: int = 0) -> None:
@@ -146,7 +146,7 @@ class Judge:
         aligned = aligned_columns(self.hmm, proteins)
         hot = one_hot(aligned)
         same = hot @ self.every.T
-        hits = domain_hits(self.hmm, proteins, Z=DATABASE)  # as of `hmmsearch --max`
+        hits = domain_hits(self.hmm, proteins, Z=DATABASE)  # as with `hmmsearch --max`
         without = [
             (i, self.place_of[one]) for i, one in enumerate(left_out) if one in self.place_of
         ]

@@ -24,7 +24,7 @@ IDENTITY_EDGES = (0.3, 0.5)
 IDENTITY_BINS = ("< 30 %", "30–50 %", "> 50 %")
 
 _UNKNOWN = ESM2_TOKENS.index("X")
-_DECIMALS = 3  # of the identities that MMseqs2 writes
+_DECIMALS = 3  # precision of MMseqs2's identities
 
 Report = Callable[[str], None]
 

@@ -15,17 +15,17 @@ from d2plm.core.table import Table
 from d2plm.evaluation.result import GENERATED
 
 NATURAL = "natural members"
-FEW = 3  # members; an HMM of fewer is little more than one protein's
+FEW = 3  # an HMM of fewer members is little more than that of one protein
 FORMAT_VERSION = 4
 OF_A_DESIGN = (
     *("name", "parent", "kept", "length", "bits", "member", "ends", "coverage", "conserved"),
     *("low_complexity", "nearest", "identity"),
 )
 
-# How far the designs may be from natural members before the first line says so.
-LEAST_BITS, LEAST_CONSERVED = 0.95, 0.8  # of the natural members' figure
-COVERAGE, SIMPLE, AMONG = 0.05, 0.008, 0.1  # beside it
-CLOSE, NEARLY = 0.7, 0.01  # identity to the nearest that is never too close; what is no more
+# Tolerated differences of designs from natural members.
+LEAST_BITS, LEAST_CONSERVED = 0.95, 0.8  # relative to natural members
+COVERAGE, SIMPLE, AMONG = 0.05, 0.008, 0.1  # absolute differences
+CLOSE, NEARLY = 0.7, 0.01  # identity to the nearest member that is never too close; its tolerance
 
 
 def headline(described: dict[str, Any]) -> str:
@@ -61,7 +61,7 @@ def worse_than_natural(
     kept, expected = own["keeps_all"], natural["keeps_all"]
     if kept is not None and expected is not None and kept < LEAST_CONSERVED * expected:
         far.append(f"{_percent(kept)} keep all conserved residues against {_percent(expected)}")
-    # Members of one family may fill very different columns, so few designs differ by chance, too.
+    # Members of a family may fill very different columns, so a few designs also differ by chance.
     of_chance = 2 * math.hypot(own["coverage_error"], natural["coverage_error"])
     if abs(own["coverage"] - natural["coverage"]) > max(COVERAGE, of_chance):
         covered = f"{_percent(own['coverage'])} of the columns filled"

@@ -44,25 +44,25 @@ from d2plm.evaluation.result import (
 )
 from d2plm.evaluation.terms import REFERENCE
 
-ROWS = (  # of the picture of an evaluation
+ROWS = (  # layout of an evaluation's figure
     ("training", "likelihood"),
     ("calibration", "identity", "relatives"),
     ("residues", "lengths", "novelty"),
 )
-SMOOTHED_PARTS = 8  # the training curve is a running mean over this share of the run
+SMOOTHED_PARTS = 8  # the training curve is a running mean over an eighth of the run
 BASELINES = {
     "unigram": (GREY, ":"),
     "5-gram": (SKY, "-."),
     REFERENCE: (ORANGE, "--"),
     f"{REFERENCE} × 5-gram": (INK, ":"),
 }
-OTHERS = SERIES[2:]  # other models: neither this model's blue nor the baseline's orange
+OTHERS = SERIES[2:]  # for other models; not this model's blue or the baseline's orange
 TRAINING_COLOUR = GREY
 HATCHES = ("", "///", "\\\\\\", "xxx")
-ALIGNED_COLUMNS = 100  # that a picture shows
+ALIGNED_COLUMNS = 100  # number of columns shown
 MOST_LINEAR = 50  # a larger perplexity needs a logarithmic axis
 LETTER_SIZE = 6  # points
-CAPITAL_HEIGHT = 0.73  # of a letter's size
+CAPITAL_HEIGHT = 0.73  # relative to the letter's size
 _OF_MEMBERS: dict[str, dict[str, Any]] = {
     NATURAL_MEMBERS: {"color": GREEN, "marker": "^", "ls": "", "markersize": 5, "alpha": 0.7},
     GENERATED: {"color": BLUE, "marker": "o", "ls": "", "markersize": 5, "alpha": 0.7},
@@ -71,9 +71,9 @@ _REFERENCES: list[dict[str, Any]] = [
     {"color": colour, "marker": marker, "ls": "", "markersize": 4, "alpha": 0.7, "zorder": 1}
     for colour, marker in ((ORANGE, "D"), (INK, "x"), (GREY, "s"))
 ]
-_LONGEST_NAME = 24  # characters, of a label or a legend
+_LONGEST_NAME = 24  # characters in a label or legend
 _LONGEST_LINE = 40
-_IDENTITY_STEPS = 2  # of the kept histogram's bins make one bar
+_IDENTITY_STEPS = 2  # number of bins of the stored histogram per bar
 
 
 def plot(
@@ -100,7 +100,7 @@ def figures_of(
     """Name → a function that draws into an empty figure, for the figures that have data."""
     given = evaluation and evaluation.given_relatives
     bins = [one for one in ((evaluation and evaluation.by_identity) or {}).values() if one.residues]
-    of_proteins = quality is not None and quality.terms.unit is None  # residues and homology
+    of_proteins = quality is not None and quality.terms.unit is None  # residues, homology
     figures: dict[str, tuple[object, Callable[..., None], Any]] = {
         "likelihood": (evaluation, plot_likelihoods, evaluation),
         "calibration": (evaluation, plot_calibration, evaluation),
@@ -218,7 +218,7 @@ def plot_bounds(axes: Any, bounds: Bounds, colours: Mapping[str, str], model: st
     axes.set(xlabel="perplexity, 95 % interval", xlim=(min(shown) - room, max(shown) + 3 * room))
     if max(shown) > MOST_LINEAR:
         axes.set(xscale="log", xlim=(0.8 * min(shown), 2 * max(shown)))
-    axes.set_ylim(len(bounds) - 0.5, -0.5)  # the first on top
+    axes.set_ylim(len(bounds) - 0.5, -0.5)  # first bound on top
 
 
 def plot_calibration(axes: Any, evaluation: Evaluation) -> None:
@@ -305,7 +305,7 @@ def plot_lengths(axes: Any, quality: Quality) -> None:
     """Plot the lengths' distribution functions, which stay readable for few proteins."""
     terms, histograms = quality.terms, {"training": np.array(quality.training_lengths)}
     histograms |= {name: np.array(one.length_histogram) for name, one in quality.sets.items()}
-    histograms.pop(terms.reference, None)  # it has the lengths of the generated proteins
+    histograms.pop(terms.reference, None)  # same lengths as the generated proteins
     bins = max(map(len, histograms.values()))
     styles = zip(
         (TRAINING_COLOUR, *SERIES), chain([2.5], repeat(1.4)), ("-", *DASHES), strict=False
@@ -397,7 +397,7 @@ def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         at = [p for letter, own in places.items() if CLASS_OF.get(letter, "") == kind for p in own]
         boxes = np.array(at).reshape(-1, 1, 2) + box
         axes.add_collection(PolyCollection(boxes, color=colour, alpha=0.45, lw=0, label=kind))
-    # A text for each letter would take seconds.
+    # A text object per letter would take seconds.
     for letter, at in places.items():
         glyph = TextPath((0, -LETTER_SIZE * CAPITAL_HEIGHT / 2), letter, size=LETTER_SIZE)
         centred = glyph.transformed(Affine2D().translate(-glyph.get_extents().intervalx.mean(), 0))
@@ -409,7 +409,7 @@ def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
                 transform=IdentityTransform(),
                 color=INK,
                 lw=0,
-                snap=False,  # thin stems would vanish
+                snap=False,  # keeps thin stems visible
             )
         )
     shown = max((len(row["columns"]) for row in rows), default=0)

@@ -45,11 +45,11 @@ from d2plm.evaluation.terms import REFERENCE, Terms
 from d2plm.settings.data import ClusterSettings, Resources, SearchSettings
 
 LONGEST_KMER = 3
-LENGTH_BIN = 25  # residues, of the histogram that is drawn
+LENGTH_BIN = 25  # residues per bin of the plotted histogram
 IDENTITY_BIN = 0.05
 CLOSE_IDENTITIES = (50, 90)  # percent
-SAMPLED_TOKENS = 2_000_000  # of training, for the n-grams of other alphabets
-KMER_SEQUENCES = 100_000  # training proteins sampled for the k-mers
+SAMPLED_TOKENS = 2_000_000  # training tokens sampled for the n-grams of other alphabets
+KMER_SEQUENCES = 100_000  # number of training proteins sampled for the k-mers
 # A window of low complexity, as in SEG (Wootton & Federhen, Computers & Chemistry 17, 149, 1993).
 LOW_COMPLEXITY = {"low_complexity_window": 12, "low_complexity_bits": 2.2}
 
@@ -227,7 +227,7 @@ def quality(sequences: Sequence[Tokens], training: Counts, novelty: Novelty) -> 
     window, bits = LOW_COMPLEXITY.values()
     simple = sum(int(low_complexity(tokens, int(window), bits).sum()) for tokens in sequences)
     identities, bins = novelty.nearest.identities, round(1 / IDENTITY_BIN)
-    # Identities have three decimals: as integers they fall into the bins exactly.
+    # Identities have three decimals; integers avoid rounding at bin edges.
     places = np.minimum((identities * 1000).round().astype(np.int64) * bins // 1000, bins - 1)
     return SequenceSet(
         **of_any_alphabet(sequences, counts, training, divergences, novelty.in_training, PROTEIN),
@@ -343,7 +343,7 @@ def js_divergence(one: NDArray[np.int64], other: NDArray[np.int64]) -> float | N
     p, q = one / one.sum(), other / other.sum()
     mixture = (p + q) / 2
     divergence = (rel_entr(p, mixture).sum() + rel_entr(q, mixture).sum()) / 2
-    return max(float(divergence), 0.0)  # rounding may leave -1e-17 of equal ones
+    return max(float(divergence), 0.0)  # rounding may give -1e-17 for equal histograms
 
 
 def ks_distance(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
@@ -381,7 +381,7 @@ def simple_windows(tokens: Tokens, window: int, bits: float) -> NDArray[np.bool_
     seen = np.zeros((len(tokens) + 1, len(letters)), dtype=np.int32)
     np.cumsum(tokens[:, None] == letters, axis=0, out=seen[1:])
     in_window = seen[window:] - seen[:-window]  # [L - window + 1, 20]
-    # The entropy of counts n is log2 w - Σ n·log2 n / w: a table of n·log2 n for n = 0 … w.
+    # The entropy of counts n is log2 w - Σ n·log2 n / w; tabulate n·log2 n for n = 0 … w.
     terms = np.arange(window + 1) * np.log2(np.maximum(np.arange(window + 1), 1))
     entropy = np.log2(window) - terms[in_window].sum(axis=1) / window
     return np.asarray((entropy <= bits) & (in_window.sum(axis=1) == window))

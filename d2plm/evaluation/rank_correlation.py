@@ -16,8 +16,8 @@ from d2plm.core.number_text import counted
 from d2plm.evaluation.likelihood import CONFIDENCE, RESAMPLES
 from d2plm.families.variants import Variant
 
-BATCH_RANKS = 4_000_000  # of resamples that are held at once
-MIN_VALUES, MIN_POSITIONS = 3, 10  # measured ones that differ; sets of positions for an interval
+BATCH_RANKS = 4_000_000  # maximum number of ranks in memory
+MIN_VALUES, MIN_POSITIONS = 3, 10  # minimum distinct measurements; position sets for an interval
 
 
 @dataclass(frozen=True, slots=True)

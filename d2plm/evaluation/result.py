@@ -18,12 +18,12 @@ from d2plm.core.table import Cell, Number, Table
 from d2plm.evaluation.terms import PROTEINS, Terms
 
 EVALUATION = "evaluation.json"
-SEQUENCE_SCORES = "sequence_scores.npz"  # beside it
+SEQUENCE_SCORES = "sequence_scores.npz"  # in the same folder
 MODEL = "this model"
-PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines that are given relatives
+PROFILE, ALIGNED = "profile HMMs", "HMM of their alignment"  # baselines given relatives
 Kind = TypeVar("Kind")
 GENERATED, NATURAL = "generated", "natural, held out"  # names of sets of sequences
-REPEATED_TOKENS = 8  # a run of so many that has occurred before in the sequence is a repetition
+REPEATED_TOKENS = 8  # length of a run that counts as repeated if it occurred before
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,19 @@ from d2plm.core.palette import GREY, SERIES, new_figure, save_figure
 from d2plm.core.table import Table
 from d2plm.evaluation.terms import terms_of
 
-HUBER = 1e-3  # of residuals of log L: quadratic below, linear above, as in the paper
+HUBER = 1e-3  # residual of log L at which the loss becomes linear, as in the paper
 CONSTANTS = 5
 LEAST_POINTS = CONSTANTS + 1
-LEAST_VALUES = 3  # of N, and of D: a power law with an offset takes three
+LEAST_VALUES = 3  # distinct values of N and of D: a power law with an offset needs three
 EXPONENTS = (0.01, 4.0)  # bounds of α and β
-STARTS = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)  # of α and β
-SMALLEST_TERM = 1e-6  # of the mean loss; bounds A, B and E from below
+STARTS = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5)  # initial values of α and β
+SMALLEST_TERM = 1e-6  # relative to the mean loss; lower bound of A, B and E
 MOST_ITERATIONS = 200
-POLISHED = 3  # starts that the optimizer continues from
+POLISHED = 3  # number of starts that are optimised
 RESAMPLES = 200
 CONFIDENCE = 0.95
 FRONTIER_ROWS = 4
-# An interval wider than this factor leaves its constant open.
+# A constant with an interval wider than this factor is undetermined.
 WIDEST = {"irreducible": 1.1, "alpha": 2.0, "beta": 2.0}
 NAMES = {"irreducible": "E", "alpha": "α", "beta": "β"}
 COLOURS = (*SERIES, GREY)
@@ -53,7 +53,7 @@ class Point:
         tokens: D, training tokens.
         flops: C, training FLOPs.
         loss: bound on held-out proteins, nats per residue.
-        interval: of the loss, over held-out clusters, if known.
+        interval: interval of the loss over held-out clusters, if known.
     """
 
     size: str
@@ -115,7 +115,7 @@ def fit_law(parameters: Any, tokens: Any, losses: Any) -> Law:
         ConfigError: if the runs cannot determine five constants.
     """
     n, d, y = _checked(parameters, tokens, losses)
-    units = gmean(n), gmean(d)  # so that the constants hardly depend on each other
+    units = gmean(n), gmean(d)  # decorrelates the constants
     log_n, log_d, log_y = np.log(n / units[0]), np.log(d / units[1]), np.log(y)
 
     def terms(x: Numbers) -> tuple[Numbers, Numbers, float]:

@@ -27,8 +27,8 @@ from d2plm.families.variants import Variant
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser, Paradigm
 
-BITS_PER_BYTE = "bits_per_byte"  # a column of texts' scores
-RELATIVES_DRAWS = 4  # over which a mutational effect is averaged
+BITS_PER_BYTE = "bits_per_byte"  # column for texts
+RELATIVES_DRAWS = 4  # number of draws of relatives averaged per mutational effect
 
 Device = torch.device | str
 
@@ -96,11 +96,11 @@ def bound_draws(
         sequences: N sequences of residue tokens, without special tokens, no longer than `model`
             allows.
         masks_per_sequence: number of stratified draws.
-        ids: of the sequences; with the seed they key the draws. Default: 0, 1, …
+        ids: identities of the sequences, which key the draws with the seed; default 0, 1, …
         families: one per sequence, for a model that takes relatives; each draw samples other
             members from those `given_to` the sequence.
         token_budget: tokens per forward pass; a longer sequence gets a pass of its own.
-        names: of the sequences, for error messages.
+        names: names of the sequences in error messages.
         progress: called with the number of tokens after each forward pass.
 
     Raises:
@@ -181,7 +181,7 @@ def _scores(
     nats, (low, high) = draws.mean(axis=1), bound_interval(draws)
     predicted = (vocabulary.is_predicted(sequence) for sequence in sequences)
     residues = np.array([int(which.sum()) for which in predicted], dtype=int)
-    with np.errstate(invalid="ignore"):  # without residues there is no perplexity
+    with np.errstate(invalid="ignore"):  # NaN without residues
         perplexity = np.exp(nats / residues)
     bounds = {"nats": nats, "nats_low": low, "nats_high": high}
     return {"residues": residues, **bounds, "perplexity": perplexity}
@@ -255,7 +255,7 @@ def mutational_effects(
         variants: N variants, see `place_variants`.
         family: relatives of the wild type, for a model that takes them; averaged over
             RELATIVES_DRAWS draws if there are more than the model is given.
-        name: of the wild type, for error messages.
+        name: name of the wild type in error messages.
 
     Other arguments and errors as for `bound_draws`.
     """
@@ -295,7 +295,7 @@ def bound_differences(
     per residue because a total depends on the length. L is the wild type's, so scores of sequences
     of its length are differences of bounds. Arguments and errors as for `bound_draws`.
     """
-    place = {wild_type.tobytes(): 0}  # of each distinct sequence: equal ones have equal masks
+    place = {wild_type.tobytes(): 0}  # distinct sequences, which have equal masks
     for one in sequences:
         place.setdefault(one.tobytes(), len(place))
     every = [np.frombuffer(one, wild_type.dtype) for one in place]
@@ -359,7 +359,7 @@ def masked_predictions(
                 for which in (masked, paradigm.maskable(batch))
             )
             log_p = paradigm.masked_log_probabilities(model, batch, masked, count / length)
-            log_p_MK = log_p[masked].double().cpu().numpy()  # row after row
+            log_p_MK = log_p[masked].double().cpu().numpy()  # in the order of the rows
         ends = np.cumsum([len(row.masked) for row in batch_rows])
         yield from zip(batch_rows, np.split(log_p_MK, ends[:-1]), strict=True)
         progress(batch.num_tokens)

@@ -9,7 +9,7 @@ from typing import Any
 
 from d2plm.core.vocabulary import Vocabulary
 
-REFERENCE = "composition"  # depends on the amino acids of a protein but not on their order
+REFERENCE = "composition"  # depends on the amino acids of a protein, not on their order
 
 
 @dataclass(frozen=True)

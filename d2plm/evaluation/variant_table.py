@@ -35,7 +35,7 @@ from d2plm.families.variants import (
     residue_letter,
 )
 
-# Usual names of columns, in this order of preference, in lower case and with _ between words.
+# Usual names of columns in order of preference, in lower case with underscores.
 VARIANT_COLUMNS = (
     *("mutant", "mutants", "mutation", "mutations", "variant", "variants", "hgvs_pro", "hgvs_p"),
     *("hgvsp", "hgvs", "aa_change", "aa_changes", "aa_mutation", "aa_mutations", "aa_substitution"),
@@ -51,13 +51,13 @@ NAME_COLUMNS = (
     *("name", "protein", "protein_name", "protein_id", "wt_name", "target", "target_name"),
     *("accession", "uniprot", "uniprot_id", "entry", "gene", "gene_name"),
 )
-OF_PROTEINS = NAME_COLUMNS[:4]  # which hold nothing but names of proteins, or of the variants
-LETTER_COLUMNS = (  # of a table whose variants are written in three columns
+OF_PROTEINS = NAME_COLUMNS[:4]  # these contain only names of proteins or variants
+LETTER_COLUMNS = (  # for variants written in three columns
     ("wildtype", "wild_type", "wt", "wt_aa", "aa_wt", "wildtype_aa", "ref", "aa_ref"),
     ("position", "pos", "site", "resi", "residue_number", "aa_pos"),
     ("mutant", "mutation", "mut", "mut_aa", "aa_mut", "mutant_aa", "alt", "aa_alt"),
 )
-# What is written: with relatives the score of their alignment and its terms, and the model's own.
+# Output: with relatives the score of their alignment and its terms, and the model's scores.
 SCORE_COLUMN, MODEL_COLUMN, ALONE_COLUMN = (
     "d2plm_score",
     "d2plm_model_score",
@@ -69,12 +69,12 @@ TERM_COLUMNS = {
     "blosum62": "d2plm_blosum62_score",
 }
 SCORE_COLUMNS = (SCORE_COLUMN, *TERM_COLUMNS.values(), MODEL_COLUMN, ALONE_COLUMN)
-# Further reasons for which a row is left out; the last is a mistake.
+# Further reasons for leaving out a row; only the last is a mistake.
 OTHER_PROTEIN, NO_VARIANT = "of another protein", "without a variant"
 OTHER_SEQUENCE = "with another sequence"
 
-_EXAMINED = 200  # rows by which a column is recognised
-_MATRIX = 15  # columns or rows named after residues
+_EXAMINED = 200  # number of rows used to recognise a column
+_MATRIX = 15  # number of columns or rows named after residues
 _MISTAKES = (MALFORMED, DISAGREES, OTHER_SEQUENCE)
 _SEQUENCE = re.compile(rf"[{CANONICAL}XBUZO*-]{{10,}}")
 
@@ -89,7 +89,7 @@ class Placed:
         rows: int64 [N].
         variants: N variants; placeholders if there are `sequences`.
         sequences: N whole sequences, if some differ in length from the wild type.
-        offset: of the numbering, see `place_variants`.
+        offset: offset of the numbering, see `place_variants`.
     """
 
     rows: NDArray[np.int64]
@@ -140,7 +140,7 @@ class VariantTable:
                     values[row] = number(cell, self.delimiter)
                 except DataError as error:
                     wrong.append(f"{self._where(row)}: {name} {error}")
-            of_words = not wanted and plain(name) != MEASURED_COLUMNS[0]  # such as high, low
+            of_words = not wanted and plain(name) != MEASURED_COLUMNS[0]  # values such as high, low
             if wrong and not (of_words and not any(map(str.isdigit, "".join(cells)))):
                 raise DataError(wrong[0])
             if not wrong and (unclear := ambiguous(cells)):
@@ -285,7 +285,7 @@ class VariantTable:
         if len(mistakes) > MOST_MISTAKEN * len(rows):
             raise mistakes[0]
         same = [one == wild_type for one in sequences if len(one) == len(wild_type)]
-        # By the bound, too: what is shifted, and what stands for an unknown residue.
+        # The bound also scores shifted sequences, and residues for an unknown one.
         is_known = all(PROTEIN.is_predicted(wild_type[~one]).all() for one in same)
         if len(same) < len(sequences) or not is_known or any(2 * x.sum() < len(x) for x in same):
             return Placed(np.array(kept, int), [Variant((r,), (0,)) for r in kept], sequences)
@@ -402,7 +402,7 @@ def read_variants(path: Path, wanted: str | None = None) -> VariantTable:
             f"{path}: has no column of variants such as A24G; name it mutant, or set variant= to "
             f"it (it has: {', '.join(map(repr, columns))})"
         )
-    usual_columns(path, columns, (), chosen)  # refuses one of several
+    usual_columns(path, columns, (), chosen)  # rejects duplicate columns
     beside = next((c for c in usual_columns(path, columns, SEQUENCE_COLUMNS) if c != chosen), None)
     texts = [row[columns.index(chosen)] for row in cells]
     return VariantTable(*made, texts, False, f"in column {chosen!r}", beside)
@@ -422,7 +422,7 @@ def _joined(wild_type: str, position: str, mutant: str) -> str:
     """The variant written in three columns; "" if one is missing."""
     if is_missing(wild_type) or is_missing(position) or (is_missing(mutant) and mutant != "-"):
         return ""
-    return wild_type + re.sub(r"[.]0+$", "", position) + mutant  # 2.0, as pandas writes it
+    return wild_type + re.sub(r"[.]0+$", "", position) + mutant  # pandas writes 2.0
 
 
 def _are_variants(cells: Sequence[str]) -> bool:
@@ -447,7 +447,7 @@ def _are_sequences(cells: Sequence[str], name: str = "") -> bool:
 
 def _refuse_matrix(path: Path, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     residues = [{*map(residue_letter, columns)}]
-    if len(cells) < 2 * len(CANONICAL):  # otherwise a column of residues, apart from positions
+    if len(cells) < 2 * len(CANONICAL):  # otherwise it may be a column of residues beside positions
         residues.append({residue_letter(row[0]) for row in cells})
     if any(len(one & {*CANONICAL}) >= _MATRIX for one in residues):
         raise DataError(

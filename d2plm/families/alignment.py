@@ -22,10 +22,10 @@ from d2plm.data.relatives import aligned_part
 
 GAP = len(CANONICAL)
 SAME_OBSERVATION = 0.8  # identity from which members share one weight (doi:10.1038/nbt.3769)
-COVERAGE = 0.5  # members that fill less of the protein are left out
-CONSENSUS = 0.5  # least weighted share of members with a letter in a column of the HMM, as HMMER's
-UNCALIBRATED = 10  # simulated sequences where no E-value is needed, which would take most time
-_BLOCK = 500  # members compared or aligned at once
+COVERAGE = 0.5  # minimum share of the protein that a member fills
+CONSENSUS = 0.5  # minimum weighted share of members with a letter in a column, HMMER's default
+UNCALIBRATED = 10  # simulated sequences if no E-value is needed; the default takes most of the time
+_BLOCK = 500  # number of members compared or aligned at once
 
 Letters = NDArray[np.int8]
 Floats = NDArray[np.float32]
@@ -35,7 +35,7 @@ R = TypeVar("R")
 ALPHABET: AA = Alphabet.amino()
 SYMBOLS = np.frombuffer(f"{CANONICAL}-".encode(), dtype=np.uint8)
 _CODES = np.full(256, GAP, dtype=np.int8)
-_CODES[SYMBOLS] = np.arange(GAP + 1)  # lower case is inserted, a gap
+_CODES[SYMBOLS] = np.arange(GAP + 1)  # lower case (inserted) counts as a gap
 _INSERTED = bytes(range(ord("a"), ord("z") + 1)) + b"."
 
 
@@ -107,7 +107,7 @@ def columns_hmm(
     """
     named = [TextSequence(name=str(i).encode(), sequence=text_of(x)) for i, x in enumerate(aligned)]
     text = TextMSA(name=b"family", sequences=named)
-    text.reference = "x" * aligned.shape[1]  # which columns are match states, "hand"
+    text.reference = "x" * aligned.shape[1]  # match states for architecture="hand"
     alignment = text.digitize(ALPHABET)
     alignment.sequence_weights = VectorD(weights * len(weights) / weights.sum())
     settings = {"architecture": "hand", "weighting": "given", "effective_number": effective_number}
@@ -163,7 +163,7 @@ def align_to(
     if columns is not None:
         for row in columns:
             own = np.flatnonzero(row != PAD)
-            if np.array_equal(row[own], protein):  # no residue of it is an insertion
+            if np.array_equal(row[own], protein):  # none of its residues is an insertion
                 return letters_of(columns[:, own])
     hmm, parts = family_hmm([protein] if columns is None else members, columns), list[Letters]()
     for start in range(0, max(len(members), 1), _BLOCK):
@@ -221,13 +221,13 @@ def column_profile(aligned: Letters, weights: NDArray[np.float64]) -> NDArray[np
 def match_emissions(hmm: HMM) -> NDArray[np.float64]:
     """float64 [L, 20]: the probability of each residue in each column of an HMM."""
     emissions = hmm.match_emissions  # type: ignore[attr-defined]  # its stubs lack it
-    emissions_L20 = np.array(emissions, dtype=np.float64)[1:]  # the first state is the begin
+    emissions_L20 = np.array(emissions, dtype=np.float64)[1:]  # the first state is the begin state
     emissions_L20 = emissions_L20[:, [ALPHABET.symbols.index(letter) for letter in CANONICAL]]
     return emissions_L20 / emissions_L20.sum(1, keepdims=True)
 
 
 def hmm_builder(simulated: int = UNCALIBRATED, **settings: Any) -> "Builder[AA]":
-    # By default, members shorter than half of a wide alignment count as fragments (fragthresh).
+    # With the default fragthresh, members shorter than half of the alignment count as fragments.
     settings = {"EmN": simulated, "EvN": simulated, "EfN": simulated, "fragthresh": 0.0, **settings}
     return Builder(ALPHABET, **settings)
 

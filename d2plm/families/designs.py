@@ -53,20 +53,20 @@ from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 
 # Chosen by measurement, docs/science.md.
-TEMPERATURE, HALF_OF_TEMPERATURE = 0.76, 6.7  # and the effective number that halves it
-MOST_PAIRS, HALF_OF_PAIRS = 7.0, 15.0  # the sum of a residue's couplings: at most, and N of half
-MOST_MUTATED = 0.8  # of a member's residues, before the pairs get weaker
-# Identity to the nearest given member: a little less than natural members', within these.
+TEMPERATURE, HALF_OF_TEMPERATURE = 0.76, 6.7  # and the effective number at which it is halved
+MOST_PAIRS, HALF_OF_PAIRS = 7.0, 15.0  # maximum sum of couplings, effective number with half
+MOST_MUTATED = 0.8  # maximum μ before the pairs are attenuated
+# Default identity to the nearest given member: this much less than natural members', clipped.
 FURTHER, LEAST_IDENTITY, MOST_IDENTITY = 0.03, 0.7, 0.85
-FEWEST_MEMBERS = 4  # from which pairs are counted
-LONGEST_INSERTIONS = 1.0  # share of the columns; a member with more lends no path, if others can
+FEWEST_MEMBERS = 4  # minimum number of members for pairs
+LONGEST_INSERTIONS = 1.0  # share of the columns; members with more lend no path, if others can
 
-MOST_MEMBERS = 5_000  # drawn, of more
-BOUND_DRAWS = 24  # numbers of visible residues that a bound averages over
-CALIBRATED, TRIAL_STEPS, TRIALS = 32, 24, 6  # rough designs that μ is found with, by bisection
-TABLE_ENTRIES = 250_000_000  # pairs of letters in columns, 1 GB; pairs further apart are left out
-GOLDEN = (5**0.5 - 1) / 2  # whose multiples, modulo 1, are spread evenly
-IMPOSSIBLE = -1e4  # logit; infinite ones mean a damaged model
+MOST_MEMBERS = 5_000  # larger families are sampled
+BOUND_DRAWS = 24  # number of draws of visible residues per bound
+CALIBRATED, TRIAL_STEPS, TRIALS = 32, 24, 6  # designs, their steps, and bisections that find μ
+TABLE_ENTRIES = 250_000_000  # 1 GB; pairs of columns further apart are left out
+GOLDEN = (5**0.5 - 1) / 2  # multiples modulo 1 are evenly spread
+IMPOSSIBLE = -1e4  # logit; the samplers reject infinite ones
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class FamilyDesigns:
         self.aligned_NL = np.stack([in_columns(*one, self.length) for one in along])
         note(f"comparing {len(self.members):,} members")
         self.weights = sequence_weights(self.aligned_NL)
-        # The last row is of residues between columns.
+        # The last row is for residues between columns.
         profile = column_profile(self.aligned_NL, self.weights)
         inserted = np.bincount(
             np.concatenate([own[path == self.length] for path, own in along]), minlength=GAP + 1
@@ -179,7 +179,7 @@ class FamilyDesigns:
         Args:
             templates: tokens with `<mask>` for residues to generate; None allows any length.
             sampling: see `FamilyDesigns.sampling`.
-            min_length, max_length: for designs without a template.
+            min_length, max_length: limits for designs without a template.
             progress: see `sample`.
 
         Raises:
@@ -304,7 +304,7 @@ class FamilyDesigns:
         random, denoiser = np.random.default_rng(0), self.denoiser_of(factor)
         chosen = random.permutation(np.flatnonzero(self.usual))[:CALIBRATED]
         own = self.aligned_NL[chosen]
-        # In which step a residue is drawn; before the first if it is kept.
+        # The step in which a residue is drawn; negative if it is kept.
         step = np.floor(TRIAL_STEPS * (1 - random.random(own.shape) / max(share, 1e-9)))
         letters = np.where((step >= 0) & (own < GAP), GAP, own).astype(np.int8)
         for number in range(TRIAL_STEPS):
@@ -351,7 +351,7 @@ class PairTerms:
             begin = min(max(0, first + rows // 2 - width // 2), length - width)
             sources = slice(begin, begin + width)
             by_source = np.zeros((width * GAP + 1, len(own) * GAP), dtype=np.float32)
-            for k, i in enumerate(own):  # the last row stays empty: no letter is visible
+            for k, i in enumerate(own):  # the last row stays 0, for hidden letters
                 odds = table.log_odds(i)[:, sources] * table.coupling[i, sources, None]
                 by_source[:-1, GAP * k : GAP * (k + 1)] = odds.reshape(GAP, -1).T
                 table.advance()
@@ -384,7 +384,7 @@ class FamilyDenoiser:
     Args:
         factor: factor of the pairs.
         avoid: letters that no residue may become.
-        temperature: by which a sampler divides the logits.
+        temperature: divisor that the sampler applies to the logits.
     """
 
     def __init__(
@@ -539,7 +539,7 @@ class _Law:
         only = allowed.sum(1) == 1
         tokens = np.where(kept, own + CANONICAL_START, PROTEIN.mask)
         tokens = np.where(only, allowed.argmax(1) + CANONICAL_START, tokens).astype(np.uint8)
-        if template is not None:  # also the residues that are not canonical
+        if template is not None:  # includes non-canonical residues
             tokens = np.where(template == PROTEIN.mask, tokens, template)
         return _Start(tokens, _sites(path), member, int(kept.sum()))
 
@@ -587,7 +587,7 @@ def _along(place: float) -> tuple[float, float]:
 def _tempered(log_p: Floats, temperature: float) -> Floats:
     scaled = log_p / temperature
     p = np.exp(scaled - scaled.max(-1, keepdims=True))
-    # Above 0 at any temperature, as others may be excluded.
+    # Positive at any temperature, as other residues may be excluded.
     return np.maximum(p / p.sum(-1, keepdims=True), np.finfo(np.float64).tiny)
 
 
@@ -599,7 +599,7 @@ def _chosen(
         return None
     with np.errstate(divide="ignore"):
         log_stay, log_change = np.log(stay), np.log(change)
-    sums = np.full((len(stay) + 1, number + 1), -np.inf)  # over the first i places, j of them
+    sums = np.full((len(stay) + 1, number + 1), -np.inf)  # of j changes in the first i places
     sums[0, 0] = 0
     for i in range(len(stay)):
         sums[i + 1] = sums[i] + log_stay[i]

@@ -44,9 +44,9 @@ from d2plm.families.pairs import (
 from d2plm.families.variants import Variant
 
 # Chosen by measurement, docs/science.md.
-MOST_PAIRS, HALF_OF_PAIRS = 2.0, 40.0  # k, and the effective number of members with half of it
+MOST_PAIRS, HALF_OF_PAIRS = 2.0, 40.0  # maximum k, effective number with half of it
 BLOSUM_SHARE = 0.3
-FEWEST_MEMBERS = 4  # from which pairs are counted
+FEWEST_MEMBERS = 4  # minimum number of members for pairs
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class FamilyEffects:
         for i, numbers in of_column.items():
             odds = table.log_odds(i) * table.coupling[i][None, :, None]
             odds *= table.scales(i, (letters < GAP)[None])[0] / 2
-            odds = np.pad(odds, ((0, 1), (0, 0), (0, 1)))  # of residues that are not canonical
+            odds = np.pad(odds, ((0, 1), (0, 0), (0, 1)))  # for non-canonical residues
             for number in numbers:
                 places, mutants = (np.array(one) for one in _parts(variants[number]))
                 change = odds[mutants[places == i][0]] - odds[letters[i]]

@@ -19,17 +19,17 @@ from d2plm.families.alignment import GAP, SAME_OBSERVATION, Floats, Letters, col
 from d2plm.families.profile_hmm import amino_frequencies
 
 # Chosen by measurement, docs/science.md.
-MATCH_WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)  # of one equal residue, nats
-PRIOR = 3.0  # pseudo-counts of the profile in what the neighbours predict
+MATCH_WEIGHTS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)  # candidates, nats per equal residue
+PRIOR = 3.0  # pseudo-counts of the profile in the neighbours' prediction
 PAIR_PRIOR = 2.0  # pseudo-counts of independence
-SUBSTITUTION_SHARE = 0.3  # of the counts of residues that replace each other under BLOSUM62
-TOTAL_COUPLING = 3.5  # the sum over the columns that a residue is predicted from, at most
-MEMBERS = 800  # drawn by weight, of more
-PREDICTED = 60, 150, 100  # members that choose a match weight, the evidence, the mean preference
-SPLITS = 8  # of a family into halves, at most; fewer of large families, whose halves say more
-NO_EVIDENCE = 0.02  # nats per residue that count for both sides
+SUBSTITUTION_SHARE = 0.3  # share of counts borrowed from similar residues (BLOSUM62)
+TOTAL_COUPLING = 3.5  # maximum sum of a residue's couplings
+MEMBERS = 800  # larger families are sampled by weight
+PREDICTED = 60, 150, 100  # number of members for match weight, evidence, mean preference
+SPLITS = 8  # maximum number of splits into halves; large families need fewer
+NO_EVIDENCE = 0.02  # nats per residue added to both gains
 
-Frequencies = NDArray[np.floating]  # [L, 20] or [Q, L, 20], of the residues at each column
+Frequencies = NDArray[np.floating]  # [L, 20] or [Q, L, 20]
 
 
 def neighbours(
@@ -53,12 +53,12 @@ def neighbours(
     log_votes = np.log(weights) + match_weight * (one_hot(queries) @ hot.T)
     if places is not None:
         log_votes[np.arange(len(queries)), places] = -np.inf
-    # In float64, as the best member may have a gap where others, far behind, have a letter.
+    # float64, as only members with far smaller votes may have a letter in a column.
     votes = np.exp(log_votes - log_votes.max(1, keepdims=True))
     counts, squares = ((power @ hot).reshape(*queries.shape, GAP) for power in (votes, votes**2))
     query, column = np.nonzero(queries < GAP)
     own = query, column, queries[query, column]
-    counts[own] *= np.exp(-match_weight)  # the hidden column is no match
+    counts[own] *= np.exp(-match_weight)  # the hidden column is not a match
     squares[own] *= np.exp(-2 * match_weight)
     total = np.maximum(counts.sum(2, keepdims=True), 1e-100)
     depth = total**2 / np.maximum(squares.sum(2, keepdims=True), 1e-200)
@@ -125,7 +125,7 @@ class PairTable:
         self.coupling = _coupling(information)
 
     def _counts(self, i: int, first: int = 0) -> tuple[Floats, Floats]:
-        """float32 [20, L - first, 20]: observed and expected pairs of column i and later columns."""
+        """float32 [20, L - first, 20]: seen and expected pairs of column i with columns ≥ first."""
         own = slice(GAP * i, GAP * (i + 1))
         seen: Floats = self.seen[:, own].T @ self.seen[:, GAP * first :]
         expected: Floats = self.expected[:, own].T @ self.expected[:, GAP * first :]
@@ -152,7 +152,7 @@ class PairTable:
         return np.asarray((smoothed + PAIR_PRIOR * prior) / total)
 
     def scales(self, i: int, visible: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """float64 [Q]: factor of column i's visible couplings that limits their sum to TOTAL_COUPLING."""
+        """float64 [Q]: factor that limits column i's visible couplings to TOTAL_COUPLING in sum."""
         total = visible @ self.coupling[i]
         return np.minimum(1, TOTAL_COUPLING / np.maximum(total, 1e-9))
 

@@ -18,7 +18,7 @@ from d2plm.families.profile_hmm import amino_frequencies
 
 FamilyPath = NDArray[np.int32]
 
-UNSEEN_END = 0.5  # pseudo-count of an end, over all columns
+UNSEEN_END = 0.5  # total pseudo-count of ends
 
 
 def paths_of(hmm: HMM, proteins: Sequence[Tokens]) -> list[FamilyPath]:
@@ -58,12 +58,12 @@ class PathSampler:
         first, last = (np.bincount(one, minlength=length) for one in np.array(ends).T)
         begin = (first + UNSEEN_END / length) / (first.sum() + UNSEEN_END)
         behind = (last + UNSEEN_END / length)[::-1].cumsum()[::-1]
-        stop = (last + UNSEEN_END / length) / behind  # of a path that has come so far
+        stop = (last + UNSEEN_END / length) / behind  # conditional on reaching the column
         flanks = np.mean([len(path) - len(own) for path, own in zip(paths, inside, strict=True)])
-        more = flanks / (flanks + 2)  # of a flank's residue; nearly all insertions are flanks
+        more = flanks / (flanks + 2)  # that a flank continues; nearly all insertions are flanks
         self.length = length
         self.transitions_SS, self.stop_S = _transitions(hmm, begin, stop, max(float(more), 0.01))
-        self.sparse_SS = csr_array(self.transitions_SS.T)  # an eighth of it is not 0
+        self.sparse_SS = csr_array(self.transitions_SS.T)  # an eighth of the entries is non-zero
         self.odds_L20 = match_emissions(hmm) / amino_frequencies()
         self._last = b"", np.empty((0, 0))
 
@@ -72,7 +72,7 @@ class PathSampler:
     ) -> NDArray[np.int32]:
         """int32 [number, n]: paths of a protein with these letters [n]; GAP allows any letter."""
         length, transitions = self.length, self.transitions_SS
-        if self._last[0] != letters.tobytes():  # of one template, many are asked for in a row
+        if self._last[0] != letters.tobytes():  # a template is usually sampled repeatedly
             self._last = letters.tobytes(), self._forward(letters)
         forward = self._last[1]
         drawn, paths = np.empty(number, dtype=np.int64), np.empty((number, len(letters)), np.int32)
@@ -117,7 +117,7 @@ def _transitions(
     found = np.zeros((2 * length + 1, 2 * length + 1))
     found[0, 0], found[0, 1 : length + 1] = more, (1 - more) * begin
     goes_on = 1 - stop
-    # From column j to k by deleting those between: md_j · Π dd · dm_{k−1}.
+    # From column j to k with deletions in between: md_j · Π dd · dm_{k−1}.
     with np.errstate(divide="ignore"):
         in_gap = np.concatenate([[0.0], np.log(dd[1:]).cumsum()])  # Σ_{l ≤ k} log dd_l
         log_md, log_dm = np.log(md), np.log(dm)

@@ -18,9 +18,9 @@ from pyhmmer.plan7 import HMM, Background, Hit, Pipeline
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, Tokens, is_canonical
 from d2plm.families.alignment import ALPHABET, digital_block, family_hmm, in_threads
 
-BACKGROUND_SHARE = 0.02  # of the mixture, for proteins that resemble no relative
+BACKGROUND_SHARE = 0.02  # weight in the mixture, for proteins unlike any relative
 
-NO_DOMAIN = 0.0  # nats of a pair without a domain, for which HMMER reports no score
+NO_DOMAIN = 0.0  # nats of a pair for which HMMER reports no domain
 
 Pair = tuple[int, int]
 

@@ -21,17 +21,16 @@ WILD_TYPE = frozenset(
     )
 )
 
-# Reasons for which a variant cannot be scored. The last two are mistakes of a table or of its
-# numbering; the others are in many tables.
+# Reasons why a variant cannot be scored; the last two are mistakes in a table or its numbering.
 STOP, INDEL = "with a stop", "with an insertion or deletion"
 UNKNOWN, BEYOND = "with an unknown residue", "beyond the end"
 UNSURE = "with an unknown consequence"
 MALFORMED, DISAGREES = "not a variant", "with another wild type"
-MOST_MISTAKEN = 0.05  # of the variants of a protein
+MOST_MISTAKEN = 0.05  # maximum share of mistakes among a protein's variants
 
-MIN_POSITIONS = 3  # fewer fit some other numbering by chance
+MIN_POSITIONS = 3  # fewer fit another numbering by chance
 
-# The same two changes in each of the notations, and whose it is, for docs/family.md.
+# The same two changes in each notation, and its source, for docs/family.md.
 NOTATIONS = (
     ("A24G:L30P", "ProteinGym"),
     ("A24G,L30P", "EVmutation"),
@@ -53,7 +52,7 @@ _UNSURE = re.compile(r"p\.0|.*\?")  # p.?, p.Met1?, p.0?
 _ARROW = re.compile(r"\s*(->|>|→)\s*")
 _INSERTION_CODE = re.compile(rf"(?:{_RESIDUE})(\d+[A-Z])(?:{_RESIDUE})", re.IGNORECASE)
 _LABELLED = re.compile(r"(?<![A-Za-z])([A-Z])([A-Z])(?=-?\d+[A-Z*](?![a-z]))")
-# The sequence that HGVS refers to: NP_000240.1:p.Ala24Gly, P02185:p.Ala24Gly.
+# The reference sequence of HGVS: NP_000240.1:p.Ala24Gly, P02185:p.Ala24Gly.
 _REFERENCE = re.compile(r"^(?:[A-Z]{2}_?\w[\w.]{2,40}|[OPQ]\d[A-Z\d]{3}\d):(?=p\.)")
 _BRACKETS = str.maketrans("", "", "()[]")
 _TOKENS = dict(zip(CANONICAL, encode(CANONICAL).tolist(), strict=True))
@@ -174,7 +173,7 @@ def place(
 
     Args:
         wild_type: its residues as letters; the first has position `offset` + 1.
-        name: of the wild type, for error messages.
+        name: name of the wild type in error messages.
 
     Raises:
         VariantError: if a position is outside the wild type, or has another residue there.
@@ -264,7 +263,7 @@ def place_variants(
         try:
             parsed.append(parse_variant(text, label))
         except VariantError as error:
-            parsed.append(error.with_traceback(None))  # which would keep what was given
+            parsed.append(error.with_traceback(None))  # a traceback would keep the arguments alive
     if offset == "auto":
         understood = (one for one in parsed if not isinstance(one, VariantError))
         offset = numbering_offset(understood, wild_type, name)

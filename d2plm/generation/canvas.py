@@ -98,9 +98,9 @@ class Canvas:
         return sequences[asked], positions[asked]
 
     def lowest(self, values: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
-        """bool [N]: in each segment, the `count` [S] eligible places with the lowest values, 0 … 1."""
+        """bool [N]: the `count` [S] eligible places per segment with the lowest values, 0 … 1."""
         bounds = F.pad(self.wanted.cumsum(0), (1, 0))
-        ranked = torch.where(eligible, values / 2, 1.0)  # the others after them all
+        ranked = torch.where(eligible, values / 2, 1.0)  # all others rank last
         rank = rank_in_segment(ranked, bounds, self.segments)
         return eligible & (rank < count[self.segments])
 

@@ -39,7 +39,7 @@ def tempered(log_p: Tensor, sampling: Sampling) -> Tensor:
     """Log-probabilities [N, K] after temperature, top-k and top-p, float64."""
     log_p = log_p.double()
     if sampling.temperature not in (None, 1):
-        # Relative to the likeliest residue, which does not overflow at the lowest temperature.
+        # Relative to the likeliest residue, so that low temperatures do not overflow.
         log_p = (log_p - log_p.amax(-1, keepdim=True)) / sampling.temperature
         log_p = log_p.log_softmax(-1)
     if sampling.top_k is None and sampling.top_p == 1:

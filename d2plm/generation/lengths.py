@@ -19,8 +19,8 @@ from d2plm.data.family import Family
 from d2plm.data.store import MAX_RESIDUES
 
 FILE = "length_histogram.json"
-UNIFORM = 50, 512  # range of the lengths of proteins of a model that records none
-PSEUDO_COUNT = 0.5  # Krichevsky–Trofimov, so that an unseen length has a likelihood
+UNIFORM = 50, 512  # range of lengths for a model without a histogram
+PSEUDO_COUNT = 0.5  # Krichevsky–Trofimov, gives unseen lengths a likelihood
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,7 @@ def sample(
         templates: tokens [L] of the paradigm's vocabulary, with `<mask>` for residues to generate.
         max_length: the model's limit in tokens, including `<cls>` and `<eos>`.
         relatives: relatives of each template, for a model that takes them.
-        ids: of the templates; with the seed they key the draws. Default: 0, 1, …
+        ids: identities of the templates, which key the draws with the seed; default 0, 1, …
         token_budget: tokens per forward pass; a longer sequence gets a pass of its own.
         progress: called with (steps done, their total), counted over all batches.
 
@@ -160,7 +160,7 @@ def _first_hitting(canvas: Canvas) -> Iterator[Tensor]:
     corrupted = torch.ones_like(canvas.share)
     for step in range(_steps(wanted, sampling)):
         key = Key(sampling.seed, step)
-        draws = 1 - uniform(key.stream("time"), canvas.batch.draw_ids)  # above 0
+        draws = 1 - uniform(key.stream("time"), canvas.batch.draw_ids)  # positive
         corrupted = corrupted * draws ** (1 / (wanted - step).clamp(min=1).double())
         order = uniform(key.stream("place"), *canvas.indices)
         masked = tokens[canvas.places] == canvas.mask

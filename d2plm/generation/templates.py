@@ -22,7 +22,7 @@ def parse_template(text: str, name: str, vocabulary: Vocabulary = PROTEIN) -> To
     mark, pattern = "<mask>", r"<mask(?::(?P<number>[1-9]\d{0,5}))?>"
     if isinstance(vocabulary, Letters | Codons):
         mark = vocabulary.decode(np.array([vocabulary.mask]))
-        if gap := re.search(r"[-.]", text):  # nothing in sequences; here it would lose a position
+        if gap := re.search(r"[-.]", text):  # ignored in sequences; here a position would be lost
             raise DataError(
                 f"template {name}: {gap[0]!r} at position {gap.start() + 1}; write '{mark}' for "
                 f"each {vocabulary.nouns.token} to design, and remove gaps of alignments"

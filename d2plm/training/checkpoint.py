@@ -38,7 +38,7 @@ from d2plm.training.shards import local, sharded_like
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT_VERSION = 3
 PARTIAL = ".partial"
-_ERRORS = (Exception, dcp.CheckpointException)  # the latter is no Exception
+_ERRORS = (Exception, dcp.CheckpointException)  # the latter is not an Exception
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
 
@@ -67,7 +67,7 @@ class Root:
                 f"{self.location}: no checkpoints can be kept there ({_reason(error)}); use a "
                 "folder, or a URL whose fsspec package is installed"
             ) from error
-        self.files = DirFileSystem(self.path, files)  # its paths begin with a checkpoint's name
+        self.files = DirFileSystem(self.path, files)  # paths are relative to the root
 
     def names(self, suffix: str = "") -> list[str]:
         """Names of the complete checkpoints, or of those with `suffix`, oldest first.
@@ -99,7 +99,7 @@ class Root:
                 self.files.rm_file(f"{name}/{MANIFEST}")
             if self.files.exists(name):
                 self.files.rm(name, recursive=True)
-        except Exception as error:  # of any file system; later runs ignore leftover files
+        except Exception as error:  # any file system's; later runs ignore leftover files
             log.warning("cannot remove checkpoint %s: %s", self.of(name), error)
 
     def of(self, name: str) -> str:
@@ -233,7 +233,7 @@ class Saver:
             self.process.on_main(
                 lambda: self._publish(partial, name, digests, run_state), self.group
             )
-        except _ERRORS as error:  # passed to the training thread, otherwise lost
+        except _ERRORS as error:  # passed to the training thread
             self._error = CheckpointError(
                 f"cannot write checkpoint {self.root.of(name)}: {_reason(error)}; free space "
                 "or choose another output_dir"
@@ -402,7 +402,7 @@ class _Reader(FsspecReader):
 
 
 def _not_whole(root: Root, name: str, error: Exception) -> CheckpointError:
-    reason = error if isinstance(error, OSError) else repr(error)  # the former names the file
+    reason = error if isinstance(error, OSError) else repr(error)  # an OSError names the file
     return CheckpointError(
         f"{root.of(name)} is not a whole checkpoint ({reason}); choose another one"
     )

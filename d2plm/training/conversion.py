@@ -23,7 +23,7 @@ from d2plm.training import checkpoint
 from d2plm.training.distributed import Process
 
 INDEX = "tensors.index.json"
-SEPARATOR = "/"  # between the parts of a tensor's place: optimizer/blocks.0.norm.weight/exp_avg
+SEPARATOR = "/"  # in a tensor's path: optimizer/blocks.0.norm.weight/exp_avg
 
 
 def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000_000) -> int:

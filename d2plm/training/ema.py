@@ -18,7 +18,7 @@ class EMA:
     """Moving average of this rank's shards, with a maximum decay in [0, 1)."""
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
-        # The import loads every model of diffusers, which takes a second.
+        # Imported here as it takes a second.
         from diffusers.training_utils import EMAModel
 
         require_number("ema_decay", decay, low=0, high=1, high_open=True)

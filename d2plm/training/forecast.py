@@ -100,7 +100,7 @@ def memory_per_rank(
 
     shards, master = int(plan.shard) * plan.context, 8 if dtype == torch.float64 else 4
     own, low, several = -(-kept_here()[0] // shards), dtype.itemsize, micro_batches > 1
-    if plan.expert > 1:  # each rank gathers only those that it computes
+    if plan.expert > 1:  # each rank gathers only its own experts
         apply_expert_parallel(model, cast(DeviceMesh, _GroupSizes({"expert": plan.expert})))
     parameters, outside = kept_here()
     largest = max(sum(p.numel() for p in block.parameters()) for block in model.blocks)
@@ -109,8 +109,8 @@ def memory_per_rank(
         beginning = (own * master if several else 0, copy_bytes, activations)
         ends = [(own * master, copy_bytes, 0)]
     else:
-        # Two blocks, as the next is gathered ahead, and the parameters outside the blocks; without
-        # resharding all of them at once. A block's gradients are whole until they are reduced.
+        # Two blocks, as the next one is prefetched, and the parameters outside the blocks; without
+        # resharding, all at once. A block's gradients are whole until they are reduced.
         ahead = (2 * largest + outside) * low
         reduced = largest * (low + master)
         kept = ahead if plan.reshard_after_forward else parameters * low
@@ -183,7 +183,7 @@ def _in_flight(plan: Plan, micro_batches: int) -> int:
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:
     """The bytes kept of a forward, plus those that the backward of one block recomputes."""
     every = plan.activation_checkpointing
-    # A last block that keeps its own has freed them when the first is recomputed.
+    # If the last block keeps its activations, they are freed before the first recomputation.
     if every == 0 or (len(model.blocks) - 1) % every:
         return activation_bytes(model, plan, **sizes)
     without = replace(plan, activation_checkpointing=0)
@@ -210,12 +210,12 @@ def activation_bytes(
     model = model.to(dtype).train()
     if compile:
         for block in model.blocks:
-            # Without the code generation, which does not change what is kept.
+            # Without code generation, which does not change the saved activations.
             block.forward = torch.compile(  # type: ignore[method-assign]
                 block.forward, fullgraph=True, backend="aot_eager_decomp_partition"
             )
     checkpoint_activations(model.blocks, plan.activation_checkpointing)
-    # Blocks of every model share one code object, and this may be the forecast of many models.
+    # Blocks of all models share one code object, and there may be many forecasts.
     with counting_saved(model) as saved, torch._dynamo.config.patch(recompile_limit=256):
         logits = model(
             torch.empty(tokens, dtype=torch.uint8, device="meta"),
@@ -230,10 +230,10 @@ def activation_bytes(
 @contextmanager
 def counting_saved(model: nn.Module) -> Iterator[dict[int, int]]:
     """Context manager: {storage: bytes} saved by autograd inside the block."""
-    # A matrix is saved as its transpose, another tensor on the same storage.
+    # A saved transpose is another tensor on the same storage.
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, int] = {}
-    alive = []  # a freed storage's number would be given again
+    alive = []  # the address of a freed storage would be reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -13,7 +13,7 @@ from d2plm.settings.training import ConstantSettings, CosineSettings, ScheduleSe
 
 Schedule = Callable[[int], float]
 
-# Share of the decline done → share of the factor left.
+# Fraction of the decay done → fraction of the factor left.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "1-sqrt": lambda done: 1 - math.sqrt(done),

@@ -36,7 +36,7 @@ class LoadBalancer:
         self._routers = list(routers.values())
         self.layers = [name.removesuffix(".feed_forward.router") for name in routers]
         self.load = self.z = torch.zeros(())
-        # This rank's shard of each state with the layer that it is of, and the experts in it.
+        # (layer, this rank's shard of the state), and indices of the experts in the shards.
         self._states: dict[str, list[tuple[int, Tensor]]] = {"bias": [], "past_load": []}
         for layer, (name, router) in enumerate(routers.items()):
             for kind, state in router.states().items() if router.weight.requires_grad else ():

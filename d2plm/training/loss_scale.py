@@ -51,7 +51,7 @@ class LossScale:
         is_first = not optimizer.state
         optimizer.found_inf = self.overflow.float()  # type: ignore[attr-defined]  # read by its kernels
         optimizer.step()
-        if is_first:  # SGD allocates its momentum and leaves it unwritten on overflow
+        if is_first:  # SGD leaves newly allocated momentum uninitialised on overflow
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):

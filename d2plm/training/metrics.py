@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from d2plm.training.trainer import Trainer
 
 GIB = 2**30
-STARVED = 0.1  # of the mean load: an expert with less learns next to nothing
+STARVED = 0.1  # relative to the mean load; an expert with less hardly learns
 
 
 class Metric:
@@ -114,7 +114,7 @@ class ExpertLoads(Metric):
         if self.load is None:
             return {}
         z, config = trainer.process.sum_over_ranks(self.z), trainer.model.config
-        both = torch.cat([self.load.double(), z[:, None]], dim=1).cpu()  # one wait
+        both = torch.cat([self.load.double(), z[:, None]], dim=1).cpu()  # one synchronisation
         self.load, load = None, both[:, :-1]
         total = load.sum(-1, keepdim=True).clamp(min=1)
         share, relative = load / total, load / total * config.num_experts

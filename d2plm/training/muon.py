@@ -29,11 +29,11 @@ from d2plm.settings.training import MuonSettings
 from d2plm.training.optimizer import adamw_keywords, decayed_and_kept
 from d2plm.training.tensor_parallel import Split, splits_of
 
-# Five times x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x brings singular values of 0.003 … 1 to 0.68 … 1.21.
+# Five iterations of x ← a·x + (b·xxᵀ + c·(xxᵀ)²)·x map singular values 0.003 … 1 to 0.68 … 1.21.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-SMALLEST_NORM = 1e-12  # of a matrix whose direction is taken
-ADAMW_RMS = 0.2  # root mean square of AdamW's steps at a learning rate of 1, as it is found
+SMALLEST_NORM = 1e-12  # avoids division by zero
+ADAMW_RMS = 0.2  # typical root mean square of AdamW's steps at a learning rate of 1
 
 
 def build_muon(
@@ -71,7 +71,7 @@ def build_muon(
     return Muon(
         tensors(matrices),
         [
-            # Of a stack every rank has whole matrices, however they are split.
+            # Every rank has whole matrices of a stack, even if it is split.
             Sharding.of(named[name], splits.get(name) if named[name].ndim == 2 else None)
             for name in matrices
         ],
@@ -80,7 +80,7 @@ def build_muon(
             {"params": tensors(of_hidden), "lr": learning_rate * hidden},
             {"params": tensors(of_time), "lr": learning_rate * time},
             {"params": tensors(kept), "weight_decay": 0.0},
-            # Whose inputs are as wide in every model.
+            # Their input width does not depend on the model.
             *([{"params": tensors(of_relatives)}] if of_relatives else []),
         ],
         momentum=settings.momentum,
@@ -119,7 +119,7 @@ class Muon(AdamW):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Optimizer.__setstate__(self, state)  # AdamW's wants a count of steps for each parameter
+        Optimizer.__setstate__(self, state)  # AdamW's expects a step count per parameter
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -143,8 +143,8 @@ class Muon(AdamW):
         matrices, shardings, sizes = (list(column) for column in zip(*moved, strict=True))
         grads, buffers = [matrix.grad for matrix in matrices], self._momenta(matrices)
         rate, decay = group["lr"], group["lr"] * group["weight_decay"]
-        overflow = getattr(self, "found_inf", None)  # as torch's fused optimizers have it
-        if overflow is not None:  # momenta and matrices stay as they are
+        overflow = getattr(self, "found_inf", None)  # as for torch's fused optimizers
+        if overflow is not None:  # momenta and matrices do not change
             overflow = overflow.to(buffers[0].device)
             grads = [grad.where(overflow == 0, b) for grad, b in zip(grads, buffers, strict=True)]
             decay = decay * (1 - overflow)
@@ -213,8 +213,8 @@ class Sharding:
 def product_dtype(shardings: Sequence[Sharding]) -> torch.dtype:
     """The dtype of the products: bf16 if every rank's hardware has instructions for it."""
     fast = not shardings or resolve_precision("auto", shardings[0].device) == torch.bfloat16
-    if dist.is_initialized():  # all ranks, also a stage of a pipeline that has no matrices
-        everywhere = torch.tensor(int(fast))  # on the host, whatever the device
+    if dist.is_initialized():  # all ranks take part, even a pipeline stage without matrices
+        everywhere = torch.tensor(int(fast))  # on the host, for any device
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         fast = bool(everywhere)
     return torch.bfloat16 if fast else torch.float32

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.training.checkpoint import Layout
 
-SECTION = "optimizer"  # of a checkpoint's tensors
+SECTION = "optimizer"  # key of a checkpoint's tensors
 _NUMBERS = (bool, int, float, str, type(None))
 
 State = dict[str, dict[str, Tensor]]

@@ -26,8 +26,7 @@ from d2plm.model.experts import Experts
 from d2plm.training.distributed import Process
 from d2plm.training.plan import Plan
 
-# Model FLOPs of a run on a CPU, some minutes on two cores. The compiler takes about 20 s and saves
-# a fifth of the time.
+# Model FLOPs, minutes on two CPU cores: compiling takes about 20 s and saves a fifth of the time.
 WORTH_COMPILING = 5e13
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def shard_model(
         mp_policy=MixedPrecisionPolicy(
             param_dtype=dtype if low else None,
             reduce_dtype=torch.float32 if low else None,
-            cast_forward_inputs=False,  # a time keeps its fp32
+            cast_forward_inputs=False,  # times stay fp32
         ),
         offload_policy=CPUOffloadPolicy() if plan.cpu_offload else OffloadPolicy(),
         reshard_after_forward=plan.reshard_after_forward,
@@ -125,13 +124,13 @@ def compile_blocks(
         return False
     try:
         torch.compile(lambda x: x + 1)(torch.ones(8, device=device))
-    except Exception as error:  # the compiler tool chain has no common error class
+    except Exception as error:  # the compilers have no common error class
         log.warning(
             "compile: running uncompiled, as the compiler fails here: %s", first_line(error)
         )
         return False
     for block in blocks:
-        # The forward alone, not the call: FSDP's hooks stand around it and stay outside.
+        # Only the forward, so that FSDP's hooks stay outside.
         block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
     return True
 

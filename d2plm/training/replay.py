@@ -43,7 +43,7 @@ class Replayed:
     """A repeated step.
 
     Attributes:
-        step: as logged: the number of updates after it.
+        step: number of the step in the logs: the updates done after it.
         loss: loss of the global batch.
         grad_norm: norm of its gradient before clipping.
         sequences: largest loss first.
@@ -63,7 +63,7 @@ def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed
 
     Args:
         trainer: has the run's settings; its training is not saved.
-        step: as logged, from 1.
+        step: number of the step in the logs, from 1.
         location: checkpoint to start from; None takes the newest complete one before the step, or
             the initial weights.
 
@@ -115,7 +115,7 @@ class _Recorder(Callback):
                 self.sequences += _sequence_losses(trainer, packed)
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
-        # A run that continued after such a step has skipped it; a loss scale skips by itself.
+        # A run that continued after such a step skipped it; a loss scale does so itself.
         finite = torch.isfinite(trainer.loss + trainer.grad_norm)
         trainer.skip_update = trainer.loss_scale is None and not bool(finite)
         if trainer.step + 1 != self.step:

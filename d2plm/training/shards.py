@@ -46,7 +46,7 @@ def sharded_like(shard: Tensor, like: Shard, mesh: DeviceMesh | None = None) -> 
         like.placements,
         run_check=False,
         shape=like.shape,
-        stride=like.stride(),  # uneven shards would break its inference
+        stride=like.stride(),  # cannot be inferred from uneven shards
     )
 
 
@@ -131,7 +131,7 @@ def norms(
     def squares(chosen: Callable[[str], bool]) -> Tensor:
         """[G] over the shards of this rank whose names are `chosen`."""
         own = [[shard for name, shard in group.items() if chosen(name)] for group in groups]
-        # Stacked first: a kernel for all instead of one for each parameter.
+        # Stacked first: one kernel instead of one per parameter.
         each = [torch.stack(torch._foreach_norm(g) if g else [torch.zeros(())]) for g in own]
         on_device = [group.to(process.device, non_blocking=True) for group in each]
         return torch.stack([group.square().sum() for group in on_device])

@@ -18,8 +18,8 @@ from d2plm.training.metrics import Metric
 if TYPE_CHECKING:
     from d2plm.training.trainer import Trainer
 
-# TFLOP/s of dense bf16 by NVIDIA's datasheets (halved where they count sparsity), by words of the
-# name that torch.cuda.get_device_name gives; the first entry whose words are all in it applies.
+# Dense bf16 TFLOP/s in NVIDIA's datasheets (without sparsity) by words of the device's name; the
+# first entry whose words all occur applies.
 PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("B200",), 2250.0),
     (("H200", "NVL"), 835.0),
@@ -32,8 +32,8 @@ PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("L4",), 121.0),
 )
 
-# Others slow training on CPU down where the process gets less than this share of its threads' time
-# over this many seconds, while the load is above the cores by this factor.
+# Training on CPU counts as slowed down by other processes if it gets less than this share of its
+# threads' time over this many seconds while the load exceeds the cores by this factor.
 CROWDED_SHARE, CROWDED_SECONDS, CROWDED_LOAD = 0.6, 10.0, 1.25
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class CrowdedCores(Metric):
 
     def begin(self, trainer: "Trainer") -> None:
         self.watching = trainer.process.device.type == "cpu" and trainer.process.is_main
-        self.since: tuple[float, float] | None = None  # at the first row, when all is compiled
+        self.since: tuple[float, float] | None = None  # set at the first row, after compilation
 
     def read(self, trainer: "Trainer") -> dict[str, float]:
         now, threads = (time.perf_counter(), time.process_time()), torch.get_num_threads()

@@ -67,7 +67,7 @@ from d2plm.training.trainer_settings import (
 from d2plm.training.training_length import flops_per_step, number_of_steps
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# What a rank reports to the others after a step, the most urgent last.
+# Reported by a rank to the others after a step, in ascending priority.
 _NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class Trainer:
             apply_expert_parallel(self.model, self.process.expert_ranks)
             if compile is True:
                 log.warning("compile: running uncompiled, as experts are on several processes")
-            compile = False  # their shards are gathered inside of a block
+            compile = False  # their shards are gathered inside a block
         flops = self.max_steps * flops_per_step(self.loader, self.model.config)
         self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
@@ -252,7 +252,7 @@ class Trainer:
         """Allocate this rank's shards, with a new model's weights or the given ones."""
         home = torch.device("cpu") if self.plan.cpu_offload else self.device
         is_new = any(parameter.is_meta for parameter in self.model.parameters())
-        for unit in self.units:  # of FSDP, which replaces uneven shards at its first forward else
+        for unit in self.units:  # of FSDP; else uneven shards would be replaced later
             unit.to_empty(device=home) if is_new else unit.to(home)
         if is_new:
             self.draw_weights()
@@ -352,7 +352,7 @@ class Trainer:
             if self.position.bins == 0:
                 self.notify("on_epoch_begin")
             self.train_step(batch)
-            if self.step == self.first_step + 1:  # a refusal must not wait for the first save
+            if self.step == self.first_step + 1:  # reject unsupported state before the first save
                 optimizer_state.collect(self.optimizer, self.parameters)
             failed = _SAVE_FAILED if self.saver.failed else _NOTHING
             agreed = agreement.exchange(_STOP if self.stop_requested else failed)
@@ -366,7 +366,7 @@ class Trainer:
         """The global batches from the current position on, on the device."""
         stream = self.loader.stream(self.position)
         if self.loading.max_relatives is not None and self.device.type == "cuda":
-            # In the step, the alignment would wait for the device to know what is visible.
+            # In the step, the alignment would have to wait for the device.
             steps = enumerate(stream, self.step)
             stream = read_ahead(self.with_aligned_relatives(batch, step) for step, batch in steps)
         return prefetch(stream, self.device, enabled=self.loading.async_prefetch)
@@ -467,7 +467,7 @@ class Trainer:
             self.loss_scale.update(norm)
         if self.settings.max_grad_norm is not None:
             clipped = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-            # A norm that is not finite must not hide which gradients are not.
+            # A non-finite norm must not spread to finite gradients.
             factor = factor * torch.where(torch.isfinite(norm), clipped, 1.0)
         if gradients:
             own = list(gradients.values())
@@ -565,7 +565,7 @@ class Trainer:
     def _resume(self) -> None:
         root, resume = self.saver.root, self.settings.resume
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-            resume = "auto"  # a restart by torchrun: `resume` was for the first start
+            resume = "auto"  # restarted by torchrun: `resume` applies to the first start
         location = None if resume == "none" else resume
         if resume == "auto":
             name = self.process.on_main(lambda: checkpoint.newest_whole(root))

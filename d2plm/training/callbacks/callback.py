@@ -48,7 +48,7 @@ class Callback:
     (`trainer.process.is_main`), and a change to the training must be identical on all ranks.
     """
 
-    called_last = False  # true for callbacks that save: called after all others
+    called_last = False  # True for callbacks that save: called after all others
 
     @classmethod
     def create(cls, settings: Any, context: RunContext) -> Self:

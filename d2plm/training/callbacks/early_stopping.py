@@ -33,7 +33,7 @@ class EarlyStopping(Callback):
         self.best, self.waited = state["best"], state["waited"]
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        self._end_if_waited_enough(trainer)  # a run that has stopped does not start again
+        self._end_if_waited_enough(trainer)  # a stopped run does not restart
 
     def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self.settings.patience is None:

@@ -17,7 +17,7 @@ from d2plm.settings.callbacks import EvaluationCallbackSettings
 from d2plm.training.callbacks.callback import Callback, RunContext
 from d2plm.training.trainer import Trainer
 
-FITTED_SEQUENCES = 2000  # of the training's, for the baseline without order
+FITTED_SEQUENCES = 2000  # number of training sequences to fit the baseline
 
 
 class Evaluate(Callback):

@@ -23,7 +23,7 @@ from d2plm.training.metrics import gradient_norms
 from d2plm.training.trainer import Trainer
 
 COUNTED = ("in_a_row", "in_total")
-EVERY_ON_CUDA = 20  # where no metrics are logged
+EVERY_ON_CUDA = 20  # without a MetricLogger
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class GradientHealth(Callback):
         self.interval = self.every or (1 if self.max_skipped else _unforced_interval(trainer))
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
-        following = trainer.step + 1  # so that steps that log or save are checked
+        following = trainer.step + 1  # checks the steps that log or save
         if following % self.interval and following < trainer.max_steps:
             return
         values = torch.stack([trainer.loss.double(), trainer.grad_norm.double()]).tolist()
@@ -80,7 +80,7 @@ class GradientHealth(Callback):
             log.warning(message, following, bad[0], values[1], *skipped)
 
     def _stop(self, trainer: Trainer, what: str) -> None:
-        number = trainer.step + 1  # as the logs and d2plm replay count
+        number = trainer.step + 1  # as numbered in the logs and by d2plm replay
         folder = trainer.output_dir / f"failed-step-{number}"
         dump_step(trainer, folder)
         since = (

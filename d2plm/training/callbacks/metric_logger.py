@@ -105,7 +105,7 @@ class MetricLogger(Callback):
     on_evaluate = on_log
 
     def on_save(self, trainer: Trainer, *_: object) -> None:
-        # A run resumed from here does not send these again.
+        # A run resumed from this checkpoint does not send these rows again.
         if self.run is not None and trainer.process.is_main:
             with self._surviving():
                 self.run.flush()

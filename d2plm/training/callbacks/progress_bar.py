@@ -67,7 +67,7 @@ def _evaluated_sequences(trainer: Trainer) -> str:
         return "perplexity: averaged weights (EMA)"
     things = f"{len(evaluate.sequences):,} held-out {evaluate.vocabulary.nouns.sequence}s"
     line = f"perplexity: of {things}, averaged weights (EMA)"
-    if len(trainer.collections) > 1:  # the baseline is of one collection
+    if len(trainer.collections) > 1:  # the baseline needs a single collection
         return line
     perplexity = evaluate.reference_perplexity(trainer.collections[0].sequences)
     reference = {"composition": "the composition of each, without order,"}.get(

@@ -22,9 +22,9 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 
 VARIABLES = [f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN")]
-SECONDS = 10.0  # between two requests, at least
-TIMEOUT_SECONDS = 5.0  # of a request, and for the last one at the end of the training
-# What the custom resource allows.
+SECONDS = 10.0  # minimum time between two requests
+TIMEOUT_SECONDS = 5.0  # for a request, and for the last one at the end of training
+# Limits of the custom resource.
 MOST_SECONDS, MOST_METRICS, MOST_CHARACTERS = 2**31 - 1, 256, 64
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class TrainJobStatus(Callback):
             self._thread.start()
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self.metrics = {**self.metrics, **metrics}  # a new one, as the thread reads it
+        self.metrics = {**self.metrics, **metrics}  # a copy, as the thread reads the old one
 
     on_evaluate = on_log
 
@@ -74,7 +74,7 @@ class TrainJobStatus(Callback):
             is_last = self._is_over.is_set()
             try:
                 self._send(_status(trainer, self.metrics, time.monotonic() - began, first))
-            except Exception as error:  # whatever it is, training continues
+            except Exception as error:  # no error may end training
                 if not self._is_warned:
                     log.warning("the TrainJob's status has no progress: %s", first_line(error))
                 self._is_warned = True
