@@ -93,7 +93,7 @@ def fit_baselines(
 
 
 def sampled(train: SequenceStore, tokens: int, max_residues: int) -> NDArray[np.int64]:
-    """Indices of random sequences with about this many tokens in total, in ascending order."""
+    """Ascending indices of random sequences with about `tokens` tokens in total, or of all."""
     lengths = np.minimum(np.asarray(train.lengths), max_residues).astype(np.int64)
     if lengths.sum() <= tokens:
         return np.arange(len(train))

@@ -25,7 +25,7 @@ from d2plm.paradigms.paradigm import BoundDraw, Denoiser, Paradigm
 
 MASKING_VERSION = 1  # increment if the masks of a seed change
 MLM_FRACTION = 0.15
-FRACTION_BINS = 10  # of equal width in the calibration curve
+FRACTION_BINS = 10  # bins of equal width in the calibration curve
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
@@ -177,7 +177,6 @@ def _add_draw(scores: SequenceScores, ids: NDArray[np.int64], draw: int, bound: 
 
 
 def _on_host(values: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The values [S] of the segments without padding."""
     return values[: len(ids)].cpu().numpy()
 
 

@@ -51,7 +51,7 @@ class Judge:
     """The HMM, the alignment and the conserved columns of the given members.
 
     Args:
-        given: members from which the new ones were drawn; the HMM uses MOST_MEMBERS of them.
+        given: members from which the new ones were drawn; the HMM uses at most MOST_MEMBERS.
         held_out: natural members that were not given; None leaves out given ones in turn.
         seed: determines the references and the members that are left out.
     """
@@ -222,7 +222,7 @@ _WINDOW = int(LOW_COMPLEXITY["low_complexity_window"]), LOW_COMPLEXITY["low_comp
 def figures(
     proteins: Sequence[dict[str, Any]], among: NDArray[np.float64] | Sequence[float]
 ) -> dict[str, float | None]:
-    """Medians of a set and shares of its proteins, with `among`, the identities of pairs."""
+    """Medians of a set and shares of its proteins; `among` are identities of pairs of them."""
 
     def median(name: str) -> float | None:
         values = [one[name] for one in proteins if one[name] is not None]
@@ -267,7 +267,6 @@ def _off_diagonal(square: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def _tokens(symbols: NDArray[np.uint8]) -> Tokens:
-    """A row of an alignment without its gaps."""
     return encode(bytes(symbols).decode().translate(_UNGAPPED).upper())
 
 

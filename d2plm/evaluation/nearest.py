@@ -43,7 +43,11 @@ class Nearest:
 
 
 def nearest_search(sensitivity: float = 7.0) -> SearchSettings:
-    """Search settings without a minimum identity; sensitivity from 1 (fast) to 7.5 (sensitive)."""
+    """Search settings without a minimum identity.
+
+    Args:
+        sensitivity: of the k-mer prefilter, 1 (fast) … 7.5 (sensitive); ConfigError beyond.
+    """
     return SearchSettings(min_seq_id=0.0, coverage_mode=OF_THE_QUERY, sensitivity=sensitivity)
 
 

@@ -123,7 +123,6 @@ def members_table(described: dict[str, Any]) -> Table:
 
 
 def header(described: dict[str, Any]) -> list[str]:
-    """The text for each design's FASTA header."""
     return [
         f"nearest={one['nearest']} identity={one['identity']:.3f} bits={one['bits']:.1f} "
         f"member={'yes' if one['member'] else 'no'} ends={'yes' if one['ends'] else 'no'} "

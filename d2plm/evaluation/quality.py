@@ -316,7 +316,11 @@ def in_training(sequences: Iterable[Tokens], train: SequenceStore) -> NDArray[np
 def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseqs: MMseqs) -> int:
     """Number of homology clusters of sequences uint8 [L]; equal sequences are one cluster.
 
-    A sequence too short for MMseqs2 is a cluster of its own. Raises DataError if MMseqs2 fails.
+    A sequence too short for MMseqs2 is a cluster of its own.
+
+    Raises:
+        DataError: if MMseqs2 fails.
+        OSError: if a file cannot be written.
     """
     distinct = sorted({tokens.tobytes() for tokens in sequences})
     if settings.method == "none":
@@ -327,7 +331,10 @@ def count_clusters(sequences: Iterable[Tokens], settings: ClusterSettings, mmseq
 
 
 def kl_divergence(counts: NDArray[np.int64], reference: NDArray[np.int64]) -> float | None:
-    """KL(counts ‖ reference) of two histograms, nats; None if either is empty."""
+    """KL(counts ‖ reference) of two histograms, nats; None if either is empty.
+
+    Infinite if `reference` lacks a value.
+    """
     if not counts.sum() or not reference.sum():
         return None
     return float(rel_entr(counts / counts.sum(), reference / reference.sum()).sum())

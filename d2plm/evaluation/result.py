@@ -60,7 +60,7 @@ Bounds = Mapping[str, Bound]
 
 @dataclass(frozen=True)
 class IdentityBin:
-    """Proteins in a range of identity to the nearest training protein; bounds unless empty."""
+    """Proteins by identity to the nearest training protein; an empty bin has no bounds."""
 
     sequences: int
     residues: int
@@ -81,7 +81,7 @@ class FractionBin:
 
 @dataclass(frozen=True)
 class RelativesBelow:
-    """Bounds given relatives below an identity, which a number of proteins have."""
+    """Bounds given relatives below an identity, and the number of proteins that have any."""
 
     identity: float
     with_relatives: int
@@ -95,10 +95,11 @@ class RelativesBelow:
 
 @dataclass(frozen=True)
 class GivenRelatives:
-    """The bound of a number of held-out proteins given their relatives.
+    """The bound of held-out proteins given their relatives.
 
     Attributes:
         most: maximum number of relatives per protein.
+        proteins: number of proteins.
         unrelated: given unrelated proteins of the same lengths, and the difference from `alone`.
         order_difference: largest change from reordering the relatives, nats per residue.
         by_depth: maximum number of relatives → bound, below the first of the identities.

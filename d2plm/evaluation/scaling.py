@@ -300,7 +300,6 @@ def _frontier(
 
 
 def _by_size(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """The runs of each size, in ascending order."""
     ordered = sorted(points, key=lambda point: (point.parameters, point.flops))
     return {
         size: [point for point in ordered if point.size == size]

@@ -1,8 +1,8 @@
 """Scores of single proteins: the bound draw by draw, pseudo-log-likelihood, mutational effects.
 
 Forward rows are created lazily and packed under the token budget, so memory is bounded by a batch
-and not by the rows of a protein. Sequences are not cut and batches not padded, so shapes vary,
-which only a compiled model dislikes.
+and not by the rows of a protein. Sequences are not cut and batches not padded; the varying shapes
+are a disadvantage only for a compiled model.
 """
 
 import math
@@ -158,6 +158,7 @@ def bound_interval(draws: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDA
 def protein_scores(
     draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary = PROTEIN
 ) -> list[ProteinScore]:
+    """The scores of N sequences from their `bound_draws`, float64 [N, D]."""
     columns = _scores(draws, sequences, vocabulary).values()
     return [ProteinScore(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
@@ -177,7 +178,6 @@ def score_columns(
 def _scores(
     draws: NDArray[np.float64], sequences: Sequence[Tokens], vocabulary: Vocabulary
 ) -> dict[str, NDArray[Any]]:
-    """The fields of `ProteinScore`, [N] each."""
     nats, (low, high) = draws.mean(axis=1), bound_interval(draws)
     predicted = (vocabulary.is_predicted(sequence) for sequence in sequences)
     residues = np.array([int(which.sum()) for which in predicted], dtype=int)
@@ -188,7 +188,7 @@ def _scores(
 
 
 def require_masked(paradigm: Paradigm, key: str, remedy: str) -> MaskedParadigm:
-    """The paradigm; raises ModelError, naming `key` and `remedy`, if it cannot predict masks."""
+    """The paradigm; raises ModelError, naming `key` and `remedy`, unless it predicts masks."""
     if isinstance(paradigm, MaskedParadigm):
         return paradigm
     raise ModelError(
@@ -336,7 +336,10 @@ def masked_predictions(
     device: Device = "cpu",
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[MaskedRow, NDArray[np.float64]]]:
-    """Each row with log p(residue | unmasked tokens) [M, K] at its M masked residues."""
+    """Each row with log p(residue | unmasked tokens) [M, K] at its M masked residues.
+
+    The time is the one at which this fraction of the residues is expected to be masked.
+    """
     for batch_rows in _batches(rows, token_budget, paradigm):
         related = [row.relatives for row in batch_rows if row.relatives is not None]
         host_batch = PackedBatch.pack(

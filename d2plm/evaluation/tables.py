@@ -39,7 +39,6 @@ def tables_of(evaluation: Evaluation) -> dict[str, Table]:
 
 
 def relatives_table(given: GivenRelatives) -> Table:
-    """The bounds of the model and of profile HMMs given relatives."""
     bounds = {}
     for row in given.below:
         below = f"below {row.identity:.0%}"
@@ -72,7 +71,6 @@ def identity_table(evaluation: Evaluation) -> Table:
 
 
 def calibration_table(evaluation: Evaluation) -> Table:
-    """Cross-entropy by corrupted fraction."""
     token = evaluation.terms.token
     return Table(
         ["model", "masked fraction", f"predicted {token}s", f"nats/{token}"],

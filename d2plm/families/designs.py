@@ -3,11 +3,11 @@
 A design is drawn in three steps, each conditional on the previous one:
 
 1. Its path (its columns and the number of residues between them): that of a member, or, if residues
-or the length are given, a sample from the posterior of the family's profile HMM. 2. A member, by
-default the one that lends the path, and which of its residues are kept: each with probability 1 −
-μ. 3. The other residues, by a sampler of `d2plm.generation` that keeps the path fixed. Their
-denoiser is the closed form p(x_i = a | visible) ∝ D_i(a) exp(t_i(a)) of column profile D and pairs
-t.
+   or the length are given, a sample from the posterior of the family's profile HMM.
+2. A member, by default the one that lends the path, and which of its residues are kept: each with
+   probability 1 − μ.
+3. The other residues, by a sampler of `d2plm.generation` that keeps the path fixed. Their denoiser
+   is the closed form p(x_i = a | visible) ∝ D_i(a) exp(t_i(a)) of column profile D and pairs t.
 
 Without pairs and at temperature 1 the distribution given a path is the mixture over members m of
 Π_i [(1 − μ)·(x_i = m_i) + μ·D_i(x_i)], conditional on the given residues, letters to avoid and
@@ -544,7 +544,7 @@ class _Law:
         return _Start(tokens, _sites(path), member, int(kept.sum()))
 
     def _mutant(self, member: int, changes: int, random: np.random.Generator) -> _Start:
-        """A member with mutations at positions drawn as if changed residues were independent."""
+        """A member with `changes` mutations, at positions drawn as if they were independent."""
         designs = self.designs
         path, own = designs.paths[member], designs.letters[member]
         if missing := {*self.wishes.keep} - {*path.tolist()}:
@@ -594,12 +594,12 @@ def _tempered(log_p: Floats, temperature: float) -> Floats:
 def _chosen(
     stay: Floats, change: Floats, number: int, random: np.random.Generator
 ) -> NDArray[np.bool_] | None:
-    """bool [n]: `number` places that change, with probability ∝ Π change · Π stay; None if none."""
+    """bool [n]: `number` changed places, with probability ∝ Π change · Π stay, or None."""
     if number > len(stay):
         return None
     with np.errstate(divide="ignore"):
         log_stay, log_change = np.log(stay), np.log(change)
-    sums = np.full((len(stay) + 1, number + 1), -np.inf)  # of j changes in the first i places
+    sums = np.full((len(stay) + 1, number + 1), -np.inf)  # j changes in the first i places
     sums[0, 0] = 0
     for i in range(len(stay)):
         sums[i + 1] = sums[i] + log_stay[i]

@@ -3,8 +3,8 @@
 score = log profile + k · pairs + 0.3 · BLOSUM62, mutant minus wild type, with k increasing with the
 effective number of members. Pair terms also prefer the residues that a protein has by descent, most
 in variable columns, which says nothing about effects. The members' mean preference for their own
-residues is therefore subtracted, in proportion to how much better the tree than the pairs predicts
-left-out members (`share_of_tree`).
+residues is therefore subtracted, weighted by the tree's share in predicting left-out members
+(`share_of_tree`).
 
 Shape suffixes: L columns, 20 letters.
 """
@@ -194,5 +194,4 @@ def summed_changes(term: Table, letters: Letters, variants: Sequence[Variant]) -
 
 
 def _parts(variant: Variant) -> tuple[list[int], list[int]]:
-    """The columns and the new letters of a variant."""
     return [*variant.positions], [mutant - CANONICAL_START for mutant in variant.mutants]

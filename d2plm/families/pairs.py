@@ -152,7 +152,7 @@ class PairTable:
         return np.asarray((smoothed + PAIR_PRIOR * prior) / total)
 
     def scales(self, i: int, visible: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """float64 [Q]: factor that limits column i's visible couplings to TOTAL_COUPLING in sum."""
+        """float64 [Q]: factor that limits the sum of visible couplings to column i."""
         total = visible @ self.coupling[i]
         return np.minimum(1, TOTAL_COUPLING / np.maximum(total, 1e-9))
 

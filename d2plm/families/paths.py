@@ -22,7 +22,6 @@ UNSEEN_END = 0.5  # total pseudo-count of ends
 
 
 def paths_of(hmm: HMM, proteins: Sequence[Tokens]) -> list[FamilyPath]:
-    """The most probable path of each protein."""
     found = []
     for row in aligned_rows(hmm, proteins):
         symbols = np.frombuffer(row.encode(), dtype=np.uint8)
@@ -60,7 +59,7 @@ class PathSampler:
         behind = (last + UNSEEN_END / length)[::-1].cumsum()[::-1]
         stop = (last + UNSEEN_END / length) / behind  # conditional on reaching the column
         flanks = np.mean([len(path) - len(own) for path, own in zip(paths, inside, strict=True)])
-        more = flanks / (flanks + 2)  # that a flank continues; nearly all insertions are flanks
+        more = flanks / (flanks + 2)  # P(a flank continues); nearly all insertions are flanks
         self.length = length
         self.transitions_SS, self.stop_S = _transitions(hmm, begin, stop, max(float(more), 0.01))
         self.sparse_SS = csr_array(self.transitions_SS.T)  # an eighth of the entries is non-zero

@@ -134,7 +134,6 @@ def _with_background(log_ratio: float) -> float:
 
 
 def _background_nats(targets: Sequence[Tokens]) -> NDArray[np.float64]:
-    """−log p of the canonical residues under HMMER's background frequencies."""
     nats = -np.log(amino_frequencies())
     residues = (tokens[is_canonical(tokens)].astype(int) - CANONICAL_START for tokens in targets)
     return np.array([float(nats[own].sum()) for own in residues])

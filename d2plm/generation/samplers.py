@@ -110,7 +110,6 @@ def _batches(
 
 
 def _steps(wanted: Tensor, sampling: Sampling) -> int:
-    """Number of steps of a batch, given the number of residues to generate [S]."""
     most = int(wanted.max())
     if sampling.steps is None:
         return most

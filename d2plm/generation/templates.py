@@ -49,7 +49,6 @@ def parse_template(text: str, name: str, vocabulary: Vocabulary = PROTEIN) -> To
 
 
 def _tokens(text: str, start: int, name: str, vocabulary: Vocabulary) -> Tokens:
-    """The tokens [L] of the part of a template that begins at `start`."""
     raw = vocabulary.raw(text)
     read = vocabulary.tokenise([raw])
     if not read.illegal[0]:

@@ -103,7 +103,6 @@ class Root:
             log.warning("cannot remove checkpoint %s: %s", self.of(name), error)
 
     def of(self, name: str) -> str:
-        """The location of a checkpoint."""
         return f"{self.location}/{name}"
 
     def rename(self, name: str, to: str) -> None:
@@ -120,7 +119,6 @@ class Root:
         self.files.fs.mv(f"{self.path}/{name}", f"{other.path}/{name}", recursive=True)
 
     def digest(self, name: str, file: str) -> str:
-        """SHA-256 of a file of a checkpoint."""
         with self.files.open(f"{name}/{file}", "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -362,7 +360,6 @@ def newest_whole(root: Root, before: float = math.inf) -> str | None:
 
 
 def split_location(location: str) -> tuple[Root, str]:
-    """A checkpoint's location → (its root, its name)."""
     parent, slash, name = location.rstrip("/").rpartition("/")
     return Root(parent or slash or "."), name
 

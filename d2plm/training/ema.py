@@ -44,7 +44,6 @@ class EMA:
 
     @property
     def shadow(self) -> dict[str, Tensor]:
-        """The live averages by parameter name."""
         return dict(zip(self._names, self._average.shadow_params, strict=True))
 
     @property

@@ -66,7 +66,7 @@ def shard_model(
 
 
 def synchronise_gradients(model: nn.Module, last: bool, plan: Plan) -> None:
-    """Call before a micro-batch: gradients are reduced over the ranks only with the `last`."""
+    """Before a micro-batch: gradients are reduced over the ranks only if it is the last."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)

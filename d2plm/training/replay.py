@@ -102,8 +102,6 @@ def replay(trainer: Trainer, step: int, location: str | None = None) -> Replayed
 
 
 class _Recorder(Callback):
-    """Records the sequences' losses and the gradients of one step."""
-
     def __init__(self, step: int) -> None:
         self.step, self.sequences = step, list[SequenceLoss]()
         self.gradients: dict[str, float] | None = None

@@ -218,7 +218,6 @@ class Trainer:
         self.identity = {**self.identity, "global_batch_tokens": self.global_batch_tokens}
 
     def build_limit(self) -> None:
-        """The number of optimizer steps."""
         self.max_steps = number_of_steps(self.loader, self.model.config, self.settings)
 
     def build_precision(self) -> None:
@@ -363,7 +362,6 @@ class Trainer:
         agreement.finish()
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """The global batches from the current position on, on the device."""
         stream = self.loader.stream(self.position)
         if self.loading.max_relatives is not None and self.device.type == "cuda":
             # In the step, the alignment would have to wait for the device.
@@ -604,7 +602,6 @@ class Trainer:
         }
 
     def _named_callbacks(self) -> dict[str, Callback]:
-        """Callbacks by class name, numbered within a class."""
         named: dict[str, Callback] = {}
         for callback in self.callbacks:
             kind = type(callback).__name__

@@ -17,8 +17,7 @@ def number_of_steps(loader: PackedLoader, config: DiTConfig, settings: TrainerSe
     """The number of optimizer steps.
 
     Raises:
-        ConfigError: unless exactly one of the three limits is set, or if the budget is less than a
-            step.
+        ConfigError: unless exactly one limit is set, or if the budget is less than a step.
     """
     limits = {key: getattr(settings, key) for key in ("max_steps", "max_epochs", "flops_budget")}
     if sum(value is not None for value in limits.values()) != 1:

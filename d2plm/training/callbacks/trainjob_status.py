@@ -98,7 +98,6 @@ class TrainJobStatus(Callback):
 def _status(
     trainer: Trainer, metrics: Mapping[str, float], seconds: float, first: int
 ) -> dict[str, Any]:
-    """The status in the custom resource's format, `seconds` after the step `first`."""
     step, last = trainer.step, trainer.max_steps
     status: dict[str, Any] = {
         "progressPercentage": min(100 * step // last, 100),
