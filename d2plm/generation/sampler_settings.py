@@ -1,7 +1,4 @@
-"""Sampling: the sampler and its settings, checked against the model's paradigm before sampling.
-
-Settings that the chosen sampler would ignore are rejected.
-"""
+"""Sampling settings, checked against the model's paradigm; settings without effect are rejected."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,4 @@
-"""Evaluate: the bound on a fixed subset of the validation proteins, on EMA weights.
-
-The subset suffices for a learning curve; the full evaluation follows training.
-"""
+"""Evaluate: a learning curve of the bound on a fixed subset of the validation proteins (EMA)."""
 
 import math
 from typing import Self

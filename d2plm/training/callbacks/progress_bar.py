@@ -14,8 +14,6 @@ HEADING = f"{'step':>9}  {'loss':>8}  {'perplexity':>10}  {'best':>8}  {'tokens'
 
 
 class ProgressBar(Callback):
-    """Show the step, the loss, the rate and the remaining time; add a table row per evaluation."""
-
     def __init__(self, settings: CallbackSettings | None = None) -> None:
         super().__init__(settings)
         self.progress: Progress | None = None
