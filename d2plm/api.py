@@ -4,9 +4,9 @@
     model = load_model()
     model.generate(5, length=120, seed=1)
 
-Proteins are strings of residue letters; so are the sequences of a model of another alphabet, whose
-tokens then take the place of residues. Results equal those of `d2plm generate` and `d2plm score`
-with the same settings. Everything stays in memory; use the commands for large files.
+Proteins are strings of residue letters; models of other alphabets read and write their own
+sequences, whose tokens take the place of residues. Results equal those of `d2plm generate` and
+`d2plm score` with the same settings. Everything stays in memory; use the commands for large files.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -69,7 +69,7 @@ REFUSED = (
 
 
 def _of_numpy(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The function, for which numpy's scalars are Python's numbers and strings."""
+    """Convert numpy scalars among the arguments to Python numbers and strings."""
 
     @wraps(function)
     def called(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
@@ -224,8 +224,8 @@ class SequenceModel:
             min_length, max_length: range of sampled lengths, in residues; None is the model's
                 limit.
             prompt: beginning of each protein, which counts towards its length.
-            relatives: members of a family: the proteins are new members, drawn from the alignment
-                of these (`d2plm.families.designs`); the model has no part in them.
+            relatives: members of a family, from whose alignment new members are sampled without the
+                model (`d2plm.families.designs`).
             **sampling: fields of `Sampling` (`d2plm.generation.sampler_settings`): seed, sampler,
                 steps, temperature, top_k, top_p and more.
 
@@ -402,25 +402,23 @@ class SequenceModel:
         mutation_offset: int | Literal["auto"] = "auto",
         relatives: Sequence[str] | None = None,
     ) -> list[float]:
-        """A score of each variant, higher where it is likelier; the wild type itself scores 0.
+        """Score each variant; a higher score means more likely, and the wild type scores 0.
 
             model.score_mutations("MKTAYIAKQR", ["A4G", "A4G:K8R", "WT"])
 
-        With relatives, the score is that of their alignment (`families.mutation_effects`), which
-        the model has no part in. Without, it is Σ_i log p(mutant_i) − log p(wild type_i) by masked
+        With relatives, the score is computed from their alignment (`families.mutation_effects`)
+        without the model. Otherwise it is Σ_i log p(mutant_i) − log p(wild type_i) by masked
         marginals (Meier et al., doi:10.1101/2021.07.09.450648): all positions that a variant
         changes are masked at once in the wild type.
 
         Args:
-            variants: wild-type residue, position from 1 and mutant residue, such as `A4G`;
-                several substitutions are separated by `:`. HGVS is read, too: `p.Ala4Gly`.
-            mutation_offset: 24 if the first residue of `wild_type` has number 25; "auto" takes the
-                offset that fits.
-            relatives: as many relatives of the wild type as there are; rows of an alignment keep
-                its columns.
+            variants: wild-type residue, position from 1 and mutant residue, such as `A4G`; several
+                substitutions are separated by `:`. HGVS is also read: `p.Ala4Gly`.
+            mutation_offset: 24 if the first residue of `wild_type` has number 25; "auto" infers it.
+            relatives: all known relatives of the wild type; aligned rows keep their columns.
 
         Raises:
-            ConfigError: if the offset is not an integer, or cannot be told.
+            ConfigError: if the offset is not an integer, or cannot be inferred.
             DataError: if a variant is malformed or does not match the wild type.
             ModelError: if the wild type is too long, a score is not finite, or the model has a
                 uniform source and therefore no masked prediction.
@@ -536,7 +534,7 @@ def _plain(value: Any) -> Any:
 
 
 def _several(texts: object, noun: str) -> list[str]:
-    """A list of the texts, each of which is called a `noun`; one text is a list of one."""
+    """List one text or several; `noun` names them in errors."""
     listed = [texts] if isinstance(texts, str) else _listed(texts, f"{noun}s", "a string or")
     return _strings(listed, noun)
 
@@ -550,11 +548,7 @@ def _strings(texts: list[Any], noun: str) -> list[str]:
 
 
 def _listed(values: object, argument: str, one: str = "", of: str = "strings") -> list[Any]:
-    """A list of the values of an ordered collection, which is iterated once.
-
-    Raises:
-        ConfigError: if it is no collection of one dimension, or has no order.
-    """
+    """List an ordered collection of one dimension; raises `ConfigError` for anything else."""
     refusal = f"{argument}: must be {f'{one} a list of {of}'.strip()}, not {type(values).__name__}"
     dimensions = len(getattr(values, "shape", (0,)))
     remedy = next((said for refused, said in REFUSED if isinstance(values, refused)), "")

@@ -238,7 +238,7 @@ def _matching(usual: str, known: Mapping[str, Any]) -> list[str]:
 
 
 def _key_row(key: str, known: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, str]:
-    """`key=default` and what it means; of a group, its choice in configs/pipeline.yaml."""
+    """`key=default` and its description; of a group, its choice in configs/pipeline.yaml."""
     if key not in known:
         from d2plm.config import choices_of, default_choice
 

@@ -71,10 +71,7 @@ def main(words: list[str]) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """Completions of the last word of a command line that ends at the cursor.
-
-    Whole words, sorted; a trailing blank means that the word is complete.
-    """
+    """Sorted completions of a line's last word; a trailing blank marks a complete word."""
     *before, word = _split(line)
     given = [known for known in before[1:] if known not in terminal.OPTIONS]
     commands = {**COMMANDS, **EXTERNAL}

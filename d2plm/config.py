@@ -162,7 +162,7 @@ def _resolved(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]
 def _compose_files(
     command: str, name: str | None, root: Path, choices: list[str]
 ) -> dict[str, Any]:
-    """What the YAML files say, unresolved."""
+    """Compose the YAML files without resolving references."""
     if name is not None and not (root / f"{name}.yaml").is_file():
         known = [file.stem for file in root.glob("*.yaml")]
         raise ConfigError(f"no configuration {name}.yaml in {root}{did_you_mean(name, known)}")
@@ -187,7 +187,7 @@ def _compose_files(
 
 @contextmanager
 def _readable(file: object) -> Iterator[None]:
-    """Report what is no YAML, or cannot be composed, in one line that names the file."""
+    """Report invalid YAML and failed compositions in one line that names the file."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -257,11 +257,7 @@ def groups(root: Path | None = None) -> set[str]:
 
 
 def parse_overrides(words: list[str], loader: "ConfigLoader | None" = None) -> list["Override"]:
-    """Parse Hydra overrides; a `glob` over a group's choices needs the `loader`.
-
-    Raises:
-        ConfigError: if an override is malformed.
-    """
+    """Parse Hydra overrides; `ConfigError` if malformed. A `glob` over choices needs a `loader`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
@@ -325,15 +321,15 @@ def _name_of(word: str) -> str:
 
 
 def _as_written(known: Key | None, value: Any, word: str) -> Any:
-    """A text stays as it was written if YAML takes it for a number or a truth value."""
+    """Keep text as it was written if YAML would convert it to a number or a truth value."""
     is_text = known is not None and known.takes_text_only and isinstance(value, bool | int | float)
     return word.partition("=")[2] if is_text else value
 
 
 def _path(known: Key, word: str) -> str | list[str] | None:
-    """The value of a path key, as written: only `null`, [a,b] and quotes have a meaning of Hydra's.
+    """Parse the value of a path key, in which only `null`, [a,b] and quotes are special.
 
-    A file named exactly so takes precedence over that meaning, except of `null`.
+    An existing file of exactly this name takes precedence, except over `null`.
     """
     name, text = _name_of(word), word.partition("=")[2]
     if text == "null" and known.default is None:
@@ -393,7 +389,7 @@ def _parents(name: str) -> set[str]:
 
 @cache
 def _mappings(command: str) -> set[str]:
-    """The keys whose values are mappings with names of the user's."""
+    """Keys whose values are mappings with the user's own names."""
     found = {name for name, one in keys(SETTINGS[command]).items() if one.is_mapping}
     return found | {"callbacks"}
 
@@ -503,12 +499,8 @@ def _of_its_run(composed: PipelineSettings, overrides: list[str]) -> Any:
 def parse_arguments(command: str, words: list[str], first_key: str | None = None) -> Arguments:
     """Parse a command's words; `--key value` and `--key=value` mean `key=value`.
 
-    Modules that `--module` names are imported, so that what they register is known.
-
-    Args:
-        command: its name in `SETTINGS`.
-        words: the words after the command.
-        first_key: key that a first word without a key sets.
+    Modules that `--module` names are imported, so that their parts are registered. A first word
+    without a key sets `first_key`.
 
     Raises:
         ConfigError: if a word is neither a known option nor a setting.

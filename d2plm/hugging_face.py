@@ -103,7 +103,7 @@ class DiTForMaskedLM(DiT):
         return result
 
     def _save_companions(self, folder: Path, paradigm: Paradigm) -> None:
-        """Write what `load_model` needs."""
+        """Write the files that `load_model` needs."""
         LengthHistogram.uniform(self.config.max_position_embeddings - 2).save(folder)
         for file, content in self.companions.items():
             if file not in TOKENIZER or not (folder / file).exists():
@@ -116,7 +116,7 @@ class DiTForMaskedLM(DiT):
 
     @classmethod
     def _from_config(cls, config: DiTConfig, **settings: Any) -> Self:
-        """A new model, drawn by torch's seed."""
+        """A new model, initialised from torch's seed."""
         model = super()._from_config(config, **settings)
         with torch.device("cpu"):
             model.initialise(int(torch.randint(2**62, ())))
@@ -198,7 +198,7 @@ class DiTForMaskedLM(DiT):
         return super().forward(*bound.args, **bound.kwargs)
 
     def times_of(self, input_ids: Tensor, keep: Tensor) -> Tensor:
-        """float [B]: the time at which this fraction of a sequence is masked on average.
+        """float [B]: the time at which, on average, this fraction of the sequence is masked.
 
         A sequence without masks is treated as if it had one.
         """
@@ -252,7 +252,7 @@ class DiTModel(DiTForMaskedLM):
 
 
 def _checked(times: Tensor | float, rows: Tensor) -> Tensor:
-    """float [B] of one time or of one for each of B `rows`, on their device."""
+    """Expand one time, or one for each of B `rows`, to float [B] on their device."""
     given = torch.as_tensor(times, dtype=torch.float32, device=rows.device)
     of_each = given.expand(len(rows)) if given.ndim == 0 else given
     shape = f"({len(rows)},), one for each row, or a number"

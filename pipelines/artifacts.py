@@ -20,13 +20,13 @@ MOST_BYTES = 10_000_000  # of a document
 
 
 def fill(config: Path, outputs: Mapping[str, Any], result: Any) -> None:
-    """Fill a step's outputs; `result` is what the step returned."""
+    """Fill the output artifacts of a step that returned `result`."""
     for name, artifact in outputs.items():
         FILLED[name](read("pipeline", config), artifact, result)
 
 
 def dataset(config: PipelineSettings, artifact: Any, _: Any) -> None:
-    """Digests, counts and what was left out of the prepared data; the document is the manifest."""
+    """Describe prepared data: digests, counts, dropped records; the document is its manifest."""
     folder = Path(config.data.prepared_dir)
     manifest = read_manifest(folder) or {}
     counts = dict(manifest["counts"])
@@ -37,7 +37,7 @@ def dataset(config: PipelineSettings, artifact: Any, _: Any) -> None:
 
 
 def model(config: PipelineSettings, artifact: Any, _: Any) -> None:
-    """Folder, size and speed of the trained model; the document is its card."""
+    """Describe the trained model: folder, size and speed; the document is its model card."""
     from d2plm.export.exported_model import parameters_of, read_provenance
     from d2plm.tracking.mlflow_run import RUN_FILE
     from d2plm.tracking.tracker_run import read_run_file
@@ -60,7 +60,7 @@ def model(config: PipelineSettings, artifact: Any, _: Any) -> None:
 
 
 def metrics(config: PipelineSettings, artifact: Any, _: Any) -> None:
-    """The figures of the evaluation under the names that they have in MLflow."""
+    """Log the evaluation's figures under their MLflow names."""
     from d2plm.commands.evaluate import metrics_of
     from d2plm.evaluation.result import read_evaluation
 
@@ -75,7 +75,7 @@ def report(config: PipelineSettings, artifact: Any, _: Any) -> None:
 
 
 def registered(config: PipelineSettings, artifact: Any, registration: Any) -> None:
-    """The registered version and its alias; the document is its address."""
+    """Describe the registered version and its alias; the document is its address."""
     name, version = registration.name, registration.version
     address = f"models:/{name}/{version}"
     alias = "champion" if registration.is_champion else "candidate"
@@ -91,7 +91,6 @@ def sequences(config: PipelineSettings, artifact: Any, file: str) -> None:
 
 
 def designs(config: PipelineSettings, artifact: Any, _: Any) -> None:
-    """The table of the generated proteins, with bounds and nearest training proteins."""
     from d2plm.export.designs import DESIGNS
 
     _copy(Path(config.output_dir) / DESIGNS, artifact)
@@ -102,7 +101,7 @@ def table(_: PipelineSettings, artifact: Any, file: str) -> None:
 
 
 def figure(_: PipelineSettings, artifact: Any, file: str) -> None:
-    """The figure of a sweep, on a page, because the UI shows no pictures."""
+    """Embed the figure of a sweep in an HTML page, because the UI shows no images."""
     picture = Path(file).with_suffix(".png")
     if picture.is_file():
         data = b64encode(picture.read_bytes()).decode()
@@ -117,12 +116,12 @@ FILLED: dict[str, Callable[[PipelineSettings, Any, Any], None]] = {
 
 
 def _copy(file: Path, artifact: Any) -> None:
-    """Copy a document; one that is absent, or too large for KFP's store, stays on the volume."""
+    """Copy a document unless it is absent or too large for KFP's store; it stays on the volume."""
     if file.is_file() and file.stat().st_size <= MOST_BYTES:
         shutil.copyfile(file, artifact.path)
 
 
 def _in_mlflow(config: PipelineSettings, page: str) -> str | None:
-    """A page of MLflow's UI; None without a server."""
+    """Address of a page of MLflow's UI; None without a server."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or config.tracking.uri or ""
     return f"{redacted(uri).rstrip('/')}/#/{page}" if uri.startswith("http") else None

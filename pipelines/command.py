@@ -79,13 +79,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Request:
-    """The parsed arguments of an action.
-
-    Attributes:
-        overrides: settings of the configuration.
-        cluster: values of the parameters in `CLUSTER`, as written.
-        options: options of the action.
-    """
+    """The parsed arguments of an action."""
 
     overrides: list[str]
     cluster: dict[str, str]
@@ -133,11 +127,7 @@ def main(words: list[str]) -> int:
 
 
 def parse(action: str, words: list[str]) -> Request:
-    """Parse the words after an action.
-
-    Raises:
-        ConfigError: if a word is not a setting.
-    """
+    """Parse the words after an action; raises `ConfigError` for an unknown or malformed setting."""
     request, own = Request([], {}, {}), [*OPTIONS[action], *CLUSTER]
     settings = [name for kind in ("pipeline", *KINDS) for name in keys(SETTINGS[kind])]
     known = groups() | {name.partition(".")[0] for name in settings}
@@ -189,7 +179,6 @@ def cluster_arguments(config: PipelineSettings, request: Request) -> dict[str, A
 
 
 def _require_installed() -> None:
-    """Raise `ConfigError` if a package of the extra `pipelines` is missing."""
     try:
         for name in ("kfp.dsl", "kfp.kubernetes"):
             import_module(name)
@@ -271,10 +260,10 @@ def _cancel(words: list[str]) -> dict[str, Any]:
 
 
 def _parameters(config: PipelineSettings, request: Request) -> dict[str, Any]:
-    """The pipeline's parameters that the command line sets; other settings go into `overrides`.
+    """Convert settings to parameters of the pipeline; all others are collected in `overrides`.
 
-    So do keys that may vary in a sweep, and a number that is malformed or 0, which the
-    configuration rejects: as a parameter, 0 means the configuration's own value.
+    `overrides` also takes keys that may vary in a sweep, and numbers that are malformed or 0: the
+    configuration rejects them, whereas a parameter of 0 stands for the configuration's value.
     """
     registry = request.options.get("registry", os.environ.get("D2PLM_REGISTRY", "")).rstrip("/")
     tag = request.options.get("tag") or os.environ.get("D2PLM_TAG") or __version__

@@ -1,10 +1,8 @@
 """The pipeline's steps as KFP components: each body imports d2plm and calls one function.
 
-`config` is the path of the run's configuration, which the first step composes; `modules` register
-what it names. Data are passed by path, on storage that the steps share. The returned value of a
-step (a digest, a folder, a figure) is an argument of the next one, which orders the steps; it and
-the artifacts, small documents with their metadata, are shown in the UI. The images are parameters
-of the pipeline.
+`config` is the path of the configuration that the first step composes; `modules` register the
+user's own parts. Data are passed by path on shared storage. The value that a step returns is an
+argument of the next step, which orders them; the UI shows it and the artifacts.
 """
 
 from functools import partial
@@ -155,16 +153,7 @@ def finish(
     status: dsl.PipelineTaskFinalStatus,  # type: ignore[valid-type]  # KFP's own
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
-    """End the training job and the MLflow run that failed or cancelled steps left behind.
-
-    Args:
-        run_id: id of the pipeline's run.
-        time: when the run was scheduled.
-        work_dir: folder of the run's outputs, with codes for the time.
-        modules: register what the configuration names.
-        status: final status of the steps, from KFP.
-        summary: how the steps ended, and why one failed.
-    """
+    """End the training job and the MLflow run that failed or cancelled steps left behind."""
     from pipelines import steps
 
     folder = steps.dated(work_dir, time)

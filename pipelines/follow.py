@@ -1,9 +1,7 @@
 """Following a run on a Kubeflow Pipelines server, and reporting each step's changes.
 
-Requests are retried for ten minutes if the server does not answer, and a line a minute says what is
-waited for. The run continues when nobody follows it. The server has no causes, neither of a failure
-nor of a wait: the first is in a step's log, the second in its pod, which the server takes for
-running.
+Requests are retried for ten minutes while the server does not answer. The server reports no
+reasons: that of a failure is read from the step's log, that of a wait from its pod.
 """
 
 import re
@@ -82,7 +80,7 @@ def follow(
 
 
 def _ask(server: Server, run_id: str) -> Any:
-    """The run's state; asked for again while the server does not answer."""
+    """Request the run's state, repeatedly while the server does not answer."""
     began, said_at = time.monotonic(), float("-inf")
     while True:
         try:
@@ -102,11 +100,7 @@ def _ask(server: Server, run_id: str) -> Any:
 
 
 class _Wait:
-    """What the run waits for, at once if a pod says it, then every minute; and when it is too long.
-
-    Args:
-        limits: kind of wait, named by the setting with its limit → seconds.
-    """
+    """Reports what the run waits for; `limits`: launcher setting → maximum seconds of a wait."""
 
     def __init__(self, limits: Mapping[str, float]) -> None:
         self._limits = limits
@@ -114,11 +108,11 @@ class _Wait:
         self._since = self._said_at = time.monotonic()
 
     def report(self, run: Any, is_known: bool, key: str, why: str) -> str | None:
-        """Report a wait; returns why it is to be given up, if it is.
+        """Report a wait at once, then every minute; return an error message once it is too long.
 
         Args:
-            is_known: whether the pods can be read; otherwise the wait for one goes on.
-            key: kind of the wait; empty: no pod waits.
+            is_known: whether the pods can be read; otherwise waits of pods have no limit.
+            key: setting that limits the pod's wait; empty: no pod waits.
             why: what the pod waits for.
         """
         is_of_pod, now = bool(key), time.monotonic()
@@ -148,7 +142,7 @@ class _Wait:
 
 
 class _Pods:
-    """The run's pods, where this account may read them."""
+    """The run's pods, if this account may read them."""
 
     def __init__(self, server: Server, run_id: str) -> None:
         self._query = {"labelSelector": f"{_RUN_LABEL}={run_id}"}
@@ -161,9 +155,9 @@ class _Pods:
                 return
 
     def waiting(self) -> tuple[bool, str, str]:
-        """Whether the pods can be read now; the kind of a pod's wait, empty if none; its reason.
+        """Return whether the pods can be read, and the limiting setting and reason of a pod's wait.
 
-        While the cluster does not answer, its last answer stands.
+        Both are empty if no pod waits, and unchanged while the cluster does not answer.
         """
         if self._cluster is None:
             return False, "", ""
@@ -182,10 +176,7 @@ class _Pods:
 
 
 def _steps(run: Any) -> dict[str, Any]:
-    """The pipeline's steps in order, without the additional tasks that KFP starts for them.
-
-    Those of a sweep's runs have the same name, so from the second on they are numbered.
-    """
+    """The steps in order, without KFP's own tasks; repeated steps of a sweep are numbered."""
     steps = [task for task in _tasks(run) if task.display_name in TASKS]
     steps.sort(key=lambda task: (TASKS.index(task.display_name), str(task.create_time)))
     found: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""Running the pipeline on this machine: its steps in order, each in a process of its own.
+"""Running the pipeline on this machine: its steps in order, each in its own process.
 
-What the steps write is shown on the terminal and kept in `pipeline.log` in the work folder.
+Their output is shown on the terminal and kept in `pipeline.log` in the work folder.
 """
 
 import hashlib
@@ -38,8 +38,7 @@ LATEST = ("config.yaml", "manifest.json", "evaluation.json", "model", "report.ht
 def run_locally(config: PipelineSettings) -> dict[str, Any]:
     """Run every step; returns the run's folders, its evaluation and its duration in seconds.
 
-    There are no retries: they are for temporary failures in a cluster, whereas here a step fails
-    because of a problem that the user has to fix.
+    Steps are not retried: here they fail because of problems that the user has to fix.
 
     Raises:
         LaunchError: if a step fails; its message has been printed.
@@ -72,15 +71,15 @@ def run_locally(config: PipelineSettings) -> dict[str, Any]:
 
 
 def step_command(name: str, file: Path) -> list[str]:
-    """The command of one step, for `steps.main`."""
+    """Command line of one step; see `steps.main`."""
     return [sys.executable, "-m", "pipelines.steps", name, str(file), *loaded_modules()]
 
 
 @contextmanager
 def _temporary_folder(work_dir: Path) -> Iterator[dict[str, str]]:
-    """Variables that have the steps' temporary files in a folder, which a killed run leaves.
+    """Yield variables that put the steps' temporary files into one folder; delete leftover ones.
 
-    torch's cache of compiled code stays at its default place, so that later runs reuse it.
+    torch's cache of compiled code keeps its default place, so that later runs reuse it.
     """
     root = Path(tempfile.gettempdir())
     digest = hashlib.sha256(os.fsencode(work_dir.resolve())).hexdigest()[:12]
@@ -117,7 +116,7 @@ def _run_step(
 
 @contextmanager
 def _shown(log: TextIO) -> Iterator[int]:
-    """A file descriptor; what is written to it is shown until its last writer has ended."""
+    """Yield a file descriptor whose lines are shown and logged until its last writer ends."""
     reading, writing = os.pipe()
     relay = Thread(target=_show, args=[reading, log], daemon=True)
     relay.start()
@@ -153,7 +152,7 @@ def link_latest(config: PipelineSettings) -> None:
 
 
 def summary(config: PipelineSettings, evaluation: Evaluation, seconds: float) -> str:
-    """The last screen: what was made, how good it is, and what to do next."""
+    """Summarise the run: its files, the verdict on the model, and the next commands."""
     output_dir, work_dir = Path(config.output_dir), Path(config.work_dir)
     generated = next(file for name in GENERATED if (file := output_dir / name).is_file())
     members = read_members(generated)

@@ -1,8 +1,7 @@
 """The definition of the pipeline: prepare → train → evaluate → register → generate.
 
-That of a sweep has the same parameters: prepare → plan → train, evaluate each run → reduce.
-`local.py` runs the steps of the first on this machine, `submit.py` compiles both for a cluster. The
-settings of their pods are in `pod_settings.py`.
+The pipeline of a sweep has the same parameters: prepare → plan → train, evaluate each run → reduce.
+`local.py` runs the steps on this machine, `submit.py` compiles both for a cluster.
 """
 
 from functools import partial
@@ -23,7 +22,7 @@ EXAMPLE = "/opt/d2plm/examples/data/uniprot_20k.fasta.gz"  # in the images
 
 
 def define(sweep: str | None = None, parallel: int = 0) -> BaseComponent:
-    """The definition of the pipeline, or of that of the runs of a command, `sweep`."""
+    """Define the pipeline of one run, or with `sweep` of a command's runs, `parallel` at a time."""
     name, what = NAME, "prepare, train, evaluate, register, generate"
     if sweep is not None:
         name, what = f"{NAME}-sweep-{sweep}", f"the runs of d2plm {sweep}, and their table"

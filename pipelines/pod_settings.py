@@ -45,12 +45,9 @@ def set_resources(
     *,
     hours: int | None,
 ) -> None:
-    """Set the image, CPU, memory and deadline.
+    """Set the image, the CPU request, the memory request and limit, and the time limit.
 
-    Args:
-        cpu: CPU request; there is no limit, so that idle CPUs are used.
-        memory: memory request and limit.
-        hours: time limit of the pod; None: no limit.
+    CPUs have no limit, so that idle ones are used.
     """
     task.set_container_image(image)
     task.set_cpu_request(cpu).set_memory_request(memory).set_memory_limit(memory)

@@ -1,7 +1,7 @@
 """The record of a pipeline's run: how each step ended, in a file beside the run's configuration.
 
-What has to be cleaned up, and why a run failed, is read from here: a server's own words for an end
-differ between its releases, and none of them names the cause.
+Clean-up and failure reports read it, because KFP's states differ between releases and do not name
+the cause of a failure.
 """
 
 import json
@@ -27,10 +27,7 @@ class Entry:
 
 
 def note(config: Path, step: str, state: State, message: str = "") -> None:
-    """Append an entry to the record of the run with this configuration.
-
-    A volume that cannot be written fails the step itself, not its record.
-    """
+    """Append an entry to a run's record; errors are ignored, as the step itself reports them."""
     with suppress(OSError):
         config.parent.mkdir(parents=True, exist_ok=True)
         with _file(config).open("a", encoding="utf-8") as file:
@@ -50,7 +47,7 @@ def entries(config: Path) -> dict[str, Entry]:
 
 
 def runs(config: Path) -> list[Path]:
-    """The configurations of the runs of a sweep, beside which each has a record of its own."""
+    """Configurations of the runs of a sweep; each run has its own record."""
     return sorted(config.with_suffix("").glob(f"*/{RUN}"))
 
 
@@ -61,10 +58,7 @@ def cause(config: Path) -> Entry | None:
 
 
 def as_markdown(config: Path) -> str:
-    """How the steps ended, why one failed, and where the job's log is, for the pipeline's UI.
-
-    Of the runs of a sweep, those that have not ended well are listed.
-    """
+    """Summarise the steps' states, the failure and the jobs' logs; of sweeps, unfinished runs."""
     known, failure = entries(config), cause(config)
     lines = [f"- `{entry.step}`: {entry.state}" for entry in known.values()]
     for run in runs(config):

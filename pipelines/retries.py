@@ -1,7 +1,7 @@
-"""Retrying a step's temporary failures in its own pod: a server or a volume that is away.
+"""Retrying temporary failures of a step in its own pod: an unreachable server or volume.
 
-Kubeflow Pipelines 2.17 retries lost pods only and takes every exit code as final; earlier releases
-retry every exit code, misspelt settings included. Here the kind of failure decides.
+Kubeflow Pipelines 2.17 retries only lost pods; earlier releases retry every exit code, including
+that of misspelt settings. Here the kind of failure decides.
 """
 
 import errno
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def patiently(act: Callable[[], Result]) -> Result:
-    """Call `act`; in a pipeline's pod again after temporary failures, which are logged."""
+    """Call `act`; in a pipeline's pod, repeat it after temporary failures, which are logged."""
     for pause in PAUSES if POD_VARIABLE in os.environ else ():
         try:
             return act()
@@ -37,10 +37,7 @@ def patiently(act: Callable[[], Result]) -> Result:
 
 
 def is_temporary(error: BaseException | None) -> bool:
-    """Whether a failure may pass by itself: of a connection, a server's 503, a volume.
-
-    Not a cluster's: its client has repeated the request for minutes.
-    """
+    """Whether a retry may help; not after a `ClusterError`: its client has retried for minutes."""
     while error is not None and not isinstance(error, ClusterError):
         if _is_away(error):
             return True

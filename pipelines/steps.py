@@ -65,13 +65,10 @@ log = logging.getLogger(__name__)
 
 
 def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
-    """Run a step: its messages, its entry in the run's record, and the end of the process.
+    """Run a step and record its state.
 
-    An error is the last line of the step's log: neither KFP nor we print a traceback after it,
-    which goes to a file beside the configuration.
-
-    Raises:
-        SystemExit: if the step fails, with its exit code.
+    If it fails, the process exits (`SystemExit`) with the error's exit code, the error is the last
+    line of the step's log, and the traceback is in a file beside the configuration.
     """
     end_with_parent()
     nested = os.environ.pop(RUN_VARIABLE, None) if POD_VARIABLE in os.environ else None
@@ -103,7 +100,7 @@ def run_step(name: str, config: Path, act: Callable[[], Result]) -> Result:
 
 
 def _refer(nested: str, file: Path) -> None:
-    """Describe the run that KFP's MLflow plugin has made for this step: ours has the results."""
+    """Make the run that KFP's MLflow plugin created for this step refer to ours."""
     from d2plm.tracking.mlflow_run import refer
 
     config: PipelineSettings = read("pipeline", file)
@@ -114,7 +111,7 @@ def _refer(nested: str, file: Path) -> None:
 
 
 def step(function: Callable[[str], Result]) -> Callable[..., Result]:
-    """A step that takes the path of the configuration, and in a cluster its output artifacts."""
+    """Decorate a step, which takes its configuration's path and, in a cluster, output artifacts."""
 
     @wraps(function)
     def run(config: str, **outputs: Any) -> Result:
@@ -132,7 +129,7 @@ def step(function: Callable[[str], Result]) -> Callable[..., Result]:
 
 
 def load(modules: str) -> None:
-    """Import the modules, separated by spaces, that register parts of the user's own."""
+    """Import the user's modules, separated by spaces, that register parts."""
     load_modules(shlex.split(modules))
 
 
@@ -149,12 +146,11 @@ def configure(
     """Compose the run's configuration and write it to the work folder; returns the file's path.
 
     Args:
-        run_id: id of the pipeline's run.
         time: when the run was scheduled, in UTC, in the format of ISO 8601.
         work_dir: folder of the run's outputs; see `dated`.
         claim: PersistentVolumeClaim that the training pods mount at `WORKSPACE`.
         overrides: further settings as key=value, separated by spaces.
-        modules: modules to import first, separated by spaces; see `--module`.
+        modules: see `load`.
         sweep: command whose runs are configured, such as `scaling`; empty: a single run.
         parameters: values of `PARAMETERS`; empty text and 0 mean the configuration's own value.
     """
@@ -191,7 +187,7 @@ def configure(
 
 
 def _below_parent_of(nested: str, config: PipelineSettings) -> PipelineSettings:
-    """The configuration whose one run is beside those that KFP's MLflow plugin makes for steps."""
+    """Put the tracking run below the parent of the runs that KFP's MLflow plugin creates."""
     from d2plm.tracking.mlflow_run import parent_of
 
     tracking = config.tracking
@@ -226,7 +222,7 @@ def save_configuration(config: PipelineSettings, run_id: str) -> Path:
 
 
 def with_job_log(config: PipelineSettings, file: Path) -> PipelineSettings:
-    """The configuration to be saved as `file`, with the log of its training job as a tag."""
+    """Tag the configuration to be saved as `file` with the path of its training job's log."""
     from d2plm.assembly.tracked_run import with_tags
 
     if POD_VARIABLE not in os.environ or config.launcher.kind == "local":
@@ -235,9 +231,9 @@ def with_job_log(config: PipelineSettings, file: Path) -> PipelineSettings:
 
 
 def dated(work_dir: str, time: str) -> str:
-    """A folder with strftime's codes, such as %Y-%m-%d, replaced: each recurring run has its own.
+    """Replace strftime codes such as %Y-%m-%d, so that each recurring run has its own folder.
 
-    KFP expands macros such as [[ScheduledTime]] in the pipelines of its first version only.
+    KFP expands macros such as [[ScheduledTime]] only in pipelines of its first version.
     """
     return datetime.fromisoformat(time).strftime(work_dir) if "%" in work_dir else work_dir
 
@@ -287,11 +283,7 @@ def register(config: str) -> "Registration":
 
 @step
 def generate(config: str) -> str:
-    """Generate proteins or texts and report on them; returns the path of their file.
-
-    Raises:
-        D2PLMError: as the commands do; if only the report fails, the file exists.
-    """
+    """Generate proteins or texts and report on them; returns the path of their file."""
     from d2plm.assembly.generation import generate, output_name
     from d2plm.commands.report import report_on_proteins
     from d2plm.tracking.locations import open_export
@@ -327,12 +319,10 @@ def finish(
     Errors are logged, not raised, so that the failure of the steps themselves is reported.
 
     Args:
-        run_id: id of the pipeline's run.
-        work_dir: folder of the run's outputs.
         state: KFP's state of the steps, which is RUNNING in a cancelled run.
         message: why the steps failed, if the record does not say it.
-        summary: artifact for a text on how the steps ended; the failed step's own are not kept.
-        modules: modules that register what the configuration names; see `load`.
+        summary: artifact that receives a summary of the steps.
+        modules: see `load`.
     """
     file = config_file(run_id, work_dir)
     known = record.entries(file)

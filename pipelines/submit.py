@@ -18,11 +18,7 @@ CRON_FIELDS = 6  # the first field is the second
 
 
 def compile_pipeline(output: Path, pipeline: BaseComponent, arguments: dict[str, Any]) -> None:
-    """Write a pipeline as YAML, with `arguments` as the defaults of its parameters.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
+    """Write a pipeline as YAML with `arguments` as defaults; `DataError` if that is impossible."""
     from kfp import compiler
 
     with written_beside(output) as partial:
@@ -43,7 +39,6 @@ def submit(
     """Create a run of a pipeline, or with `cron` a recurring run, and return its id.
 
     Args:
-        arguments: the pipeline's arguments.
         experiment: KFP experiment of the run, created if it does not exist.
         name: name of the run; the time is appended for a single run.
         service_account: service account of the steps; None: the server's default.
@@ -80,10 +75,7 @@ def submit(
 
 
 def _upload(server: Server, name: str, file: Path) -> dict[str, str]:
-    """Upload a definition as a version of the pipeline, unless the server has it; return the ids.
-
-    Versions are named by their content: the same definition is uploaded once.
-    """
+    """Upload a definition as a version named by its digest, unless it exists; return the ids."""
     client, version = server.client, f"{__version__}-{files_digest(file)[:12]}"
     known = client.list_pipelines(filter=_named(name), namespace=server.namespace).pipelines
     made = client.api_models.V2beta1Pipeline(display_name=name, namespace=server.namespace)

@@ -1,9 +1,8 @@
 """Sweeps in a cluster: a list of runs that execute at the same time, and their table.
 
-`configure` writes what the runs share and, beside it, the command line that says what varies. From
-it, `plan` writes a configuration for each run that has not finished, so `train` and `evaluate` are
-the steps of a single run; `reduce` makes the table. On one machine, `d2plm scaling` and the other
-commands do the same in processes.
+`configure` writes the shared settings and, beside them, the sweep's command line. From both, `plan`
+writes a configuration for each unfinished run, so that `train` and `evaluate` are the steps of a
+single run; `reduce` makes the table. On one machine, commands such as `d2plm scaling` do the same.
 """
 
 import json
@@ -28,7 +27,7 @@ KINDS = ("train", "compare", "scaling")  # commands that have several runs
 
 
 def composed(kind: str | None, words: list[str]) -> tuple[PipelineSettings, Arguments]:
-    """The settings and arguments of a single run, or of a sweep; of `train` those of its first run.
+    """Compose a single run, or a sweep of `kind`; the settings are those of `train`'s first run.
 
     Raises:
         ConfigError: if a setting is unknown, invalid, or not for a sweep.
@@ -55,7 +54,6 @@ def composed(kind: str | None, words: list[str]) -> tuple[PipelineSettings, Argu
 
 
 def listed(kind: str, words: list[str]) -> "Sweep":
-    """The sweep of a command line."""
     config, arguments = composed(kind, words)
     if kind == "train":
         from d2plm.commands import multirun
@@ -66,7 +64,7 @@ def listed(kind: str, words: list[str]) -> "Sweep":
 
 
 def shared_settings(kind: str, words: list[str]) -> PipelineSettings:
-    """The settings of all runs; their output folder and tracking run are those of the table."""
+    """Settings that all runs share, with the output folder and the tracking run of the table."""
     sweep = listed(kind, words)
     tracking = replace(sweep.settings.tracking, run_name=sweep.title)
     return replace(sweep.settings, output_dir=str(sweep.results), tracking=tracking)
@@ -106,7 +104,7 @@ def _read(file: Path) -> "Sweep":
 
 
 def _check(config: PipelineSettings) -> None:
-    """Check a run's settings, with the processes of its job."""
+    """Check a run's settings with the number of processes of its job."""
     from d2plm.assembly.dry_run import forecast
     from d2plm.assembly.training_job import training_job
     from d2plm.launch.client import where_to_train
@@ -119,7 +117,7 @@ def _check(config: PipelineSettings) -> None:
 
 
 def _is_finished(file: Path) -> bool:
-    """Whether the run has ended in an earlier sweep with the same settings, and its files exist."""
+    """Whether an earlier sweep with the same settings finished the run, and its files exist."""
     from d2plm.evaluation.result import read_evaluation
     from d2plm.export.exported_model import is_whole_export
 

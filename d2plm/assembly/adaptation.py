@@ -107,10 +107,8 @@ def training_config(config: AdaptSettings, base: ExportedModel) -> AdaptSettings
 def split_family(config: AdaptSettings) -> AdaptSettings:
     """Split the family by clusters at the configured identity, or at the lowest suitable one.
 
-    Members with this identity over most of the shorter one are always in the same split.
-
-    Returns:
-        The configuration with the folder of the prepared family.
+    Members with this identity over most of the shorter one are always in the same split. Returns
+    the configuration with the folder of the prepared family.
 
     Raises:
         DataError: if the family has too few members, or all are too similar.
@@ -149,7 +147,7 @@ def split_family(config: AdaptSettings) -> AdaptSettings:
 def _refuse_variants(source: str, folder: Path) -> None:
     """Raise `DataError` if most members are one protein with a few substitutions.
 
-    Their positions are compared, of at most a thousand members; none is aligned.
+    Up to a thousand members are compared position by position, without an alignment.
     """
     members = SequenceStore(folder / RAW if (folder / RAW).is_dir() else Path(source))
     some = np.unique(np.linspace(0, len(members) - 1, 1000).astype(np.int64)).tolist()

@@ -1,4 +1,4 @@
-"""Generating with a model and the `generation` section: the templates and the file."""
+"""Generating with a model and the `generation` section: the templates and the output file."""
 
 import json
 import time
@@ -35,7 +35,7 @@ OF_A_FAMILY = ("identity", "keep", "avoid", "near", "filter")
 
 
 def output_name(vocabulary: Vocabulary) -> str:
-    """Name of the file of what a model generates: FASTA, or JSON lines for text."""
+    """Default name of the output file: FASTA, or JSON lines for text."""
     return TEXTS if vocabulary.is_text else FASTA
 
 
@@ -63,12 +63,10 @@ def generate_shard(
     precision: str,
     shard: Shard,
 ) -> dict[str, Any]:
-    """Generate a shard's designs; the last shard writes all, which are those of `generate`.
+    """Generate a shard's designs, which equal those of `generate`; the last shard writes all.
 
-    Each design has a seed of its own. Raises the errors of `generate` and `in_shards`.
-
-    Returns:
-        The `output`, the `shard` and the `missing` shards.
+    Returns the `output`, the `shard` and the `missing` shards; raises the errors of `generate` and
+    `in_shards`.
     """
     generation = _Generation.of(exported, settings, output, precision)
     templates = settings.templates and digest_of_files("generation.templates", settings.templates)
@@ -157,11 +155,7 @@ class _Generation:
 
 
 def _write_texts(output: Path, texts: Iterable[tuple[str, str, int]], note: str) -> None:
-    """Write (name, text, number of tokens) as JSON lines; or the texts, with blank lines between.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write (name, text, number of tokens) as JSON lines, or the texts separated by blank lines."""
     with written_beside(output) as partial, open(partial, "w", encoding="utf-8") as file:
         for name, text, tokens in texts:
             if output.suffix.lower() == ".txt":
@@ -172,7 +166,7 @@ def _write_texts(output: Path, texts: Iterable[tuple[str, str, int]], note: str)
 
 
 def _designs(exported: ExportedModel, settings: GenerationSettings) -> list[Named]:
-    """Templates of all designs: `number` for each given template or length, or of drawn lengths."""
+    """Templates of all designs: `number` per given template or length, or of sampled lengths."""
     number, vocabulary, prompt = settings.number, exported.vocabulary, settings.prompt
     require(number > 0, "generation.number", number, "an integer ≥ 1")
     if settings.templates is not None:
@@ -225,11 +219,7 @@ def require_writable(output: Path) -> None:
 
 
 def _read_templates(path: Path, vocabulary: Vocabulary) -> Iterator[tuple[str, str, str]]:
-    """(name, text, where it is) of each template: FASTA, or for text JSON lines or lines.
-
-    Raises (when iterated):
-        DataError: the file is missing, damaged, or of another form.
-    """
+    """Yield (name, text, location) of each template: FASTA or, for text, JSON lines or lines."""
     if not vocabulary.is_text:
         yield from read_template_fasta(path)
         return

@@ -1,4 +1,4 @@
-"""New members of a family with the `generation` section: drawn, judged, written."""
+"""New members of a family, generated, judged and written by the `generation` section."""
 
 import re
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def generate_members(
     """Write new members of the family `settings.relatives`, and how they compare with natural ones.
 
     Args:
-        given: the family, instead of that of the settings.
+        given: the family, instead of `settings.relatives`.
         held_out: natural members for comparison; None: given ones, each left out in turn.
 
     Raises:
@@ -131,7 +131,7 @@ def _described(
 
 
 def _templates(settings: GenerationSettings, family: Family) -> list[tuple[str, Tokens | None]]:
-    """Name and template of each design; None where only a member's path determines it."""
+    """Name and template of each design; None if its length is that of a member's path."""
     number = settings.number
     if settings.near is not None:
         for key in (*LENGTHS, "prompt", "templates"):
@@ -161,10 +161,10 @@ def _templates(settings: GenerationSettings, family: Family) -> list[tuple[str, 
 
 
 def wishes_of(law: FamilyDesigns, settings: GenerationSettings) -> Wishes:
-    """The wishes of the `generation` section, by the columns and members of a family.
+    """Express the `generation` section in columns and members of the family.
 
     Raises:
-        ConfigError: if they name no member or no residue, or contradict each other.
+        ConfigError: if a setting names no member or residue, or contradicts another one.
     """
     keep = dict[int, int]()
     for text in settings.keep:
@@ -184,7 +184,7 @@ def wishes_of(law: FamilyDesigns, settings: GenerationSettings) -> Wishes:
 
 
 def _named(law: FamilyDesigns, text: str, key: str, form: str) -> tuple[int, str]:
-    """The member that a text names before its last colon, and what follows."""
+    """Split a text at its last colon into the index of the named member and the rest."""
     name, colon, rest = text.rpartition(":")
     require(bool(colon and rest), key, text, f"of the form {form}")
     places = [i for i, one in enumerate(law.names) if one == name]
@@ -197,7 +197,7 @@ def _named(law: FamilyDesigns, text: str, key: str, form: str) -> tuple[int, str
 
 
 def _columns(law: FamilyDesigns, member: int, text: str, whole: str) -> list[tuple[int, int]]:
-    """(column, letter) of the residues of a member that a text lists: H57,D102-D104,195."""
+    """Columns and letters of the residues that a text lists: H57,D102-D104,195."""
     found = list[tuple[int, int]]()
     letters = law.letters[member]
     for word in re.split(r"[,;+\s]+", text.strip()):

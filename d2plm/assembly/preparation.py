@@ -26,10 +26,10 @@ def prepare_data(config: PipelineSettings, runs: Iterable[str] = ()) -> dict[str
     """Prepare the data, log them to the tracking run, and return the manifest.
 
     Args:
-        runs: output folders of the trainings on these data; none stands for the configured one.
+        runs: output folders of training runs on these data; default: the configured one.
 
     Raises:
-        DataError: if other data would replace those of a training, unless it starts anew.
+        DataError: if the data of a training run would be replaced, unless it is to start anew.
     """
     data, replaced = config.data, list[Path]()
 
@@ -87,7 +87,7 @@ def prepare_data(config: PipelineSettings, runs: Iterable[str] = ()) -> dict[str
 
 
 def _trained_on(config: PipelineSettings) -> list[Path]:
-    """The folders of runs beside the prepared data, or in the work folder, that used these data."""
+    """Folders of runs beside the prepared data, or in the work folder, that used these data."""
     import yaml
 
     folder = Path(config.data.prepared_dir)
@@ -110,12 +110,7 @@ def _trained_on(config: PipelineSettings) -> list[Path]:
 
 
 def build_vocabulary(settings: VocabularySettings) -> Vocabulary:
-    """The vocabulary of the settings.
-
-    Raises:
-        ConfigError: if a value is invalid.
-        DataError: if the tokenizer cannot be read.
-    """
+    """Build the vocabulary; raises `DataError` if its tokenizer cannot be read."""
     return vocabulary(
         settings.alphabet,
         tokenizer=None if settings.tokenizer is None else shipped(settings.tokenizer),
@@ -123,11 +118,7 @@ def build_vocabulary(settings: VocabularySettings) -> Vocabulary:
 
 
 def require_fitting_window(config: PipelineSettings) -> None:
-    """Check that the pieces into which sequences are cut are not cropped by the training.
-
-    Raises:
-        ConfigError: if they are longer than the training takes.
-    """
+    """Raise `ConfigError` if training would crop the windows into which sequences are cut."""
     window, longest = config.data.window, config.data.max_length
     limit = "data.max_length"
     if longest is None and config.init_from is None:  # otherwise the weights decide
@@ -139,12 +130,9 @@ def require_fitting_window(config: PipelineSettings) -> None:
 
 
 def require_fitting_relatives(config: PipelineSettings) -> None:
-    """Check before a pipeline's first step whether later steps would reject the relatives.
+    """Raise `ConfigError` if later steps of a pipeline would reject the relatives.
 
-    It must not need torch, which the image that prepares the data lacks.
-
-    Raises:
-        ConfigError: if relatives are requested from a paradigm or an alphabet that takes none.
+    It must not import torch, which the image of the first step lacks.
     """
     if config.generation.relatives is not None and config.data.alphabet != "protein":
         raise ConfigError(

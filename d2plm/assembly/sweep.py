@@ -1,10 +1,10 @@
 """One list of runs: check all of them, execute them, and reduce their results to one document.
 
-`d2plm train --multirun`, `compare` and `scaling` make the list and reduce the finished runs: to a
-table, to a comparison with intervals, to a scaling law. `run_sweep` executes them here; a pipeline
-in a cluster calls `planned`, executes the runs, and calls `reduced`. No run starts before the
-settings of all have been checked. Finished runs are reused and others resume, so the same command
-continues an interrupted sweep.
+`d2plm train --multirun`, `compare` and `scaling` list the runs and reduce them to a table, a
+comparison with intervals or a scaling law. `run_sweep` executes them here; a pipeline in a cluster
+calls `planned`, executes the runs, and calls `reduced`. No run starts before the settings of all
+have been checked. Finished runs are reused and others resume, so the same command continues an
+interrupted sweep.
 """
 
 import json
@@ -68,7 +68,7 @@ class Sweep:
 
     @property
     def title(self) -> str:
-        """Name of the tracking run above those of the runs."""
+        """Name of the parent tracking run."""
         return f"{self.settings.name}: {', '.join(self.varied)}"
 
 
@@ -100,7 +100,7 @@ def run_sweep(sweep: Sweep) -> Any:
 
 
 def planned(sweep: Sweep) -> Runs:
-    """The runs below one tracking run, for whoever checks and executes them."""
+    """The runs, assigned to a parent tracking run; the caller checks and executes them."""
     with _tracked(sweep) as parent:
         return _placed(sweep, parent)
 
@@ -118,7 +118,7 @@ def result_files(results: Path) -> dict[str, Path]:
 
 @contextmanager
 def _tracked(sweep: Sweep) -> Iterator[Run]:
-    """The tracking run above those of the runs."""
+    """Open the parent of the runs' tracking runs."""
     own = {**tracking_arguments(sweep.settings), "run_name": sweep.title}
     with tracking_run(sweep.results, **own) as parent:
         parent.set_tags(sweep.settings.tracking.tags)
@@ -175,11 +175,7 @@ def _run_here(runs: Runs, commands: Sequence[str], parallel: int) -> None:
 
 
 def for_all(calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Call the function of every run and return the results by name.
-
-    Raises:
-        ConfigError: one line with each error and the runs that it concerns.
-    """
+    """Call every function; raises one `ConfigError` with each error and the runs it concerns."""
     results: dict[str, T] = {}
     reasons: dict[str, list[str]] = {}
     for name, call in calls.items():

@@ -27,12 +27,7 @@ PIPELINE_RUN = "pipeline.run"
 
 @contextmanager
 def tracked_run(config: PipelineSettings, command: str) -> Iterator[Runs]:
-    """Open the tracking run of the configuration's `output_dir` and set the command's tags.
-
-    Raises:
-        ConfigError: if a setting is invalid.
-        TrackingError: see `tracking_run`.
-    """
+    """Open the tracking run of `output_dir` and set the command's tags; see `tracking_run`."""
     with tracking_run(Path(config.output_dir), **tracking_arguments(config)) as tracked:
         if tracked.runs:
             tracked.set_tags(_tags(config, command))
@@ -139,11 +134,7 @@ def log_settings(tracked: Run, config: PipelineSettings, **more: Any) -> None:
 def describe(
     tracked: Run, config: PipelineSettings, version: tuple[str, str] | None = None
 ) -> None:
-    """Write the run's description from the files in its folders.
-
-    Args:
-        version: (name, number) in the registry, if registered.
-    """
+    """Describe the run from the files in its folders; `version`: (name, number) in the registry."""
     tracked.describe(
         description(
             name=config.name,
@@ -162,7 +153,7 @@ def _title(config: PipelineSettings) -> str:
 
 
 def _tags(config: PipelineSettings, command: str) -> dict[str, str]:
-    """Tags of every run; those with the prefix `mlflow.` fill columns in MLflow's run list."""
+    """Tags of every run; those with the prefix `mlflow.` fill columns of MLflow's run list."""
     tags = {
         "paradigm": config.paradigm.name,
         "d2plm.version": __version__,

@@ -1,4 +1,4 @@
-"""Launching jobs as the `launcher` section says: training, here or in a cluster, and shards."""
+"""Launching training, here or in a cluster, and sharded jobs, by the `launcher` section."""
 
 import hashlib
 import os
@@ -32,13 +32,12 @@ def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any
     """Build the job that the `launcher` section describes.
 
     Args:
-        config: a configuration with the sections launcher, distributed and trainer.
         arguments: arguments of torchrun; empty: the job is only tried, by `d2plm doctor`.
         more: attributes of the job that override the section's.
 
     Raises:
-        ConfigError: if a value is invalid, naming its key, or the parallel dimensions do not fit
-            the processes of the job's nodes, or these cannot share the bins of a step evenly.
+        ConfigError: if a value is invalid, or the processes of the job's nodes do not fit the
+            parallel dimensions or cannot share the bins of a step evenly.
     """
     from d2plm.assembly.training_run import build_plan, trainer_keys
     from d2plm.training.plan import partition
@@ -64,11 +63,7 @@ def training_job(config: PipelineSettings, arguments: Sequence[str], **more: Any
 def sharded_job(
     launcher: LauncherSettings, shards: int, parallel: int | None, arguments: Sequence[str]
 ) -> ShardedJob:
-    """Build the job of which each pod runs d2plm with these `arguments` on one of the `shards`.
-
-    Raises:
-        ConfigError: if a value is invalid or would be ignored, naming its key.
-    """
+    """Build a job whose pods run d2plm on one shard each; `ConfigError` for an unusable value."""
     require_number("shards", shards, high=MAX_SHARDS)
     for key, wanted in (("kind", "auto"), ("nodes", 1), ("min_nodes", None)):
         value = getattr(launcher, key)
@@ -80,7 +75,7 @@ def sharded_job(
 
 
 def _section(launcher: LauncherSettings) -> dict[str, Any]:
-    """The attributes of a job that the `launcher` section gives."""
+    """Attributes of a job in the `launcher` section."""
     names = {one.name for one in fields(TrainingJob)} & {*vars(launcher)}
     section = {name: getattr(launcher, name) for name in names}
     return section | {"image": launcher.image or IMAGE}
@@ -94,13 +89,13 @@ def launch(launcher: LauncherSettings, kind: JobKind, job: TrainingJob) -> None:
 def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
     """Train as a job on behalf of a pipeline step; the pipeline's run owns the job.
 
-    There is no job if nothing is left to train: it would wait for its resources to find that out.
-    In a workflow a signal deletes the job only if the run is being ended: a step whose pod is
-    evicted is replaced. What is reported is also written to `job_log(file)`.
+    No job is created if training is complete, as it would have to wait for its resources. In a
+    workflow, a signal deletes the job only if the run is being ended, because an evicted step is
+    replaced. All reports are also written to `job_log(file)`.
 
     Args:
-        file: the configuration, on a volume that the job mounts. A retried step finds its job by
-            the file's name.
+        file: the configuration, on a volume that the job mounts; it determines the job's name, by
+            which a retried step finds its job.
     """
     from d2plm.assembly.training_run import is_trained
 

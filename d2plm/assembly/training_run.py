@@ -1,6 +1,6 @@
 """Building stores, model, paradigm, plan and trainer from a configuration.
 
-The library takes the settings of a section; which sections there are is known only here.
+Only this module knows the sections; the library takes the settings of one section.
 """
 
 import hashlib
@@ -104,7 +104,7 @@ def _has_corpora(folder: Path, split: str = "train") -> bool:
 
 
 def _corpus(data: DataSettings, folder: Path, split: str) -> MegatronSequences:
-    """A corpus that is read in place, in the configured vocabulary."""
+    """Open a corpus that is read in place, in the configured vocabulary."""
     _warn_of_leakage(folder)
     with within("data"):
         return MegatronSequences(
@@ -265,7 +265,7 @@ def load_start(
 
 
 def with_vocab_size(config: Kind, vocabulary: Vocabulary) -> Kind:
-    """The configuration whose model has a vocabulary's size; the proteins' is its default."""
+    """Set the model's vocabulary size; that of proteins is the default."""
     if vocabulary == PROTEIN:
         return config
     relatives = config.model.relatives_dim
@@ -363,7 +363,7 @@ def build_trainer(
 def is_trained(config: PipelineSettings) -> bool:
     """Whether `model_dir` already contains the model of this configuration after its last step.
 
-    False if only training itself can say so: with `init_from`, or without `max_steps`.
+    False with `init_from` or without `max_steps`, because only training can tell then.
     """
     trainer, folder = config.trainer, Path(config.model_dir)
     if trainer.resume != "auto" or trainer.max_steps is None or config.init_from is not None:
@@ -379,11 +379,7 @@ def is_trained(config: PipelineSettings) -> bool:
 
 
 def trainer_class(config: PipelineSettings) -> Callable[..., Trainer]:
-    """The registered class of the trainer.
-
-    Raises:
-        ConfigError: if there is none of that name, or it is no trainer.
-    """
+    """The registered class of the trainer; `ConfigError` if it is unknown or not a `Trainer`."""
     found = find("trainer", config.trainer.type, "trainer.type").factory
     wanted = "the name of a class derived from d2plm.training.trainer.Trainer"
     derived = isinstance(found, type) and issubclass(found, Trainer)
@@ -392,7 +388,7 @@ def trainer_class(config: PipelineSettings) -> Callable[..., Trainer]:
 
 
 def on_one_process(config: PipelineSettings) -> PipelineSettings:
-    """The same run on one process, with the same global batch."""
+    """Configure the same run on one process, with the same global batch."""
     trainer = replace(config.trainer, gradient_accumulation_steps="auto")
     if trainer.global_batch_tokens is None:
         where = trainer.checkpoints or Path(config.output_dir, "checkpoints")
@@ -424,11 +420,7 @@ def build_plan(config: PipelineSettings) -> Plan:
 
 
 def fitting_plan(config: PipelineSettings, model: DiTConfig, processes: int) -> Plan:
-    """Build the plan for this number of processes.
-
-    Raises:
-        ConfigError: if they, the model or its adapters cannot be divided so.
-    """
+    """Build the plan for `processes`; `ConfigError` if the model cannot be divided among them."""
     plan = build_plan(config)
     with trainer_keys():
         plan = plan.resolved(processes)
@@ -438,10 +430,7 @@ def fitting_plan(config: PipelineSettings, model: DiTConfig, processes: int) -> 
 
 
 def build_callbacks(config: PipelineSettings, context: RunContext) -> list[Callback]:
-    """Build the callbacks of the `callbacks` section, in order; null disables one.
-
-    In the pods of a TrainJob that shows progress, one reports it.
-    """
+    """Build the configured callbacks in order, and one that reports the progress to a TrainJob."""
     callbacks: list[Callback] = []
     for name, settings in config.callbacks.items():
         if settings is None:

@@ -25,11 +25,7 @@ def run_list(config: CheckpointsSettings) -> list[dict[str, Any]]:
 
 
 def run_verify(config: CheckpointsSettings) -> list[dict[str, Any]]:
-    """Read every checkpoint of a folder and compare it with its digests.
-
-    Raises:
-        CheckpointError: if any is damaged.
-    """
+    """Compare every checkpoint with its digests; raises `CheckpointError` if any is damaged."""
     root, damaged = _root(config.root), []
     found: list[dict[str, Any]] = []
     for name in root.names():

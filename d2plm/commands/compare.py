@@ -22,7 +22,7 @@ def run(config: CompareSettings) -> Comparison | dict[str, Any]:
 
 
 def sweep(config: CompareSettings) -> Sweep:
-    """Every arm with every seed."""
+    """List the runs: every arm with every seed."""
     arms, seeds = config.arms, config.seeds
     require(len(arms) >= 2, "arms", list(arms), "at least two")
     fits = len({*seeds}) == len(seeds) > 0

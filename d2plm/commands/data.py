@@ -50,7 +50,7 @@ def run_stats(config: StatsSettings) -> dict[str, Any]:
 
 
 def run_verify(config: StoreSettings) -> list[dict[str, Any]]:
-    """Read a store, or all of prepared data, and compare them with their digests."""
+    """Compare a store, or all stores of prepared data, with the recorded digests."""
     folder = Path(config.store)
     prepared = open_prepared(folder) if is_prepared(folder) else None
     stores = [SequenceStore(folder)] if prepared is None else prepared.stores

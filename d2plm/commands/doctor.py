@@ -22,11 +22,7 @@ USED_BY_SEVERAL = ("torch", "mlflow", "kubernetes.client")
 
 
 def run(config: DoctorSettings) -> list[dict[str, str]]:
-    """Run all checks, print their verdicts, and return them as rows.
-
-    Raises:
-        DoctorError: if a check failed.
-    """
+    """Run all checks, print and return their verdicts; raises `DoctorError` if one has failed."""
     for module in USED_BY_SEVERAL:
         with suppress(Exception):  # reported by the check that needs it
             importlib.import_module(module)

@@ -1,8 +1,8 @@
 """d2plm embed: embeddings of sequences or tokens, in files of bounded size.
 
-Each file is written atomically, so an interrupted run continues after the last one.
-`manifest.json` records the model, the input and the settings; embeddings of others are never mixed.
-A shard writes the same files for its own records; they are joined in the order of the input.
+Each file is written atomically, so an interrupted run continues after the last one. `manifest.json`
+records the model, the input and the settings, so that embeddings of different ones are never mixed.
+Shards write the same files for their own records, and are joined in the order of the input.
 """
 
 import json
@@ -111,11 +111,7 @@ def run(config: EmbedSettings) -> dict[str, Any]:
 
 
 def _known(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of the same embeddings, if they have been begun.
-
-    Raises:
-        DataError: if the folder contains other embeddings.
-    """
+    """Manifest of the same embeddings, if begun; `DataError` if the folder contains others."""
     known = read_json(output / MANIFEST)
     if known is not None and all(known.get(key) == own for key, own in made_of.items()):
         return known

@@ -88,10 +88,10 @@ def run(config: PipelineSettings) -> Evaluation:
 
 
 def _with_results_folder(config: PipelineSettings, is_local: bool) -> PipelineSettings:
-    """The configuration with an `output_dir` that is not of another model's run.
+    """Replace an `output_dir` that is the default or belongs to another model's run.
 
-    If it is, or is the default, the results are written beside the model, or to `evaluations` in
-    `work_dir` if that is impossible.
+    The results are then written beside the model, or to `work_dir/evaluations` if that is
+    impossible.
     """
     output_dir, model_dir = Path(config.output_dir), Path(os.path.expanduser(config.model_dir))
     is_default = output_dir == Path(config.work_dir) / config.paradigm.name
@@ -117,7 +117,7 @@ def _is_model_of(output_dir: Path, model_dir: Path) -> bool:
 
 
 def metrics_of(evaluation: Evaluation) -> dict[str, float]:
-    """Headline figures for the tracker, those of the model first."""
+    """Headline figures for trackers, those of the model first."""
     model, given = evaluation.model, evaluation.given_relatives
     low, high = model.perplexity.interval or (None, None)
     metrics = {

@@ -20,10 +20,7 @@ from d2plm.settings.registry import module_words
 
 
 def run_show(config: JobSettings, words: list[str]) -> list[Manifest]:
-    """Print all objects of the job as YAML documents.
-
-    `words` are the settings as written on the command line; the pods compose them again.
-    """
+    """Print the job's objects as YAML; the pods compose the overrides `words` again."""
     import yaml
 
     (kind, job), size = _job(config, words), config.launcher.claim_size

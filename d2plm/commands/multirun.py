@@ -38,12 +38,7 @@ Combination = tuple[dict[str, str], list[str]]  # (swept key → value, all over
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
-    """Train every combination, then write, print and log a table of the results.
-
-    Raises:
-        ConfigError: if a setting of any run is invalid; no run has been started then.
-        LaunchError: if a run fails; the same command continues where it stopped.
-    """
+    """Train every combination and report a table of the results; see `run_sweep`."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "--multirun: cannot run under torchrun; start d2plm train without torchrun and set "
@@ -59,7 +54,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
 
 
 def composed(arguments: Arguments) -> tuple[dict[str, Combination], dict[str, TrainSettings]]:
-    """The combinations of `expand`, and their configurations."""
+    """Expand the arguments, and compose the configuration of every combination."""
     combinations = expand(arguments)
     return combinations, for_all(
         {name: partial(arguments.compose, words) for name, (_, words) in combinations.items()}
@@ -67,7 +62,7 @@ def composed(arguments: Arguments) -> tuple[dict[str, Combination], dict[str, Tr
 
 
 def sweep(arguments: Arguments) -> Sweep:
-    """Every combination of values."""
+    """List the runs: every combination of values."""
     combinations, configs = composed(arguments)
     settings = {name: varied for name, (varied, _) in combinations.items()}
     first, keys = next(iter(configs.values())), list(next(iter(settings.values())))

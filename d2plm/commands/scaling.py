@@ -29,7 +29,7 @@ BUDGETS = {"steps": "max_steps", "flops": "flops_budget"}  # → limit of a trai
 def run(config: ScalingSettings) -> dict[str, Any]:
     """Prepare the data, run the whole grid, write and print the scaling law.
 
-    A dry run forecasts every run instead; it needs prepared data, or `data.residues=random`.
+    A dry run only forecasts every run; it needs prepared data, or `data.residues=random`.
     """
     listed = sweep(config)
     if not config.dry_run:
@@ -39,7 +39,7 @@ def run(config: ScalingSettings) -> dict[str, Any]:
 
 
 def sweep(config: ScalingSettings) -> Sweep:
-    """Every size with every budget."""
+    """List the runs: every size with every budget."""
     with within("data"):
         config = with_vocab_size(config, build_vocabulary(config.data))
     runs = plan(config)
@@ -56,11 +56,7 @@ def sweep(config: ScalingSettings) -> Sweep:
 
 
 def plan(config: ScalingSettings) -> dict[str, ScalingSettings]:
-    """The runs by name, by size and then by budget.
-
-    Raises:
-        ConfigError: if the settings cannot determine a law.
-    """
+    """Configure the runs by size and budget; `ConfigError` if they cannot determine a law."""
     both = {name: getattr(config, name) for name in BUDGETS}
     if [*both.values()].count(None) != 1:
         raise ConfigError("set exactly one of the two", both)
@@ -85,10 +81,7 @@ def plan(config: ScalingSettings) -> dict[str, ScalingSettings]:
 
 
 def _law(runs: Mapping[str, ScalingSettings]) -> dict[str, Any]:
-    """The law of the evaluated runs, as JSON content.
-
-    The FLOPs of attention depend on the lengths of the training proteins.
-    """
+    """Fit the law; the FLOPs of attention depend on the lengths of the training proteins."""
     points, scored_on = [], set()
     for config in runs.values():
         folder, model = Path(config.model_dir), model_config(config)

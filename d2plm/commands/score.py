@@ -280,12 +280,12 @@ def _by_predictor(
     given: Family | None,
     note: Callable[[str], None],
 ) -> dict[str, NDArray[np.float64]]:
-    """Effects by column; whole sequences have only the model's.
+    """Compute the effects by column; whole sequences have only the model's.
 
     Args:
-        of_model: lacks the argument `family`; None of a model that cannot score the protein.
+        of_model: lacks the argument `family`; None if the model cannot score the protein.
         family: relatives of the protein; `given`: those that the model is given, if it takes any.
-        note: called with what is done, while it lasts.
+        note: called with a description of each stage.
     """
     if of_model is not None and own.sequences is not None:
         alone = {} if given is None else {ALONE_COLUMN: of_model()}
@@ -313,7 +313,7 @@ def _correlations(
     measured: NDArray[np.float64],
     variants: Sequence[Variant],
 ) -> list[dict[str, Any]]:
-    """The rank correlation `rho` of each column, of all variants and by their changes."""
+    """Rank correlations `rho` of each column, for all variants and by their number of changes."""
     return [
         {
             "name": name,
@@ -327,7 +327,7 @@ def _correlations(
 
 
 def _lines(correlations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What is said of the correlations of a protein's scores."""
+    """Lines that report the correlations of a protein's scores."""
     rho: dict[str, float] = {}
     for one in correlations:
         group = [one["changes"]] * (one["changes"] != "all")
@@ -342,7 +342,7 @@ def _lines(correlations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _by_changes(variants: Sequence[Variant]) -> dict[str, NDArray[np.int64]]:
-    """Which of the variants there are, all and by their number of changes if that differs."""
+    """Indices of all variants and, if it differs, by their number of changes."""
     changes = np.minimum([len(one.positions) for one in variants], 3)
     found = {"all": np.arange(len(variants))}
     if len({*changes.tolist()} - {0}) > 1:

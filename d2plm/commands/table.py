@@ -1,6 +1,6 @@
 """The list of commands, each with a summary, an example and its actions.
 
-Help and completion read it, so it imports nothing heavy.
+Help and completion read it, so it has no heavy imports.
 """
 
 from collections.abc import Mapping

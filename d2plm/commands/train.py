@@ -123,7 +123,7 @@ def _train(config: PipelineSettings) -> dict[str, Any] | None:
 
 
 def _alone_in(output_dir: Path, config: PipelineSettings) -> AbstractContextManager[None]:
-    """The lock of the output folder, held by rank 0; the other ranks wait for it, for a time."""
+    """Lock the output folder on rank 0; the other ranks wait for it, for a limited time."""
     if int(os.environ.get("RANK", 0)):
         return nullcontext()
     limit, ranks = config.trainer.max_wait_seconds, int(os.environ.get("WORLD_SIZE", 1))

@@ -1,8 +1,8 @@
 """Checks of the cluster, based on the API server's response to the job that training would create.
 
 In a dry run, the server validates, authorises and admits the job and one of its pods, so schemas,
-webhooks, Pod Security, quotas, service accounts and priority classes need no rules here. One row
-each shows what a dry run does not reach; kubectl says more about the queue, claims, image and GPUs.
+webhooks, Pod Security, quotas, service accounts and priority classes need no rules here. Other
+checks cover what a dry run does not; kubectl says more about the queue, claims, image and GPUs.
 """
 
 import re

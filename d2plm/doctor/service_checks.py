@@ -40,11 +40,7 @@ def mlflow(
 
 
 def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
-    """Whether the API at `KFP_HOST` answers, and not a login page.
-
-    Raises:
-        ClusterError: if the API does not answer.
-    """
+    """Whether the API at `KFP_HOST` answers, and not a login page; `ClusterError` if not."""
     if not host:
         return skipped("KFP_HOST is not set", "set it to submit pipelines from here")
     return ok(f"{redacted(reach(host, timeout_seconds)[0])} answers")

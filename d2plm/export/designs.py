@@ -44,7 +44,7 @@ class Design:
     """A generated protein; its bound is None if it has no residue to predict.
 
     Attributes:
-        nelbo: nats per residue, with the interval over the draws.
+        nelbo: nats per residue, with the interval over the mask samples.
         nearest: name of the nearest training protein, if one is found; `identity` to it.
         in_training: whether a training protein equals it.
     """
@@ -65,7 +65,7 @@ class Designs:
 
     Attributes:
         origin: digests and settings that the figures depend on.
-        quality: of the whole set beside natural proteins, if it was compared.
+        quality: comparison of the whole set with natural proteins, if computed.
     """
 
     origin: dict[str, Any]
@@ -89,17 +89,13 @@ def describe_designs(
     resources: Resources = Resources(),
     report: Report = lambda line: None,
 ) -> Designs:
-    """Describe the proteins of `generated.fasta` in `folder`; saves `designs.json` there.
+    """Describe the proteins of `generated.fasta` in `folder`; saves or reuses `designs.json` there.
 
     Args:
         folder: folder of the FASTA file; also receives MMseqs2's log.
         held_out: natural proteins that the model was not trained on.
         seed: seed of the masks and of the natural proteins for comparison.
         compare: whether to also compare the set with natural proteins.
-        report: called with one line per stage.
-
-    Returns:
-        The saved result if nothing changed.
 
     Raises:
         DataError: if the FASTA file is invalid or has a protein that is too long for the model,
@@ -173,30 +169,18 @@ def describe_designs(
 
 
 def read_designs(folder: Path) -> Designs | None:
-    """Read the designs saved in `folder`; None if missing or of another version.
-
-    Raises:
-        DataError: if the file is damaged.
-    """
+    """Read the saved designs; None if missing or of another version, `DataError` if damaged."""
     return typed(Designs, read_json(folder / DESIGNS))
 
 
 def write_sampling(output: Path, settings: dict[str, Any]) -> None:
-    """Write the sampler's settings beside the generated sequences, with the digest of their file.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
+    """Write the sampler's settings beside the sequences, with the digest of the sequences' file."""
     content = {"digest": files_digest(output), "settings": settings}
     write_text(output.with_suffix(SAMPLING), json.dumps(content, indent=2))
 
 
 def read_sampling(output: Path) -> dict[str, Any] | None:
-    """The sampler's settings of the sequences in `output`; None if their file does not hold them.
-
-    Raises:
-        DataError: if the file is damaged.
-    """
+    """Read the sampler's settings of the sequences in `output`; None if they are not known."""
     kept = read_json(output.with_suffix(SAMPLING))
     return kept["settings"] if kept and kept.get("digest") == files_digest(output) else None
 

@@ -1,8 +1,7 @@
 """Callback that exports the averaged model as a self-describing folder after the last step.
 
 A LoRA model is exported twice: merged into its base, and alone in the folder `adapter` beside it.
-If nothing was trained since, an existing export is kept together with its evaluation, unless a file
-of it is damaged or missing.
+If nothing was trained, an existing complete export is kept together with its evaluation.
 """
 
 from pathlib import Path

@@ -69,7 +69,6 @@ class ExportedModel:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Whose tokens the model reads and predicts."""
         return self.paradigm.vocabulary
 
     @property
@@ -96,11 +95,7 @@ class ExportedModel:
     def all_short_enough(
         self, records: Iterable[FastaRecord], can_cut: bool = True
     ) -> Iterator[FastaRecord]:
-        """The records, with one error at their end for all that the model cannot take.
-
-        Raises (when iterated):
-            DataError: a record is longer than the model supports.
-        """
+        """Yield the records, then raise one `DataError` for all that are too long for the model."""
         too_long, number = list[str](), 0
         for record in records:
             number += 1
@@ -126,7 +121,7 @@ class ExportedModel:
             )
 
     def require_proteins(self, key: str) -> None:
-        """Raise `ModelError` naming `key` unless the model is one of proteins."""
+        """Raise `ModelError` naming `key` unless the model is a protein model."""
         if self.vocabulary != PROTEIN:
             raise ModelError(
                 f"{key}: is for proteins, but {self.folder} is a model of "
@@ -134,7 +129,7 @@ class ExportedModel:
             )
 
     def require_same_vocabulary(self, key: str, wanted: Vocabulary) -> None:
-        """Raise `ModelError` naming `key` unless the model is one of the `wanted` vocabulary."""
+        """Raise `ModelError` naming `key` unless the model has the vocabulary `wanted`."""
         own = self.vocabulary
         if own != wanted:
             raise ModelError(
@@ -257,11 +252,7 @@ def load_export(
 
 
 def _load_model(folder: Path, find_base: Callable[[str], Path]) -> DiT:
-    """Load the model of an export; an adapter is applied to its base model.
-
-    Raises:
-        ModelError: if a file is missing or damaged, or the base model is missing or different.
-    """
+    """Load the model of an export; an adapter is applied to its base model."""
     if not (folder / lora.CONFIG).is_file():
         return load_dit(folder)
     location, digest = lora.base_of(folder)
@@ -278,11 +269,7 @@ def _load_model(folder: Path, find_base: Callable[[str], Path]) -> DiT:
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:
-    """Read the provenance of an export; None if the folder is not an export.
-
-    Raises:
-        ModelError: if the file is damaged.
-    """
+    """Read an export's provenance; None if the folder is no export, `ModelError` if damaged."""
     try:
         return read_json(folder / PROVENANCE)
     except DataError as error:
@@ -290,11 +277,7 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
 
 
 def parameters_of(folder: Path) -> int:
-    """Number of parameters in the folder's safetensors files, according to their headers.
-
-    Raises:
-        ModelError: if a file cannot be read.
-    """
+    """Count the parameters by the headers of the folder's safetensors files."""
     number = 0
     try:
         for file in folder.glob("*.safetensors"):
@@ -309,11 +292,7 @@ def parameters_of(folder: Path) -> int:
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of the folder's concatenated safetensors files.
-
-    Raises:
-        DataError: if a file cannot be read.
-    """
+    """SHA-256 of the folder's concatenated safetensors files."""
     return files_digest(*sorted(folder.glob("*.safetensors")))
 
 

@@ -1,9 +1,9 @@
-"""The Hugging Face tokenizer of an exported model, with the numbers of its vocabulary.
+"""The Hugging Face tokenizer of an exported model, with the ids of its vocabulary.
 
 `AutoTokenizer` loads it from the folder; D2PLM itself does not use it. It reads letters as the
 vocabulary does. Like ESM-2's, it adds `<cls>` and `<eos>`, and `<mask>` in a text is a token to
-predict. It never refuses a text: a letter outside the alphabet is `<unk>`, and what is no codon
-without ambiguity is `NNN`.
+predict. It accepts any text: letters outside the alphabet become `<unk>`, and anything that is not
+an unambiguous codon becomes `NNN`.
 """
 
 import json
@@ -27,10 +27,9 @@ log = logging.getLogger(__name__)
 def hugging_face_tokenizer(
     vocabulary: Vocabulary, max_length: int
 ) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a vocabulary, or None, with a warning, of a `Subwords` it cannot renumber.
+    """Build the tokenizer of a vocabulary; None, with a warning, if its ids cannot be changed.
 
-    Args:
-        max_length: of the model's input, in tokens, to which `truncation=True` cuts.
+    `max_length` is the number of tokens to which `truncation=True` shortens the model's input.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -99,12 +98,7 @@ def _of_bytes() -> Tokenizer:
 
 
 def _renumbered(content: dict[str, Any], vocabulary: Subwords, names: dict[int, str]) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json` with every number moved up by FIRST.
-
-    Args:
-        content: of the file.
-        names: number → name of the tokens that D2PLM adds.
-    """
+    """Load a `tokenizer.json` with all ids raised by FIRST; `names`: D2PLM's tokens by id."""
     model, added = content["model"], content["added_tokens"]
     moved = {token["content"]: token["id"] + FIRST for token in added}
     if isinstance(model["vocab"], dict):

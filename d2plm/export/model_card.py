@@ -38,11 +38,7 @@ def model_card(
 ) -> str:
     """Render the model card as Markdown with YAML front matter.
 
-    Args:
-        provenance: provenance of the export; missing parts are omitted.
-        name: name of the model if the provenance has none.
-        max_residues: maximum protein length.
-        evaluation: None before the evaluation.
+    Missing parts of the provenance are omitted; `name` is used if it has none.
     """
     name = provenance.get("name") or name
     vocabulary = paradigm.vocabulary

@@ -205,10 +205,9 @@ def generated_quality(
     Args:
         number: number of generated sequences; limited to the number of held-out ones.
         folder: folder of MMseqs2's log.
-        baselines: of which the best one that ignores order is sampled.
+        baselines: the best one that ignores order is sampled.
         seed: seed of the lengths and of the sequences for comparison.
         nearest: settings of the search for similar training proteins.
-        report: called with one line per stage.
     """
     vocabulary, limit = held_out.vocabulary, exported.max_residues
     suite, things = SUITES[vocabulary.name], f"{vocabulary.nouns.sequence}s"
@@ -268,7 +267,7 @@ def open_rival(
 def reusable_evaluation(
     folder: Path, settings: dict[str, Any], digests: Mapping[str, str]
 ) -> Evaluation | None:
-    """The evaluation in a folder, if it was computed with these settings of what has `digests`."""
+    """Read the evaluation in a folder; None unless it has these settings and digests."""
     try:
         evaluation, _ = load_scores(folder)
     except ModelError:

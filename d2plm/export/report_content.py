@@ -1,7 +1,7 @@
 """The report's content as plain data, read from a run's folder without computing anything.
 
-Figures are taken unchanged from the JSON files, which are checked to belong together. A part that
-is missing or belongs to another run is replaced by the reason.
+Figures are copied from the JSON files, which are checked to belong together. A part that is missing
+or belongs to another run is replaced by the reason.
 """
 
 import base64
@@ -49,11 +49,7 @@ BLOCK = 10  # residues per block
 
 @dataclass(frozen=True)
 class Sources:
-    """The folders from which a report is made.
-
-    Attributes:
-        output_dir: folder of the run: configuration, metrics, evaluation, generated proteins.
-    """
+    """The folders from which a report is made; `output_dir` is that of the run."""
 
     output_dir: Path
     model_dir: Path

@@ -35,11 +35,7 @@ _FOLDER = Path(__file__).parent
 
 
 def write_report(sources: Sources) -> Path:
-    """Write `report.html` into the output folder and return its path.
-
-    Raises:
-        DataError: if there is nothing to report on, or a file is damaged or cannot be written.
-    """
+    """Write `report.html` into the output folder and return its path; see `gather`."""
     file = sources.output_dir / REPORT
     write_text(file, render(gather(sources)))
     return file

@@ -228,10 +228,7 @@ class Cluster:
         self._of_one("DELETE", kind, name, query=query, answers=[ABSENT])
 
     def states(self, kind: Resource, name: str) -> Iterator[Manifest]:
-        """Yield an object whenever it changes, and every `WATCH_SECONDS`.
-
-        Ends when the deletion of the object begins, which may take long.
-        """
+        """Yield an object when it changes and every `WATCH_SECONDS`, until its deletion begins."""
         found: Manifest | None = None
         what, query = f"watch {self.of(kind, name)}", {"fieldSelector": f"metadata.name={name}"}
         for change, seen in self._changes(kind, what, query):
@@ -290,10 +287,7 @@ class Cluster:
             time.sleep(1)
 
     def warnings(self, kind: JobKind, job: Manifest) -> list[Manifest]:
-        """Warning events of a job and of the objects created for it, in order.
-
-        Earlier events belong to a former job of the same name, which was deleted before.
-        """
+        """Warning events of a job and its objects, in order, without those of a former job."""
         name, created = job["metadata"]["name"], job["metadata"]["creationTimestamp"]
         query, what = {"fieldSelector": "type=Warning"}, f"list the events of {self.of(kind, name)}"
         events = self.call("GET", self.path(EVENT), what, query=query)["items"]
@@ -308,9 +302,8 @@ class Cluster:
     def log(self, pod_name: str, container: str, **query: Any) -> Iterator[str]:
         """Yield the lines of a pod's log; none if the pod is gone or has not started.
 
-        Only the pod's node has the log, so the limits are short.
-
-        `query` contains parameters of the request, such as `follow="true"`.
+        The limits are short, because only the pod's node has the log. `query` contains parameters
+        of the request, such as `follow="true"`.
         """
         response = replace(self, patience_seconds=LOG_SECONDS).call(
             "GET",
@@ -353,7 +346,6 @@ class Cluster:
         return path if name is None else f"{path}/{name}"
 
     def _of_one(self, method: str, kind: Resource, name: str, **request: Any) -> Any:
-        """Response to a request about one object."""
         what = f"{VERBS[method]} {self.of(kind, name)}"
         return self.call(method, self.path(kind, name), what, **request)
 
@@ -419,11 +411,7 @@ class Cluster:
 
 
 def first_known_kind(cluster: Cluster) -> JobKind:
-    """The first kind of job that the cluster knows.
-
-    Raises:
-        ClusterError: if it knows none.
-    """
+    """The first kind of training job that the cluster knows; `ClusterError` if it knows none."""
     for kind in JOB_KINDS.values():
         if cluster.has(kind):
             return kind
@@ -437,10 +425,8 @@ def first_known_kind(cluster: Cluster) -> JobKind:
 def where_to_train(kind: str) -> str:
     """Resolve `launcher.kind` to `local`, `pytorchjob` or `trainjob`.
 
-    `auto` is a job in a step of a pipeline that runs in a cluster, and `local` elsewhere.
-
-    Raises:
-        ClusterError: if the pipeline's cluster has no training operator.
+    `auto` is `local` except in a pipeline's step in a cluster, where it is a job; raises
+    `ClusterError` if that cluster has no training operator.
     """
     if kind != "auto":
         return kind

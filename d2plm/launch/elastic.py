@@ -84,9 +84,8 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     """Find the cause among torchrun's `ProcessFailure`s by rank; other ranks fail as a result.
 
     A killed worker leaves no error, and the errors of the other ranks do not name the cause.
-
-    Returns:
-        The exit code, as in a shell, and the message; empty if the worker has printed it itself.
+    Returns the exit code, as in a shell, and the message, which is empty if the worker has printed
+    it.
     """
     several = _has_several_nodes()
     for rank, failed in sorted(failures.items()):
@@ -125,9 +124,8 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
 def leave_error(text: str, exit_code: int, is_bug: bool = False) -> bool:
     """Leave a worker's error for `main` to print; False if `main` did not start this worker.
 
-    With `is_bug` the text is a traceback.
-
-    The file has torchrun's own format plus the time, which identifies the first of several errors.
+    The file has torchrun's format plus the time, which identifies the first of several errors. With
+    `is_bug`, the text is a traceback.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or QUIET_WORKERS not in os.environ:

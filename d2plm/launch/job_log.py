@@ -1,4 +1,4 @@
-"""The file on the volume with all that the launcher reports of a job, which outlives its pods.
+"""All that the launcher reports about a job, in a file on the volume that outlives its pods.
 
 Kubeflow Pipelines deletes a run's pods, and the job that they own, an hour after its end.
 """
@@ -31,9 +31,8 @@ def job_log(config: Path) -> Path:
 def logged(file: Path) -> Iterator[Callable[[str], None]]:
     """Yield a function that prints a line and appends it to `file`, without secrets.
 
-    Each block begins a new file, since a step that adopts a job reads its pod's log from the
-    beginning. An error that ends the block, the report of a failed job, is the end of the file. A
-    file that cannot be written is reported once, and nothing else happens.
+    Each block begins a new file, since a step that adopts a job reads its log from the beginning.
+    An error that ends the block is written, too. A file that cannot be written is reported once.
     """
     handler = _File(file)
 

@@ -47,19 +47,16 @@ class TrainingJob:
 
     Attributes:
         name: name of the job and prefix of its pods' names, a DNS-1035 label.
-        image: image with d2plm and its dependencies.
         arguments: arguments of torchrun, such as `("-m", "d2plm", "train", …)`.
         namespace: None: the namespace in which the job is created.
         nodes: number of pods that train together.
         min_nodes: smallest number that continues when others are lost; None: all. PyTorchJob only.
-        gpus: GPUs per node.
-        gpu_resource: resource name of a GPU.
+        gpus, gpu_resource: GPUs per node, and their resource name.
         processes: processes per node; None: one per GPU, or one.
         cpu, memory: requests per node, Kubernetes quantities; memory is also the limit.
         shared_memory: size of /dev/shm, a quantity that counts towards `memory`.
         claims: PersistentVolumeClaims on storage that the nodes share → mount paths.
         preparation: command that every pod runs before training, concurrently with other pods.
-        environment: environment variables of the container.
         config_maps, secrets: names of optional objects whose keys become environment variables.
         service_account: None: the namespace's default; its token is not mounted.
         same_node: whether the pods must be on one machine, as a ReadWriteOnce volume requires.
@@ -70,8 +67,7 @@ class TrainingJob:
         deadline_seconds: time limit of the whole job, or None.
         start_deadline_seconds: time limit for the first pod to run.
         queue_deadline_seconds: time limit for leaving a queue.
-        stall_deadline_seconds: time limit for a job that has started and has fewer pods than the
-            smallest number that trains.
+        stall_deadline_seconds: time limit for a started job with fewer pods than `smallest`.
         kept_seconds: time for which a finished job (of a TrainJob, its pods) is kept.
         annotations: annotations of the job and its pods.
         owners: `ownerReferences`: the job is deleted with its owners.
@@ -110,11 +106,7 @@ class TrainingJob:
     owners: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        """Reject values that the API server or, much later, the operator would reject.
-
-        Raises:
-            ConfigError: if a value is invalid.
-        """
+        """Reject values that the API server or, much later, the operator would reject."""
         dns = _DNS_1035.fullmatch(self.name) is not None
         wanted = "1–63 of a–z, 0–9 and '-', beginning with a letter and not ending with '-'"
         require(dns, "name", self.name, wanted)
@@ -138,7 +130,6 @@ class TrainingJob:
 
     @property
     def processes_per_node(self) -> int:
-        """Number of processes that torchrun starts on each node."""
         return self.processes or self.gpus or 1
 
     @property
@@ -152,8 +143,8 @@ class ShardedJob(TrainingJob):
     """Work in shards; `arguments` are those of d2plm, and only the pods' attributes apply.
 
     Attributes:
-        shards: those to compute, all or the missing ones, of `count`.
-        parallel: at a time; None: all.
+        shards: indices of the shards to compute, of `count`: all or the missing ones.
+        parallel: maximum number of pods at a time; None: all.
     """
 
     shards: Sequence[int] = ()
@@ -337,12 +328,7 @@ def persistent_volume_claim(job: TrainingJob, name: str, size: str, shared: bool
 
 
 def quantity(key: str, value: str) -> float:
-    """Parse a Kubernetes quantity.
-
-    Raises:
-        ConfigError: if it is not a quantity.
-        ClusterError: if the client, which parses quantities, is not installed.
-    """
+    """Parse a Kubernetes quantity; raises `ConfigError` naming `key` if it is malformed."""
     with from_extra("the Kubernetes client", "pipelines", ClusterError):
         from kubernetes.utils import parse_quantity
     try:

@@ -64,11 +64,7 @@ class Server:
         return f"{self.host}/#/{'recurringrun' if recurring else 'runs'}/details/{run_id}"
 
     def log(self, run_id: str, node: str) -> str:
-        """The end of the log of a step's container, by its node's id; empty if there is none.
-
-        Raises:
-            ClusterError: if the server cannot be reached.
-        """
+        """End of a step's log, by the id of its node; empty if the server has none."""
         with reaching(self.host):
             response, end = _get(self.host, LOG.format(run=run_id, node=node)), b""
             for part in response.iter_content(2**16):
@@ -76,11 +72,7 @@ class Server:
         return end.decode(errors="replace") if response.ok else ""
 
     def require_id(self, created: str | None) -> str:
-        """The id of a created object; other servers than Pipelines' answer without one.
-
-        Raises:
-            ClusterError: if there is none.
-        """
+        """Return an id; `ClusterError` if there is none, as in the answers of other servers."""
         if created:
             return created
         raise ClusterError(
@@ -216,7 +208,7 @@ def _get(host: str, path: str, timeout_seconds: float = TIMEOUT_SECONDS) -> "Res
 
 
 def _proxy(host: str) -> str | None:
-    """The proxy of the environment for requests to `host`; the client itself takes none."""
+    """The environment's proxy for requests to `host`; the client itself uses none."""
     from requests.utils import get_environ_proxies, select_proxy
 
     with suppress(ValueError):  # of an address that is none, which the request reports
@@ -226,7 +218,7 @@ def _proxy(host: str) -> str | None:
 
 
 def _reason(body: str | bytes | None) -> str:
-    """The message of the server or of a proxy before it; empty for a web page."""
+    """The message in the body of an error; empty for a web page."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else body or ""
     try:
         content = json.loads(text)

@@ -22,9 +22,9 @@ def followed_log(
     """Follow the log of a job's pod 0, and of its replacements, in a thread.
 
     The log of the preparation comes first, then that of the training. After a broken connection,
-    reading continues after the last line, according to the time stamps. A log that cannot be read
-    is tried again, because another pod may replace its pod. Yields the last lines so far; `say` is
-    called once with every line, and with every reason why the log cannot be read.
+    reading continues after the last line, by its time stamp. A log that cannot be read is tried
+    again, because another pod may replace its pod. Yields the last lines so far; `say` is called
+    with every line, and with each reason why the log cannot be read.
     """
     last: deque[str] = deque(maxlen=LAST_LINES)
     places: defaultdict[tuple[str, str], _Place] = defaultdict(_Place)  # by pod and container

@@ -1,4 +1,4 @@
-"""Interpreting a training pod's status: has it started, what does it wait for, how did it end."""
+"""Interpreting a training pod's status: whether it has started, what it waits for, how it ended."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ class PodState:
         uid: unique ID; a replacement may have the same name.
         number: index among the pods that train together.
         node: name of its node; empty if it has none.
-        has_started: whether it has started to prepare or to train.
+        has_started: whether preparation or training has started.
         is_cut_off: whether its node does not answer.
-        grace_seconds: that a deleted pod has to end; None if it is not deleted.
+        grace_seconds: grace period of a deleted pod; None if it is not deleted.
         waits_for: why it has not started, if known.
         ended: how it failed; None if it has not failed.
         reason: Kubernetes' reason of the failure.
@@ -44,7 +44,6 @@ class PodState:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it prepares, trains, or has completed."""
         hindered = self.is_cut_off or self.grace_seconds is not None or self.ended is not None
         return self.has_started and not hindered
 

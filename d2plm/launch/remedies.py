@@ -1,6 +1,6 @@
 """Remedies for what Kubernetes reports.
 
-Kubernetes gives schedulers' and quotas' reasons as text alone: this is the one place that reads it.
+The scheduler and quotas report reasons only as text; this is the one place that parses it.
 """
 
 import re
@@ -38,7 +38,7 @@ def remedy_for(message: str) -> str:
 
 
 def with_remedy(what: str | None, reason: str | None, message: str | None) -> str:
-    """One line with the event, Kubernetes' `reason` and `message`, and the remedy if known."""
+    """Describe an event in one line: Kubernetes' `reason` and `message`, and the known remedy."""
     detail = ": ".join(part for part in (reason, message) if part and part != "Error")
     line = f"{what} ({detail})" if what and detail else what or detail
     remedy = remedy_for(message or "") or REMEDIES.get(reason or "")

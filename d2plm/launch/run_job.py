@@ -84,8 +84,7 @@ def train_in_cluster(
     """Create or adopt `job` and wait for its end; SIGTERM or an interrupt cancels it.
 
     Args:
-        on_cancel: whether a cancellation deletes or suspends the job.
-        is_cancelled: asked upon a signal; False leaves the job for the next process to adopt.
+        is_cancelled: called upon a signal; False leaves the job for the next process to adopt.
         say: called with each line of worker 0's log and each event of the job.
 
     Raises:
@@ -151,10 +150,10 @@ class RunningJob:
         return self.cluster.of(self.kind, self.name)
 
     def create(self, job: TrainingJob) -> None:
-        """Create the job; adopt an existing one, or replace it if it has failed.
+        """Create, adopt or, if it has failed, replace the job.
 
-        Raises:
-            ClusterError: if the cluster rejects the job or has another job of this name.
+        Raises `ClusterError` if the cluster rejects it or has a job of this name with other
+        settings.
         """
         digest = _digest(self.kind, job)
         job = replace(job, annotations={**job.annotations, SPECIFICATION: digest})
@@ -252,7 +251,7 @@ class RunningJob:
         self.say(f"the same step adopts the job: {self._how_it_remains()}")
 
     def report_stuck_pods(self) -> None:
-        """Report the pods of a job that has been deleted or suspended which cannot end."""
+        """Report pods of a deleted or suspended job that cannot end."""
         with suppress(ClusterError):  # of an account that may delete jobs only
             pods = self._brief.pods(self.kind, self.name)
             for pod in self._stuck([state_of(pod, self.kind) for pod in pods], at_once=True):
@@ -328,7 +327,7 @@ class RunningJob:
             time.sleep(1)
 
     def _stuck(self, pods: Sequence[PodState], *, at_once: bool = False) -> list[PodState]:
-        """Those of a job's `pods` that are stuck; `at_once`: without waiting `STUCK_SECONDS`."""
+        """Stuck pods of a job; `at_once`: without waiting `STUCK_SECONDS`."""
         now, since = time.monotonic(), dict[str, float]()
         for pod in pods:
             if pod.is_cut_off or pod.grace_seconds is not None:
@@ -411,18 +410,14 @@ class RunningJob:
 
     @staticmethod
     def _has_enough(job: TrainingJob, pods: list[PodState]) -> bool:
-        """Whether enough pods are at work; of shards, those that are done work for no other."""
+        """Whether enough pods are at work; completed pods of shards do not count beside others."""
         working = [pod for pod in pods if pod.is_at_work]
         if isinstance(job, ShardedJob) and len(working) < len(pods):
             working = [pod for pod in working if not pod.has_completed]
         return len(working) >= job.smallest
 
     def _wait(self, job: TrainingJob, state: Manifest, now: float) -> None:
-        """Report what the job waits for, if it does, and give it up at its deadline.
-
-        Raises:
-            HopelessError: at the deadline, or at once if the wait cannot end.
-        """
+        """Report the job's wait; `HopelessError` at its deadline, or at once if it cannot end."""
         pods = list(self._pods.values())
         stuck = self._stuck(pods)
         for pod in stuck:
@@ -502,7 +497,7 @@ class RunningJob:
     def _failure_report(
         self, what: str, cause: PodState | None, last_lines: Sequence[str]
     ) -> tuple[str, int]:
-        """Report with the end of each pod and the log of the one at fault; and its exit code.
+        """Report the end of each pod and the log of the one at fault; return the exit code, too.
 
         `cause` defaults to the first existing pod that did not fail because of another.
         """

@@ -1,8 +1,8 @@
 """The Argo workflow of a pipeline's run: whether it is being ended, or a step's pod replaced.
 
-Both send the pod SIGTERM. A job that is left by mistake is deleted by the exit handler, or with its
-owner, the workflow; one that is deleted by mistake waits in the queue again. So only a clear answer
-deletes it.
+Both send the pod SIGTERM. A job that is kept by mistake is deleted by the exit handler or with its
+owner, the workflow, but one that is deleted by mistake has to queue again. Therefore only a clear
+answer deletes it.
 """
 
 import logging
@@ -20,11 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def is_ended(cluster: Cluster, owners: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a run is being ended or deleted; False if that cannot be found out, with a warning.
+    """Whether a run is being ended or deleted; False, with a warning, if that is unknown.
 
-    Args:
-        cluster: in the namespace of the step.
-        owners: `ownerReferences` to the run's workflow, as of `Cluster.workflow_of`.
+    `owners` are `ownerReferences` to the run's workflow, as from `Cluster.workflow_of`.
     """
     brief = replace(cluster, timeout_seconds=ANSWER_SECONDS, patience_seconds=ANSWER_SECONDS)
     try:

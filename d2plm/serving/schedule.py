@@ -1,10 +1,10 @@
 """Schedule: which request is computed next, and which is refused because it would be late.
 
-One thread computes, a forward pass at a time. After each pass of a long request, others are
+One thread computes, one forward pass at a time. After each pass of a long request, others are
 computed inside it, on its stack: short ones for a SHARE of the time, then long ones with at most
-half as much work left. The least work goes first, because most answers are then given soonest. A
-request that would be late or make another one late is refused when it arrives; one that was
-accepted is finished unless its client hangs up.
+half as much work left. The least work goes first, because most answers are then sent soonest. A
+request that would be late or make another one late is refused when it arrives; an accepted one is
+finished unless its client hangs up.
 """
 
 import time
@@ -27,7 +27,7 @@ Progress = Callable[[float], None]  # is told the fraction of the work that is d
 
 @dataclass(frozen=True)
 class Work:
-    """A checked request: `kind` and `seconds` by estimate, and how to compute it."""
+    """A checked request: its `kind`, estimated `seconds`, and how to compute it."""
 
     kind: str
     seconds: float
@@ -36,9 +36,9 @@ class Work:
 
 @dataclass
 class Speed:
-    """Seconds of a `forward` pass, of each token in it, and of a token with each of its relatives'.
+    """Seconds per `forward` pass, per `token`, and per token and residue of a `relative`.
 
-    Work of `kinds` that take more or less has a factor.
+    `kinds` are factors of kinds of work that take more or less.
     """
 
     forward: float = 0.0
@@ -47,13 +47,13 @@ class Speed:
     kinds: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, kind: str, forward: float, tokens: int, relatives: float) -> float:
-        """Seconds of work in `forward` passes of so many tokens, with residues of relatives."""
+        """Estimate the seconds of work; `relatives`: number of residues of all relatives."""
         each = self.token + relatives * self.relative
         return self.kinds.get(kind, 1.0) * (forward * self.forward + tokens * each)
 
 
 def measured(work: Work) -> float:
-    """The least seconds that the work takes in a few repetitions, which other processes disturb."""
+    """Minimum seconds of the work in a few repetitions, which other processes may disturb."""
     least, began = inf, time.monotonic()
     for _ in range(5):
         start = time.monotonic()
@@ -80,10 +80,10 @@ class Job(Future[Rows]):
     """An accepted request.
 
     Attributes:
-        seconds: of its work, by estimate and at the pace of the machine when it was accepted.
-        progress: the fraction of the work that is done.
-        deadline: when it is to be finished.
-        started, dropped: whether it has been started, and whether nobody waits for it any more.
+        seconds: estimate of its work, at the pace of the machine when it was accepted.
+        progress: fraction of the work that is done.
+        deadline: time at which it must be finished.
+        started, dropped: whether it has been started, and whether its client has hung up.
     """
 
     def __init__(self, work: Work, seconds: float, deadline: float, is_short: bool) -> None:
@@ -95,7 +95,7 @@ class Job(Future[Rows]):
 
     @property
     def rank(self) -> float:
-        """Short jobs are computed in their order; long ones with at most half the work go first."""
+        """Order of computation: 0 for short jobs, otherwise the work left, halved once started."""
         left = self.work.seconds * (1 - self.progress)
         return 0.0 if self.is_short else left / 2 if self.started else left
 
@@ -115,7 +115,7 @@ class Schedule:
         """Accept a request, which is then computed in the thread of the schedule.
 
         Raises:
-            BusyError: if it, or a request that was accepted before, would not be done in time.
+            BusyError: if it or an accepted request would be late.
         """
         with self._lock:
             pace = self.pace.get(work.kind, 1.0)
@@ -142,12 +142,12 @@ class Schedule:
                 self.jobs.remove(job)
 
     def compute_next(self) -> None:
-        """Compute a request, if one waits: the long one with the least work, else the short one."""
+        """Compute the waiting long request with the least work, or else the first short one."""
         if job := self._take():
             self._compute(job)
 
     def _lateness(self, new: Job) -> float:
-        """Seconds by which a request of the length of the new one would be late at most."""
+        """Maximum seconds by which the short, or long, requests would be late with a `new` one."""
         end, worst = self.clock(), -inf
         share = 1 - SHARE
         if new.is_short:
@@ -196,7 +196,7 @@ class Schedule:
                 self.jobs.remove(job)
 
     def _compute_others(self, job: Job, took: float) -> None:
-        """Compute those that may overtake a long job, one pass of which took so many seconds."""
+        """Compute the jobs that may overtake `job`, one pass of which `took` this many seconds."""
         self._credit = min(self._credit, 0.0) + took * SHARE / (1 - SHARE)
         while self._credit > 0 and (short := self._take(is_short=True)):
             began = self.clock()

@@ -78,7 +78,7 @@ class Infilling(Designing):
 
 
 class SequenceRow(BaseModel, strict=True):
-    """A protein or template; other columns are ignored, but for that of another task."""
+    """A protein or template; `length` belongs to another task, other columns are ignored."""
 
     sequence: str
     length: None = None
@@ -146,11 +146,7 @@ class _AnyRequest(BaseModel):
 
 
 def parse_request(body: bytes | bytearray) -> Request[Any, Any]:
-    """Parse and check a request in JSON.
-
-    Raises:
-        DataError: naming the first field that is invalid.
-    """
+    """Parse and check a request in JSON; raises `DataError` naming the first invalid field."""
     try:
         task = _AnyRequest.model_validate_json(body).params.task
         request = REQUESTS[task].model_validate_json(body)
@@ -163,7 +159,7 @@ def parse_request(body: bytes | bytearray) -> Request[Any, Any]:
 
 
 def _require_distinct(pairs: list[tuple[str, Any]]) -> None:
-    """Raise `DataError` if an object in JSON has a key twice, of which parsers take the last."""
+    """Raise `DataError` if an object in JSON repeats a key, of which parsers use the last."""
     for key, times in Counter(key for key, _ in pairs).items():
         if times > 1:
             raise DataError(f"the request: the key {reprlib.repr(key)} occurs twice; remove one")
@@ -204,15 +200,15 @@ class Service:
         """Check a request.
 
         Returns:
-            What computes its answer. For `score`, one row per row of the request: its residues or
-            other tokens, the bound in nats with its interval, the perplexity, and for texts the
-            bits per byte. Otherwise one row per design: the index of the request's row, the
-            sequence, its length, and the settings that determine it.
+            The work that computes its answer. For `score`, one row per row of the request: its
+            residues or other tokens, the bound in nats with its interval, the perplexity, and for
+            texts the bits per byte. Otherwise one row per design: the index of the request's row,
+            the sequence, its length, and the settings that determine it.
 
         Raises:
             ConfigError: if a setting is invalid or would be ignored.
             DataError: if a sequence is invalid, or the request too large.
-            ModelError: by the result, if the model's output is not finite.
+            ModelError: during the work, if the model's output is not finite.
         """
         rows, params = request.rows, request.params
         family = self._family(params)
@@ -238,10 +234,10 @@ class Service:
         return self._designing(templates, params)
 
     def measure(self) -> dict[str, float]:
-        """Measure how long forward passes take, by which `work` estimates seconds.
+        """Measure forward passes, from which `work` estimates seconds.
 
         Returns:
-            How many residues of the longest sequences are scored and generated in a second.
+            Residues of the longest sequences that are scored and generated per second.
         """
         longest, dtype = self.exported.max_residues, self.vocabulary.dtype
         full = [np.full(longest, FIRST, dtype)] * max(self.token_budget // (longest + 2), 1)
@@ -288,7 +284,7 @@ class Service:
         family: Family | None,
         run: Callable[[Progress], Rows],
     ) -> Work:
-        """Work in which each sequence passes so many times through the model."""
+        """Work that passes each sequence `passes` times through the model."""
         lengths, relatives = np.array([len(one) + 2 for one in sequences]), 0.0
         if family is not None:
             members = [min(len(one), LONGEST_RELATIVE) for one in family.members]

@@ -27,13 +27,7 @@ def description(
     model_dir: Path,
     version: tuple[str, str] | None = None,
 ) -> str:
-    """Write the description of a run.
-
-    Args:
-        name: name of the experiment.
-        model_dir: folder of the export, which may not exist yet.
-        version: (name, number) in the registry.
-    """
+    """Describe a run; `version` is its (name, number) in the registry."""
     parts = [f"**{name}**: {paradigm.replace('_', ' ')}."]
     if version is not None:
         parts[0] += " " + REGISTERED.format(name=version[0], number=version[1])
@@ -44,7 +38,7 @@ def description(
 
 
 def card_text(export: Path) -> str:
-    """The model card of an export without its front matter, "" where there is none."""
+    """The model card of an export without its front matter; empty if there is none."""
     file = export / CARD
     if not file.is_file():
         return ""

@@ -49,7 +49,7 @@ def model_folder(
             `ORGANISATION/NAME` on the Hugging Face Hub.
         tracking_uri: URI of the registry; `MLFLOW_TRACKING_URI` takes precedence.
         key: name of the location in errors.
-        hub: of a model on the Hub.
+        hub: options for a model on the Hub.
 
     Raises:
         ConfigError: if `location` is none of these, or has no revisions.
@@ -126,18 +126,12 @@ def open_export(
 def open_model(
     location: object, device: str = "auto", tracking_uri: str | None = None, *, key: str
 ) -> ExportedModel:
-    """Load the model at `location` (see `model_folder`), on `device`.
-
-    Raises:
-        ConfigError: if `location` is invalid or the device is not available.
-        ModelError: if a file of the model is missing or damaged.
-        TrackingError: if the registry does not have the model or cannot be reached.
-    """
+    """Load the model at `location` on `device`; see `model_folder` and `open_export`."""
     say_if_shipped(location, key)
     return open_export(model_folder(location, tracking_uri, key=key), device, tracking_uri)
 
 
 def say_if_shipped(location: object, key: str) -> None:
-    """Name the model of the package, which the user need not have chosen."""
+    """Log that the shipped model is used, which may be the default."""
     if location == PRETRAINED:
         log.info("model: %s, which is part of D2PLM (%s=… chooses another)", location, key)

@@ -1,7 +1,8 @@
 """MLflow: opening its store, and a run from preparation to registration.
 
 Metrics are sent in batches. A resumed run sends the steps after its checkpoint again; MLflow keeps
-both points, which are equal except for rates. MLflow is imported only where it is used.
+both points, which are equal except for rates. MLflow is imported only where it is used. Functions
+raise `TrackingError` if the store cannot be reached or rejects a request.
 """
 
 import json
@@ -147,25 +148,21 @@ class MLflowRun(Run):
 
 
 def _key(name: str) -> str:
-    """A name as MLflow takes it."""
+    """Replace characters that MLflow rejects in names."""
     return _NOT_IN_KEYS.sub("_", name)[:MAX_KEY] or "_"
 
 
 def _cut(value: str, limit: int) -> str:
-    """A value of at most so many characters; `…` marks the end of one that was cut."""
+    """Shorten a value to `limit` characters, the last of which is then `…`."""
     return value if len(value) <= limit else f"{value[: limit - 1]}…"
 
 
 @contextmanager
 def system_metrics(run: MLflowRun, seconds: float) -> Iterator[None]:
-    """Log processor, memory, network and GPU metrics in a thread, inside the block.
+    """Log processor, memory, network and GPU metrics (`system/…`) in a thread, inside the block.
 
-    Needs psutil, and nvidia-ml-py for NVIDIA GPUs. Without psutil, nothing is sampled, and this is
-    logged.
-
-    Args:
-        run: run to which the samples are logged, as `system/…`.
-        seconds: sampling interval; `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` takes precedence.
+    Needs psutil, otherwise it only logs a message, and nvidia-ml-py for NVIDIA GPUs.
+    `MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL` takes precedence over the interval in `seconds`.
     """
     if find_spec("psutil") is None:
         log.info("no system metrics: psutil is not installed; install d2plm[system-metrics]")
@@ -203,8 +200,7 @@ def begin_mlflow_run(
     steps, which share one run, drop its `MLFLOW_RUN_ID`.
 
     Raises:
-        TrackingError: if the store cannot be reached, rejects a request, or lacks the requested
-            run or parent.
+        TrackingError: also if the store lacks the requested run or parent.
         DataError: if `output_dir` cannot be written.
     """
     client = open_client(uri, create=True)
@@ -231,20 +227,14 @@ def end_left_running(
 ) -> str | None:
     """End the run of `output_dir` that a killed process has left RUNNING.
 
-    A FINISHED run stays so if its model is registered. Otherwise an earlier step has set it
-    FINISHED before the killed step.
+    A run that an earlier step has set FINISHED is ended, too, unless its model is registered.
+    Returns the run's id, or None if there was no run to end.
 
     Args:
         status: FAILED or KILLED.
         uri: URI of the MLflow store; `MLFLOW_TRACKING_URI` takes precedence.
         owner: tags of the process; a run without them belongs to another and is left alone.
         tags: the reason; also set on a run that has already failed.
-
-    Returns:
-        The run's id; None if there was no run to end.
-
-    Raises:
-        TrackingError: if the store cannot be reached or rejects a request.
     """
     kept = read_run_file(output_dir / RUN_FILE) or {}
     run_id = os.environ.get("MLFLOW_RUN_ID") or kept.get("run_id")
@@ -266,11 +256,7 @@ def end_left_running(
 
 
 def parent_of(run_id: str, uri: str | None) -> str | None:
-    """The parent of a run that a scheduler has made for a step; None if it has none.
-
-    Raises:
-        TrackingError: if the store cannot be reached or does not have the run.
-    """
+    """Id of the parent of a run that a scheduler created for a step; None if it has none."""
     client = open_client(uri)
     with reaching(client, f"find run {run_id}"):
         parent: str | None = client.get_run(run_id).data.tags.get(PARENT_TAG)
@@ -278,11 +264,7 @@ def parent_of(run_id: str, uri: str | None) -> str | None:
 
 
 def refer(run_id: str, output_dir: Path, uri: str | None) -> None:
-    """Describe a run that a scheduler has made for a step by a reference to that of `output_dir`.
-
-    Raises:
-        TrackingError: if the store cannot be reached or rejects the request.
-    """
+    """Describe a run that a scheduler created for a step as a reference to that of `output_dir`."""
     if own := (read_run_file(output_dir / RUN_FILE) or {}).get("run_id"):
         client = open_client(uri)
         with reaching(client, f"describe run {run_id}"):
@@ -292,12 +274,7 @@ def refer(run_id: str, output_dir: Path, uri: str | None) -> None:
 def open_client(uri: str | None, create: bool = False) -> "MlflowClient":
     """Open a client of the tracking store; `MLFLOW_TRACKING_URI` takes precedence over `uri`.
 
-    Args:
-        create: whether to create an SQLite store that does not exist.
-
-    Raises:
-        ConfigError: if `uri` is not text.
-        TrackingError: if MLflow is not installed, or the store cannot be opened.
+    With `create`, a missing SQLite store is created. Raises `ConfigError` if `uri` is not text.
     """
     require(uri is None or isinstance(uri, str), "tracking_uri", uri, "the address of a store")
     for name, value in CLIENT_SETTINGS.items():
@@ -371,10 +348,10 @@ def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
 
 
 def written_here(client: "MlflowClient", location: str) -> str | None:
-    """What to know of files that a server's clients write themselves, to a folder; else None.
+    """Return a note if clients of a server write files to a folder themselves; None otherwise.
 
     Raises:
-        TrackingError: if the folder is one of the server's machine, which cannot be written here.
+        TrackingError: if that folder cannot be written on this machine.
     """
     parts, address = urlsplit(location), redacted(client.tracking_uri)
     if parts.scheme not in ("", "file") or not address.startswith(("http://", "https://")):
@@ -390,11 +367,7 @@ def written_here(client: "MlflowClient", location: str) -> str | None:
 
 
 def try_files(client: "MlflowClient", experiment: str) -> str | None:
-    """Store an empty file as runs of the experiment do, and remove it; returns `written_here`.
-
-    Raises:
-        TrackingError: if the experiment cannot be made, or files cannot be stored.
-    """
+    """Store an empty file as runs of the experiment do, and remove it; returns `written_here`."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     with reaching(client, f"store a file of experiment {experiment}"), TemporaryDirectory() as here:
@@ -448,7 +421,7 @@ def _find_or_begin(
 
 
 def _reopened(client: "MlflowClient", run_id: str, file: Path) -> "RunEntity | None":
-    """Set a run RUNNING; None, and a warning, if the store does not have it."""
+    """Set a run RUNNING; None, with a warning, if the store does not have it."""
     from mlflow.exceptions import MlflowException
 
     why = f"does not have run {run_id}"
@@ -470,7 +443,6 @@ def _reopened(client: "MlflowClient", run_id: str, file: Path) -> "RunEntity | N
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
-    """Return the id of an experiment, creating it if it is missing."""
     from mlflow.exceptions import MlflowException
 
     known = client.get_experiment_by_name(name)

@@ -120,11 +120,7 @@ def register(
 
 
 def export_digest(export: Path) -> str:
-    """SHA-256 of an evaluated export's weights and evaluation, which identifies it.
-
-    Raises:
-        ModelError: if the weights are missing, or the export was not evaluated.
-    """
+    """SHA-256 of an export's weights and evaluation; `ModelError` if one of them is missing."""
     weights = sorted(export.glob("*.safetensors"))
     if not weights:
         near = nearest_path(export)
@@ -134,11 +130,7 @@ def export_digest(export: Path) -> str:
 
 
 def version_of(client: "MlflowClient", name: str, alias: str) -> str:
-    """Return the version to which an alias points.
-
-    Raises:
-        TrackingError: if the model or alias does not exist, or the store cannot be reached.
-    """
+    """The version to which an alias points; raises `TrackingError` if there is none."""
     with reaching(client, f"fetch model {name}@{alias}"):
         return str(client.get_model_version_by_alias(name, alias).version)
 
@@ -150,11 +142,7 @@ def download(
     files: Sequence[str] = ("",),
     into: Path | None = None,
 ) -> Path:
-    """Download the export of a registered version, or only these files of it.
-
-    Raises:
-        TrackingError: if the version does not exist, or the store cannot be reached.
-    """
+    """Download the export of a version, or only `files` of it; `TrackingError` if it is missing."""
     from mlflow.artifacts import download_artifacts, list_artifacts
 
     of_version = f"models:/{name}/{version}"
@@ -172,8 +160,8 @@ def download(
 def _without_copies(client: "MlflowClient", versions: "Sequence[ModelVersion]") -> str:
     """Return the version of a logged model, after deleting the copies of it.
 
-    The client repeats a request whose answer a proxy has lost, and each makes a version. What has
-    an alias, a description or a tag besides `MADE_HERE`, or lacks that, is not such a copy.
+    The client repeats a request whose answer a proxy has lost, and each request makes a version. A
+    version with an alias, a description or other tags than `MADE_HERE` is not such a copy.
     """
     current = [client.get_model_version(one.name, str(one.version)) for one in versions]
 
@@ -241,7 +229,7 @@ def _log_model(run: "Run", export: Path, digest: str, provenance: dict[str, Any]
 
 
 def _quiet() -> redirect_stderr[io.StringIO]:
-    """Suppress the progress that MLflow prints to standard error; failures are raised."""
+    """Hide the progress that MLflow prints to standard error; failures are raised."""
     return redirect_stderr(io.StringIO())
 
 
@@ -289,15 +277,10 @@ def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> t
 
 
 def beats(challenger: Path, champion: Path) -> tuple[bool, str]:
-    """Whether one evaluation is better than another, and the reason.
+    """Whether the evaluation in one folder is better than that in another, and the reason.
 
-    They are compared on the same residues and masks. The training data may differ.
-
-    Args:
-        challenger, champion: folders of the evaluation and its scores.
-
-    Raises:
-        ModelError: if one of them was not evaluated.
+    They are compared on the same residues and masks; the training data may differ. Raises
+    `ModelError` if one of them is missing.
     """
     ours, scores = load_scores(challenger)
     theirs, baseline = load_scores(champion)

@@ -1,7 +1,8 @@
 """The run to which a command writes, in every configured tracker: the entry point of this package.
 
-Only rank 0 writes, from before the process group exists; accelerate's trackers join it when they
-start, and would wait for the other ranks. If one tracker fails, the others still receive the data.
+Only rank 0 writes, and before the process group exists; accelerate's trackers join the group when
+they start, and would wait for the other ranks. If one tracker fails, the others still receive the
+data.
 """
 
 import logging
@@ -43,7 +44,6 @@ class Runs(Run):
 
     @property
     def mlflow(self) -> MLflowRun | None:
-        """The MLflow run, or None."""
         return next((run for run in self.runs if isinstance(run, MLflowRun)), None)
 
     def log_params(self, params: dict[str, Any]) -> None:
@@ -158,10 +158,9 @@ def tracking_run(
 
 
 def in_sections(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Rename metrics of training for trackers.
+    """Rename metrics of training for trackers; names with a slash are unchanged.
 
-    `validation_x` becomes `validation/x`, a user's own `x` becomes `train/x`; names with a slash
-    are unchanged.
+    `validation_x` becomes `validation/x`, and a user's own `x` becomes `train/x`.
     """
 
     def shown(name: str) -> str:

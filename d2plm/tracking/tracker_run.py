@@ -138,7 +138,7 @@ def reaching(what: str) -> Iterator[None]:
 
 
 def remedy(error: Exception) -> str:
-    """What to do about an error of a tracker's client."""
+    """Advice on an error of a tracker's client."""
     return next(
         fix.format(**found.groupdict())
         for cause, fix in REMEDIES

@@ -23,10 +23,7 @@ WANDB_RUN_FILE = "wandb_run.json"
 
 
 class WandBRun(Run):
-    """A W&B run.
-
-    Tags and data sets are stored in its configuration, because W&B's tags have no values.
-    """
+    """A W&B run; tags and data sets are in its configuration, because W&B's tags have no values."""
 
     def __init__(self, run: "wandb.Run") -> None:
         self._run = run
