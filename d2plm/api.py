@@ -59,7 +59,7 @@ __all__ = ["ProteinScore", "SequenceModel", "load_model", "retrieve_relatives"]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Settings = TypeVar("Settings")
-# Collections that are refused where a list is wanted, and what to pass instead.
+# Types that are rejected in place of a list, and what to pass instead.
 REFUSED = (
     (Mapping, "pass list(NAME.values())"),
     (Set, "pass a list, which has an order"),

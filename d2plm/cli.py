@@ -41,8 +41,6 @@ Every command accepts Hydra overrides (model=35m trainer.max_steps=1000 ...) and
 
 d2plm --version prints the versions of d2plm and the libraries that it uses.
 Example: d2plm pipeline run experiment=demo"""
-
-
 ALL = "--all"  # with --help: show every key
 
 
@@ -69,7 +67,7 @@ def _run(words: list[str]) -> int:
             traceback.print_exc()
         if isinstance(error, OutputError):  # the interpreter would write the rest at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), terminal.STANDARD_OUTPUT)
-            if isinstance(error.__cause__, BrokenPipeError):  # such as `| head`: nobody wants more
+            if isinstance(error.__cause__, BrokenPipeError):  # such as `| head`
                 return error.exit_code
         _report(redacted(f"d2plm: error: {error}"), error.exit_code)
         return error.exit_code
@@ -244,7 +242,7 @@ def _key_row(key: str, known: Mapping[str, Any], defaults: Mapping[str, Any]) ->
 
         return f"{key}={default_choice(key)}", f"one of {', '.join(choices_of(key))}"
     one = known[key]
-    default = defaults.get(key, one.default)  # of a type that is not chosen: its own
+    default = defaults.get(key, one.default)  # a type that is not chosen has its own
     text = default if isinstance(default, str) else json.dumps(default)
     return f"{key}={text}", one.described
 

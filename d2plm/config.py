@@ -46,8 +46,6 @@ MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
 
 # A member of a list on the command line, such as [a,'b,c'].
 _LISTED = re.compile(r"""\s*(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")\s*(?=,|$)|[^,]+""")
-
-
 Values = Settings | Mapping[str, Any]
 
 
@@ -55,7 +53,7 @@ def as_yaml(settings: Values) -> str:
     from omegaconf import OmegaConf
 
     text = OmegaConf.to_yaml(OmegaConf.create(plain(settings)))
-    # PyYAML reads this line end of IBM's, which it writes as it is, as a blank; JSON escapes it.
+    # PyYAML writes this line end (NEL) unescaped and reads it as a blank; JSON escapes it.
     return text if "\x85" not in text else json.dumps(plain(settings), indent=2) + "\n"
 
 

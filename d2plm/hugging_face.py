@@ -40,7 +40,7 @@ IGNORED = -100  # transformers' label of a token without a loss
 OF_PARADIGM = (Paradigm.config_name, FILE, SAVED_TOKENIZER)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 COMPANIONS = (CARD, LENGTHS, PROVENANCE, *TOKENIZER)
-# Arguments of `from_pretrained` that say where a file is.
+# Arguments of `from_pretrained` that locate a file.
 PLACE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class DiTForMaskedLM(DiT):
         self, folder: str | Path, is_main_process: bool = True, *arguments: Any, **settings: Any
     ) -> Any:
         """Save the model with its paradigm and companions; `push_to_hub` also calls this."""
-        if is_main_process:  # figures of an evaluation are of other weights
+        if is_main_process:  # an existing evaluation is of other weights
             for file in (EVALUATION, SEQUENCE_SCORES):
                 Path(folder, file).unlink(missing_ok=True)
         result = super().save_pretrained(folder, is_main_process, *arguments, **settings)
@@ -160,7 +160,9 @@ class DiTForMaskedLM(DiT):
             named |= {"output_hidden_states": output_hidden_states, "return_dict": return_dict}
             return self._forward_packed(inputs, named)
         for name, value in more.items():
-            if value is not None and value is not False:  # as peft passes what it was not given
+            if (
+                value is not None and value is not False
+            ):  # as peft passes unset ones
                 hint = did_you_mean(name, signature(DiTForMaskedLM.forward).parameters)
                 raise TypeError(f"forward() got an unexpected keyword argument {name!r}{hint}")
         if input_ids is None:

@@ -16,7 +16,7 @@ from d2plm.core.redaction import redacted
 from d2plm.data.manifest import MANIFEST, read_manifest
 from d2plm.settings.commands import PipelineSettings
 
-MOST_BYTES = 10_000_000  # of a document
+MOST_BYTES = 10_000_000  # maximum size of a document in KFP's store
 
 
 def fill(config: Path, outputs: Mapping[str, Any], result: Any) -> None:

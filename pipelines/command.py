@@ -12,7 +12,7 @@ import yaml
 from d2plm import __version__
 from d2plm.cli import EXTERNAL
 from d2plm.config import as_yaml, check_paths, flat, groups, plain
-from d2plm.core.errors import ClusterError, ConfigError, did_you_mean, require
+from d2plm.core.errors import ClusterError, ConfigError, did_you_mean, from_extra, require
 from d2plm.core.terminal import JSON, done, output_modes, result, write_document
 from d2plm.settings.commands import SETTINGS, PipelineSettings
 from d2plm.settings.launcher import LABEL, QUANTITY
@@ -55,7 +55,7 @@ YAML_EXAMPLES = {
     "tolerations": "[{key: nvidia.com/gpu, operator: Exists}]",
     "node_selector": "{disk: ssd}",
 }
-# The defaults of the pipeline are for the examples; what other experiments ask for.
+# Requests of experiments other than the examples, for which the pipeline's defaults are.
 EXAMPLES = ("demo", "debug")
 RESOURCES = {
     "prepare_cpu": "4",
@@ -81,9 +81,9 @@ OPTIONS = {
 class Request:
     """The parsed arguments of an action."""
 
-    overrides: list[str]
-    cluster: dict[str, str]
-    options: dict[str, str]
+    overrides: list[str]  # settings of the configuration
+    cluster: dict[str, str]  # values of the parameters in `CLUSTER`, as written
+    options: dict[str, str]  # options of the action
 
 
 def demo(words: list[str]) -> int:
@@ -118,7 +118,8 @@ def main(words: list[str]) -> int:
             document = plain(config)
         else:
             if action != "run":
-                _require_installed()
+                with from_extra("Kubeflow Pipelines' SDK", "pipelines", ConfigError):
+                    import_module("kfp.kubernetes")
             act = {"run": _run, "compile": _compile, "submit": _submit}[action]
             document = act(config, request)
     if JSON in output_modes():
@@ -176,17 +177,6 @@ def cluster_arguments(config: PipelineSettings, request: Request) -> dict[str, A
     if isinstance(data_input, str) and PurePosixPath(data_input).is_absolute():
         arguments["input"] = data_input
     return arguments
-
-
-def _require_installed() -> None:
-    try:
-        for name in ("kfp.dsl", "kfp.kubernetes"):
-            import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"d2plm pipeline: {error.name or error} is not installed: "
-            "pip install 'd2plm[pipelines]'"
-        ) from None
 
 
 def _run(config: PipelineSettings, _: Request) -> dict[str, Any]:

@@ -20,17 +20,17 @@ from pipelines.steps import ERROR, STEPS
 
 TASKS = ("configure", "prepare", "plan", *[*STEPS][1:], "reduce", "finish")  # also of sweeps
 POLL_SECONDS = 5.0
-PODS_SECONDS = 5.0  # for the cluster to list the pods
-PATIENCE_SECONDS = 600.0  # with a server that does not answer
+PODS_SECONDS = 5.0  # timeout for listing the pods
+PATIENCE_SECONDS = 600.0  # during which unanswered requests are repeated
 REPORT_SECONDS = 60.0  # between two lines about the same wait
 SUCCEEDED = ("SUCCEEDED", "SKIPPED")
 FAILED = ("FAILED", "CANCELED", "SYSTEM_ERROR")
 ENDED = (*SUCCEEDED, *FAILED)
 CANCELLED = ("CANCELING", "CANCELED")  # a cancelled run may end as FAILED
-LOG_LINES = 10  # of a step that was killed before it could say why
+LOG_LINES = 10  # shown of the log of a step that was killed
 _KFP_LINE = re.compile(r"[IWEF]\d{4} |time=|Error: exit status")  # KFP's launcher and Argo
 _RUN_LABEL = "pipeline/runid"
-_GATED = "SchedulingGated"  # by a queue
+_GATED = "SchedulingGated"  # held by a queue
 _START, _QUEUE = "start_deadline_seconds", "queue_deadline_seconds"
 _DENIED = (401, 403)
 
@@ -170,7 +170,7 @@ class _Pods:
             return False, *self._last
         held = [(unscheduled(pod)[0], state_of(pod, client.PYTORCHJOB).waits_for) for pod in pods]
         kinds = [(_QUEUE if reason == _GATED else _START, why) for reason, why in held if why]
-        # One outside a queue, whose limit is the shorter one, is reported first.
+        # Pods outside a queue come first, because their limit is shorter.
         self._last = max(kinds, key=lambda kind: kind[0] == _START, default=("", ""))
         return True, *self._last
 

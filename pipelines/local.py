@@ -85,7 +85,7 @@ def _temporary_folder(work_dir: Path) -> Iterator[dict[str, str]]:
     digest = hashlib.sha256(os.fsencode(work_dir.resolve())).hexdigest()[:12]
     prefix = f"d2plm-{os.getuid()}-{digest}-"
     for left in root.glob(f"{prefix}*"):
-        shutil.rmtree(left, ignore_errors=True)  # which follows no link
+        shutil.rmtree(left, ignore_errors=True)  # does not follow links
     folder = tempfile.mkdtemp(prefix=prefix)
     user = user_name() or f"uid_{os.getuid()}"
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(root / f"torchinductor_{user}")

@@ -17,7 +17,7 @@ from pipelines.pod_settings import set_gpus, set_resources, set_surroundings
 from pipelines.steps import PARAMETERS, WORKSPACE
 
 NAME = "d2plm"
-RETRIES = 2  # after a lost pod; a step itself retries what is temporary
+RETRIES = 2  # after lost pods; the step itself retries temporary failures
 EXAMPLE = "/opt/d2plm/examples/data/uniprot_20k.fasta.gz"  # in the images
 
 
@@ -91,14 +91,12 @@ def _steps(
             16Gi or more.
         evaluate_cpu: CPUs for evaluation and for generation; beyond the demo, 2 or more.
         evaluate_memory: Memory for evaluation and for generation; beyond the demo, 8Gi or more.
-        evaluate_gpus: GPUs for evaluation and for generation, as text; also set a trainer that
-            uses GPUs.
+        evaluate_gpus: GPUs for evaluation and generation, as text; requires a trainer with GPUs.
         claim: PersistentVolumeClaim that all steps and the training pods mount at /workspace.
         tolerations: Tolerations of the steps' pods, such as [{"key": "nvidia.com/gpu",
             "operator": "Exists"}].
         node_selector: Node labels that the steps' pods require.
-        trainer_image: Image of all steps from train on, of a sweep's first, and of the training
-            pods.
+        trainer_image: Image of the training pods, all steps from train on, and a sweep's first.
         mmseqs2_image: Image of the first two steps, configure and prepare.
     """
     settings = {name: value for name, value in locals().items() if name in PARAMETERS}
@@ -134,7 +132,7 @@ def _steps(
             version = registered.outputs["version"]
             generated = components.generate(**of_model, version=version)
             small, large = [registered], [evaluated, generated]
-    # What lists the runs of a sweep needs torch.
+    # Listing the runs of a sweep needs torch.
     configure_image, memory = (trainer_image, "2Gi") if sweep else (mmseqs2_image, "1Gi")
     set_resources(configured, configure_image, "100m", memory, hours=1)
     set_resources(prepared, mmseqs2_image, prepare_cpu, prepare_memory, hours=48)

@@ -17,7 +17,7 @@ from d2plm.launch.client import TRANSIENT
 from d2plm.launch.kfp_server import POD_VARIABLE
 
 PAUSES = (5, 20, 60, 180)  # seconds before each further attempt
-AWAY = (errno.EIO, errno.ESTALE, errno.ENETUNREACH, errno.EHOSTUNREACH)  # of volumes and networks
+AWAY = (errno.EIO, errno.ESTALE, errno.ENETUNREACH, errno.EHOSTUNREACH)  # volumes, networks
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def is_temporary(error: BaseException | None) -> bool:
 def _is_away(error: Any) -> bool:
     from requests.exceptions import RetryError  # such as after five times 503
 
-    status = getattr(error, "status", None)  # 0: of a failure of TLS
+    status = getattr(error, "status", None)  # 0: TLS has failed
     if status is None:
         status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, socket.gaierror):

@@ -54,10 +54,9 @@ PARAMETERS = {
 INPUTS = ("data.input", "data.tokenizer", "init_from")  # must exist before the first step
 IMAGE = Path("/opt/d2plm")  # folder of the examples in the images
 WORKSPACE = "/workspace"  # mount path of the shared volume in the steps and the training pods
-# What the exit handler of a cancelled run is told: RUNNING by Kubeflow Pipelines 2.17.
+# State of a cancelled run in its exit handler; RUNNING in Kubeflow Pipelines 2.17.
 CANCELLED = ("RUNNING", "CANCELED", "CANCELLED")
-
-RUN_VARIABLE = "MLFLOW_RUN_ID"  # KFP's MLflow plugin makes a run for each step; we have one for all
+RUN_VARIABLE = "MLFLOW_RUN_ID"  # KFP's MLflow plugin creates a run per step; ours is shared
 ERROR = "d2plm: error: "  # begins the last line of a failed step
 Result = TypeVar("Result")
 
@@ -332,7 +331,7 @@ def finish(
     is_cancelled = state in CANCELLED and not has_succeeded
     if is_cancelled:
         message = "the run was cancelled"
-        if known:  # else nothing has started, and the folder may not exist
+        if known:  # otherwise nothing has started, and the folder may not exist
             record.note(file, failure.step if failure else "run", "cancelled", message)
     if summary is not None:
         Path(summary.path).write_text(record.as_markdown(file), encoding="utf-8")

@@ -39,10 +39,10 @@ from d2plm.settings.registry import module_words
 from d2plm.tracking.locations import model_folder, open_export, say_if_shipped
 
 IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
-# An identity suits a family if the split leaves at least
-FEWEST_CLUSTERS = 5  # clusters for the test, and
-LEAST_TRAINED = 0.5  # of the distinct members for training.
-MOST_SUBSTITUTIONS, MOSTLY = 0.1, 0.9  # at which members are variants of one protein
+# Minimum test clusters, and minimum fraction of members for training, of a suitable split.
+FEWEST_CLUSTERS, LEAST_TRAINED = 5, 0.5
+# Variants of one protein: maximum fraction of substitutions, minimum fraction of such members.
+MOST_SUBSTITUTIONS, MOSTLY = 0.1, 0.9
 INTERPOLATIONS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # from base (0) to trained (1)
 GENERAL_MASKS = 1
 

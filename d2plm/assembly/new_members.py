@@ -34,7 +34,7 @@ from d2plm.generation.lengths import lengths_of, prompted
 from d2plm.generation.sampler_settings import Sampling, in_a_line
 from d2plm.settings.evaluation import GenerationSettings
 
-MOST_REDRAWN = 20  # times that designs are drawn again
+MOST_REDRAWN = 20  # rounds in which rejected designs are drawn again
 
 
 def generate_members(

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -54,12 +54,10 @@ def with_tags(config: PipelineSettings, **tags: str) -> PipelineSettings:
     return replace(config, tracking=replace(tracking, tags={**tracking.tags, **tags}))
 
 
-@contextmanager
-def system_metrics_logged(config: PipelineSettings, tracked: Runs) -> Iterator[None]:
+def system_metrics_logged(config: PipelineSettings, tracked: Runs) -> AbstractContextManager[None]:
     """Log MLflow's system metrics inside the block, at the configured interval."""
     mlflow, seconds = tracked.mlflow, config.tracking.system_metrics
-    with system_metrics(mlflow, seconds) if mlflow and seconds else nullcontext():
-        yield
+    return system_metrics(mlflow, seconds) if mlflow and seconds else nullcontext()
 
 
 def log_data(tracked: Run, prepared_dir: Path, mixture: Mapping[str, Path]) -> None:
@@ -127,7 +125,7 @@ def log_settings(tracked: Run, config: PipelineSettings, **more: Any) -> None:
     tracked.log_params({**settings, **more})
     with tempfile.TemporaryDirectory(prefix="d2plm-") as folder:
         file = Path(folder) / "config.yaml"
-        write_text(file, as_yaml(shown))  # without secrets: for whoever reads the run
+        write_text(file, as_yaml(shown))  # without secrets, for all readers of the run
         tracked.log_file(file, "config")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from d2plm.core.errors import require, require_number, within
 from d2plm.core.shards import MAX_SHARDS
 from d2plm.core.terminal import done
-from d2plm.launch.client import JOB_KINDS, JobKind, connect
+from d2plm.launch.client import JOB_KINDS, connect
 from d2plm.launch.job_log import job_log, logged
 from d2plm.launch.job_spec import IMAGE, ShardedJob, TrainingJob
 from d2plm.launch.kfp_server import POD_VARIABLE
@@ -22,7 +22,7 @@ from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.registry import module_words
 
 # Variables that a pipeline step passes on to the pods of its job. Secrets: launcher.secrets.
-# MLFLOW_RUN_ID is a user's, of a pipeline on this machine: steps in a cluster have dropped KFP's.
+# MLFLOW_RUN_ID is the user's own: steps in a cluster have dropped the one that KFP sets.
 FORWARDED_VARIABLES = (
     *("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
 )
@@ -79,11 +79,6 @@ def _section(launcher: LauncherSettings) -> dict[str, Any]:
     names = {one.name for one in fields(TrainingJob)} & {*vars(launcher)}
     section = {name: getattr(launcher, name) for name in names}
     return section | {"image": launcher.image or IMAGE}
-
-
-def launch(launcher: LauncherSettings, kind: JobKind, job: TrainingJob) -> None:
-    """Run `job` in the cluster as the `launcher` section says; see `train_in_cluster`."""
-    train_in_cluster(connect(launcher.namespace), kind, job, on_cancel=launcher.on_cancel)
 
 
 def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:

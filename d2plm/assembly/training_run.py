@@ -6,8 +6,7 @@ Only this module knows the sections; the library takes the settings of one secti
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -67,11 +66,8 @@ Kind = TypeVar("Kind", bound=PipelineSettings)
 Stores = Mapping[str, SequenceStore | SyntheticSequences]
 
 
-@contextmanager
-def trainer_keys() -> Iterator[None]:
-    """Make errors name configuration keys instead of trainer arguments."""
-    with within("trainer", KEYS):
-        yield
+# Makes errors name configuration keys instead of trainer arguments.
+trainer_keys = partial(within, "trainer", KEYS)
 
 
 @within("data")
@@ -88,7 +84,7 @@ def open_stores(config: PipelineSettings) -> dict[str, SequenceStore]:
         return {split: _corpus(data, folder, split) for split in ("train", "validation", *tested)}
     stores = open_prepared(folder).splits
     prepared, alphabet = stores["train"].vocabulary, data.alphabet
-    # Prepared data contain their tokenizer, so that only another one need be given.
+    # Prepared data contain their tokenizer, so it need not be configured.
     the_same = alphabet == prepared.name and alphabet == "tokenizer" and data.tokenizer is None
     if not the_same and build_vocabulary(data) != prepared:
         raise ConfigError(
@@ -320,6 +316,9 @@ def build_trainer(
     if data.mixture:
         digests["train"] = "+".join(collection.sequences.digest for collection in collections)
     folders = [Path(one["prepared_dir"]) for one in (data.mixture or {}).values()]
+    of_start = {}
+    if start is not None:
+        of_start = {"init_from": start.location, "init_from_digest": start.digest}
     context = RunContext(
         stores["validation"],
         model.max_position_embeddings,
@@ -335,11 +334,7 @@ def build_trainer(
             ],
             "residues": data.residues,
             "data_license": data.license,
-            **(
-                {}
-                if start is None
-                else {"init_from": start.location, "init_from_digest": start.digest}
-            ),
+            **of_start,
         },
     )
     plan, callbacks = build_plan(config), build_callbacks(config, context)
@@ -404,7 +399,7 @@ def on_one_process(config: PipelineSettings) -> PipelineSettings:
 def precision_of(config: PipelineSettings) -> Precision:
     """The configured precision, or for `auto` that of `accelerate launch`."""
     precision = config.trainer.precision
-    launched = precision_of_accelerate()  # one that training does not have is an error in any case
+    launched = precision_of_accelerate()  # rejects a precision that training does not have
     return launched if precision == "auto" else precision
 
 

@@ -39,7 +39,7 @@ from d2plm.tracking.locations import open_model
 MANIFEST = "manifest.json"
 PART = "part-[0-9]*"
 FILE_BYTES = 1 << 28  # bytes of embeddings after which a file is closed
-BUFFER_BYTES = 1 << 20  # of each shard's file while they are joined
+BUFFER_BYTES = 1 << 20  # read buffer per shard while they are joined
 
 Vectors = Callable[..., list[NDArray[np.float32]]]  # arguments: sequences, progress
 
@@ -145,7 +145,7 @@ def _write(
     ):
         if _known(output, made_of) is None:
             write_text(output / MANIFEST, json.dumps({**made_of, "complete": False}, indent=2))
-        # The groups are the same in every run.
+        # The chunks are the same in every run.
         for part, chunk in enumerate(of_size(records(), size, FILE_BYTES)):
             file = output / f"part-{part:05d}.{config.format}"
             if not file.is_file():

@@ -9,12 +9,13 @@ import shlex
 from pathlib import PurePosixPath
 from typing import Any
 
-from d2plm.assembly.training_job import launch, sharded_job, training_job
+from d2plm.assembly.training_job import sharded_job, training_job
 from d2plm.config import parse_arguments, words_of_job
 from d2plm.core.errors import require, within
 from d2plm.core.terminal import result
-from d2plm.launch.client import INDEXED_JOB, JOB_KINDS, OBJECTS, JobKind
+from d2plm.launch.client import INDEXED_JOB, JOB_KINDS, OBJECTS, JobKind, connect
 from d2plm.launch.job_spec import Manifest, ShardedJob, TrainingJob, persistent_volume_claim
+from d2plm.launch.run_job import train_in_cluster
 from d2plm.settings.commands import JobSettings
 from d2plm.settings.registry import module_words
 
@@ -36,7 +37,8 @@ def run_show(config: JobSettings, words: list[str]) -> list[Manifest]:
 
 def run_run(config: JobSettings, words: list[str]) -> None:
     """Run the job in the cluster and exit with its exit code."""
-    launch(config.launcher, *_job(config, words))
+    cluster = connect(config.launcher.namespace)
+    train_in_cluster(cluster, *_job(config, words), on_cancel=config.launcher.on_cancel)
 
 
 def _job(config: JobSettings, words: list[str]) -> tuple[JobKind, TrainingJob]:

@@ -49,7 +49,7 @@ from d2plm.tracking.locations import open_model
 PSEUDO_LOG_LIKELIHOOD = "pseudo_log_likelihood"
 CUT_PROTEIN = "remove it, or cut it into parts (mutation_offset sets the numbering of a part)"
 
-_CHUNK_TOKENS = 1 << 18  # tokens of proteins that are scored together
+_CHUNK_TOKENS = 1 << 18  # tokens of the proteins that are scored together
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def _in_shards(
 
     def compute(part: Path) -> None:
         with written_beside(part) as rows:
-            rows.touch()  # of a shard without records
+            rows.touch()  # a shard may have no records
             write(rows)
 
     def join(parts: list[Path]) -> None:

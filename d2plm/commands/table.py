@@ -27,7 +27,7 @@ class Command:
     takes_words: bool = False  # whether `run` also receives the overrides as written
 
 
-# Usual keys of all commands that train.
+# Usual keys of commands that train.
 RUN_KEYS = ("name", "work_dir", "data.input", "data.prepared_dir", "trainer", "trainer.max_steps")
 JOB_KEYS = (
     *("command", "shards", "parallel", "experiment", "model", "paradigm", *RUN_KEYS),

@@ -21,7 +21,7 @@ LOCAL_QUEUE = client.Resource(name="LocalQueue", group=client.KUEUE, plural="loc
 MUTUAL_TLS = client.Resource(
     name="PeerAuthentication", group="security.istio.io", plural="peerauthentications"
 )
-MESH_NAMESPACE = "istio-system"  # whose PeerAuthentication holds where a namespace has none
+MESH_NAMESPACE = "istio-system"  # its PeerAuthentication applies to namespaces without their own
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 JOB_VERBS = ("create", "get", "list", "watch", "delete", "patch")
 POD_ACTIONS = [  # verb, group, resource
@@ -60,8 +60,7 @@ class ClusterChecks:
         """All other checks, after `reach` has succeeded."""
         claims = {f"claim {name}": partial(self.claim, name) for name in self.job.claims}
         rows: dict[str, Check] = {"permissions": self.permissions, "Kueue": self.queue, **claims}
-        rows |= {"Istio": self.mesh}
-        rows |= {"image": self.image, "GPUs": self.gpus}
+        rows |= {"Istio": self.mesh, "image": self.image, "GPUs": self.gpus}
         return {
             "job": self.job_accepted,
             "pod": self.pod_accepted,
@@ -98,7 +97,7 @@ class ClusterChecks:
         if denied:
             fix = "bind it to the Role d2plm-launcher (k8s/base)"
             return failed(f"this account may not, in {self.cluster.namespace}: {denied}", fix)
-        # Reviews of an administrator are positive in a namespace that does not exist, too.
+        # An administrator's reviews are positive even in a namespace that does not exist.
         namespace, may_look = self.cluster.namespace, self._allowed("get", "", "namespaces")
         if may_look and self._read(f"/api/v1/namespaces/{namespace}") is None:
             fix = f"correct launcher.namespace, or run kubectl create namespace {namespace}"
@@ -121,7 +120,7 @@ class ClusterChecks:
         if claim is None:
             fix = "kubectl apply -k k8s/overlays/…, or set launcher.claims to an existing claim"
             return failed(f"{self.cluster.namespace} has no PersistentVolumeClaim {name}", fix)
-        # A bound claim may have more modes than it asks for: those of its volume.
+        # A bound claim has the modes of its volume, which may be more than it requests.
         phase, modes = claim["status"]["phase"], claim["spec"]["accessModes"]
         modes = claim["status"].get("accessModes", modes)
         found = f"{phase}, {', '.join(modes)}"

@@ -72,7 +72,7 @@ class Export(Callback):
                 trainer.model.config.max_position_embeddings - 2,
             )
             content = (trainer.paradigm, lengths, provenance)
-            # The trained model may have a stage's parameters alone.
+            # The trained model may have the parameters of only one pipeline stage.
             whole = dit_without_memory(trainer.model.config).to(trainer.model.dtype)
             if trainer.lora_rank is None or weights is None:
                 save_export(self.folder, whole, *content, weights)

@@ -104,7 +104,7 @@ def _renumbered(content: dict[str, Any], vocabulary: Subwords, names: dict[int, 
     if isinstance(model["vocab"], dict):
         old = {token: number + FIRST for token, number in model["vocab"].items()}
         model["vocab"] = {name: number for number, name in names.items()} | old | moved
-    else:  # of Unigram: [token, score], in the order of the numbers
+    else:  # Unigram has [token, score], in the order of the ids
         scores = {number + FIRST: pair for number, pair in enumerate(model["vocab"])}
         never = min(score for _, score in model["vocab"]) - 100
         scores |= {number: [name, never] for name, number in moved.items() if number not in scores}

@@ -18,7 +18,7 @@ from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Paradigm
 
 TAGS = ("protein", "protein-language-model", "biology")
-EXAMPLES = {  # of sequences to score
+EXAMPLES = {  # sequences to score
     "protein": '["MKTAYIAKQR", "GSHMLEDPVA"]',
     "dna": '["ACGTTGCAAC", "GGCATTACGA"]',
     "rna": '["ACGUUGCAAC", "GGCAUUACGA"]',

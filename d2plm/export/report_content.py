@@ -79,7 +79,7 @@ def gather(sources: Sources) -> dict[str, Any]:
         )
     model = _model(sources.model_dir, evaluation, missing)
     terms = evaluation.terms if evaluation else terms_for(open_vocabulary(sources.model_dir))
-    # Those of other alphabets are not described: no search finds what they are near to.
+    # Other alphabets have no search for the nearest training sequence, so no description.
     described = terms.unit is None
     designs = _designs(output_dir, evaluation, model, missing) if described else None
     members = _members(output_dir)
@@ -220,9 +220,8 @@ def _proteins(
 
 
 def _members(output_dir: Path) -> dict[str, Any] | None:
-    if not (output_dir / FASTA).is_file():
-        return None
-    members = read_members(output_dir / FASTA)
+    file = output_dir / FASTA
+    members = read_members(file) if file.is_file() else None
     if members is None:
         return None
     rows = [{**row, "blocks": list(coloured(row["columns"]))} for row in members["alignment"]]

@@ -15,7 +15,7 @@ from d2plm.evaluation import plots
 from d2plm.evaluation.result import Evaluation, Quality
 
 WIDTH, HEIGHT = 5.4, 4.4  # inches; page.css shows 26rem of it
-TALL = 5.4  # inches, of a figure with more above or below another
+TALL = 5.4  # inches, for a figure with two panels or a legend
 ROW = 0.4  # inches per row of the figure of likelihoods
 FONT_SIZE = 13
 # Colour of the palette → variable of the page's style sheet.

@@ -31,18 +31,18 @@ from d2plm.launch.job_spec import (
 from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.launch.remedies import remedy_for
 
-TIMEOUT_SECONDS = 30  # of one request
-PATIENCE_SECONDS = 900  # for which a request that is not answered is repeated
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between two of them
+TIMEOUT_SECONDS = 30  # of a request
+PATIENCE_SECONDS = 900  # during which unanswered requests are repeated
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0  # between repeated requests
 REPORT_SECONDS = (1.0, 60.0)  # until repeated requests are reported, and between two reports
-LOG_SECONDS = 10  # for a node to answer, and for which a request for its logs is repeated
-MOST_LINE_BYTES = 2**16  # of a log
-QUIET_LOG_SECONDS = 15  # until a log that is followed is requested again: its node may be lost
+LOG_SECONDS = 10  # timeout of a request for a log, and time during which it is repeated
+MOST_LINE_BYTES = 2**16  # maximum length of a line of a log
+QUIET_LOG_SECONDS = 15  # until a followed log is requested again, as its node may be lost
 WATCH_SECONDS = 10
 NOT_STARTED, ABSENT, CONFLICT, GONE = 400, 404, 409, 410
 LISTED, DELETED, TICK = "LISTED", "DELETED", "TICK"
 VERBS = {"GET": "read", "PATCH": "change", "DELETE": "delete"}
-NO_ANSWER = 0  # in place of a status, as the client has it for a failure of TLS
+NO_ANSWER = 0  # status of unanswered requests; the client uses it for TLS errors
 TRANSIENT = (NO_ANSWER, 429, 500, 502, 503, 504)
 REMEDIES = {  # if the message names none
     NO_ANSWER: "check the kube config and the network",
@@ -129,7 +129,7 @@ TRAINJOB = JobKind(
     suspension=("suspend",),
     succeeded="Complete",
 )
-JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}  # of training
+JOB_KINDS = {"pytorchjob": PYTORCHJOB, "trainjob": TRAINJOB}  # kinds of training jobs
 INDEXED_JOB = JobKind(
     name="Job",
     group="batch",
@@ -265,7 +265,7 @@ class Cluster:
             listed = self.call("GET", path, what, query=query)
             yield LISTED, listed
             version = listed["metadata"]["resourceVersion"]
-            expired = False  # whether the version is too old
+            expired = False  # whether the resource version is too old
             with suppress(HTTPError, OSError):  # the next listing waits for the server
                 while not expired:
                     response = self.call(
@@ -399,7 +399,7 @@ class Cluster:
                     remedy = remedy_for(said) or REMEDIES.get(status)
                     advice = f"; {remedy}" if remedy else ""
                     raise ClusterError(f"cannot {what}: {said}{advice}") from error
-                is_long = self.patience_seconds > REPORT_SECONDS[1]  # unlike that for a log
+                is_long = self.patience_seconds > REPORT_SECONDS[1]  # not for logs
                 if is_long and now >= report_at:
                     report_at = now + REPORT_SECONDS[1]
                     again = (method, path, duration(left))

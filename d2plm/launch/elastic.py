@@ -21,7 +21,7 @@ from d2plm.core.errors import first_line
 from d2plm.core.number_text import duration
 from d2plm.core.processes import GRACE_SECONDS, LOST, end_with_parent, for_children
 
-REPORT_SECONDS = 60.0  # between two reports that the other nodes are awaited
+REPORT_SECONDS = 60.0  # between reports of the wait for the other nodes
 # Makes workers leave their error in a file, for this process to print.
 QUIET_WORKERS = "D2PLM_QUIET_WORKERS"
 
@@ -39,9 +39,9 @@ def main() -> int:
     end_with_parent()
     os.environ |= {QUIET_WORKERS: "1", **for_children()}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
-    # torchrun passes SIGTERM on to its workers, and dies of SIGUSR1.
+    # torchrun forwards SIGTERM to its workers, but SIGUSR1 kills it.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
-    # Of a TrainJob without resources; torchrun would count the machine's cores, not the pod's.
+    # "auto" in a TrainJob without resources would count the machine's cores, not the pod's.
     if os.environ.get("PET_NPROC_PER_NODE") == "auto" and not torch.cuda.is_available():
         os.environ["PET_NPROC_PER_NODE"] = "1"
     if _has_several_nodes():
@@ -89,7 +89,7 @@ def first_failure(failures: dict[int, Any]) -> tuple[int, str]:
     """
     several = _has_several_nodes()
     for rank, failed in sorted(failures.items()):
-        if several and failed.exitcode == -signal.SIGABRT:  # gloo and NCCL, of a lost connection
+        if several and failed.exitcode == -signal.SIGABRT:  # gloo, NCCL: lost connection
             return LOST, (
                 "d2plm: error: another node's worker has ended, or this one's native code failed "
                 f"(rank {rank} aborted); the same command resumes from the last checkpoint"

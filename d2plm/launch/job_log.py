@@ -14,10 +14,10 @@ from d2plm.core.errors import D2PLMError
 from d2plm.core.redaction import redacted
 from d2plm.core.terminal import done
 
-MOST_BYTES = 5_000_000  # of a file; then it is renamed to .1, and that one to .2 …
+MOST_BYTES = 5_000_000  # maximum size of a file, which is then renamed to .1, .2 …
 OLDER_FILES = 3
-MOST_CHARACTERS = 4_000  # of a line
-MOST_REDACTED = 2 * MOST_CHARACTERS  # so that a secret at the cut is seen whole
+MOST_CHARACTERS = 4_000  # maximum length of a line
+MOST_REDACTED = 2 * MOST_CHARACTERS  # so that secrets at the cut are recognised
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def logged(file: Path) -> Iterator[Callable[[str], None]]:
         raise
     finally:
         handler.addFilter(lambda _: False)  # a thread that still reads would open the file again
-        with suppress(OSError):  # of what is still buffered, on a full disk
+        with suppress(OSError):  # flushing the buffer fails on a full disk
             handler.close()
 
 

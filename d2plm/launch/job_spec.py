@@ -24,7 +24,7 @@ PYTORCHJOB_CONTAINER = "pytorch"  # the operator requires this name
 TRAINJOB_CONTAINER = "node"
 SHARD_CONTAINER = "shard"
 PREPARATION_CONTAINER = "prepare"
-SHARDS = "d2plm/shards"  # annotation: which shards, of how many, the indices of a job stand for
+SHARDS = "d2plm/shards"  # annotation: shards of the job's indices, and number of all shards
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 USER = 10001
 IMAGE = f"d2plm-trainer:{__version__}"
@@ -258,10 +258,7 @@ def indexed_job(job: ShardedJob) -> Manifest:
                         "action": "Ignore",
                         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                     },
-                    {
-                        "action": "FailIndex",
-                        "onExitCodes": {"operator": "In", "values": list(PERMANENT_EXIT_CODES)},
-                    },
+                    _on_permanent_exit_codes("FailIndex"),
                 ]
             },
             ttlSecondsAfterFinished=job.kept_seconds,
@@ -346,17 +343,7 @@ def _replicated_job(job: TrainingJob) -> Manifest:
             "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
             "spec": {
                 "backoffLimit": 0,  # the job set restarts all nodes
-                "podFailurePolicy": {
-                    "rules": [
-                        {
-                            "action": "FailJob",
-                            "onExitCodes": {  # of any container, including the preparation
-                                "operator": "In",
-                                "values": list(PERMANENT_EXIT_CODES),
-                            },
-                        }
-                    ]
-                },
+                "podFailurePolicy": {"rules": [_on_permanent_exit_codes("FailJob")]},
                 "template": {
                     "metadata": _pod_metadata(job),
                     "spec": {
@@ -368,6 +355,12 @@ def _replicated_job(job: TrainingJob) -> Manifest:
             },
         },
     }
+
+
+def _on_permanent_exit_codes(action: str) -> Manifest:
+    """Rule for the exit of any container, including the preparation."""
+    codes = list(PERMANENT_EXIT_CODES)
+    return {"action": action, "onExitCodes": {"operator": "In", "values": codes}}
 
 
 def _present(**fields: Any) -> Manifest:

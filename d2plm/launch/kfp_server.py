@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 POD_VARIABLE = "KFP_POD_NAME"  # KFP sets it in a step's pod
 HEALTH = "apis/v2beta1/healthz"
 LOG = "apis/v1alpha1/runs/{run}/nodes/{node}/log"
-MOST_LOG_BYTES = 2**20  # of a step
+MOST_LOG_BYTES = 2**20  # of a step's log that are kept
 TIMEOUT_SECONDS = 30  # for connecting, and between two parts of a response
-NAMESPACE = "kubeflow"  # of a server without profiles, and the client's own default
+NAMESPACE = "kubeflow"  # used by servers without profiles; the client's default
 REMEDIES = {
     401: "set KFP_TOKEN to a valid token, such as that of kubectl create token default "
     "--audience=pipelines.kubeflow.org -n YOUR_NAMESPACE",
@@ -184,7 +184,7 @@ def reaching(host: str) -> Iterator[None]:
 
 def _limit_requests(client: Any) -> None:
     """Limit the time of every request of a `kfp.Client`, which itself sets no limit."""
-    pool = client._run_api.api_client.rest_client.pool_manager  # of all its APIs
+    pool = client._run_api.api_client.rest_client.pool_manager  # shared by all its APIs
     request = pool.request
 
     def limited(*arguments: Any, **options: Any) -> Any:
@@ -211,7 +211,7 @@ def _proxy(host: str) -> str | None:
     """The environment's proxy for requests to `host`; the client itself uses none."""
     from requests.utils import get_environ_proxies, select_proxy
 
-    with suppress(ValueError):  # of an address that is none, which the request reports
+    with suppress(ValueError):  # the request itself reports an invalid address
         if urlsplit(host).hostname not in LOOPBACK:
             return select_proxy(host, get_environ_proxies(host))
     return None

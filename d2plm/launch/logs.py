@@ -43,7 +43,7 @@ def followed_log(
                     last.append(line)
                     say(line)
             except ClusterError as error:
-                # A silent container and a silent node are alike; the pod's state tells them apart.
+                # A silent container looks like a silent node; only the pod's state differs.
                 if not isinstance(error.__cause__, (HTTPError, OSError)):
                     pause = PAUSE_AFTER_ERROR_SECONDS
                     if str(error) not in reasons:

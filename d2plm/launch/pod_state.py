@@ -70,7 +70,7 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
     exit_code, reason = terminated.get("exitCode"), terminated.get("reason")
     ended = with_remedy(f"exit code {exit_code}", reason, None) if terminated else None
     if status.get("phase") == "Failed" and (status.get("reason") or ended is None):
-        # Evicted, NodeShutdown …; a pod whose node was removed has the reason in a condition alone
+        # Evicted, NodeShutdown …; if the node was removed, only a condition has the reason.
         known = status if status.get("reason") else conditions.get("DisruptionTarget", {})
         reason = known.get("reason", "failed for an unknown reason")
         ended = with_remedy(ended, reason, known.get("message"))
@@ -82,7 +82,7 @@ def state_of(pod: Manifest, kind: JobKind) -> PodState:
         node=pod.get("spec", {}).get("nodeName", ""),
         has_started=any(s["name"] in ours and "waiting" not in s["state"] for s in statuses),
         has_completed=status.get("phase") == "Succeeded",
-        # The node controller changes only the first of these, when the heartbeats stay away.
+        # Without heartbeats, the node controller changes only the first of these conditions.
         is_cut_off=[conditions.get(one, {}).get("status") for one in ("Ready", "ContainersReady")]
         == ["False", "True"],
         grace_seconds=metadata.get("deletionGracePeriodSeconds", 0)

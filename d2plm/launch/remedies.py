@@ -26,7 +26,7 @@ REMEDIES_BY_MESSAGE = {
     r"\d Insufficient ": "lower cpu, memory or gpus, or add nodes",
     r"taint(?!\S* \{node\.kubernetes\.io/unschedulable)": "tolerate the nodes' taints",
 }
-# Kueue's message about a queue that no waiting creates.
+# Kueue's message about a queue that does not exist, for which waiting is useless.
 MISSING_QUEUE = re.compile(r"Queue \S+ doesn't exist")
 
 

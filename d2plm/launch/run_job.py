@@ -51,16 +51,16 @@ from d2plm.launch.logs import followed_log
 from d2plm.launch.pod_state import PodState, state_of
 from d2plm.launch.remedies import MISSING_QUEUE, OUT_OF_MEMORY, with_remedy
 
-EVENTS_SECONDS = (1.0, 60.0)  # least time between two requests for events: before, after the start
-REPORT_SECONDS = 60.0  # between two reports of the same wait
-SPECIFICATION = "d2plm/specification"  # annotation: the digest of what a job was made from
+EVENTS_SECONDS = (1.0, 60.0)  # minimum between requests for events: before, after the start
+REPORT_SECONDS = 60.0  # between reports of the same wait
+SPECIFICATION = "d2plm/specification"  # annotation: digest of the job's specification
 # Exit codes of a worker that ended because another failed or because another job pre-empted it.
 CONSEQUENCES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 # Operators restart a worker that ran out of memory, although it will run out of memory again.
 MOST_DEATHS_BY_MEMORY = 3
-BRIEF_SECONDS = 10  # for what may be missing, such as events, so that deadlines are seen
-LOG_LINES = 20  # of a failed pod, in messages
-LOG_SECONDS = 20  # until the logs of failed pods have been read, or cannot be
+BRIEF_SECONDS = 10  # timeout of optional requests, such as for events, to keep deadlines
+LOG_LINES = 20  # shown of a failed pod's log
+LOG_SECONDS = 20  # maximum wait for the logs of failed pods
 MOST_WITHOUT_LOG = 2  # failed preparations without a log that are tolerated
 GONE_SECONDS = 600  # until a deleted job and its pods are gone
 # Until a pod is stuck: on a node that does not answer, or deleted and beyond its grace period.
@@ -130,15 +130,15 @@ class RunningJob:
         self, cluster: Cluster, kind: JobKind, name: str, say: Callable[[str], None]
     ) -> None:
         self.cluster, self.kind, self.name, self.say = cluster, kind, name, say
-        # Requests that the job's end and its deadlines do not wait for; they are made again later.
+        # For optional requests, which must not delay deadlines and are repeated later.
         self._brief = replace(cluster, timeout_seconds=BRIEF_SECONDS, patience_seconds=0)
         self._said: dict[str, str] = {}  # last message about each condition, pod and event
         self._events_due = 0.0
         self._warnings: dict[str, str] = {}  # last warning by name of the object
         self._pods: dict[str, PodState] = {}  # latest state by pod name
-        self._has_started = False  # whether any pod has
+        self._has_started = False  # whether any pod has started
         self._hindered_since: dict[str, float] = {}  # time by uid of pods that may be stuck
-        self._waiting = ("", 0.0)  # what for, and since when
+        self._waiting = ("", 0.0)  # key of the deadline, start of the wait
         self._reported_at: dict[str, float] = {}  # time of the last report of each wait
         self._ends: dict[str, PodState] = {}  # failed pods by uid
         self._log_ends: dict[str, list[str]] = {}  # last log lines of failed pods by uid
@@ -252,7 +252,7 @@ class RunningJob:
 
     def report_stuck_pods(self) -> None:
         """Report pods of a deleted or suspended job that cannot end."""
-        with suppress(ClusterError):  # of an account that may delete jobs only
+        with suppress(ClusterError):  # the account may be allowed only to delete jobs
             pods = self._brief.pods(self.kind, self.name)
             for pod in self._stuck([state_of(pod, self.kind) for pod in pods], at_once=True):
                 self.say(self._how_to_end(pod))
@@ -382,7 +382,7 @@ class RunningJob:
         try:
             events = self._brief.warnings(self.kind, job)
         except ClusterError as error:
-            if "events" not in self._said:  # once, whatever the next failure says
+            if "events" not in self._said:  # once, even if later errors differ
                 self._say_once("events", f"warnings cannot be reported: {error}")
             return
         for event in events:
@@ -477,7 +477,7 @@ class RunningJob:
         something changes.
         """
         if self.kind is INDEXED_JOB:
-            return None  # a shard fails alone, and Kubernetes keeps the deadline
+            return None  # Kubernetes fails shards one by one, and keeps the deadline
         ends = list(self._ends.values())
         starved = [end for end in ends if end.reason == OUT_OF_MEMORY]
         if (times := _most_of_one(starved)) >= MOST_DEATHS_BY_MEMORY:

@@ -14,7 +14,7 @@ from d2plm.core.errors import ClusterError
 from d2plm.launch.client import Cluster, Resource
 
 WORKFLOW = Resource(name="Workflow", group="argoproj.io", version="v1alpha1", plural="workflows")
-ANSWER_SECONDS = 5.0  # for one request and for its repetitions; pods have 30 s after SIGTERM
+ANSWER_SECONDS = 5.0  # of a request and its repetitions; pods have 30 s after SIGTERM
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from d2plm.serving.service import Service, parse_request
 JSON = "application/json"
 CONTENT_TYPES = (JSON, f"{JSON};charset=utf-8")
 BYTES_PER_RESIDUE, MIN_BYTES = 16, 2**20  # limits on a request's body
-# MLflow's codes; every other status has that of a bad request.
+# MLflow's codes; all other statuses have that of a bad request.
 CODES = {400: "INVALID_PARAMETER_VALUE", 429: "RESOURCE_EXHAUSTED", 500: "INTERNAL_ERROR"}
 MAX_MESSAGE = 500  # characters, since a message may quote the request
 

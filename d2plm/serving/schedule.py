@@ -17,12 +17,12 @@ from typing import Any
 
 from d2plm.core.errors import D2PLMError
 
-SHARE = 1 / 9  # of the time is for short requests while both kinds wait
-SHORT = 0.5, 1 / 20  # short requests take at most so many seconds, and so much of the timeout
-PACE_SECONDS = 5.0  # of work, over which the pace is averaged
+SHARE = 1 / 9  # share of short requests in the time while both kinds wait
+SHORT = 0.5, 1 / 20  # limits of short requests: seconds, fraction of the timeout
+PACE_SECONDS = 5.0  # seconds of work over which the pace is averaged
 
 Rows = list[dict[str, Any]]
-Progress = Callable[[float], None]  # is told the fraction of the work that is done
+Progress = Callable[[float], None]  # argument: fraction of the work that is done
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Schedule:
         """
         with self._lock:
             pace = self.pace.get(work.kind, 1.0)
-            if not self.jobs:  # else no work would show that the machine has become faster
+            if not self.jobs:  # without work, a slow pace would never be corrected
                 pace = min(pace, 1.0)
             seconds = work.seconds * pace
             job = Job(work, seconds, self.clock() + self.timeout, seconds <= self._short)

@@ -36,7 +36,7 @@ from d2plm.generation.templates import parse_template
 from d2plm.serving.schedule import Progress, Rows, Speed, Work, measured
 
 MAX_ROWS = 4096  # checking a row takes up to 0.1 ms, and no other request is checked meanwhile
-CPU_TOKENS, GPU_TOKENS = 2048, 16384  # of a forward pass, for which other requests wait
+CPU_TOKENS, GPU_TOKENS = 2048, 16384  # per forward pass, during which other requests wait
 DESIGN = "design"  # the kind of work of `generate` and `infill`
 FORMS = ("inputs", "instances", "dataframe_records", "dataframe_split")  # names of MLflow's tables
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -133,7 +133,7 @@ REQUESTS: dict[str, type[Request[Any, Any]]] = {
     "generate": Request[LengthRow, Generating],
     "infill": Request[SequenceRow, Infilling],
 }
-# Defaults of all settings; that of the task is what a request without one means.
+# Defaults of all settings, including the task.
 DEFAULTS = asdict(Infilling()) | asdict(Generating()) | asdict(Scoring())
 
 
@@ -225,7 +225,7 @@ class Service:
             templates = self._templates([row.sequence for row in rows], params.number)
         self._require_within_limit(sum(map(len, templates)))
         if family is not None:
-            if isinstance(params, Generating):  # a length is given, or that of a member's path
+            if isinstance(params, Generating):  # a null length is that of a member's path
                 given = [row.length for row in rows for _ in range(params.number)]
                 pairs = zip(templates, given, strict=True)
                 free = [one if length else None for one, length in pairs]
@@ -368,7 +368,7 @@ class Service:
         settings = in_a_line(sampling.described(paradigm, dtype))
         masks = [int((one == self.vocabulary.mask).sum()) for one in templates]
         steps = sampling.steps or max(masks)
-        # Where a residue is drawn once, no more passes than residues change anything.
+        # If each residue is drawn once, passes beyond the number of residues have no effect.
         once = paradigm.source == "mask" and sampling.sampler != "remdm" and not sampling.corrector
         passes = [min(steps, number) for number in masks] if once else [steps] * len(masks)
 

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
@@ -54,7 +54,7 @@ CLIENT_SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5",
 }
-ANSWER_SECONDS, START_SECONDS = 8, 30  # until a silent, or an absent, server is given up
+ANSWER_SECONDS, START_SECONDS = 8, 30  # wait for a server's answer, and for its start
 _NOT_IN_KEYS = re.compile(r"[^\w\-. /:]")
 
 log = logging.getLogger(__name__)
@@ -340,11 +340,9 @@ def _require_answer(address: str) -> None:
         time.sleep(1)
 
 
-@contextmanager
-def reaching(client: "MlflowClient", what: str) -> Iterator[None]:
+def reaching(client: "MlflowClient", what: str) -> AbstractContextManager[None]:
     """`tracker_run.reaching` with the store's address."""
-    with tracker_run.reaching(f"{what} in the MLflow store {redacted(client.tracking_uri)}"):
-        yield
+    return tracker_run.reaching(f"{what} in the MLflow store {redacted(client.tracking_uri)}")
 
 
 def written_here(client: "MlflowClient", location: str) -> str | None:

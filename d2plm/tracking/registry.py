@@ -43,7 +43,7 @@ DESCRIPTION = (
     "`d2plm serve model_dir=models:/{name}@champion` serves it."
 )
 DIGEST_TAG = "export_digest"
-# The tags with which a version is made; the copy that a repeated request makes has no others.
+# The tags of a new version; the copy that a repeated request makes has no others.
 MADE_HERE = {"d2plm.made_by": "d2plm register"}
 MAX_DESCRIPTION = 5000  # characters of a version's description in MLflow's databases
 EVALUATED = ("evaluation/", "given_relatives/", "versus/")  # metrics that belong to the model
