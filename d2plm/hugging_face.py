@@ -160,9 +160,7 @@ class DiTForMaskedLM(DiT):
             named |= {"output_hidden_states": output_hidden_states, "return_dict": return_dict}
             return self._forward_packed(inputs, named)
         for name, value in more.items():
-            if (
-                value is not None and value is not False
-            ):  # as peft passes unset ones
+            if value is not None and value is not False:  # as peft passes unset ones
                 hint = did_you_mean(name, signature(DiTForMaskedLM.forward).parameters)
                 raise TypeError(f"forward() got an unexpected keyword argument {name!r}{hint}")
         if input_ids is None:
