@@ -450,7 +450,7 @@ class SequenceModel:
         most: int,
         proteins: list[Tokens],
     ) -> list[Family] | None:
-        """Family of each protein, from relatives shared by all or from a list per protein."""
+        """Build each protein's family, from relatives shared by all or from a list per protein."""
         if relatives is None:
             return None
         given = _listed(relatives, "relatives")
@@ -508,7 +508,7 @@ class SequenceModel:
         return [self.exported.vocabulary.decode(row) for row in rows]
 
     def _read(self, sequences: str | Sequence[str]) -> tuple[list[Tokens], list[str]]:
-        """Tokens of the sequences, and the names that errors use for them."""
+        """Encode the sequences, and name each one for errors."""
         texts = _several(sequences, "sequence")
         named = {f"sequence {index}": text for index, text in enumerate(texts)}
         tokens = [self.exported.vocabulary.encode(text, name) for name, text in named.items()]
@@ -518,7 +518,7 @@ class SequenceModel:
 
 
 def _settings(kind: type[Settings], values: dict[str, Any]) -> Settings:
-    """Instance of the dataclass `kind`; rejects unknown fields."""
+    """Build an instance of the dataclass `kind`; rejects unknown fields."""
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     for name in values:
         if name not in known:

@@ -82,7 +82,7 @@ def _run(words: list[str]) -> int:
 
 
 def _output_of(words: list[str]) -> int:
-    """Run the command and write all of its output, also before an error."""
+    """Run the command and write all of its output, even before an error."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -231,7 +231,7 @@ def _command_help(called: list[str], command: Command, everything: bool) -> str:
 
 
 def _matching(usual: str, known: Mapping[str, Any]) -> list[str]:
-    """The keys that `usual` stands for: itself, or with a dot at its end a section."""
+    """Expand a usual key: a section, which ends with a dot, to its keys."""
     return [key for key in known if key.startswith(usual)] if usual[-1] == "." else [usual]
 
 

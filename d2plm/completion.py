@@ -98,7 +98,7 @@ def candidates(line: str) -> list[str]:
 
 
 def _split(line: str) -> list[str]:
-    """Words of a line; the last may be empty or have an unclosed quote."""
+    """Split a line into words; the last may be empty or have an unclosed quote."""
     for ending in ("", "'", '"'):
         try:
             words = shlex.split(line + ending)
@@ -142,7 +142,7 @@ def _keys(root: str, word: str) -> list[str]:
 
 
 def _values(root: str, key: str, value: str, prefix: str = "") -> list[str]:
-    """Values of a key, each prepended with `prefix`: choices of a group, words, or paths."""
+    """Completions of a key's value, each after `prefix`: choices of a group, words, or paths."""
     from d2plm.config import choices_of, groups
 
     one = _known(root).get(key)
@@ -161,7 +161,6 @@ def _known(root: str) -> "dict[str, Key]":
 
 
 def _paths(value: str, prefix: str) -> list[str]:
-    """Files and folders that begin with `value`; folders end in `/` without a blank."""
     folder, slash, start = value.rpartition("/")
     try:
         entries = sorted(Path(os.path.expanduser(folder + slash or ".")).iterdir())

@@ -63,12 +63,12 @@ def save(settings: Values, file: Path) -> None:
 
 
 def flat(settings: Values) -> dict[str, Any]:
-    """{"model.hidden_size": 128, …}."""
+    """Convert nested settings to {"model.hidden_size": 128, …}."""
     return dict(_flatten(plain(settings)))
 
 
 def plain(settings: Values) -> dict[str, Any]:
-    """The settings as nested dictionaries."""
+    """Convert settings to nested dictionaries."""
     return asdict(settings) if isinstance(settings, Settings) else dict(settings)
 
 
@@ -109,7 +109,7 @@ def compose(
 
 
 def defaults_of(command: str) -> dict[str, Any]:
-    """{"model.hidden_size": 128, …}: what a command without settings uses; `???` if required."""
+    """Settings without overrides, as {"model.hidden_size": 128, …}; `???` if required."""
     files = _compose_files(command, None, config_dir().resolve(), [])
     return dict(_flatten(_resolved(SETTINGS[command], files)))
 
@@ -144,7 +144,7 @@ def _checked(kind: type[Settings], values: Mapping[str, Any]) -> Any:
 
 
 def _resolved(kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values completed by defaults, with references replaced; required keys are `???`."""
+    """Add defaults and replace references; required keys are `???`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -240,7 +240,6 @@ def choices_of(group: str, root: Path | None = None) -> list[str]:
 
 @cache
 def default_choice(group: str) -> str:
-    """The choice of a group in `pipeline.yaml`."""
     import yaml
 
     defaults = yaml.safe_load((config_dir() / "pipeline.yaml").read_text())["defaults"]
@@ -248,7 +247,7 @@ def default_choice(group: str) -> str:
 
 
 def groups(root: Path | None = None) -> set[str]:
-    """The groups of which a command line selects choices, such as `model`."""
+    """Groups whose choices can be selected on the command line, such as `model`."""
     folders = (root or config_dir()), Path("configs")
     found = (child for folder in folders if folder.is_dir() for child in folder.iterdir())
     return {child.name for child in found if any(child.glob("*.yaml"))} - {"accelerate"}
@@ -280,7 +279,7 @@ def _in_quotes(word: str) -> str:
 def _sorted_out(
     command: str, words: list[str], root: Path
 ) -> tuple[list[str], list[tuple[str, Any]]]:
-    """(choices of groups for Hydra, settings as (key, value)); `+` and `++` change nothing."""
+    """Sort words into groups' choices, for Hydra, and (key, value); `+` and `++` are ignored."""
     known, selectable = keys(SETTINGS[command]), groups(root)
     names = [_name_of(word) for word in words]
     for word, name in zip(words, names, strict=True):
@@ -345,7 +344,7 @@ def _path(known: Key, word: str) -> str | list[str] | None:
 
 
 def _unquoted(text: str) -> str:
-    """The inverse of `quoted`, for either quotation mark; other text is returned unchanged."""
+    """Invert `quoted`, for either quotation mark; other text is returned unchanged."""
     mark = text[:1]
     if len(text) < 2 or mark not in "'\"" or text[-1] != mark:
         return text
@@ -393,7 +392,7 @@ def _mappings(command: str) -> set[str]:
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set a key or, with a dot at its end, the keys of a section, which keeps its others."""
+    """Set a key or, if it ends with a dot, some keys of a section."""
     *parents, last = dotted.split(".")
     for parent in parents:
         if not isinstance(values.get(parent), dict):
@@ -474,7 +473,7 @@ class Arguments:
 
 
 def words_of_job(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Settings of `d2plm job`: those of the job itself, and those of the command in its pods."""
+    """Divide settings of `d2plm job` into those of the job and those of its pods' command."""
     own = {True: list[str](), False: list[str]()}
     for word in words:
         own[_name_of(word).partition(".")[0] in JOB_KEYS].append(word)
@@ -482,7 +481,7 @@ def words_of_job(words: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _of_its_run(composed: PipelineSettings, overrides: list[str]) -> Any:
-    """The configuration of the run in `output_dir`, if there is one and no group is chosen."""
+    """Read the configuration of the run in `output_dir`, if it exists and no group is chosen."""
     output_dir = Path(composed.output_dir)
     file, choices = output_dir / RUN_CONFIG, _sorted_out("export", overrides, config_dir())[0]
     if choices or not file.is_file():
@@ -580,7 +579,7 @@ def compose_arguments(command: str, words: list[str]) -> tuple[Any, Arguments]:
 
 
 def quoted(value: str) -> str:
-    """A value as Hydra reads it as text: backslashes are doubled before a quotation mark only."""
+    """Quote text for Hydra; backslashes are doubled only before a quotation mark."""
     return "'" + re.sub(r"(\\*)('|$)", r"\1\1\2", value).replace("'", "\\'") + "'"
 
 
@@ -631,7 +630,7 @@ def check_paths(command: str, settings: Values, names: Iterable[str]) -> None:
 
 
 def _require_export(folder: Path) -> None:
-    """Reject a path that is not an exported model; suggests a model inside it."""
+    """Reject a path that is not an exported model; suggest a model inside it."""
     if not (folder / MODEL_CONFIG).exists():
         inside = sorted(one.parent for one in folder.glob(f"**/{PARADIGM_CONFIG}"))
         near = f" (did you mean '{inside[0]}'?)" if inside else ""

@@ -103,7 +103,6 @@ class DiTForMaskedLM(DiT):
         return result
 
     def _save_companions(self, folder: Path, paradigm: Paradigm) -> None:
-        """Write the files that `load_model` needs."""
         LengthHistogram.uniform(self.config.max_position_embeddings - 2).save(folder)
         for file, content in self.companions.items():
             if file not in TOKENIZER or not (folder / file).exists():
@@ -116,7 +115,6 @@ class DiTForMaskedLM(DiT):
 
     @classmethod
     def _from_config(cls, config: DiTConfig, **settings: Any) -> Self:
-        """A new model, initialised from torch's seed."""
         model = super()._from_config(config, **settings)
         with torch.device("cpu"):
             model.initialise(int(torch.randint(2**62, ())))
@@ -213,7 +211,6 @@ class DiTForMaskedLM(DiT):
         return self.paradigm.time_at_corrupted_fraction(fraction).float()
 
     def _loss(self, logits: Tensor, input_ids: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy, in nats, of the labels at masks."""
         shape = tuple(keep.shape)
         require(labels.shape == shape, "labels.shape", tuple(labels.shape), f"{shape}")
         labelled = labels != IGNORED

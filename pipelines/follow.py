@@ -190,7 +190,7 @@ def _tasks(run: Any) -> list[Any]:
 
 
 def _failure(server: Server, run: Any) -> str:
-    """The failed steps, each with the last lines of its log."""
+    """Describe the failed steps, each with the last lines of its log."""
     failures = []
     for name, step in _steps(run).items():
         if step.state in FAILED and name != "finish":
@@ -218,7 +218,7 @@ def _last_lines(server: Server, run: Any, step: Any) -> str:
 
 
 def _nodes(run: Any, step: Any) -> Iterator[str]:
-    """Ids for a step's log: of its own node and of those that KFP started for it, latest first."""
+    """Possible node ids of a step's log: its own and those that KFP started, latest first."""
     below = [task for task in _tasks(run) if task.parent_task_id == step.task_id]
     known = [
         *(child.pod_name for task in (step, *below) for child in task.child_tasks or ()),

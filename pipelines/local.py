@@ -129,7 +129,7 @@ def _shown(log: TextIO) -> Iterator[int]:
 
 
 def _show(reading: int, log: TextIO) -> None:
-    """Write lines to the log and the terminal; a full disk or a lost terminal stops no step."""
+    """Write lines to the log and the terminal; a full disk or lost terminal stops no step."""
     with open(reading, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             for stream in (log, sys.stdout):

@@ -35,7 +35,7 @@ def note(config: Path, step: str, state: State, message: str = "") -> None:
 
 
 def entries(config: Path) -> dict[str, Entry]:
-    """The last entry of each step; a line that a killed process left incomplete is skipped."""
+    """The last entry of each step; lines that a killed process left incomplete are skipped."""
     with suppress(OSError):
         found = {}
         for line in _file(config).read_text(encoding="utf-8").splitlines():

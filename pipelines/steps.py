@@ -238,7 +238,6 @@ def dated(work_dir: str, time: str) -> str:
 
 
 def config_file(run_id: str, work_dir: str) -> Path:
-    """Path of the configuration of a pipeline run."""
     return Path(work_dir) / "pipeline_runs" / f"{run_id}.yaml"
 
 
@@ -251,7 +250,7 @@ def prepare(config: str) -> str:
 
 @step
 def train(config: str) -> str:
-    """Train as the launcher section says; returns the folder of the exported model."""
+    """Train where the launcher section says; returns the folder of the exported model."""
     from d2plm.launch.client import where_to_train
 
     file = Path(config)

@@ -72,7 +72,7 @@ def shared_settings(kind: str, words: list[str]) -> PipelineSettings:
 
 @step
 def plan(config: str) -> list[str]:
-    """Check all runs, and write their configurations; returns those of the runs to execute."""
+    """Check all runs and save their configurations; returns those of the runs to execute."""
     from d2plm.assembly.sweep import for_all, planned
     from d2plm.commands.multirun import folder_name
 
@@ -90,7 +90,7 @@ def plan(config: str) -> list[str]:
 
 @step
 def reduce(config: str) -> str:
-    """Write the table of the finished runs, and a figure if there is one; returns its path."""
+    """Write the table of the finished runs, and a figure if possible; returns the table's path."""
     from d2plm.assembly.sweep import reduced, result_files
 
     sweep = _read(Path(config))

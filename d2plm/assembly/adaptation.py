@@ -92,7 +92,7 @@ def open_base(config: AdaptSettings) -> ExportedModel:
 
 
 def training_config(config: AdaptSettings, base: ExportedModel) -> AdaptSettings:
-    """Training configuration: the base's paradigm, and relatives if the base takes them."""
+    """Configure training with the base's paradigm, and with relatives if the base takes them."""
     takes = base.model.config.relatives_dim is not None
     data = replace(config.data, input=config.input)
     if not takes:
@@ -204,7 +204,7 @@ def nats(
     relatives: list[list[Tokens]] | None = None,
     masks: int = GENERAL_MASKS,
 ) -> NDArray[np.float64]:
-    """float64 [N]: bound of each protein in nats, with the same masks for every model."""
+    """Compute each protein's bound in nats, float64 [N], with the same masks for every model."""
     return score_sequences(
         model,
         exported.paradigm,
@@ -280,7 +280,7 @@ def interpolate_weights(
 def family_nats(
     exported: ExportedModel, name: str, family: SplitFamily, masks: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Bounds of the test members by `name`, also without relatives if the model takes them."""
+    """Compute the bounds of the test members by `name`; with relatives, also without them."""
     model, members = exported.denoiser(), family.proteins("test")
     if family.relatives is None:
         return {name: nats(model, exported, members, masks=masks)}

@@ -89,7 +89,6 @@ def _amounts(
     steps: int,
     compiled: bool,
 ) -> dict[str, str]:
-    """Amounts of data, tokens, FLOPs and memory, in words."""
     sampler, epoch = loader.sampler, loader.batches_in_epoch(0)
     tokens, flops = tokens_per_step(loader), flops_per_step(loader, model)
     row = loader.bins_per_micro_batch * sampler.token_budget
@@ -116,7 +115,7 @@ def _amounts(
 
 
 def shortened(config: Kind, folder: Path) -> Kind:
-    """Configuration that trains `trainer.fast_dev_run` steps and writes only to `folder`."""
+    """Configure a run of `trainer.fast_dev_run` steps that writes only to `folder`."""
     steps = config.trainer.fast_dev_run
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(

@@ -113,7 +113,6 @@ class _Generation:
         return resolve_precision(self.precision, self.exported.model.device)
 
     def draw(self, shard: Shard) -> list[str]:
-        """The sequences of the shard's own designs."""
         own = [template for _, template in shard.of_all(self.designs)]
         if not own and self.designs:
             return []  # fewer designs than shards
@@ -131,7 +130,7 @@ class _Generation:
         return [self.exported.vocabulary.decode(row) for row in rows]
 
     def write(self, sequences: list[str], seconds: float | None = None) -> None:
-        """Write the sequences of all designs, drawn in `seconds`, and how they were sampled."""
+        """Write the sequences of all designs and the sampler's settings; report the speed."""
         vocabulary, output = self.exported.vocabulary, self.output
         described = self.sampling.described(self.exported.paradigm, self.dtype)
         note = in_a_line(described)
@@ -213,7 +212,7 @@ def named_templates(settings: GenerationSettings, vocabulary: Vocabulary) -> lis
 
 
 def require_writable(output: Path) -> None:
-    """Raise `DataError` if a file cannot be written: before generation, not after it."""
+    """Raise `DataError` before the generation, not after it, if a file cannot be written."""
     if not is_writable(output.parent):
         raise DataError(f"{output}: cannot be written; check the folder and its permissions")
 

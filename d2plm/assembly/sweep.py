@@ -73,7 +73,7 @@ class Sweep:
 
 
 def one_run(config: Kind, name: str, folder: Path) -> Kind:
-    """The configuration of a run that writes only to `folder`, under this name."""
+    """Configure a run that writes only to `folder`, under this name."""
     tracking = replace(config.tracking, run_name=name)
     model_dir = str(folder / "model")
     return replace(config, output_dir=str(folder), model_dir=model_dir, tracking=tracking)
@@ -112,13 +112,12 @@ def reduced(sweep: Sweep) -> Any:
 
 
 def result_files(results: Path) -> dict[str, Path]:
-    """The files of a sweep's results by suffix."""
+    """Paths of a sweep's results by suffix."""
     return {suffix: results.with_name(f"{results.name}.{suffix}") for suffix in SUFFIXES}
 
 
 @contextmanager
 def _tracked(sweep: Sweep) -> Iterator[Run]:
-    """Open the parent of the runs' tracking runs."""
     own = {**tracking_arguments(sweep.settings), "run_name": sweep.title}
     with tracking_run(sweep.results, **own) as parent:
         parent.set_tags(sweep.settings.tracking.tags)
@@ -144,7 +143,7 @@ def _reduced(sweep: Sweep, parent: Run) -> Any:
 
 
 def _below(config: Kind, settings: SweepSettings, parent: str | None) -> Kind:
-    """A run's configuration, with its tracking run below `parent` in the sweep's experiment."""
+    """Put a run's tracking run below `parent`, in the sweep's experiment."""
     shared = settings.tracking
     tracking = replace(
         config.tracking,
@@ -157,7 +156,6 @@ def _below(config: Kind, settings: SweepSettings, parent: str | None) -> Kind:
 
 
 def _run_here(runs: Runs, commands: Sequence[str], parallel: int) -> None:
-    """Execute the runs in processes of this machine, `parallel` at a time."""
     os.environ.pop("MLFLOW_RUN_ID", None)  # each run has its own tracking run
     began = time.monotonic()
     start = [sys.executable, "-m", "d2plm"]

@@ -35,7 +35,7 @@ def tracked_run(config: PipelineSettings, command: str) -> Iterator[Runs]:
 
 
 def tracking_arguments(config: PipelineSettings) -> dict[str, Any]:
-    """The `tracking` section as arguments of `tracking_run`."""
+    """Convert the `tracking` section to arguments of `tracking_run`."""
     section = config.tracking
     arguments: dict[str, Any] = {
         "trackers": section.trackers,
@@ -106,12 +106,11 @@ def _log_dataset(tracked: Run, manifest: dict[str, Any], split: str, folder: Pat
 
 
 def short_digest(digest: str) -> str:
-    """First characters of a SHA-256, for tags."""
+    """Shorten a SHA-256 for tags."""
     return digest[:16]
 
 
 def log_model(tracked: Run, parameters: int, step: int, steps: int) -> None:
-    """Log the model's size and progress."""
     tracked.set_tags({"parameters": short_number(parameters), "steps": f"{step:,} of {steps:,}"})
 
 

@@ -75,7 +75,6 @@ def sharded_job(
 
 
 def _section(launcher: LauncherSettings) -> dict[str, Any]:
-    """Attributes of a job in the `launcher` section."""
     names = {one.name for one in fields(TrainingJob)} & {*vars(launcher)}
     section = {name: getattr(launcher, name) for name in names}
     return section | {"image": launcher.image or IMAGE}
@@ -118,7 +117,7 @@ def launch_step(config: PipelineSettings, kind: str, file: Path) -> None:
 
 
 def end_step(config: PipelineSettings, file: Path) -> None:
-    """Delete the job that `launch_step` has started, if it still exists."""
+    """Delete the job that `launch_step` created, if it exists."""
     launcher = config.launcher
     if POD_VARIABLE in os.environ and launcher.kind != "local":
         delete_job(connect(launcher.namespace), job_name(config, file))

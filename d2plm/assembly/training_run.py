@@ -137,7 +137,7 @@ def training_stores(config: PipelineSettings) -> Stores:
 
 
 def training_collections(config: PipelineSettings, stores: Stores) -> list[Collection]:
-    """The prepared training store or a mixture of several, real, shuffled or random."""
+    """Open the training sequences: one store or a mixture; real, shuffled or random."""
     data = config.data
     by_cluster = data.sampling == "cluster"
     takes_relatives = data.max_relatives is not None and data.residues == "real"
@@ -288,13 +288,13 @@ def with_start_pinned(config: Kind) -> Kind:
 
 
 def build_optimizer(config: PipelineSettings) -> Callable[..., Any]:
-    """Function that builds the configured optimizer from (model, parameters by name)."""
+    """Return a function that builds the optimizer from (model, parameters by name)."""
     factory = find("optimizer", config.optimizer.type).factory
     return partial(factory, settings=config.optimizer)
 
 
 def build_schedule(config: PipelineSettings) -> Callable[..., Any]:
-    """Function that builds the configured learning-rate schedule from the number of steps."""
+    """Return a function that builds the learning-rate schedule from the number of steps."""
     return partial(find("schedule", config.schedule.type).factory, settings=config.schedule)
 
 

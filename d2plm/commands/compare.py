@@ -47,7 +47,7 @@ def sweep(config: CompareSettings) -> Sweep:
 
 
 def run_settings(config: CompareSettings, arm: str, seed: int) -> CompareSettings:
-    """Complete configuration of the run of one arm with one seed."""
+    """Configure the run of one arm with one seed."""
     own = changed(config, config.arms[arm], f"arms.{arm}")
     # Named after the arm alone, so that experiments in one folder share runs.
     own = replace(own, name=arm, trainer=replace(own.trainer, seed=seed))

@@ -96,7 +96,7 @@ def run_export(config: ExportDataSettings) -> dict[str, Any]:
 
 
 def _spaced(record: bytes) -> bytes:
-    """The record with blanks between its names, because terminals do not show the separator."""
+    """Separate the record's names by blanks, because terminals do not show the separator."""
     return record.replace(ALIAS_SEPARATOR, b" ")
 
 

@@ -168,7 +168,7 @@ def _write(
 
 
 def _stored(folder: Path, format_: str) -> Iterator[NDArray[np.float32]]:
-    """The vectors in the files of a folder, in order; few at a time are in memory."""
+    """Yield the vectors in the files of a folder, in order, with few in memory at a time."""
     for file in sorted(folder.glob(f"{PART}.{format_}")):
         if format_ == "safetensors":
             with safe_open(file, "np") as tensors:
@@ -181,7 +181,7 @@ def _stored(folder: Path, format_: str) -> Iterator[NDArray[np.float32]]:
 
 
 def _table(records: list[FastaRecord], vectors: list[NDArray[np.float32]]) -> pa.Table:
-    """Table with the columns `name` and `embedding`, a vector or a list of residues' vectors."""
+    """Build a table with `name` and `embedding`: a vector, or a list of vectors of residues."""
     width = vectors[0].shape[-1]
     values = pa.FixedSizeListArray.from_arrays(
         pa.array(np.concatenate([one.reshape(-1) for one in vectors])), width

@@ -61,7 +61,7 @@ def _job(config: JobSettings, words: list[str]) -> tuple[JobKind, TrainingJob]:
 
 
 def _sharded(config: JobSettings, words: list[str]) -> ShardedJob:
-    """The job that runs `config.command` with the settings `words` in shards."""
+    """Build the job that runs `config.command` with the settings `words` in shards."""
     command, launcher = config.command, config.launcher
     given: Any = parse_arguments(command, words).compose()
     require(given.shard is None, "shard", given.shard, "null: shards=N gives each pod its own")

@@ -128,7 +128,7 @@ def _values(override: Override) -> list[str]:
 
 
 def folder_name(name: str) -> str:
-    """`name`, or a safe form with a digest if it is long or contains special characters."""
+    """Make `name` a safe folder name; a digest is added if it is long or has special characters."""
     safe = re.sub(r"[^A-Za-z0-9._=,+@-]", "_", name)
     if safe == name and len(safe) <= LONGEST_NAME:
         return safe

@@ -41,7 +41,7 @@ def run(config: ReplaySettings) -> Replayed:
 
 
 def table(replayed: Replayed, logged: dict[str, float] | None, show: int) -> str:
-    """Text table of the step, with the sequences and parameters that contribute most."""
+    """Format the step, and the sequences and parameters that contribute most, as text."""
     lines = [
         f"step {replayed.step}: loss {replayed.loss:.6f}, gradient norm {replayed.grad_norm:.6f}, "
         f"learning rate {replayed.learning_rate:.3g}",

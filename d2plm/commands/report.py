@@ -91,7 +91,7 @@ def _describe(sources: Sources, exported: ExportedModel, mmseqs: Resources) -> N
 
 
 def _folder(holding: str, named: str | None, *likely: str | Path | None) -> Path:
-    """The named folder; otherwise the first likely one that contains the file, or the last one."""
+    """The named folder, else the first likely one that contains `holding`, else the last one."""
     if named is not None:
         return Path(named)
     folders = [Path(folder) for folder in likely if folder is not None]

@@ -367,5 +367,5 @@ def _settings(config: ScoreSettings, exported: ExportedModel, progress: Progress
 
 
 def _target(config: ScoreSettings) -> AbstractContextManager[Path | None]:
-    """The file to write to, moved into place at the end; None for standard output."""
+    """Open the output file, moved into place at the end; None for standard output."""
     return nullcontext() if config.output is None else written_beside(config.output)

@@ -136,7 +136,7 @@ def disk(folder: Path, key: str) -> Verdict:
 
 
 def file_locks(folder: Path) -> Verdict:
-    """Whether a second process is denied a lock, which some network file systems only pretend."""
+    """Whether a second process is denied a lock; some network file systems only pretend to lock."""
     place = existing(folder)
     fix = "run one preparation at a time in it, and store MLflow's SQLite elsewhere (tracking.uri)"
     try:
@@ -165,5 +165,4 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Verdict:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or its nearest existing parent."""
     return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())

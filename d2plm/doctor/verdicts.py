@@ -40,7 +40,7 @@ skipped = partial(Verdict, "skipped")
 
 
 def examine(checks: Mapping[str, Check], limit_seconds: float) -> Verdicts:
-    """Run all checks concurrently; a check that raises an error or exceeds the limit has failed."""
+    """Run all checks concurrently; one that raises an error or exceeds the limit has failed."""
     hung = failed(f"no answer within {limit_seconds:g} s", "check the disk or server that it reads")
     verdicts = dict.fromkeys(checks, hung)
 

@@ -104,13 +104,13 @@ def _front_matter(
 
 
 def covered(search: dict[str, Any]) -> str:
-    """Description of a search's coverage mode; empty for rare modes."""
+    """Describe a search's coverage mode; empty for rare modes."""
     words = {"either": " of either sequence", 0: " of both sequences"}
     return words.get(search.get("coverage_mode", ""), "")
 
 
 def _directions(member: dict[str, Any]) -> str:
-    """Description of the directions in which homologs were searched."""
+    """Describe the directions in which homologs were searched."""
     found = member["verification"]["pairs_found"].values()
     ways = {way.replace("_", " ") for pairs in found for way in pairs}
     return " and ".join(sorted(ways))

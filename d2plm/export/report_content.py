@@ -135,7 +135,7 @@ def coloured(sequence: str) -> Iterator[list[tuple[str, str]]]:
 def _model(
     folder: Path, evaluation: Evaluation | None, missing: dict[str, str]
 ) -> dict[str, Any] | None:
-    """The export's provenance with its size, if it is the model that was evaluated."""
+    """Read the export's provenance and size, if it is the model that was evaluated."""
     provenance = read_provenance(folder)
     if provenance is None:
         missing["model"] = f"There is no exported model in {folder}: run d2plm export."
@@ -157,7 +157,7 @@ def _model(
 def _manifest(
     folder: Path, evaluation: Evaluation | None, missing: dict[str, str]
 ) -> dict[str, Any] | None:
-    """The manifest of the prepared data, if the evaluation used them."""
+    """Read the manifest of the prepared data, if the evaluation used them."""
     manifest = read_manifest(folder)
     if manifest is None:
         missing["manifest"] = (
@@ -181,7 +181,7 @@ def _designs(
     model: dict[str, Any] | None,
     missing: dict[str, str],
 ) -> Designs | None:
-    """The designs, if they describe the proteins in the FASTA file, this model and these data."""
+    """Read the designs, if they describe the FASTA file's proteins, this model and these data."""
     if not (output_dir / FASTA).is_file():
         missing["designs"] = (
             f"No proteins have been generated: run d2plm generate with output={FASTA} in this "
@@ -210,7 +210,7 @@ def _designs(
 def _proteins(
     output_dir: Path, designs: Designs
 ) -> list[tuple[Design, list[list[tuple[str, str]]] | None]]:
-    """Each design, the first ones with their sequence in coloured residues."""
+    """List the designs, the first ones with their sequence in coloured residues."""
     records = read_fasta(output_dir / FASTA)
     proteins = []
     for place, (record, design) in enumerate(zip(records, designs.proteins, strict=True)):

@@ -223,7 +223,7 @@ class Cluster:
         self._of_one("PATCH", kind, name, body=change)
 
     def delete(self, kind: Resource, name: str) -> None:
-        """Delete an object, if it exists, and the objects that it owns, which may take a while."""
+        """Delete an object, if it exists, and the objects that it owns; this may take a while."""
         query = {"propagationPolicy": kind.propagation}
         self._of_one("DELETE", kind, name, query=query, answers=[ABSENT])
 
@@ -246,7 +246,7 @@ class Cluster:
         return list(self.call("GET", self.path(POD), what, query=query)["items"])
 
     def watched_pods(self, kind: JobKind, name: str) -> Iterator[tuple[str, list[Manifest]]]:
-        """Yield each change of a job's pods: its type, as `_changes` has it, and the pods."""
+        """Yield the type of each change of a job's pods (see `_changes`), and the pods."""
         query = {"labelSelector": f"{kind.job_label}={name}"}
         for change, seen in self._changes(POD, f"watch the pods of {self.of(kind, name)}", query):
             yield change, seen["items"] if change == LISTED else [] if change == TICK else [seen]

@@ -134,7 +134,6 @@ class TrainingJob:
 
     @property
     def smallest(self) -> int:
-        """Smallest number of nodes that train."""
         return self.nodes if self.min_nodes is None else self.min_nodes
 
 
@@ -153,12 +152,12 @@ class ShardedJob(TrainingJob):
 
     @property
     def chosen(self) -> str:
-        """The setting `shard` of all pods."""
+        """Value of the setting `shard` in all pods."""
         return f"{format_indices(self.shards)}/{self.count}"
 
 
 def pytorchjob(job: TrainingJob) -> Manifest:
-    """The PyTorchJob; only Workers, because with a Master the elastic PET_NNODES is wrong."""
+    """Build a PyTorchJob; only Workers, because with a Master the elastic PET_NNODES is wrong."""
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
@@ -209,7 +208,7 @@ def pytorchjob(job: TrainingJob) -> Manifest:
 
 
 def trainjob(job: TrainingJob) -> Manifest:
-    """The TrainJob; its volumes, security context and affinity are in `training_runtime`."""
+    """Build a TrainJob; its volumes, security context and affinity are in `training_runtime`."""
     runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -232,7 +231,7 @@ def trainjob(job: TrainingJob) -> Manifest:
 
 
 def indexed_job(job: ShardedJob) -> Manifest:
-    """The Job: errors fail their shard alone, lost pods are replaced, crashes are retried."""
+    """Build a Job: errors fail only their shard, lost pods are replaced, crashes are retried."""
     pods = len(job.shards)
     metadata = _metadata(replace(job, annotations={**job.annotations, SHARDS: job.chosen}))
     container = _container(
@@ -272,7 +271,7 @@ def indexed_job(job: ShardedJob) -> Manifest:
 
 
 def worker_pod(job: TrainingJob) -> Manifest:
-    """One of the PyTorchJob's pods, as a standalone pod."""
+    """Build one of the PyTorchJob's pods as a standalone pod."""
     template = pytorchjob(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
     metadata = {"generateName": f"{job.name}-", **template["metadata"]}
     spec = {**template["spec"], "restartPolicy": "Never"}
@@ -280,7 +279,7 @@ def worker_pod(job: TrainingJob) -> Manifest:
 
 
 def training_runtime(job: TrainingJob) -> Manifest:
-    """The TrainingRuntime to which the TrainJob of the same name refers."""
+    """Build the TrainingRuntime to which the TrainJob of the same name refers."""
     metadata = _metadata(replace(job, queue=None))  # Kueue queues the TrainJob
     metadata["labels"]["trainer.kubeflow.org/framework"] = "torch"
     return {
@@ -310,7 +309,7 @@ def training_runtime(job: TrainingJob) -> Manifest:
 
 
 def persistent_volume_claim(job: TrainingJob, name: str, size: str, shared: bool) -> Manifest:
-    """The PersistentVolumeClaim `name` of `size` (a quantity), `shared` by several machines."""
+    """Build a claim on a volume of `size` (a quantity), `shared` by several machines or not."""
     quantity("claim_size", size)
     without = replace(job, queue=None, owners=())  # the results outlive the job
     return {
@@ -358,7 +357,6 @@ def _replicated_job(job: TrainingJob) -> Manifest:
 
 
 def _on_permanent_exit_codes(action: str) -> Manifest:
-    """Rule for the exit of any container, including the preparation."""
     codes = list(PERMANENT_EXIT_CODES)
     return {"action": action, "onExitCodes": {"operator": "In", "values": codes}}
 
@@ -389,7 +387,7 @@ def _pod_metadata(job: TrainingJob) -> Manifest:
 
 
 def labels(component: str, instance: str | None = None) -> dict[str, str]:
-    """Recommended labels of an object; `instance` is the name of its job."""
+    """Recommended labels of an object; `instance`: name of its job."""
     values = {
         "name": "d2plm",
         "instance": instance,
@@ -402,7 +400,7 @@ def labels(component: str, instance: str | None = None) -> dict[str, str]:
 
 
 def _pod(job: TrainingJob) -> Manifest:
-    """The pod without the container that trains."""
+    """Build the pod without the container that trains."""
     near = {
         "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": job.name}},
         "topologyKey": "kubernetes.io/hostname",
@@ -477,6 +475,6 @@ def _environment(job: TrainingJob) -> list[dict[str, str]]:
 
 
 def _resources(job: TrainingJob, *, gpus: int) -> Manifest:
-    """Requests and limits; CPU has no limit, which would only slow training down."""
+    """Requests and limits; CPU has no limit, which would only slow down training."""
     limits = {"memory": str(job.memory), **({job.gpu_resource: gpus} if gpus else {})}
     return {"requests": {"cpu": str(job.cpu), **limits}, "limits": limits}

@@ -105,7 +105,7 @@ def connect() -> Server:
         from kfp import Client
 
         class KnowingClient(Client):
-            """Does not ask what `reach` has asked: its own request would have no time limit."""
+            """Does not repeat the request of `reach`, which would have no time limit."""
 
             def get_kfp_healthz(self, *_: Any) -> Any:
                 return SimpleNamespace(multi_user=is_multi_user)
@@ -230,7 +230,6 @@ def _reason(body: str | bytes | None) -> str:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The innermost of the transport's nested errors."""
     known = (getattr(error, name, None) for name in ("original_error", "reason"))
     inner = next(filter(None, known), None) or (error.args[0] if error.args else None)
     return _cause(inner) if isinstance(inner, BaseException) else error

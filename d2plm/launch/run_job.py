@@ -272,7 +272,6 @@ class RunningJob:
         )
 
     def _created(self, job: TrainingJob) -> bool:
-        """Create the job; False if it already exists."""
         if self.kind is not TRAINJOB:
             ((_, make),) = OBJECTS[self.kind]
             return self.cluster.create(self.kind, make(job)) is not None
@@ -291,7 +290,7 @@ class RunningJob:
                 time.sleep(1)
 
     def _create_runtime(self, runtime: Manifest) -> Manifest:
-        """Create the job's runtime and return it; replaces the runtime of another job."""
+        """Create the job's runtime, replacing that of another job, and return it."""
         keys = ("annotations", "ownerReferences", "deletionTimestamp")
         wanted = [runtime["metadata"].get(key) for key in keys]
         while (created := self.cluster.create(TRAINING_RUNTIME, runtime)) is None:
@@ -303,7 +302,6 @@ class RunningJob:
         return created
 
     def _wait_until_gone(self, kind: Resource) -> None:
-        """Wait until the object of `kind` and the pods of a former job are gone."""
         began = time.monotonic()
         while True:
             there = self.cluster.read(kind, self.name)
@@ -549,7 +547,6 @@ def _message(condition: Manifest) -> str:
 
 
 def missing_shards(job: Manifest) -> list[int]:
-    """The shards that a Job has not completed."""
     shards = parse_indices(job["metadata"]["annotations"][SHARDS].partition("/")[0])
     completed = {*parse_indices(job.get("status", {}).get("completedIndexes", ""))}
     return [shard for index, shard in enumerate(shards) if index not in completed]

@@ -92,7 +92,7 @@ def application(service: Service, timeout: float) -> FastAPI:
 
 
 async def _read(request: Request, max_bytes: int) -> bytearray:
-    """Read the body of a request, of which at most `max_bytes` + 1 are kept."""
+    """Read the body of a request, and keep at most `max_bytes` + 1 of it."""
     if request.headers.get("content-type", "").replace(" ", "").lower() not in CONTENT_TYPES:
         raise HTTPException(415, f"Content-Type: must be {JSON}, in UTF-8")
     body = bytearray()
@@ -105,7 +105,7 @@ async def _read(request: Request, max_bytes: int) -> bytearray:
 
 
 async def _hang_up(request: Request) -> None:
-    """Wait until the client of a request that has been read closes the connection."""
+    """Wait until the client closes the connection; the request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -85,14 +85,14 @@ class SequenceRow(BaseModel, strict=True):
 
 
 class LengthRow(BaseModel, strict=True, allow_inf_nan=False):
-    """Residues of a design, null to sample them; a table with gaps has its integers as floats."""
+    """Length of a design, null to sample it; a table with gaps has its integers as floats."""
 
     length: Annotated[float, Field(ge=1, multiple_of=1)] | None
     sequence: None = None
 
 
 def _as_rows(table: Any) -> Any:
-    """Convert columns and `dataframe_split` to a list of rows; the rest is left to pydantic."""
+    """Convert columns and `dataframe_split` to a list of rows; pydantic checks anything else."""
     match table:
         case {"columns": [*names], "data": [*rows]}:
             pass
@@ -193,7 +193,6 @@ class Service:
         self.speed = Speed()
 
     def answer(self, request: Request[Any, Any]) -> Rows:
-        """Answer one request; see `work`."""
         return self.work(request).run(lambda done: None)
 
     def work(self, request: Request[Any, Any]) -> Work:
@@ -389,7 +388,7 @@ class Service:
         return self._work(DESIGN, templates, passes, None, run)
 
     def _templates(self, texts: list[str], number: int) -> list[Tokens]:
-        """`number` templates of each text."""
+        """Repeat the template of each text `number` times."""
         marks = (mark for text in texts for mark in re.findall(r"<mask:(\d{1,6})>", text))
         self._require_within_limit(number * (sum(map(len, texts)) + sum(map(int, marks))))
         named = [(text, f"of row {row}") for row, text in enumerate(texts)]
@@ -400,7 +399,7 @@ class Service:
     def _masks(
         self, given: list[float | None], params: Generating, family: Family | None
     ) -> list[Tokens]:
-        """`number` templates of masks for each length; None is sampled from a histogram."""
+        """Make `number` templates of masks for each length; null lengths are sampled."""
         number, limit = params.number, self.exported.max_residues
         histogram = self.exported.lengths if family is None else lengths_of(family, limit)
         low, high = params.min_length, params.max_length

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HubSettings(Settings):
-    """Which files of the Hugging Face Hub are read, as in `from_pretrained`."""
+    """Options for files of the Hugging Face Hub, as in `from_pretrained`."""
 
     revision: str | None = key(None)
     """branch, tag or commit"""

@@ -341,7 +341,7 @@ def _require_answer(address: str) -> None:
 
 
 def reaching(client: "MlflowClient", what: str) -> AbstractContextManager[None]:
-    """`tracker_run.reaching` with the store's address."""
+    """Call `tracker_run.reaching` with the store's address."""
     return tracker_run.reaching(f"{what} in the MLflow store {redacted(client.tracking_uri)}")
 
 

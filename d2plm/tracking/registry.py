@@ -253,7 +253,7 @@ def _link_evaluation(
 
 
 def _promote(client: "MlflowClient", name: str, version: str, export: Path) -> tuple[bool, str]:
-    """Whether the version is now the champion, and why."""
+    """Make the version the champion if it is better; return whether it now is, and why."""
     from mlflow.exceptions import MlflowException
 
     champion = None
@@ -320,7 +320,6 @@ def _signature() -> "ModelSignature":
 
 
 def _version_description(evaluation: Evaluation, export: Path) -> str:
-    """The result, and as much of the model card as fits."""
     text = f"{judge(evaluation).headline}\n\n{card_text(export)}".strip()
     return shortened(text, MAX_DESCRIPTION)
 
