@@ -43,7 +43,6 @@ Kind = TypeVar("Kind", bound=Settings)
 
 PARADIGM_CONFIG = "paradigm_config.json"  # in every exported model
 MODEL_CONFIG = "config.json"  # in every model folder, including ESM-2
-
 # A member of a list on the command line, such as [a,'b,c'].
 _LISTED = re.compile(r"""\s*(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")\s*(?=,|$)|[^,]+""")
 Values = Settings | Mapping[str, Any]

@@ -352,10 +352,8 @@ def _clean_up(file: Path, is_cancelled: bool, message: str) -> None:
     from d2plm.assembly.training_job import end_step
 
     config = read("pipeline", file)
-    for end in (
-        partial(end_step, config, file),
-        partial(_end_tracking, config, is_cancelled, message),
-    ):
+    ends = partial(end_step, config, file), partial(_end_tracking, config, is_cancelled, message)
+    for end in ends:
         try:
             end()
         except D2PLMError as error:
@@ -368,8 +366,7 @@ def _end_tracking(config: PipelineSettings, is_cancelled: bool, message: str) ->
 
     if "mlflow" not in config.tracking.trackers:
         return
-    status = "KILLED" if is_cancelled else "FAILED"
-    state = "CANCELLED" if is_cancelled else "FAILED"
+    status, state = ("KILLED", "CANCELLED") if is_cancelled else ("FAILED", "FAILED")
     tracked = end_left_running(
         Path(config.output_dir),
         status,
@@ -395,11 +392,7 @@ def _read_for_this_pod(config: str) -> PipelineSettings:
 
 # The steps after `configure`, in order; each takes the path of the configuration.
 STEPS: dict[str, Callable[[str], object]] = {
-    "prepare": prepare,
-    "train": train,
-    "evaluate": evaluate,
-    "register": register,
-    "generate": generate,
+    one.__name__: one for one in (prepare, train, evaluate, register, generate)
 }
 LAST = {"generate", "reduce"}  # step that ends a run, or a sweep
 

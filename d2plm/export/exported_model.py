@@ -191,11 +191,8 @@ def save_export(
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
             lengths.save(partial)
-            content["files"] = {
-                file.name: files_digest(file)
-                for file in sorted(partial.iterdir())
-                if file.is_file()
-            }
+            files = sorted(filter(Path.is_file, partial.iterdir()))
+            content["files"] = {file.name: files_digest(file) for file in files}
             (partial / PROVENANCE).write_text(json.dumps(content, indent=2))
             exported = ExportedModel(partial, model, paradigm, lengths, content)
             (partial / CARD).write_text(exported.card(name=folder.name), encoding="utf-8")

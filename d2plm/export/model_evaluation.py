@@ -272,12 +272,8 @@ def reusable_evaluation(
         evaluation, _ = load_scores(folder)
     except ModelError:
         return None
-    same = (
-        evaluation.masking_version == MASKING_VERSION
-        and evaluation.settings == settings
-        and evaluation.digests.items() >= digests.items()
-    )
-    return evaluation if same else None
+    same = evaluation.masking_version == MASKING_VERSION and evaluation.settings == settings
+    return evaluation if same and evaluation.digests.items() >= digests.items() else None
 
 
 def load_scores(folder: Path) -> tuple[Evaluation, dict[str, NDArray[Any]]]:
