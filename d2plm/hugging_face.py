@@ -36,7 +36,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Paradigm
 
 IGNORED = -100  # transformers' label of a token without a loss
-# Files of an export: those of its paradigm, and those that are kept as they are.
+# Files of an export: the paradigm's, and those that are copied unchanged.
 OF_PARADIGM = (Paradigm.config_name, FILE, SAVED_TOKENIZER)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 COMPANIONS = (CARD, LENGTHS, PROVENANCE, *TOKENIZER)
@@ -138,10 +138,10 @@ class DiTForMaskedLM(DiT):
             input_ids: integer [B, L].
             attention_mask: [B, L], 1 for tokens; None: all except `<pad>`.
             *packed: with these, or with `tokens=`, the arguments are those of `DiT.forward`.
-            times: in [0, 1], float [B] or one for all rows; None: those of `times_of`.
+            times: float [B] in [0, 1], or one for all rows; None uses `times_of`.
             labels: integer [B, L], the clean tokens, or -100. The loss is the mean cross-entropy
                 where the input is `<mask>`; other labels are ignored, with one warning.
-            relatives: of the rows, for a model that takes relatives.
+            relatives: relatives of the rows, for a model that takes them.
             output_hidden_states: whether to return the hidden states, [B, L, D] for the input of
                 the first block and the output of each block.
             return_dict: False returns a tuple. None, here and above: as in the model's config.

@@ -113,7 +113,7 @@ class _Wait:
         Args:
             is_known: whether the pods can be read; otherwise waits of pods have no limit.
             key: setting that limits the pod's wait; empty: no pod waits.
-            why: what the pod waits for.
+            why: reason of the wait.
         """
         is_of_pod, now = bool(key), time.monotonic()
         if not key:

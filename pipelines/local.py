@@ -31,7 +31,7 @@ from d2plm.settings.registry import loaded_modules
 from pipelines import steps
 
 LOG = "pipeline.log"
-GENERATED = ("generated.fasta", "generated.jsonl")  # of sequences or of texts
+GENERATED = ("generated.fasta", "generated.jsonl")  # sequences, or texts
 LATEST = ("config.yaml", "manifest.json", "evaluation.json", "model", "report.html", *GENERATED)
 
 

@@ -27,7 +27,7 @@ KINDS = ("train", "compare", "scaling")  # commands that have several runs
 
 
 def composed(kind: str | None, words: list[str]) -> tuple[PipelineSettings, Arguments]:
-    """Compose a single run, or a sweep of `kind`; the settings are those of `train`'s first run.
+    """Compose a single run, or a sweep of `kind`; for `train`, the settings of the first run.
 
     Raises:
         ConfigError: if a setting is unknown, invalid, or not for a sweep.
@@ -128,7 +128,7 @@ def _is_finished(file: Path) -> bool:
             continue
         try:
             known: Any = read("pipeline", earlier)
-        except ConfigError:  # of a version with other settings
+        except ConfigError:  # written by a version with other settings
             continue
         known = replace(known, tracking=config.tracking, launcher=config.launcher)
         if known == config and config.trainer.resume != "none":

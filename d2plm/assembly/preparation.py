@@ -29,7 +29,7 @@ def prepare_data(config: PipelineSettings, runs: Iterable[str] = ()) -> dict[str
         runs: output folders of training runs on these data; default: the configured one.
 
     Raises:
-        DataError: if the data of a training run would be replaced, unless it is to start anew.
+        DataError: if the data of a training run would be replaced, unless trainer.resume=none.
     """
     data, replaced = config.data, list[Path]()
 

@@ -48,7 +48,7 @@ class Sweep:
         settings: where the runs execute, and the tracking experiment of all of them.
         runs: the runs in the order in which they start.
         commands: the commands of each run in order, such as `train`, `evaluate`.
-        varied: what differs between the runs → its values.
+        varied: key that differs between the runs → its values.
         results: path of the written files, without `.json`, `.md` and `.png`.
         reduce: reads the finished runs.
         table: a reduction as Markdown.

@@ -52,7 +52,7 @@ def run(config: PipelineSettings) -> Evaluation:
     """Evaluate, write the figures beside the model and into its folder, log and print them."""
     device, uri = config.trainer.device, config.tracking.uri
     exported = open_model(config.model_dir, device, uri, key="model_dir")
-    own = config.model_dir != PRETRAINED  # whose figures are part of the package
+    own = config.model_dir != PRETRAINED  # the shipped figures are kept
     is_local = own and exported.folder == Path(os.path.expanduser(config.model_dir))
     config = _with_results_folder(config, is_local)
     output_dir, stores = Path(config.output_dir), open_stores(config)

@@ -186,8 +186,8 @@ def _in_shards(
 def score_variants(config: ScoreSettings, exported: ExportedModel) -> dict[str, Any]:
     """Write the table of variants with their effects, and report the correlations.
 
-    With relatives, the score is that of their alignment (`FamilyEffects`); beside it are its terms,
-    the model given the relatives, if it takes any, and the model alone.
+    With relatives, their alignment determines the score (`FamilyEffects`); further columns are its
+    terms, and the model's scores given the relatives, if it takes any, and without them.
 
     Returns:
         The `output`, the `scores` in the order of the rows (NaN where a row is left out), with

@@ -94,7 +94,7 @@ def evaluate(
         identities: float64 [N], identity of each held-out protein to the nearest training protein.
         relatives: returns the relatives of each held-out protein among the others; called only for
             models that take relatives.
-        choice: which relatives a protein is given.
+        choice: settings that select the relatives of a protein.
         cache: cache of the profile HMMs' figures, which are the same for every model.
         quality: returns the result of `compare_quality`; called last, because it takes longest.
         folder: where the figures are written, instead of the model's folder and card.

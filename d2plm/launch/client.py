@@ -363,7 +363,7 @@ class Cluster:
         """Send a request, again while the server does not answer, and return the response as JSON.
 
         Args:
-            what: what the request does, for errors "cannot {what}".
+            what: action of the request, for errors "cannot {what}".
             answers: statuses of an error for which None is returned.
             read_seconds: if given, the response is a stream with this timeout between two parts.
         """

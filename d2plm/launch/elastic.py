@@ -143,5 +143,5 @@ def leave_error(text: str, exit_code: int, is_bug: bool = False) -> bool:
 if __name__ == "__main__":
     exit_code = main()
     with suppress(OSError):
-        print(end="", flush=True)  # unlike a flush, with a closed standard output, too
+        print(end="", flush=True)  # unlike flush(), works with a closed standard output
     os._exit(exit_code)  # after a signal torchrun's heartbeat would abort a normal exit

@@ -38,7 +38,7 @@ class PyfuncModel(mlflow.pyfunc.PythonModel):
     def predict(
         self, context: Any, model_input: pandas.DataFrame, params: dict[str, Any] | None = None
     ) -> pandas.DataFrame:
-        """Answer by `serving.service.Service`; the rows are those of the service's answer.
+        """Answer with `serving.service.Service`, and return its rows as a table.
 
         Args:
             params: settings of the service. MLflow adds the defaults of all tasks; they are dropped

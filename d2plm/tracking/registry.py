@@ -158,7 +158,7 @@ def download(
 
 
 def _without_copies(client: "MlflowClient", versions: "Sequence[ModelVersion]") -> str:
-    """Return the version of a logged model, after deleting the copies of it.
+    """Return the version of a logged model, after deleting its copies.
 
     The client repeats a request whose answer a proxy has lost, and each request makes a version. A
     version with an alias, a description or other tags than `MADE_HERE` is not such a copy.
