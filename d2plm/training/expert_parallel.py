@@ -8,15 +8,14 @@ Their numbers are read by the host: a device is waited for twice in every such l
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from d2plm.model.dit import DiT
 from d2plm.model.experts import Experts
+from d2plm.training.collectives import exchange, group_name
 from d2plm.training.tensor_parallel import Split
 
 
@@ -41,30 +40,12 @@ def exchanged_experts(
         experts: (rows sorted by expert, where each expert's end) → their outputs.
         rows_ND: this rank's rows, sorted by expert; int32 `ends_E` over the experts of all ranks.
     """
-    ranks, group = mesh.size(), mesh.get_group()
+    ranks, group = mesh.size(), group_name(mesh)
     sent = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # [rank, its expert]
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    received = exchange(sent, group)
     there, here = sent.sum(1).tolist(), received.sum(1).tolist()
-    arrived = AllToAllRows.apply(rows_ND, there, here, group)
+    arrived = exchange(rows_ND, group, here, there)
     expert = torch.arange(sent.shape[1], device=sent.device).repeat(ranks)
     order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
     done = experts(arrived[order], received.sum(0).cumsum(0).to(torch.int32))
-    return cast(Tensor, AllToAllRows.apply(done[order.argsort()], here, there, group))
-
-
-class AllToAllRows(torch.autograd.Function):
-    """Sends `sent[r]` rows to each rank r of a group, and receives `received[r]` from it."""
-
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]  # torch's API
-        ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.way_back = received, sent, group
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]  # torch's API
-        return AllToAllRows.apply(grad, *ctx.way_back), None, None, None
+    return exchange(done[order.argsort()], group, there, here)
