@@ -83,9 +83,14 @@ class ContextParallel:
         return (x_TD, time_SC, self.own, *others)
 
     def leave(self, _head: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
-        """After the head: the logits of the whole row."""
+        """After the head: the logits of the whole row, of which every rank computes the same loss.
+
+        The gradient of a part is therefore a part of the gradient, without a sum over the ranks.
+        """
         for mesh in (self.tensor, self.context):
-            logits = Gather.apply(logits, mesh)
+            parts = list(gather_tokens(logits.detach(), group_name(mesh)).chunk(mesh.size()))
+            parts[mesh.get_local_rank()] = logits
+            logits = torch.cat(parts)
         return logits
 
     def cut(self, _model: nn.Module | None, _inputs: object, logits: Tensor) -> Tensor:
@@ -108,24 +113,7 @@ class ContextParallel:
 
 def _part(whole: Tensor, rank: int, ranks: int) -> Tensor:
     """The `rank`-th of `ranks` equal parts of dimension 0."""
-    count = whole.shape[0] // ranks
-    return whole.narrow(0, rank * count, count)
-
-
-class Gather(torch.autograd.Function):
-    """The parts of all ranks of a mesh → the whole, of which every rank computes the same loss.
-
-    The gradient of a part is therefore a part of the gradient, without a sum over the ranks.
-    """
-
-    @staticmethod
-    def forward(ctx, part: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[no-untyped-def]  # torch's API
-        ctx.mesh = mesh
-        return gather_tokens(part, group_name(mesh))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]  # torch's API
-        return _part(grad, ctx.mesh.get_local_rank(), ctx.mesh.size()), None
+    return whole.chunk(ranks)[rank]
 
 
 class ContextAttention:

@@ -27,6 +27,7 @@ ACCEPTED_OF_ACCELERATE: dict[str, tuple[str, ...]] = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (),
     "PARALLELISM_CONFIG_CP_BACKEND": ("TORCH",),
 }
+ACCELERATES_TRUE = ("y", "yes", "t", "true", "on", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,7 @@ def plan_of_accelerate() -> dict[str, object]:
     settings: dict[str, object] = {
         field: sizes[key] for field, key in fields.items() if sizes[key] > 1
     }
-    if not _is_set("ACCELERATE_USE_FSDP"):
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ACCELERATES_TRUE:
         return settings
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise ConfigError(
@@ -192,11 +193,6 @@ def plan_of_accelerate() -> dict[str, object]:
     if plugin.activation_checkpointing:
         settings["activation_checkpointing"] = 1
     return settings
-
-
-def _is_set(variable: str) -> bool:
-    """Whether an environment variable is true, in any of accelerate's spellings."""
-    return os.environ.get(variable, "").lower() in ("y", "yes", "t", "true", "on", "1")
 
 
 def precision_of_accelerate() -> Precision:

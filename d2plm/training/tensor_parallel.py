@@ -8,11 +8,9 @@ optimizers, checkpoints and exports see whole matrices.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -63,10 +61,9 @@ class Split:
 
     def join(self, part: Tensor) -> Tensor:
         """The whole matrix; a collective operation of the group."""
-        parts = [torch.empty_like(part) for _ in range(self.mesh.size())]
-        dist.all_gather(parts, part.contiguous(), group=self.mesh.get_group())
-        pieces = [each.unflatten(self.dim, (self.pieces, -1)) for each in parts]
-        return torch.cat(pieces, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
+        parts = gather_tokens(part[None], group_name(self.mesh))
+        pieces = parts.unflatten(self.dim + 1, (self.pieces, -1)).movedim(0, self.dim + 1)
+        return pieces.flatten(self.dim, self.dim + 2)
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
         """The shape of the whole matrix of which a part has the shape `part`."""
@@ -84,18 +81,10 @@ def split_block(block: nn.Module, mesh: DeviceMesh) -> None:
             part = nn.Parameter(split.of(linear.weight.detach()), linear.weight.requires_grad)
             linear.weight, linear.split = part, split  # type: ignore[assignment]  # see `splits_of`
             if split.dim == 0:
-                linear.register_forward_pre_hook(partial(_gather_inputs, group))
+                linear.register_forward_pre_hook(lambda _, inputs: gather_tokens(inputs[0], group))
             else:
-                linear.register_forward_hook(partial(_sum_outputs, group))
+                linear.register_forward_hook(lambda _, _inputs, sums: scatter_sums(sums, group))
     cast(Attention, block.attention).heads //= mesh.size()
-
-
-def _gather_inputs(group: str, _layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    return gather_tokens(inputs[0], group)
-
-
-def _sum_outputs(group: str, _layer: nn.Module, _inputs: object, outputs: Tensor) -> Tensor:
-    return scatter_sums(outputs, group)
 
 
 def splits_of(model: nn.Module) -> dict[str, Split]:
@@ -125,10 +114,7 @@ class SplitShard(torch.Tensor):
     first: int
     part: torch.Size
 
-    @staticmethod
-    def __new__(
-        cls: type["SplitShard"], shard: Tensor, split: Split, first: int, part: torch.Size
-    ) -> "SplitShard":
+    def __new__(cls, shard: Tensor, split: Split, first: int, part: torch.Size) -> "SplitShard":
         new = torch.Tensor._make_wrapper_subclass(  # as DTensor is made
             cls, split.whole_shape(part), dtype=shard.dtype, device=shard.device
         )
@@ -143,26 +129,20 @@ class SplitShard(torch.Tensor):
         """Another tensor of the same place, such as a moment or a copy."""
         return SplitShard(shard, self.over, self.first, self.part)
 
-    def _chunks(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    def _chunks(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """(place in the whole parameter, view of this rank's memory) of each contiguous piece."""
-        rank, ranks = self.over.mesh.get_local_rank(), self.over.mesh.size()
-        rows, stop = self.part[0], self.first + len(self.shard)
-        if self.over.dim == 1:
-            if stop > self.first:
-                yield (self.first, rank * self.part[1]), self.shard
-            return
-        height = rows // self.over.pieces
-        for piece in range(self.over.pieces):
+        dim, pieces, mesh = self.over.dim, self.over.pieces, self.over.mesh
+        height, stop = self.part[0] // pieces, self.first + len(self.shard)
+        for piece in range(pieces):
             low, high = max(self.first, piece * height), min(stop, (piece + 1) * height)
             if low < high:
-                place = (piece * ranks + rank) * height + low - piece * height
-                others = (0,) * (self.shard.ndim - 1)
-                yield (place, *others), self.shard[low - self.first : high - self.first]
+                place = [low] + [0] * (self.shard.ndim - 1)
+                before = piece * (mesh.size() - 1) + mesh.get_local_rank()  # of other ranks
+                place[dim] += before * (self.part[dim] // pieces)
+                yield torch.Size(place), self.shard[low - self.first : high - self.first]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(place), view.shape) for place, view in self._chunks()
-        ]
+        return [ChunkStorageMetadata(place, view.shape) for place, view in self._chunks()]
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.shard)
@@ -176,5 +156,5 @@ class SplitShard(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        views: dict[Any, Tensor] = {torch.Size(place): view for place, view in self._chunks()}
+        views: dict[Any, Tensor] = dict(self._chunks())
         return views[index.offset]
