@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 _SUFFIX = "single" if hasattr(functional, "all_gather_single_autograd") else "tensor"
 _all_gather: Any = getattr(functional, f"all_gather_{_SUFFIX}_autograd")
 _reduce_scatter: Any = getattr(functional, f"reduce_scatter_{_SUFFIX}_autograd")
+_all_to_all: Any = functional.all_to_all_single_autograd  # a group's name has its own type in 2.13
 
 
 def group_name(mesh: DeviceMesh) -> str:
@@ -25,7 +26,7 @@ def exchange(
     x: Tensor, group: str, received: list[int] | None = None, sent: list[int] | None = None
 ) -> Tensor:
     """Send `sent[r]` rows to each rank r and receive `received[r]` from it; None: equal parts."""
-    return functional.all_to_all_single_autograd(x.contiguous(), received, sent, group)
+    return cast(Tensor, _all_to_all(x.contiguous(), received, sent, group))
 
 
 def gather_tokens(part: Tensor, group: str) -> Tensor:
