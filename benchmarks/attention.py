@@ -20,15 +20,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.measure import (
+    PROTEINS,
     BenchError,
     Row,
     alternate,
-    parser,
     publish,
     rate_unit,
     ratio_row,
-    say,
-    training_arguments,
+    training_parser,
 )
 from benchmarks.workload import workload_of
 from d2plm.core.precision import resolve_device, resolve_precision
@@ -36,7 +35,6 @@ from d2plm.model.attention import HALF_PRECISION, packed_attention
 from d2plm.training.throughput import known_peak
 
 PACKED = "packed"
-TIGHT = "packed, without empty segments"
 PADDED = "padded to the longest"
 UNMASKED = "padded to the longest, padding attended to"
 ALONE = "one call per sequence"
@@ -49,16 +47,12 @@ BATCHES = 4  # used in turn, so that no length is special
 Prepared = tuple[list[Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
 
 
-def bench_attention(given: argparse.Namespace) -> tuple[list[Row], dict[str, list[float]]]:
+def bench_attention(given: argparse.Namespace) -> list[Row]:
     """Measure one layer's attention, forward and backward.
 
-    The implementations: the model's packed operator; on CUDA the same without the empty segments
-    that fix the shapes, and with the tightest bound on the lengths, because both determine the
-    kernel's grid; one padded call, with a mask on a CPU and without on CUDA, where cuDNN's masked
-    backward returns NaN at some lengths; and one call per sequence.
-
-    Returns:
-        The table, and the seconds of each turn of each implementation.
+    The implementations: the model's packed operator; one padded call, with a mask on a CPU and
+    without on CUDA, where cuDNN's masked backward returns NaN at some lengths; and one call per
+    sequence.
 
     Raises:
         BenchError: outputs or gradients differ.
@@ -66,51 +60,46 @@ def bench_attention(given: argparse.Namespace) -> tuple[list[Row], dict[str, lis
     place = torch.device(resolve_device(given.device))
     dtype = resolve_precision(given.precision, place)
     heads, size = given.heads, given.head_size
-    say(f"attention: {heads} heads of {size}, {given.token_budget:,} tokens, {dtype}")
     layout = {"token_budget": given.token_budget, "max_length": given.max_length}
-    with workload_of(given.proteins, {}, **layout) as workload:
+    with workload_of(PROTEINS, {}, **layout) as workload:
         batches = workload.batches(BATCHES)
     bounds = [batch.cu_seqlens.unique_consecutive().tolist() for batch in batches]
-    prepared: dict[str, list[Prepared]] = {}
-    for seed, batch in enumerate(batches):
-        inputs = random_inputs(bounds[seed][-1], (heads, size), seed, place, dtype)
-        named = implementations(bounds[seed], inputs, batch.num_segments, batch.max_seqlen)
-        for name, one in named.items():
-            prepared.setdefault(name, []).append(one)
-    tolerance = LOW_PRECISION if dtype in HALF_PRECISION else EXACT
+
+    def prepared(bounds: list[int], seed: int, segments: int) -> dict[str, Prepared]:
+        inputs = random_inputs(bounds[-1], (heads, size), seed, place, dtype)
+        return implementations(bounds, inputs, segments, batches[0].max_seqlen)
+
     few = [bound for bound in bounds[0] if bound <= CHECKED]
-    inputs = random_inputs(few[-1], (heads, size), BATCHES, place, dtype)
-    checked = implementations(few, inputs, len(few), batches[0].max_seqlen)
-    exact = error_rows(errors(checked, few), tolerance, str(dtype).removeprefix("torch."))
-    for one in (one for of_batches in prepared.values() for one in of_batches):
-        results(one)  # warms up
+    found = errors(prepared(few, BATCHES, len(few)), few)
+    exact = error_rows(found, LOW_PRECISION if dtype in HALF_PRECISION else EXACT)
+    every = [prepared(bounds[i], i, batch.num_segments) for i, batch in enumerate(batches)]
+    for name in every[0]:
+        for of_batch in every:
+            results(of_batch[name])  # warms up
 
-    def turn(of_batches: list[Prepared], number: int) -> None:
-        for step in range(given.steps):
-            results(of_batches[(number * given.steps + step) % BATCHES])
+    def turn(name: str, number: int) -> None:
+        for step in range(number * given.steps, (number + 1) * given.steps):
+            results(every[step % BATCHES][name])
 
-    works = {name: partial(turn, of_batches) for name, of_batches in prepared.items()}
+    works = {name: partial(turn, name) for name in every[0]}
     seconds = alternate(works, given.turns, cuda=place.type == "cuda")
-    lengths = [batch.sequence_lengths() for batch in batches]
-    taken = [lengths[step % BATCHES] for step in range(given.turns * given.steps)]
-    tokens = sum(map(sum, taken)) / given.turns
-    squares = sum(sum(length**2 for length in batch) for batch in taken) / given.turns
-    teraflops = 12 * heads * size * squares / 1e12
-    took = {name: median(times) for name, times in seconds.items()}
-    rows = [Row(name, tokens / time, rate_unit(place)) for name, time in took.items()]
-    rows += [
-        Row(f"{name}: model FLOP/s", teraflops / time, "TFLOP/s") for name, time in took.items()
-    ]
-    peak = known_peak(place, dtype)
-    if peak is not None:
-        fraction = 100 * teraflops / took[PACKED] / peak
-        rows.append(Row(f"{PACKED}, of {peak:g} TFLOP/s (datasheet)", fraction, "%"))
-    others = [name for name in seconds if name != PACKED]
-    rows += [ratio_row(f"{name} ÷ {PACKED}", seconds[name], seconds[PACKED]) for name in others]
-    return rows + exact, seconds
+    taken = [batches[step % BATCHES] for step in range(given.turns * given.steps)]
+    lengths = [length for batch in taken for length in batch.sequence_lengths()]
+    squares = sum(length**2 for length in lengths) / given.turns
+    teraflops, rows = 12 * heads * size * squares / 1e12, list[Row]()
+    for name, times in seconds.items():
+        time = median(times)
+        rows.append(Row(name, sum(lengths) / given.turns / time, rate_unit(place)))
+        rows.append(Row(f"{name}: model FLOP/s", teraflops / time, "TFLOP/s"))
+        if (peak := known_peak(place, dtype)) is not None:
+            fraction = 100 * teraflops / time / peak
+            rows.append(Row(f"{name}, of {peak:g} TFLOP/s (datasheet)", fraction, "%"))
+        if name != PACKED:
+            rows.append(ratio_row(f"{name} ÷ {PACKED}", times, seconds[PACKED]))
+    return rows + exact
 
 
-def error_rows(found: dict[str, float], tolerance: float, precision: str) -> list[Row]:
+def error_rows(found: dict[str, float], tolerance: float) -> list[Row]:
     """Errors against fp64 as rows.
 
     Raises:
@@ -118,7 +107,7 @@ def error_rows(found: dict[str, float], tolerance: float, precision: str) -> lis
     """
     rows = []
     for name, error in found.items():
-        what = f"{name}, {precision} against fp64: output and gradients"
+        what = f"{name}: output and gradients against fp64"
         rows.append(Row(what, error, "relative", tolerance, at_most=True))
         if not rows[-1].met:
             raise BenchError(
@@ -156,42 +145,37 @@ def implementations(
     bounds: list[int], packed: list[Tensor], segments: int, max_seqlen: int
 ) -> dict[str, Prepared]:
     """Every implementation with its inputs, by name; `PACKED` is the first."""
-    device = packed[0].device
-    tight = torch.tensor(bounds, dtype=torch.int32, device=device)
+    tight = torch.tensor(bounds, dtype=torch.int32, device=packed[0].device)
     cu_seqlens = F.pad(tight, (0, segments + 1 - len(bounds)), value=bounds[-1])
-    named: dict[str, Prepared] = {
-        PACKED: (packed, lambda q, k, v: packed_attention(q, k, v, cu_seqlens, max_seqlen))
+    return {
+        PACKED: (packed, lambda q, k, v: packed_attention(q, k, v, cu_seqlens, max_seqlen)),
+        **_padded(bounds, packed),
+        ALONE: _one_by_one(bounds, packed),
     }
-    if device.type == "cuda":
-        longest = int(tight.diff().max())
-        named[TIGHT] = (packed, lambda q, k, v: packed_attention(q, k, v, tight, longest))
-    return named | _padded(bounds, packed) | {ALONE: _one_by_one(bounds, packed)}
 
 
 def _padded(bounds: list[int], packed: list[Tensor]) -> dict[str, Prepared]:
-    device, keep = packed[0].device, _is_token(bounds, packed[0].device)
+    keep = _is_token(bounds, packed[0].device)
     padded = []
     for tensor in packed:
         rows = tensor.new_zeros(*keep.shape, *tensor.shape[1:])
         rows[keep] = tensor
         padded.append(rows.transpose(1, 2))  # [B, H, L, K], a view as a model has it
-    if device.type == "cuda":
+    if keep.device.type == "cuda":
         return {UNMASKED: (padded, F.scaled_dot_product_attention)}
-    mask = keep[:, None, None, :]
-    return {
-        PADDED: (padded, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-    }
+    masked = partial(F.scaled_dot_product_attention, attn_mask=keep[:, None, None, :])
+    return {PADDED: (padded, masked)}
 
 
 def _one_by_one(bounds: list[int], packed: list[Tensor]) -> Prepared:
     # cuDNN, the first choice on Hopper, compiles a graph for every length.
     on_cuda = packed[0].device.type == "cuda"
 
-    def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor) -> Tensor:
+    def attend(*qkv_THK: Tensor) -> Tensor:
         outputs = []
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if on_cuda else nullcontext():
             for start, stop in pairwise(bounds):
-                q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))
+                q, k, v = (x[start:stop].transpose(0, 1)[None] for x in qkv_THK)
                 outputs.append(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
         return torch.cat(outputs)
 
@@ -221,15 +205,13 @@ def as_packed(name: str, tensor: Tensor, bounds: list[int]) -> Tensor:
 
 def main() -> None:
     """The command line."""
-    made = parser("attention", __doc__)
-    training_arguments(made)
-    made.set_defaults(turns=15, steps=3)
+    made = training_parser("attention", __doc__, turns=15, steps=3)
     made.add_argument("--heads", type=int, default=3, help="of the layer")
     made.add_argument("--head-size", type=int, default=64, help="channels of a head")
     given = made.parse_args()
     if given.threads is not None:
         torch.set_num_threads(given.threads)
-    publish(given, *bench_attention(given))
+    publish(given, bench_attention(given))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ much of the rest the model itself causes. Data are random, because products of z
     python -m benchmarks.ceiling --model 450m --tokens 65536
 """
 
-import argparse
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
@@ -22,26 +19,32 @@ from d2plm.training.throughput import known_peak
 SECONDS = 0.2  # spent on each measurement
 
 
-def bench_ceiling(given: argparse.Namespace) -> list[Row]:
+def seconds_of(statement: str, *tensors: Tensor) -> float:
+    """Median time of a statement about tensors `a` and `b`."""
+    named = dict(zip("ab", tensors, strict=True))
+    timer = Timer(statement, "import torch", globals=named, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=SECONDS).median)
+
+
+def bench_ceiling(config: DiTConfig, tokens: int, side: int, copied: int, device: str) -> list[Row]:
     """Rates of matrix products and copies.
 
     For each matrix of a block, the product of the forward and the two of the backward are measured;
     the large square product stands for the peak.
+
+    Args:
+        side: of the square matrices.
+        copied: bytes.
     """
-    config, tokens, square = DiTConfig(**model_settings(given.model)), given.tokens, given.square
-    device = torch.device(resolve_device(given.device))
-    dtype = resolve_precision("auto", device)
+    place = torch.device(resolve_device(device))
+    dtype = resolve_precision("auto", place)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
-
-    def seconds_of(work: Callable[[], object]) -> float:
-        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-        return float(timer.blocked_autorange(min_run_time=SECONDS).median)
+        return torch.randn(shape, device=place, dtype=dtype)
 
     def rate(left: Tensor, right: Tensor) -> float:
-        took = seconds_of(lambda: torch.mm(left, right))
-        return 2 * left.shape[0] * left.shape[1] * right.shape[1] / took / 1e12
+        flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        return flops / seconds_of("torch.mm(a, b)", left, right) / 1e12
 
     width, inner = config.hidden_size, config.intermediate_size
     up = 2 * inner if config.feed_forward == "swiglu" else inner
@@ -51,9 +54,9 @@ def bench_ceiling(given: argparse.Namespace) -> list[Row]:
         "feed-forward up": (width, up),
         "feed-forward down": (inner, width),
     }
-    largest = rate(random(square, square), random(square, square))
-    rows = [Row(f"matrix product of {square:,}³", largest, "TFLOP/s")]
-    peak = known_peak(device, dtype)
+    largest = rate(random(side, side), random(side, side))
+    rows = [Row(f"matrix product of {side:,}³", largest, "TFLOP/s")]
+    peak = known_peak(place, dtype)
     if peak is not None:
         rows.append(Row("the same, of the datasheet's", 100 * largest / peak, "%"))
     flops = took = 0.0
@@ -66,15 +69,13 @@ def bench_ceiling(given: argparse.Namespace) -> list[Row]:
         }
         for part, (left, right) in products.items():
             found = rate(left, right)
-            shape = f"{left.shape[0]} × {left.shape[1]} × {right.shape[1]}"
-            rows.append(Row(f"{name}, {part}: {shape}", found, "TFLOP/s"))
+            rows.append(Row(f"{name}, {part}", found, "TFLOP/s"))
             flops += 2 * tokens * inputs * outputs
             took += 2 * tokens * inputs * outputs / found
     rows.append(Row(f"all products of a block, {tokens:,} tokens", flops / took, "TFLOP/s"))
-    source = torch.randint(256, (given.copied_bytes,), device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    copy = seconds_of(lambda: target.copy_(source))
-    rows.append(Row("copy, bytes read and written", 2 * given.copied_bytes / copy / 1e12, "TB/s"))
+    source = torch.randint(256, (copied,), device=place, dtype=torch.uint8)
+    copy = seconds_of("a.copy_(b)", torch.empty_like(source), source)
+    rows.append(Row("copy, bytes read and written", 2 * copied / copy / 1e12, "TB/s"))
     return rows
 
 
@@ -84,10 +85,11 @@ def main() -> None:
     made.add_argument("--model", default="450m", help="a file of configs/model")
     made.add_argument("--tokens", type=int, default=65_536, help="of a micro-batch")
     made.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    made.add_argument("--square", type=int, default=8192, help="side of the largest product")
-    made.add_argument("--copied-bytes", type=int, default=1 << 32)
+    made.add_argument("--side", type=int, default=8192, help="of the square matrices")
+    made.add_argument("--copied", type=int, default=1 << 32, help="bytes")
     given = made.parse_args()
-    publish(given, bench_ceiling(given))
+    config = DiTConfig(**model_settings(given.model))
+    publish(given, bench_ceiling(config, given.tokens, given.side, given.copied, given.device))
 
 
 if __name__ == "__main__":

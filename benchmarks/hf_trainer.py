@@ -16,51 +16,34 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measure import Turns
 from benchmarks.padded import PaddedDiT, PaddingCollator, padded_loss
-from benchmarks.workload import LEARNING_RATE, Workload
-from d2plm.settings.training import AdamWSettings
-from d2plm.training.optimizer import build_adamw
+from benchmarks.workload import OPTIMIZER, Workload
 
 
 class PaddedTrainer(Trainer):
-    """Trains a `PaddedDiT` on given steps in their order.
-
-    Attributes:
-        last_loss: of the last step.
-    """
-
-    last_loss: Tensor
+    """Trains on given steps in their order."""
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A step after another; HF Trainer itself would shuffle them."""
-        return DataLoader(
-            self.train_dataset,
-            collate_fn=self.data_collator,
-            pin_memory=self.args.device.type == "cuda",
-        )
+        pin = self.args.device.type == "cuda"
+        return DataLoader(self.train_dataset, collate_fn=self.data_collator, pin_memory=pin)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], **_: Any) -> Tensor:
         """The paradigm's loss, in place of that of the model."""
-        loss = padded_loss(self.logits(model, inputs), inputs)
-        self.last_loss = loss.detach()
+        loss = padded_loss(model, inputs)
+        self.state.last_loss = loss.detach()  # for the callback
         return loss
 
-    def logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Of every position [B, L, V]."""
-        return model(inputs["input_ids"], inputs["attention_mask"], inputs["times"])
 
+class TimelessEsm(nn.Module):
+    """An `EsmForMaskedLM` as a model of tokens and times."""
 
-class EsmTrainer(PaddedTrainer):
-    """Trains an `EsmForMaskedLM`, which takes no time."""
+    def __init__(self, esm: EsmForMaskedLM) -> None:
+        super().__init__()
+        self.esm = esm
 
-    def logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        return outputs.logits
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, _: Tensor) -> Tensor:
+        logits: Tensor = self.esm(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
 
 
 class TakeTurns(TrainerCallback):
@@ -68,45 +51,33 @@ class TakeTurns(TrainerCallback):
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
-        self.trainer: PaddedTrainer | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.turns.begin()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        assert self.trainer is not None
-        self.turns(self.trainer.last_loss)
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        self.turns(state.last_loss)
 
 
-def train_dit(turns: Turns, *, workload: Workload, **settings: Any) -> None:
-    """Arm: the HF Trainer on a padded DiT."""
-    _train(turns, PaddedTrainer, workload, PaddedDiT(workload.new_model()), **settings)
-
-
-def train_esm(turns: Turns, *, workload: Workload, checkpoint: str, **settings: Any) -> None:
-    """Arm: the HF Trainer on an EsmForMaskedLM."""
-    disable_progress_bar()
-    model = EsmForMaskedLM.from_pretrained(
-        checkpoint, attn_implementation="sdpa", dtype=torch.float32
-    )
-    _train(turns, EsmTrainer, workload, model, **settings)
-
-
-def _train(
+def train_padded(
     turns: Turns,
-    kind: type[PaddedTrainer],
-    workload: Workload,
-    model: nn.Module,
     *,
+    workload: Workload,
     pad_to: int | None,
     steps: int,
     device: str,
     precision: str,
-    learning_rate: float = LEARNING_RATE,
+    checkpoint: str | None = None,
 ) -> None:
-    optimizer = build_adamw(model.to(device), settings=AdamWSettings(learning_rate=learning_rate))
-    callback = TakeTurns(turns)
-    callback.trainer = kind(
+    """Arm: the HF Trainer on a padded DiT, or on the EsmForMaskedLM of a checkpoint."""
+    if checkpoint is None:
+        model: nn.Module = PaddedDiT(workload.new_model())
+    else:
+        disable_progress_bar()
+        sdpa = {"attn_implementation": "sdpa", "dtype": torch.float32}
+        model = TimelessEsm(EsmForMaskedLM.from_pretrained(checkpoint, **sdpa))
+    optimizer = OPTIMIZER(model.to(device))
+    PaddedTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(Path(workload.store, "hf_trainer")),
@@ -125,6 +96,5 @@ def _train(
         data_collator=PaddingCollator(pad_to),
         train_dataset=workload.corrupted_steps(steps),
         optimizers=(optimizer, LambdaLR(optimizer, lambda _: 1.0)),
-        callbacks=[callback],
-    )
-    callback.trainer.train()
+        callbacks=[TakeTurns(turns)],
+    ).train()

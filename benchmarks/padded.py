@@ -5,6 +5,9 @@ keys of padding are masked. Layers, weights and logits are the DiT's own. `DiT.f
 different: it packs its input.
 """
 
+from functools import partial
+from unittest.mock import patch
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -12,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from d2plm.core.batch import PackedBatch
-from d2plm.core.vocabulary import MASK, PAD
+from d2plm.core.vocabulary import PAD
+from d2plm.model import layers
 from d2plm.model.dit import DiT
-from d2plm.model.layers import ESM_MASKED_SHARE, Attention, Block, Head, rope_tables, rotate
+from d2plm.model.layers import Attention, Layout, rope_tables, rotate
 from d2plm.paradigms.paradigm import Corrupted, predicted_log_softmax
 
 Corrupting = tuple[PackedBatch, Corrupted]  # the sequences of a step, and what is masked of them
@@ -52,15 +56,16 @@ class PaddingCollator:
         }
 
 
-def padded_loss(logits_BLV: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def padded_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The loss of `Trainer.train_step`: Σ weight · −log p(residue) ÷ count, over [B, L]."""
+    logits_BLV = model(batch["input_ids"], batch["attention_mask"], batch["times"])
     log_p = predicted_log_softmax(logits_BLV.flatten(0, 1))
     nats = F.nll_loss(log_p, batch["targets"].flatten(), reduction="none")
     return (nats * batch["weights"].flatten()).sum() / batch["count"].float().clamp(min=1)
 
 
 class PaddedDiT(nn.Module):
-    """A `DiT` computed on (B, L, D) tensors.
+    """A `DiT` computed on (B, L, D) tensors; its attention is replaced, so it packs no more.
 
     Shapes: B sequences, L positions, D hidden, H heads, K head size, C time embedding, V alphabet.
     """
@@ -68,6 +73,8 @@ class PaddedDiT(nn.Module):
     def __init__(self, dit: DiT) -> None:
         super().__init__()
         self.dit = dit
+        for block in dit.blocks:
+            block.attention.forward = partial(padded_attention, block.attention)  # type: ignore[union-attr, assignment]  # a Block's
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, times: Tensor) -> Tensor:
         """Logits of the clean token at every position; those at padding mean nothing.
@@ -80,64 +87,36 @@ class PaddedDiT(nn.Module):
             [B, L, V].
         """
         dit, config = self.dit, self.dit.config
-        rope_L1K = rope_tables(
-            torch.arange(input_ids.shape[1], device=input_ids.device),
-            config.hidden_size // config.num_attention_heads,
-            config.rope_theta,
-            config.rope_frequencies,
-        )
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        size = config.hidden_size // config.num_attention_heads
+        rope_L1K = rope_tables(places, size, config.rope_theta, config.rope_frequencies)
         keys_B11L = attention_mask.bool()[:, None, None]
-        x_BLD = dit.token_embedding(input_ids)
-        if config.token_dropout:
-            x_BLD = x_BLD * _token_dropout(input_ids, attention_mask)
+        layout = Layout(input_ids, keys_B11L, *rope_L1K)
         assert dit.time_embedding is not None
-        time_BC = dit.time_embedding(times)
-        for block in dit.blocks:
-            assert isinstance(block, Block)
-            x_BLD = _block(block, x_BLD, time_BC, rope_L1K, keys_B11L)
-        return _head(dit.head, x_BLD, time_BC)
+        x_BLD, time_BC = dit.token_embedding(input_ids), dit.time_embedding(times)
+        with patch.object(layers, "expand_modulation", broadcast_modulation):
+            for block in dit.blocks:
+                x_BLD = block(x_BLD, time_BC, layout, keys_B11L, input_ids.shape[1])
+            logits_BLV: Tensor = dit.head(x_BLD, time_BC, layout)
+        return logits_BLV
 
 
-def _token_dropout(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """As `drop_masked_tokens`: the factor of each position's embedding [B, L, 1]."""
-    masked = input_ids == MASK
-    length = attention_mask.sum(1)
-    scale = (1 - ESM_MASKED_SHARE) * length / (length - masked.sum(1)).clamp(min=1)
-    return scale[:, None].masked_fill(masked, 0)[..., None]
+def broadcast_modulation(modulation_BC: Tensor, _: Layout, parts: int) -> tuple[Tensor, ...]:
+    """Shifts, scales and gates [B, 1, D], which broadcast over the positions."""
+    return modulation_BC[:, None].chunk(parts, dim=-1)
 
 
-def _block(
-    block: Block, x_BLD: Tensor, time_BC: Tensor, rope_L1K: tuple[Tensor, Tensor], keys_B11L: Tensor
+def padded_attention(
+    layer: Attention, x_BLD: Tensor, cos_L1K: Tensor, sin_L1K: Tensor, keys_B11L: Tensor, _: int
 ) -> Tensor:
-    assert block.modulation is not None
-    shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = block.modulation(time_BC)[:, None].chunk(
-        6, dim=-1
-    )
-    h_BLD = torch.addcmul(shift_a, block.attention_norm(x_BLD), 1 + scale_a)
-    h_BLD = _attention(block.attention, h_BLD, rope_L1K, keys_B11L)
-    x_BLD = torch.addcmul(x_BLD, gate_a, F.dropout(h_BLD, block.dropout, block.training))
-    h_BLD = torch.addcmul(shift_f, block.feed_forward_norm(x_BLD), 1 + scale_f)
-    h_BLD = block.feed_forward(h_BLD)
-    return torch.addcmul(x_BLD, gate_f, F.dropout(h_BLD, block.dropout, block.training))
-
-
-def _attention(
-    attention: Attention, x_BLD: Tensor, rope_L1K: tuple[Tensor, Tensor], keys_B11L: Tensor
-) -> Tensor:
-    qkv = rearrange(attention.qkv_proj(x_BLD), "b l (h k) -> b l h k", h=3 * attention.heads)
+    """As `Attention.forward`, of every position, with the keys of padding masked."""
+    qkv = rearrange(layer.qkv_proj(x_BLD), "b l (h k) -> b l h k", h=3 * layer.heads)
     q, k, v = qkv.chunk(3, 2)
     # Autocast leaves a normalisation in fp32 on some devices; the rest would follow it.
-    cos_L1K, sin_L1K = (table.to(v.dtype) for table in rope_L1K)
-    q = rotate(attention.q_norm(q).to(v.dtype), cos_L1K, sin_L1K)
-    k = rotate(attention.k_norm(k).to(v.dtype), cos_L1K, sin_L1K)
+    cos_L1K, sin_L1K = cos_L1K.to(v.dtype), sin_L1K.to(v.dtype)
+    q = rotate(layer.q_norm(q).to(v.dtype), cos_L1K, sin_L1K)
+    k = rotate(layer.k_norm(k).to(v.dtype), cos_L1K, sin_L1K)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mixed_BHLK = F.scaled_dot_product_attention(q, k, v, attn_mask=keys_B11L)
-    return attention.out_proj(rearrange(mixed_BHLK, "b h l k -> b l (h k)"))
-
-
-def _head(head: Head, x_BLD: Tensor, time_BC: Tensor) -> Tensor:
-    assert head.modulation is not None
-    shift, scale = head.modulation(time_BC)[:, None].chunk(2, dim=-1)
-    h_BLD = head.before_projection(torch.addcmul(shift, head.norm(x_BLD), 1 + scale))
-    dtype = torch.promote_types(h_BLD.dtype, torch.float32)
-    return F.linear(h_BLD.to(dtype), head.proj.weight.to(dtype), head.proj.bias.to(dtype))
+    mixed_BLD: Tensor = layer.out_proj(rearrange(mixed_BHLK, "b h l k -> b l (h k)"))
+    return mixed_BLD

@@ -12,55 +12,53 @@ end.
 
 import argparse
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import (
+    PROTEINS,
     BenchError,
     Marks,
     Row,
     Timings,
     alternate,
-    parser,
+    median_row,
     publish,
     rate_unit,
     ratio_row,
     require_same_losses,
     say,
-    training_arguments,
+    training_parser,
 )
-from benchmarks.scale_out import TYPICAL_TOKENS
 from benchmarks.workload import Workload, model_settings, workload_of
-from d2plm.core.precision import resolve_device, resolve_precision
+from d2plm.core.precision import resolve_device
 from d2plm.core.spans import span
-from d2plm.data.loader import GlobalBatch, PackedLoader, Position
-from d2plm.data.packing import bin_capacity
+from d2plm.data.loader import GlobalBatch, Position
 from d2plm.data.prefetch import prefetch
-from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
-from d2plm.training.forecast import Memory, memory_per_rank
+from d2plm.training.forecast import memory_per_rank
 from d2plm.training.metrics import GIB
-from d2plm.training.plan import Plan
 from d2plm.training.throughput import known_peak
 from d2plm.training.trainer import Trainer
 
-FULL = "default settings"
-WITHOUT_EMA = "without EMA"
-RANDOM = "random residues, no disk"
-COPIED_LATE = "copied when needed"
-ALREADY_THERE = "batches on the device already"
+FULL, WITHOUT_EMA = "default settings", "without EMA"
 NOT_COMPILED, FP32 = "not compiled", "fp32"
+RANDOM = "a step on random residues"
+COPIED_LATE = "a step on batches copied when needed"
+ALREADY_THERE = "a step on batches on the device already"
 MFU_GOAL = 55  # % of the datasheet's peak, 450 M parameters on one H200
-SHARE_OF_MEMORY = 0.92  # of a GPU's that a forecast may take; the rest is the framework's
 WARM_UP = 5  # steps, after which nothing may be compiled again
+WATCHED = 3  # steps in which forced synchronisations are counted
 SAME_LOSSES = 1e-4  # relative, of variants with the same arithmetic
 LOW_PRECISION = 2e-2  # of bf16 against fp32: 8 bits of mantissa, averaged over a batch
 # Of a step on a CPU: beginnings of the names of operators and spans; the first part that fits.
@@ -74,54 +72,48 @@ PARTS = {
 }
 
 
-def bench_step(given: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+def bench_step(given: argparse.Namespace) -> list[Row]:
     """Measure a step of AdamW with EMA, real proteins and the real loader.
-
-    Returns:
-        The table, and further results: step times, memory, forced synchronisations, kernels.
 
     Raises:
         BenchError: a loss is not finite, or variants that compute the same have other losses.
     """
     place = torch.device(resolve_device(given.device))
-    model, tokens = model_settings(given.model), given.token_budget
-    count = given.micro_batches or micro_batches_that_fit(
-        DiTConfig(**model), tokens, given.max_length, given.precision
-    )
-    sizes = {"token_budget": tokens // count, "max_length": given.max_length}
-    with workload_of(given.proteins, model, **sizes) as workload:
+    sizes = {"token_budget": given.token_budget, "max_length": given.max_length}
+    with workload_of(PROTEINS, model_settings(given.model), **sizes) as workload:
         settings: dict[str, Any] = {"device": place.type, "precision": given.precision}
-        settings |= {"compile": not given.no_compile, "global_batch_tokens": tokens}
+        settings |= {"compile": not given.no_compile, "global_batch_tokens": given.token_budget}
         main = Run.begin(FULL, workload, settings)
         runs = [main, *(_other_trainers(main, workload, settings) if given.turns else ())]
         before = compilations()
         say(f"{given.steady_steps} steps")
-        rows, facts = _steady(main.trainer, main.batches, given.steady_steps)
+        rows = _steady(main, given.steady_steps)
         if given.turns:
             say(f"{given.turns} turns of {given.steps} steps of each variant")
             rows += _variants(runs, workload, given.turns, given.steps)
         if place.type == "cuda":
             say("forced synchronisations")
-            row, facts["synchronisations"] = _synchronisations(main.trainer, main.batches)
-            rows.append(row)
+            rows.append(_synchronisations(main))
         compiled = compilations() - before
         rows.append(Row(f"recompilations after step {WARM_UP}", compiled, "", 0, at_most=True))
         trainer = main.trainer
         if not torch.isfinite(trainer.loss):
             raise BenchError(f"the loss of step {trainer.step} is {float(trainer.loss)}")
-        facts |= {"loss": float(trainer.loss), "compiled": trainer.compiled}
         if given.profiled_steps:
             say(f"profile of {given.profiled_steps} steps")
-            if place.type == "cuda":
-                facts["kernels"] = _kernels(trainer, main.batches, given.profiled_steps)
-            else:
-                rows += profile_rows(trainer, main.batches, given.profiled_steps)
-        forecast = _forecast(trainer)
-        facts["memory_forecast"] = {"total": forecast.total, **vars(forecast)}
-        if "memory" in facts:
-            ratio = facts["memory"]["allocated"] / forecast.total
-            rows.append(Row("peak memory ÷ its forecast", ratio, "×"))
-    return rows, {"tokens": tokens, "micro_batches": count, **facts}
+            rows += _profile(main, given.profiled_steps)
+        if place.type == "cuda":  # the forecast compiles, and must follow all measurements
+            forecast = memory_per_rank(
+                trainer.model.config,
+                trainer.plan,
+                tokens=given.token_budget,
+                segments=trainer.loader.sampler.max_segments,
+                dtype=trainer.dtype,
+                compile=trainer.compiled,
+            )
+            (peak,) = (GIB * row.value for row in rows if row.unit == "GiB")
+            rows.append(Row("peak memory ÷ its forecast", peak / forecast.total, "×"))
+    return rows
 
 
 @dataclass
@@ -145,6 +137,12 @@ class Run:
             losses.append(float(trainer.loss))
         return cls(name, trainer, batches, losses)
 
+    def steps(self, number: int) -> Iterator[GlobalBatch]:
+        """Train on further batches; returns each when its step has been launched."""
+        for batch in islice(self.batches, number):
+            self.trainer.train_step(batch)
+            yield batch
+
 
 def _other_trainers(main: Run, workload: Workload, settings: dict[str, Any]) -> list[Run]:
     """On a CPU: the same training uncompiled, and in fp32; both must have the same losses."""
@@ -162,65 +160,30 @@ def _other_trainers(main: Run, workload: Workload, settings: dict[str, Any]) -> 
     return runs
 
 
-def micro_batches_that_fit(config: DiTConfig, tokens: int, max_length: int, precision: str) -> int:
-    """The fewest micro-batches, a power of two, in which a compiled step fits on the GPU.
-
-    Resets the compiler: the sizes tried here must not make it assume variable shapes in training.
-
-    Raises:
-        BenchError: if not even a sixty-fourth of the step fits.
-    """
-    available = torch.cuda.get_device_properties(0).total_memory
-    segments = bin_capacity(tokens, TYPICAL_TOKENS, max_length)[1]
-    for count in (1, 2, 4, 8, 16, 32, 64):
-        taken = memory_per_rank(
-            config,
-            Plan().resolved(1),
-            tokens=tokens // count,
-            segments=segments // count,
-            dtype=resolve_precision(precision, torch.device("cuda")),
-            compile=True,
-        )
-        torch.compiler.reset()
-        if taken.total <= SHARE_OF_MEMORY * available:
-            return count
-    raise BenchError(
-        f"a step of {tokens:,} tokens takes {taken.total / GIB:.1f} GiB in 64 micro-batches, and "
-        f"the device has {available / GIB:.1f}: choose a smaller model"
-    )
-
-
 def compilations() -> int:
     """Number of graphs that this process has compiled."""
-    from torch._dynamo.utils import counters
-
     return int(counters["stats"]["unique_graphs"])
 
 
-def _steady(
-    trainer: Trainer, batches: Iterator[GlobalBatch], steps: int
-) -> tuple[list[Row], dict[str, Any]]:
+def _steady(run: Run, steps: int) -> list[Row]:
     """Rates and memory of consecutive steps; every batch counts by its true lengths."""
-    device, lengths = trainer.process.device, []
+    trainer, device = run.trainer, run.trainer.process.device
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    marks, wall = Marks(cuda), time.perf_counter()
+    marks, lengths = Marks(cuda), []
     marks.mark()
-    for batch in islice(batches, steps):
-        trainer.train_step(batch)
+    for batch in run.steps(steps):
         lengths.append(batch.segment_lengths)
         marks.mark()
     seconds = marks.seconds()
-    wall = time.perf_counter() - wall
     took, tokens = sum(seconds), sum(map(sum, lengths))
     flops = sum(training_flops(trainer.model.config, batch) for batch in lengths)
-    low, middle, high = quantiles(seconds, n=4, method="inclusive")
     padding = 100 * (1 - tokens / steps / trainer.global_batch_tokens)
     rows = [
         Row(f"{steps} steady steps", tokens / took, rate_unit(device)),
-        Row("a step", 1e3 * middle, "ms", spread=(1e3 * low, 1e3 * high)),
+        median_row("a step", [1e3 * one for one in seconds], "ms"),
         Row("padding", padding, "%", 3, at_most=True),
         Row("model FLOP/s", flops / took / 1e12, "TFLOP/s"),
     ]
@@ -228,143 +191,79 @@ def _steady(
     if peak is not None:
         mfu = 100 * flops / took / 1e12 / peak
         rows.append(Row(f"MFU, of {peak:g} TFLOP/s (datasheet)", mfu, "%", MFU_GOAL))
-    facts: dict[str, Any] = {"step_seconds": seconds, "wall_seconds": wall}
-    facts["flops_per_token"] = flops / tokens
     if cuda:
-        facts["memory"] = {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
-        }
-        rows.append(Row("peak memory", facts["memory"]["allocated"] / GIB, "GiB"))
-    return rows, facts
-
-
-def _forecast(trainer: Trainer) -> Memory:
-    """The forecast of the trainer's memory; it compiles, and must follow all measurements."""
-    loader: PackedLoader = trainer.loader
-    return memory_per_rank(
-        trainer.model.config,
-        trainer.plan,
-        tokens=loader.bins_per_micro_batch * loader.sampler.token_budget,
-        segments=loader.bins_per_micro_batch * loader.sampler.max_segments,
-        dtype=trainer.dtype,
-        compile=trainer.compiled,
-    )
+        rows.append(Row("peak memory", torch.cuda.max_memory_allocated() / GIB, "GiB"))
+    return rows
 
 
 def _variants(runs: list[Run], workload: Workload, turns: int, steps: int) -> list[Row]:
     """Times of a step with one thing changed; all variants get batches of the same lengths."""
     main, device = runs[0].trainer, runs[0].trainer.process.device
+    cuda = device.type == "cuda"
 
     def stream(enabled: bool = True, synthetic: bool = False) -> Iterator[GlobalBatch]:
         loader = workload.loader(synthetic=True) if synthetic else main.loader
         return prefetch(loader.stream(Position()), device, enabled=enabled)
 
+    def turn(trainer: Trainer, batches: Iterator[GlobalBatch], _: int) -> None:
+        for batch in islice(batches, steps):
+            trainer.train_step(batch)
+
+    def turn_without_average(batches: Iterator[GlobalBatch], number: int) -> None:
+        with patch.object(main.ema, "update", lambda: None):
+            turn(main, batches, number)
+
     kept = list(islice(stream(), (turns + 1) * steps))
-    streams = {FULL: stream(), WITHOUT_EMA: stream()}
-    if device.type == "cuda":
-        streams |= {ALREADY_THERE: iter(kept), COPIED_LATE: stream(enabled=False)}
+    works = {run.name: partial(turn, run.trainer, stream()) for run in runs}
+    works[WITHOUT_EMA] = partial(turn_without_average, stream())
+    if cuda:
+        works[ALREADY_THERE] = partial(turn, main, iter(kept))
+        works[COPIED_LATE] = partial(turn, main, stream(enabled=False))
     else:
-        streams |= {RANDOM: stream(synthetic=True)} | {run.name: stream() for run in runs[1:]}
-    trainers = {run.name: run.trainer for run in runs}
-
-    def turn_of(name: str) -> Callable[[int], None]:
-        trainer = trainers.get(name, main)
-
-        def turn(_: int) -> None:
-            with without_average(trainer) if name == WITHOUT_EMA else nullcontext():
-                for batch in islice(streams[name], steps):
-                    trainer.train_step(batch)
-
-        return turn
-
-    works = {name: turn_of(name) for name in streams}
-    seconds = alternate(works, turns, cuda=device.type == "cuda")
+        works[RANDOM] = partial(turn, main, stream(synthetic=True))
+    seconds = alternate(works, turns, cuda=cuda)
     tokens = sum(sum(batch.segment_lengths) for batch in kept[steps:]) / turns
-    unit = rate_unit(device)
+    unit, full, most = rate_unit(device), seconds[FULL], 1.005 if cuda else 1.02
     rows = [Row(name, tokens / median(times), unit) for name, times in seconds.items()]
-    compared = {RANDOM: "a step on random residues ÷ from the real loader"}
-    compared |= {ALREADY_THERE: f"a step on {ALREADY_THERE} ÷ from the real loader"}
-    compared |= {COPIED_LATE: f"a step on batches {COPIED_LATE} ÷ prefetched"}
-    full = seconds[FULL]
+    ema = seconds[WITHOUT_EMA]
+    rows.append(ratio_row("a step with EMA ÷ without", full, ema, most, at_most=True))
     for name, times in seconds.items():
-        if name == WITHOUT_EMA:
-            most = 1.005 if device.type == "cuda" else 1.02
-            rows.append(ratio_row("a step with EMA ÷ without", full, times, most, at_most=True))
-        elif name != FULL:
+        if name not in (FULL, WITHOUT_EMA):
             least = 0.995 if name in (RANDOM, ALREADY_THERE) else None
-            rows.append(ratio_row(compared.get(name, f"{name} ÷ {FULL}"), times, full, least))
+            rows.append(ratio_row(f"{name} ÷ {FULL}", times, full, least))
     return rows
 
 
-@contextmanager
-def without_average(trainer: Trainer) -> Iterator[None]:
-    """No moving average is kept inside the block."""
-    trainer.ema.update = lambda: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del trainer.ema.update  # the class's own again
-
-
-def _synchronisations(
-    trainer: Trainer, batches: Iterator[GlobalBatch], steps: int = 3
-) -> tuple[Row, str | None]:
-    """How often a step that does not log waits for the device, and where it first does."""
+def _synchronisations(run: Run) -> Row:
+    """How often a step that does not log waits for the device."""
     try:
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for batch in islice(batches, steps):
-                trainer.train_step(batch)
-        found = sum("synchroniz" in str(warning.message) for warning in caught)
-        place = None
-        if found:
-            batch = next(batches)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                trainer.train_step(batch)
-            except RuntimeError:
-                place = traceback.format_exc(limit=-6)
+            for _ in run.steps(WATCHED):
+                pass
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    row = Row("forced synchronisations in a step", found / steps, "", 0, at_most=True)
-    return row, place
+    found = ["synchroniz" in str(warning.message) for warning in caught]
+    return Row("forced synchronisations in a step", sum(found) / WATCHED, "", 0, at_most=True)
 
 
-def _kernels(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -> list[dict[str, Any]]:
-    """The kernels with the largest fractions of GPU time."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for batch in islice(batches, steps):
-            trainer.train_step(batch)
-        torch.cuda.synchronize()
-    kernels = [
-        event
-        for event in profiler.key_averages()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-    ]
-    total = max(sum(event.self_device_time_total for event in kernels), 1e-9)
-    kernels.sort(key=lambda event: -event.self_device_time_total)
-    return [
-        {
-            "name": event.key[:160],
-            "fraction": event.self_device_time_total / total,
-            "calls": event.count,
-        }
-        for event in kernels[:25]
-    ]
-
-
-def profile_rows(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -> list[Row]:
-    """Percentages of a step on a CPU, with the operators that each part calls."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+def _profile(run: Run, steps: int) -> list[Row]:
+    """Percentages of a step by the operators that each part calls; on a GPU, prints its kernels."""
+    cuda = run.trainer.process.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as profiler:
         began = time.perf_counter()
         for _ in range(steps):
             with span("load"):
-                batch = next(batches)
-            trainer.train_step(batch)
+                batch = next(run.batches)
+            run.trainer.train_step(batch)
         microseconds = 1e6 * (time.perf_counter() - began)
+        if cuda:
+            torch.cuda.synchronize()
+    if cuda:
+        kernels = profiler.key_averages()
+        print(kernels.table("self_device_time_total", row_limit=25, max_name_column_width=80))
+        return []
     spent = dict.fromkeys(PARTS, 0.0)
     for event in profiler.events():
         names, caller = [], event
@@ -381,20 +280,16 @@ def profile_rows(trainer: Trainer, batches: Iterator[GlobalBatch], steps: int) -
 
 def main() -> None:
     """The command line."""
-    made = parser("step", __doc__)
-    training_arguments(made)
-    made.set_defaults(token_budget=4096, max_length=512, turns=20, steps=3)
+    smaller = {"token_budget": 4096, "max_length": 512, "turns": 20, "steps": 3}
+    made = training_parser("step", __doc__, **smaller)
     made.add_argument("--model", default="2m", help="a file of configs/model")
-    made.add_argument(
-        "--micro-batches", type=int, default=1, help="of a step; 0: as few as fit, by the forecast"
-    )
     made.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     made.add_argument("--steady-steps", type=int, default=50, help="consecutive, for the rates")
     made.add_argument("--profiled-steps", type=int, default=3, help="for the profile")
     given = made.parse_args()
     if given.threads is not None:
         torch.set_num_threads(given.threads)
-    publish(given, *bench_step(given))
+    publish(given, bench_step(given))
 
 
 if __name__ == "__main__":

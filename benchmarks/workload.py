@@ -5,7 +5,7 @@ Every arm gets the same description and builds the same weights and the same bat
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,9 +35,7 @@ from d2plm.training.learning_rate import constant
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
 
-LEARNING_RATE = 1e-4
-ADAMW = AdamWSettings(learning_rate=LEARNING_RATE)
-WITHOUT_WARM_UP = ConstantSettings(warmup_ratio=0.0)  # warm-up steps would change little
+OPTIMIZER = partial(build_adamw, settings=AdamWSettings(learning_rate=1e-4))  # of every arm
 WITHOUT_END = 1_000_000  # steps; an arm is ended from outside
 
 
@@ -59,10 +57,15 @@ class Workload:
     model: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
+    @torch.no_grad()
     def new_model(self) -> DiT:
-        """The same weights for every arm, none of them zero."""
+        """The same weights for every arm, none of them zero, as some are when training starts."""
         model = DiT(DiTConfig(**self.model))
-        fill_weights(model, self.seed, std=0.02)
+        model.initialise(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.02, generator=generator)
         return model
 
     def collection(self, *, synthetic: bool = False) -> Collection:
@@ -72,16 +75,13 @@ class Workload:
 
     def loader(self, *, synthetic: bool = False) -> PackedLoader:
         """The batches of a trainer with one micro-batch per step."""
-        return PackedLoader(
-            [self.collection(synthetic=synthetic)],
-            token_budget=self.token_budget,
-            max_length=self.max_length,
-            seed=self.seed,
-        )
+        sizes = {"token_budget": self.token_budget, "max_length": self.max_length}
+        return PackedLoader([self.collection(synthetic=synthetic)], seed=self.seed, **sizes)
 
     def batches(self, number: int) -> list[PackedBatch]:
         """The batches of the first steps."""
-        return list(islice(self._stream(), number))
+        steps = islice(self.loader().stream(Position()), number)
+        return [batch for step in steps for batch in step.micro_batches]
 
     def corrupted_steps(self, number: int) -> list[tuple[PackedBatch, Corrupted]]:
         """The first steps' batches with the masks that the trainer draws for them, on the CPU."""
@@ -89,33 +89,23 @@ class Workload:
         batches = enumerate(self.batches(number))
         return [(batch, paradigm.corrupt(batch, Key(self.seed, step))) for step, batch in batches]
 
-    def _stream(self) -> Iterator[PackedBatch]:
-        for batch in self.loader().stream(Position()):
-            yield from batch.micro_batches
-
     def trainer(
         self, *, model: DiT | None = None, callbacks: tuple[Callback, ...] = (), **settings: Any
     ) -> Trainer:
-        """A trainer of the workload that does not save, evaluate or track."""
-        own = {one.name for one in fields(TrainerSettings)} & settings.keys()
-        chosen = {"max_steps": WITHOUT_END, **{name: settings.pop(name) for name in own}}
+        """A trainer of the workload with these `TrainerSettings`; it does not save or track."""
+        sizes = {"token_budget": self.token_budget, "max_length": self.max_length}
+        always = {"seed": self.seed, "resume": "none"}
         return Trainer(
-            TrainerSettings(seed=self.seed, resume="none", **chosen),
+            TrainerSettings(**{"max_steps": WITHOUT_END, **always, **settings}),
             model or self.new_model(),
             AbsorbingDiffusion(),
             [self.collection()],
             Path(self.store, "output"),
-            loading=LoaderSettings(
-                token_budget=self.token_budget,
-                max_length=self.max_length,
-                async_prefetch=settings.pop("async_prefetch", True),
-            ),
+            loading=LoaderSettings(**sizes),
             callbacks=callbacks,
-            **{
-                "optimizer": partial(build_adamw, settings=ADAMW),
-                "schedule": partial(constant, settings=WITHOUT_WARM_UP),
-                **settings,
-            },
+            optimizer=OPTIMIZER,
+            # Warm-up steps would change little.
+            schedule=partial(constant, settings=ConstantSettings(warmup_ratio=0.0)),
         )
 
 
@@ -155,16 +145,6 @@ def model_settings(name: str) -> dict[str, Any]:
     for default in settings.pop("defaults", []):
         merged |= model_settings(default)
     return merged | settings
-
-
-@torch.no_grad()
-def fill_weights(model: DiT, seed: int, std: float) -> None:
-    """Draw all weights, including those that training starts from zero."""
-    model.initialise(seed)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if not parameter.any():
-            parameter.normal_(std=std, generator=generator)
 
 
 class TakeTurns(Callback):
