@@ -1,6 +1,6 @@
 """Many GPUs, calculated: memory by size, sharding and budget; traffic against compute.
 
-Nothing is measured here; a step's MFU and the network's rates are arguments.
+Nothing is measured here; a step's MFU and the network's rates are assumed.
 `python -m benchmarks.scale_out` prints the tables of docs/performance.md, and
 `python -m benchmarks.scale_out dimensions` that of docs/training.md.
 """
@@ -9,13 +9,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.workload import model_settings
 from d2plm.core.table import Table
 from d2plm.data.packing import bin_capacity
-from d2plm.model.dit import DiT
+from d2plm.model.dit import dit_without_memory
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import token_parameters
 from d2plm.training.forecast import memory_per_rank
@@ -23,16 +24,17 @@ from d2plm.training.metrics import GIB
 from d2plm.training.plan import Plan
 
 TYPICAL_TOKENS = 300.0  # of a protein that is cropped to 1,024
-SIZES = ("150m", "450m", "3b")
+SIZES = ("450m", "3b")
 # (name, copies, shards of each)
 PLANS = (("1", 1, 1), ("8", 1, 8), ("64", 1, 64), ("8 × 8", 8, 8))
 BUDGETS = (16_384, 32_768, 65_536)
 GPUS = (8, 64, 256, 1024)
 PEAK = 989e12  # FLOP/s of an H100's or H200's dense bf16, by its datasheet
+RATE = 0.5 * PEAK  # FLOP/s at which compute runs
 ATTENDED = 450.0  # tokens that a token attends to, Σl²/Σl of UniRef50 cropped to 1,024
 GATHERED, REDUCED = 2, 4  # bytes of a parameter that is gathered (bf16), and of a gradient (fp32)
 
-# For `dimensions_table`: settings of the model, and tokens that a row and an attention need.
+# For `dimensions_table`: the model, tokens of its row, and tokens that a token attends to.
 CASES = {
     "3 B": (model_settings("3b"), 1024, ATTENDED),
     "15 B": (  # the depth and width of ESM-2 15B
@@ -52,8 +54,7 @@ class Network:
 
     Attributes:
         gpus: number of GPUs per machine.
-        inside: rate between the GPUs of a machine (NVLink 4: 450 GB/s).
-        between: rate of a GPU's own adapter to other machines (400 Gb/s).
+        inside, between: rate to GPUs of its machine (NVLink 4), and of its adapter to others.
         hop: latency in seconds from a GPU to its neighbour in a ring.
     """
 
@@ -92,40 +93,26 @@ class Network:
         return sent + 2 * math.ceil(math.log2(machines)) * self.hop
 
 
-@dataclass(frozen=True)
-class Step:
+NETWORK = Network()
+
+
+class Step(NamedTuple):
     """Traffic and compute of one GPU in a step of one micro-batch.
 
     Attributes:
-        gathered: bytes of bf16 parameters that it receives, in forward and backward.
-        reduced: bytes of fp32 gradients that it sends in reduce-scatter.
-        all_reduced: bytes of its shard's gradients that it sends to other replicas (HSDP).
+        volume: bytes of the traffic: parameters in bf16, gradients in fp32.
         network_seconds, compute_seconds: times of this traffic and of the model's FLOPs.
         tokens_to_hide: tokens per GPU from which compute hides the traffic of every block.
     """
 
-    gathered: float
-    reduced: float
-    all_reduced: float
+    volume: float
     network_seconds: float
     compute_seconds: float
     tokens_to_hide: float
 
-    @property
-    def exposed(self) -> float:
-        """Fraction of the step that the network would take without overlap."""
-        return self.network_seconds / (self.network_seconds + self.compute_seconds)
-
 
 def step_of(
-    config: DiTConfig,
-    *,
-    shard: int,
-    replicate: int = 1,
-    tokens: int,
-    network: Network | None = None,
-    mfu: float = 0.5,
-    attended: float = ATTENDED,
+    config: DiTConfig, *, shard: int, replicate: int = 1, tokens: int, network: Network = NETWORK
 ) -> Step:
     """Traffic and compute of FSDP2 as training uses it (`reshard_after_forward`).
 
@@ -142,27 +129,19 @@ def step_of(
     Args:
         shard, replicate: ranks that share a replica, and number of replicas.
         tokens: tokens of a rank's step, without padding.
-        network: by default eight GPUs per machine with NVLink 4 and an adapter of 400 Gb/s each.
-        mfu: fraction of `PEAK` at which compute runs.
-        attended: mean number of tokens to which a token attends.
     """
-    network = network or Network()
-    with torch.device("meta"):
-        parameters = DiT(config).num_parameters()
-    per_token = flops_per_token(config, attended)
+    parameters = dit_without_memory(config).num_parameters()
+    per_token = flops_per_token(config, ATTENDED)
     # Parameters outside the blocks are counted as part of them.
-    gather, reduce = parameter_seconds(
-        parameters, config.num_hidden_layers, shard, replicate, network
-    )
-    share, rate = (shard - 1) / shard, mfu * PEAK
+    layers = config.num_hidden_layers
+    gather, reduce = parameter_seconds(parameters, layers, shard, replicate, network)
+    sharded = (shard - 1) / shard * (2 * GATHERED + REDUCED) * parameters
     return Step(
-        gathered=2 * share * GATHERED * parameters,
-        reduced=share * REDUCED * parameters,
-        all_reduced=2 * (replicate - 1) / replicate * REDUCED * parameters / shard,
+        volume=sharded + 2 * (replicate - 1) / replicate * REDUCED * parameters / shard,
         network_seconds=2 * gather + reduce,
-        compute_seconds=tokens * per_token / rate,
+        compute_seconds=tokens * per_token / RATE,
         # The larger of forward and backward; all blocks are the same.
-        tokens_to_hide=max(gather / (per_token / 3), (gather + reduce) / (per_token / 1.5)) * rate,
+        tokens_to_hide=max(3 * gather, 1.5 * (gather + reduce)) * RATE / per_token,
     )
 
 
@@ -190,7 +169,7 @@ def row_seconds(
     tensor: int = 1,
     context: int = 1,
     tokens: int,
-    network: Network | None = None,
+    network: Network = NETWORK,
     forwards: int = 2,
 ) -> float:
     """Seconds that the processes wait which share a row of `tokens` tokens; nothing overlaps it.
@@ -205,7 +184,6 @@ def row_seconds(
         tokens: of the whole row.
         forwards: 2 if every block is recomputed in the backward, otherwise 1.
     """
-    network = network or Network()
     held = tokens / context * config.hidden_size * GATHERED
     passes = (forwards + 1) * config.num_hidden_layers
     seconds = 0.0
@@ -224,8 +202,7 @@ def bubble(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Memory of a GPU in GiB, and the fraction of a step in which it waits."""
 
     memory: float
@@ -240,8 +217,7 @@ def cost_of(
     micro_batches: int = 1,
     tokens: int,
     attended: float,
-    network: Network | None = None,
-    mfu: float = 0.5,
+    network: Network = NETWORK,
 ) -> Cost:
     """What a step costs under a resolved `plan`, with every block recomputed.
 
@@ -252,7 +228,6 @@ def cost_of(
         stages: of a pipeline; the plan is that of one stage.
         tokens: of a GPU and step.
     """
-    network = network or Network()
     layers, rows = config.num_hidden_layers // stages, tokens * plan.row_ranks
     part = DiTConfig(**{**config.settings(), "num_hidden_layers": layers})
     row = rows * stages // micro_batches
@@ -270,9 +245,8 @@ def cost_of(
     # Every part grows evenly with the blocks: counting two sizes is enough, and faster.
     totals = [m.total + (min(stages, micro_batches) - 1) * m.activations for m in (two, four)]
     held = totals[0] + (totals[1] - totals[0]) * (layers - 2) / 2
-    with torch.device("meta"):
-        parameters = DiT(part).num_parameters() / plan.tensor
-    compute = tokens * flops_per_token(config, attended) * 4 / 3 / (mfu * PEAK)  # forward twice
+    parameters = dit_without_memory(part).num_parameters() / plan.tensor
+    compute = tokens * flops_per_token(config, attended) * 4 / 3 / RATE  # forward twice
     spread = replace(network, gpus=max(network.gpus // plan.tensor, 1))
     shards = int(plan.shard) * plan.context
     gather, reduce = parameter_seconds(parameters, layers, shards, plan.replicate, spread)
@@ -295,7 +269,7 @@ DIMENSIONS = {
 }
 
 
-def dimensions_table(gpus: Sequence[int] = GPUS, cases: Sequence[str] = tuple(CASES)) -> str:
+def dimensions_table() -> str:
     """GiB of a GPU and fraction of the step in which it waits, by case, GPUs and dimension.
 
     Data parallelism takes what is left: sharded over all, or by machine with copies, whichever
@@ -303,8 +277,8 @@ def dimensions_table(gpus: Sequence[int] = GPUS, cases: Sequence[str] = tuple(CA
     """
     rows = [
         [case, f"{count:,}", *(_cell(case, count, *chosen) for chosen in DIMENSIONS.values())]
-        for case in cases
-        for count in gpus
+        for case in CASES
+        for count in GPUS
     ]
     return Table(["model", "GPUs", *DIMENSIONS], rows).markdown()
 
@@ -331,61 +305,56 @@ def _cell(case: str, count: int, tensor: int, context: int, stages: int) -> str:
             tokens=tokens,
             attended=attended,
         )
-        for shard in {ranks, min(max(Network().gpus // (tensor * context), 1), ranks)}
+        for shard in {ranks, min(max(NETWORK.gpus // (tensor * context), 1), ranks)}
     ]
     best = min(costs, key=lambda cost: (cost.memory > MEMORY, cost.waiting))
     fits = "" if best.memory <= MEMORY else "**too much**: "
     return f"{fits}{best.memory:.0f} GiB, {best.waiting:.1%}"
 
 
-def memory_table(
-    sizes: Sequence[str] = SIZES, budgets: Sequence[int] = BUDGETS, *, checkpointing: int = 0
-) -> str:
+def memory_table(sizes: Sequence[str] = SIZES, *, checkpointing: int = 0) -> str:
     """GiB of a GPU by size, ranks and tokens of a micro-batch; bf16, compiled; Markdown.
 
     Args:
         checkpointing: recompute every n-th block; 0 none.
     """
 
-    def gibibytes(config: DiTConfig, replicate: int, shard: int, budget: int) -> float:
-        plan = Plan(replicate=replicate, shard=shard, activation_checkpointing=checkpointing)
+    def gibibytes(config: DiTConfig, replicate: int, shard: int, budget: int) -> str:
         longest = config.max_position_embeddings
-        segments = bin_capacity(budget, TYPICAL_TOKENS, longest)[1]
         taken = memory_per_rank(
             config,
-            plan,
+            Plan(replicate=replicate, shard=shard, activation_checkpointing=checkpointing),
             tokens=budget,
-            segments=segments,
+            segments=bin_capacity(budget, TYPICAL_TOKENS, longest)[1],
             dtype=torch.bfloat16,
             compile=not checkpointing,
         )
-        return taken.total / GIB
+        return f"{taken.total / GIB:.1f}"
 
     configs = {size: DiTConfig(**model_settings(size)) for size in sizes}
     rows = [
-        [size, name, *(f"{gibibytes(config, copies, shard, budget):.1f}" for budget in budgets)]
+        [size, name, *(gibibytes(config, copies, shard, budget) for budget in BUDGETS)]
         for size, config in configs.items()
         for name, copies, shard in PLANS
     ]
-    heads = ["model", "GPUs", *(f"{budget:,} tokens" for budget in budgets)]
+    heads = ["model", "GPUs", *(f"{budget:,} tokens" for budget in BUDGETS)]
     return Table(heads, rows).markdown()
 
 
-def traffic_table(
-    sizes: Sequence[str] = SIZES, gpus: Sequence[int] = GPUS, *, tokens: int = 16_384
-) -> str:
+def traffic_table() -> str:
     """Traffic against compute by size and number of GPUs, sharded over all and by machine."""
-    rows, inside = [], Network().gpus
-    for size in sizes:
+    rows, inside = [], NETWORK.gpus
+    for size in SIZES:
         config = DiTConfig(**model_settings(size))
-        for count in gpus:
+        for count in GPUS:
             plans = [("over all", count, 1), ("in a machine", inside, count // inside)]
             for name, shard, replicate in plans[: 1 + (count > inside)]:
+                tokens = TOKENS_OF_A_GPU
                 step = step_of(config, shard=shard, replicate=replicate, tokens=tokens)
-                volume = step.gathered + step.reduced + step.all_reduced
-                cells = [size, f"{count:,}", name, f"{volume / 1e9:.2f} GB"]
-                cells += [f"{1e3 * step.network_seconds:.1f} ms"]
-                cells += [f"{1e3 * step.compute_seconds:.0f} ms", f"{step.exposed:.1%}"]
+                network, compute = step.network_seconds, step.compute_seconds
+                cells = [size, f"{count:,}", name, f"{step.volume / 1e9:.2f} GB"]
+                cells += [f"{1e3 * network:.1f} ms", f"{1e3 * compute:.0f} ms"]
+                cells += [f"{network / (network + compute):.1%}"]
                 rows.append([*cells, f"{step.tokens_to_hide:,.0f} tokens"])
     head = ["model", "GPUs", "sharding", "traffic per GPU and step", "network time", "compute"]
     return Table([*head, "exposed without overlap", "hidden from"], rows).markdown()
@@ -395,5 +364,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["dimensions"]:
         print(dimensions_table())
     else:
-        recomputed = memory_table(sizes=("3b",), checkpointing=1)
+        recomputed = memory_table(["3b"], checkpointing=1)
         print(f"{memory_table()}\n\n{recomputed}\n\n{traffic_table()}")

@@ -21,22 +21,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cache
 from math import exp, log
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import yaml
-from scipy.optimize import least_squares
+from scipy.optimize import curve_fit
 
-from benchmarks.measure import BenchError, parser, say
+from benchmarks.measure import SPAWN, BenchError, parser, say
 from benchmarks.speedrun import autoregressive
 from d2plm.config import compose
 from d2plm.core.errors import D2PLMError
 from d2plm.core.estimate import interval_text
-from d2plm.core.files import write_text
-from d2plm.core.locks import locked
 from d2plm.core.machine import machine
 from d2plm.core.table import Table
 from d2plm.data.cache import digest_of
@@ -55,25 +52,20 @@ OF_OTHER_ALPHABETS = ("alphabet", "near_duplicate_similarity", "overlap_share")
 MASKS = 2  # draws for each held-out protein, the same for every entry
 BASELINE = "composition × 5-gram"
 Values = np.ndarray[Any, Any]
-# Without the parts that would add CPU seconds: evaluations, checkpoints, tracking.
+Result = dict[str, Any]
+# Without the parts that would add CPU seconds: evaluations, checkpoints, tracking; without
+# relatives the model learns no less than the experiment's model does alone.
 ALONE = (
     *("experiment=uniprot_20k", "tracking=none", "callbacks.progress=null"),
-    *(
-        "callbacks.evaluation=null",
-        "callbacks.checkpoint.every=1000000",
-        "callbacks.metrics.every=100",
-    ),
-    # Without relatives the model learns no less than the experiment's model does alone.
-    *("model.relatives_dim=null", "data.max_relatives=null", "data.relatives_sensitivity=null"),
+    *("callbacks.evaluation=null", "callbacks.checkpoint.every=1000000"),
+    *("callbacks.metrics.every=100", "model.relatives_dim=null", "data.max_relatives=null"),
+    "data.relatives_sensitivity=null",
 )
 
 
-def train(overrides: Sequence[str], seed: int, prepared: Path, folder: Path) -> tuple[float, float]:
+def train(overrides: Sequence[str], seed: int, folder: Path) -> tuple[float, float]:
     """Train on one thread; returns the CPU seconds and the seconds of the process."""
-    words = [
-        *(*ALONE, *overrides, f"trainer.seed={seed}", f"data.prepared_dir={prepared}"),
-        f"work_dir={folder}",
-    ]
+    words = [*ALONE, *overrides, f"trainer.seed={seed}", f"work_dir={folder}"]
     began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "d2plm", "train", "--module", OWN_MODULE, *words],
@@ -128,20 +120,21 @@ def settings_digest(overrides: Sequence[str]) -> str:
     return digest_of(chosen)
 
 
-def data_of(overrides: Sequence[str], prepared: Path) -> Path:
-    """The prepared data of an entry, which may name its own."""
-    own = [word.partition("=")[2] for word in overrides if word.startswith("data.prepared_dir=")]
-    return Path(own[-1]) if own else prepared
+def run(name: str, overrides: Sequence[str], seed: int) -> Result:
+    """Train once and evaluate every held-out protein; returns a line of the results.
 
-
-def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[str, Any]:
-    """Train once and evaluate every held-out protein; returns a line of the results."""
-    held_out = SequenceStore(prepared / "validation_lmdb")
+    Raises:
+        BenchError: if there are results for different held-out proteins, or the training fails.
+    """
     config = compose("train", [*ALONE, *overrides])
+    prepared = Path(config.data.prepared_dir)
+    held_out = SequenceStore(prepared / "validation_lmdb")
+    if any(result["held_out"] != held_out.digest for result in read_results()):
+        raise BenchError(f"{RESULTS}: has results for different held-out proteins; remove the old")
     with tempfile.TemporaryDirectory() as folder:
-        cpu_seconds, seconds = train(overrides, seed, prepared, Path(folder))
+        cpu_seconds, seconds = train(overrides, seed, Path(folder))
         model_dir = Path(folder) / config.paradigm.name / "model"
-        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+        with ProcessPoolExecutor(1, SPAWN) as alone:  # the control makes its process causal
             nats, residues, longest = alone.submit(bound, model_dir, prepared).result()
     counted = counted_nats(prepared, longest)
     clusters = clusters_of(held_out)
@@ -165,59 +158,21 @@ def run(name: str, overrides: Sequence[str], seed: int, prepared: Path) -> dict[
     }
 
 
-def read_results() -> list[dict[str, Any]]:
-    """All lines of the results.
-
-    Raises:
-        BenchError: a line is no whole result.
-    """
+def read_results() -> list[Result]:
+    """All lines of the results."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    results = []
-    for number, line in enumerate(lines, 1):
-        try:
-            results.append({**json.loads(line)})
-        except (ValueError, TypeError):
-            raise BenchError(f"{RESULTS}, line {number}: incomplete result; remove it") from None
-    return results
+    return [json.loads(line) for line in lines]
 
 
-def require_same_proteins(results: Sequence[dict[str, Any]], held_out: str) -> None:
-    """Raise `BenchError` if results are for proteins with another digest than `held_out`."""
-    if any(result["held_out"] != held_out for result in results):
-        raise BenchError(f"{RESULTS}: has results for different held-out proteins; remove the old")
-
-
-def is_there(results: Sequence[dict[str, Any]], result: Mapping[str, Any]) -> bool:
-    """Whether the results contain the same entry, seed and settings."""
-    keys = ("entry", "seed", "settings")
-    return any(all(known[key] == result[key] for key in keys) for known in results)
-
-
-def keep(result: dict[str, Any]) -> None:
-    """Add a result, unless another process has added the same one in the meantime."""
-    with locked(RESULTS.with_suffix(".lock"), f"{RESULTS}: is being written"):
-        results = read_results()
-        if not is_there(results, result):
-            lines = (json.dumps(each) + "\n" for each in (*results, result))
-            write_text(RESULTS, "".join(lines))
-
-
-def results_of(
-    name: str, overrides: Sequence[str], results: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def results_of(name: str, overrides: Sequence[str], results: Sequence[Result]) -> list[Result]:
     """The results of an entry with its current settings."""
     settings = settings_digest(overrides)
     return [r for r in results if (r["entry"], r["settings"]) == (name, settings)]
 
 
-def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]]) -> str:
-    """Results of the entries with their current settings as a Markdown table, the best last.
-
-    Raises:
-        BenchError: if they are of different held-out proteins.
-    """
+def table(entries: Mapping[str, Sequence[str]], results: Sequence[Result]) -> str:
+    """Results of the entries with their current settings as a Markdown table, the best last."""
     rows = []
-    require_same_proteins(results, results[0]["held_out"] if results else "")
     for name, overrides in entries.items():
         own = results_of(name, overrides, results)
         if not own:
@@ -232,7 +187,7 @@ def table(entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]
 
 
 def difference(
-    entries: Mapping[str, Sequence[str]], results: Sequence[dict[str, Any]], pair: Sequence[str]
+    entries: Mapping[str, Sequence[str]], results: Sequence[Result], pair: Sequence[str]
 ) -> str:
     """Mean difference of log perplexity of two entries over their common seeds, in nats.
 
@@ -254,7 +209,7 @@ def difference(
 
 def curve(
     entries: Mapping[str, Sequence[str]],
-    results: Sequence[dict[str, Any]],
+    results: Sequence[Result],
     names: Sequence[str],
     at: Sequence[float],
 ) -> str:
@@ -269,18 +224,15 @@ def curve(
     seconds = np.array([mean(r["cpu_seconds"] for r in each) for each in own])
     nats = np.log([mean(r["perplexity"] for r in each) for each in own])
 
-    def law(constants: Values, c: Values) -> Values:
-        limit, scale, power = constants
+    def law(c: Values, limit: float, scale: float, power: float) -> Values:
         return np.asarray(limit + scale * (c / seconds[0]) ** -power)
 
-    start = np.array([nats.min(), np.ptp(nats), 0.5])
-    fit = least_squares(lambda constants: law(constants, seconds) - nats, start, ftol=1e-14).x
-    lines = [f"{len(own)} entries: L = {fit[0]:.3f} nats ({exp(fit[0]):.2f}), b = {fit[2]:.2f}"]
-    points = [*seconds, *at]
-    lines += [
-        f"{point:,.0f} CPU seconds: {exp(value):.3f}"
-        for point, value in zip(points, law(fit, np.array(points)), strict=True)
-    ]
+    constants, _ = curve_fit(law, seconds, nats, (nats.min(), np.ptp(nats), 0.5), ftol=1e-14)
+    limit, _, power = constants
+    lines = [f"{len(own)} entries: L = {limit:.3f} nats ({exp(limit):.2f}), b = {power:.2f}"]
+    points = np.array([*seconds, *at])
+    for point, value in zip(points, law(points, *constants), strict=True):
+        lines.append(f"{point:,.0f} CPU seconds: {exp(value):.3f}")
     return "\n".join(lines)
 
 
@@ -289,7 +241,6 @@ def main() -> None:
     made = parser("speedrun.run", __doc__)
     made.add_argument("entries", nargs="*", help="names in entries.yaml")
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    made.add_argument("--prepared", type=Path, default=Path("runs/uniprot_20k/data"))
     made.add_argument("--all", action="store_true", help="run every entry")
     made.add_argument("--difference", nargs=2, metavar="ENTRY", help="print the first − the second")
     made.add_argument("--curve", nargs="+", metavar="ENTRY", help="fit bound to CPU seconds")
@@ -297,33 +248,28 @@ def main() -> None:
     made.add_argument("--table", action="store_true", help="print the results")
     options = made.parse_args()
     known = yaml.safe_load(ENTRIES.read_text())
-    if options.all:
-        options.entries = [*known]
-    asked = (options.entries, options.table, options.difference, options.curve)
-    if not any(asked):
-        made.error("name an entry, or pass --all, --table, --difference or --curve")
-    for name in [*options.entries, *(options.difference or ()), *(options.curve or ())]:
+    entries = [*known] if options.all else options.entries
+    for name in [*entries, *(options.difference or ()), *(options.curve or ())]:
         if name not in known:
             raise BenchError(f"there is no entry {name!r}; the entries are {', '.join(known)}")
-    digests = {name: settings_digest(known[name]) for name in options.entries}
     for seed in options.seeds:
-        for name in options.entries:
-            of_this = {"entry": name, "seed": seed, "settings": digests[name]}
-            results = read_results()
-            if is_there(results, of_this):
+        for name in entries:
+            overrides = known[name]
+            if any(
+                result["seed"] == seed for result in results_of(name, overrides, read_results())
+            ):
                 continue
-            prepared = data_of(known[name], options.prepared)
-            held_out = SequenceStore(prepared / "validation_lmdb")
-            require_same_proteins(results, held_out.digest)
-            result = run(name, known[name], seed, prepared)
-            keep(result)
+            result = run(name, overrides, seed)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(result) + "\n")
             say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")
+    results = read_results()
     if options.table:
-        print(table(known, read_results()))
+        print(table(known, results))
     if options.difference:
-        print(difference(known, read_results(), options.difference))
+        print(difference(known, results, options.difference))
     if options.curve:
-        print(curve(known, read_results(), options.curve, options.at))
+        print(curve(known, results, options.curve, options.at))
 
 
 if __name__ == "__main__":
