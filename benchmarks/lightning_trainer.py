@@ -29,9 +29,6 @@ SequenceData: Any = _example["SequenceData"]
 class PaddedModule(SequenceModule):  # type: ignore[misc]  # loaded above
     """The example's module with a `PaddedDiT` on batches of a `PaddingCollator`."""
 
-    def on_fit_start(self) -> None:
-        """There is no packed loader whose FLOPs could be counted."""
-
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         # Not by the trainer's "bf16-mixed", which refuses to clip beside a fused AdamW.
         low = self.precision == "bf16"

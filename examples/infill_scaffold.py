@@ -23,33 +23,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fill in a scaffold around a motif.")
     parser.add_argument("protein", type=Path, nargs="?", default=PROTEIN, help="FASTA, its first")
     parser.add_argument("output", type=Path, nargs="?", default=Path("runs/scaffold"))
-    shipped = "examples/pretrained"
-    parser.add_argument("--model", default=shipped, help="folder, or models:/NAME@ALIAS")
+    parser.add_argument("--model", default="examples/pretrained", help="or models:/NAME@ALIAS")
     parser.add_argument("--keep", default="60-80", help="positions, such as 5-20,31,60-80")
     parser.add_argument("--number", type=int, default=8, help="of designs")
-    parser.add_argument("--steps", type=int, default=None, help="of the sampler")
+    parser.add_argument("--steps", type=int, help="of the sampler")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
     record = next(iter(read_fasta(options.protein)))
     natural = decode(record.tokens)
     template = template_of(natural, options.keep)
-    print(
-        f"{record.name}: {template.count('_')} of {len(natural)} residues are filled in\n{template}"
-    )
+    filled = template.count("_")
+    print(f"{record.name}: {filled} of {len(natural)} residues are filled in\n{template}")
 
     model = load_model(options.model)
     designs = model.infill(template, options.number, steps=options.steps, seed=options.seed)
     scores = model.score(designs)
-    ranked = sorted(zip(designs, scores, strict=True), key=lambda pair: pair[1].nats)
     records = []
-    for rank, (design, score) in enumerate(ranked, start=1):
-        alike = sum(ours == theirs for ours, theirs in zip(design, natural, strict=True))
-        header = (
-            f"design_{rank} perplexity={score.perplexity:.3f} identity={alike / len(natural):.2f}"
+    for design, score in sorted(zip(designs, scores, strict=True), key=lambda pair: pair[1].nats):
+        identity = sum(map(str.__eq__, design, natural)) / len(natural)
+        rank = f"design_{len(records) + 1}"
+        records.append(
+            (f"{rank} perplexity={score.perplexity:.3f} identity={identity:.2f}", design)
         )
-        records.append((header, design))
-        print(f">{header}\n{design}")
+        print(f">{records[-1][0]}\n{design}")
     options.output.mkdir(parents=True, exist_ok=True)
     write_fasta(options.output / "designs.fasta", records)
 
@@ -64,9 +61,7 @@ def template_of(protein: str, keep: str) -> str:
         kept.update(range(int(first), int(last or first) + 1))
     if not kept <= set(range(1, len(protein) + 1)):
         raise DataError(f"--keep {keep}: the protein has the positions 1 to {len(protein)}")
-    return "".join(
-        letter if place in kept else "_" for place, letter in enumerate(protein, start=1)
-    )
+    return "".join(x if place in kept else "_" for place, x in enumerate(protein, start=1))
 
 
 if __name__ == "__main__":

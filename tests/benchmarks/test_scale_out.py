@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.scale_out import (
-    PEAK,
-    Network,
-    bubble,
-    cost_of,
-    row_seconds,
-    step_of,
-)
+from benchmarks.scale_out import PEAK, Network, bubble, cost_of, row_seconds, step_of
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
@@ -27,18 +20,15 @@ def parameters() -> int:
 
 def test_traffic_is_the_parameters_twice_and_the_gradients_once() -> None:
     step = step_of(CONFIG, shard=8, tokens=1000, network=NO_DELAY)
-    size = parameters()
-    assert step.gathered == pytest.approx(2 * 7 / 8 * 2 * size)
-    assert step.reduced == pytest.approx(7 / 8 * 4 * size)
-    assert step.all_reduced == 0
-    assert step.network_seconds == pytest.approx((step.gathered + step.reduced) / 450e9)
+    assert step.volume == pytest.approx(7 / 8 * (2 * 2 + 4) * parameters())
+    assert step.network_seconds == pytest.approx(step.volume / 450e9)
 
 
 def test_a_hybrids_copies_sum_their_shards_over_the_adapters() -> None:
     alone = step_of(CONFIG, shard=8, tokens=1000, network=NO_DELAY)
     hybrid = step_of(CONFIG, shard=8, replicate=4, tokens=1000, network=NO_DELAY)
     sent = 2 * 3 / 4 * 4 * parameters() / 8
-    assert hybrid.all_reduced == pytest.approx(sent)
+    assert hybrid.volume - alone.volume == pytest.approx(sent)
     extra = hybrid.network_seconds - alone.network_seconds
     assert extra == pytest.approx(sent / 50e9)
 
@@ -46,7 +36,7 @@ def test_a_hybrids_copies_sum_their_shards_over_the_adapters() -> None:
 def test_at_the_tokens_to_hide_the_backwards_traffic_takes_as_long_as_its_compute() -> None:
     step = step_of(CONFIG, shard=8, tokens=1000, network=NO_DELAY)
     there = step_of(CONFIG, shard=8, tokens=round(step.tokens_to_hide), network=NO_DELAY)
-    backward = there.gathered / 2 + there.reduced
+    backward = there.volume * 3 / 4  # the parameters once, of two bytes, and the gradients of four
     assert backward / 450e9 == pytest.approx(there.compute_seconds * 2 / 3, rel=1e-3)
     # Without attention, modulation and embeddings it would be 1.5·F/W.
     assert step.tokens_to_hide == pytest.approx(1.5 * 0.5 * PEAK / 450e9, rel=0.2)
