@@ -32,7 +32,6 @@ from benchmarks.measure import (
 from benchmarks.workload import workload_of
 from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.model.attention import HALF_PRECISION, packed_attention
-from d2plm.training.throughput import known_peak
 
 PACKED = "packed"
 PADDED = "padded to the longest"
@@ -59,86 +58,66 @@ def bench_attention(given: argparse.Namespace) -> list[Row]:
     """
     place = torch.device(resolve_device(given.device))
     dtype = resolve_precision(given.precision, place)
-    heads, size = given.heads, given.head_size
     layout = {"token_budget": given.token_budget, "max_length": given.max_length}
     with workload_of(PROTEINS, {}, **layout) as workload:
         batches = workload.batches(BATCHES)
     bounds = [batch.cu_seqlens.unique_consecutive().tolist() for batch in batches]
 
     def prepared(bounds: list[int], seed: int, segments: int) -> dict[str, Prepared]:
-        inputs = random_inputs(bounds[-1], (heads, size), seed, place, dtype)
+        inputs = random_inputs((bounds[-1], given.heads, given.head_size), seed, place, dtype)
         return implementations(bounds, inputs, segments, batches[0].max_seqlen)
 
     few = [bound for bound in bounds[0] if bound <= CHECKED]
-    found = errors(prepared(few, BATCHES, len(few)), few)
-    exact = error_rows(found, LOW_PRECISION if dtype in HALF_PRECISION else EXACT)
+    tolerance = LOW_PRECISION if dtype in HALF_PRECISION else EXACT
+    error = largest_error(prepared(few, BATCHES, len(few)), few, tolerance)
     every = [prepared(bounds[i], i, batch.num_segments) for i, batch in enumerate(batches)]
-    for name in every[0]:
-        for of_batch in every:
-            results(of_batch[name])  # warms up
 
     def turn(name: str, number: int) -> None:
         for step in range(number * given.steps, (number + 1) * given.steps):
             results(every[step % BATCHES][name])
 
+    for number in range(BATCHES):
+        for name in every[0]:
+            turn(name, number)  # warms up
     works = {name: partial(turn, name) for name in every[0]}
     seconds = alternate(works, given.turns, cuda=place.type == "cuda")
-    taken = [batches[step % BATCHES] for step in range(given.turns * given.steps)]
-    lengths = [length for batch in taken for length in batch.sequence_lengths()]
-    squares = sum(length**2 for length in lengths) / given.turns
-    teraflops, rows = 12 * heads * size * squares / 1e12, list[Row]()
-    for name, times in seconds.items():
-        time = median(times)
-        rows.append(Row(name, sum(lengths) / given.turns / time, rate_unit(place)))
-        rows.append(Row(f"{name}: model FLOP/s", teraflops / time, "TFLOP/s"))
-        if (peak := known_peak(place, dtype)) is not None:
-            fraction = 100 * teraflops / time / peak
-            rows.append(Row(f"{name}, of {peak:g} TFLOP/s (datasheet)", fraction, "%"))
-        if name != PACKED:
-            rows.append(ratio_row(f"{name} ÷ {PACKED}", times, seconds[PACKED]))
-    return rows + exact
-
-
-def error_rows(found: dict[str, float], tolerance: float) -> list[Row]:
-    """Errors against fp64 as rows.
-
-    Raises:
-        BenchError: if one is not within the tolerance.
-    """
-    rows = []
-    for name, error in found.items():
-        what = f"{name}: output and gradients against fp64"
-        rows.append(Row(what, error, "relative", tolerance, at_most=True))
-        if not rows[-1].met:
-            raise BenchError(
-                f"attention, {name}: outputs or gradients differ from fp64 by {error:g} (allowed: "
-                f"{tolerance:g}); no times are reported"
-            )
-    return rows
+    taken = (batches[step % BATCHES] for step in range(given.turns * given.steps))
+    tokens = sum(sum(batch.sequence_lengths()) for batch in taken) / given.turns
+    rows = [Row(name, tokens / median(times), rate_unit(place)) for name, times in seconds.items()]
+    for name in [*seconds][1:]:
+        rows.append(ratio_row(f"{name} ÷ {PACKED}", seconds[name], seconds[PACKED]))
+    what = "largest error of outputs and gradients against fp64"
+    return [*rows, Row(what, error, "relative", tolerance, at_most=True)]
 
 
 def random_inputs(
-    tokens: int, sizes: tuple[int, int], seed: int, device: torch.device, dtype: torch.dtype
+    shape: tuple[int, int, int], seed: int, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
     """Queries, keys, values and the output's gradient: [T, H, K]."""
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (tokens, *sizes)
     return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
 
 
-def errors(prepared: dict[str, Prepared], bounds: list[int]) -> dict[str, float]:
-    """The largest relative error of each exact implementation."""
-    packed, _ = prepared[PACKED]
-    expected = results(_one_by_one(bounds, [tensor.cpu().double() for tensor in packed]))
-    found = {}
-    for name, one in prepared.items():
-        if name != UNMASKED:
-            tensors = [as_packed(name, tensor, bounds) for tensor in results(one)]
-            found[name] = max(
-                float((tensor.cpu().double() - true).norm() / true.norm())
-                for tensor, true in zip(tensors, expected, strict=True)
-            )
-    return found
+def largest_error(prepared: dict[str, Prepared], bounds: list[int], tolerance: float) -> float:
+    """The largest relative error of outputs and gradients against fp64.
+
+    Raises:
+        BenchError: if it is not within the tolerance.
+    """
+    packed = [tensor.cpu().double() for tensor in prepared[PACKED][0]]
+    expected = results(implementations(bounds, packed, len(bounds), bounds[-1])[ALONE])
+    largest = 0.0
+    for name in prepared.keys() - {UNMASKED}:
+        for found, true in zip(results(prepared[name]), expected, strict=True):
+            flat = as_packed(name, found, bounds).cpu().double()
+            error = float((flat - true).norm() / true.norm())
+            if not error <= tolerance:
+                raise BenchError(
+                    f"attention, {name}: outputs or gradients differ from fp64 by {error:g} "
+                    f"(allowed: {tolerance:g}); no times are reported"
+                )
+            largest = max(largest, error)
+    return largest
 
 
 def implementations(
@@ -147,45 +126,33 @@ def implementations(
     """Every implementation with its inputs, by name; `PACKED` is the first."""
     tight = torch.tensor(bounds, dtype=torch.int32, device=packed[0].device)
     cu_seqlens = F.pad(tight, (0, segments + 1 - len(bounds)), value=bounds[-1])
-    return {
-        PACKED: (packed, lambda q, k, v: packed_attention(q, k, v, cu_seqlens, max_seqlen)),
-        **_padded(bounds, packed),
-        ALONE: _one_by_one(bounds, packed),
-    }
+    keep, cuda = _is_token(tight), tight.is_cuda
+    rows = [tensor.new_zeros(*keep.shape, *tensor.shape[1:]) for tensor in packed]
+    # [B, H, L, K], views as a model has them.
+    padded = [b.index_put((keep,), a).transpose(1, 2) for a, b in zip(packed, rows, strict=True)]
+    mask = None if cuda else keep[:, None, None]
 
-
-def _padded(bounds: list[int], packed: list[Tensor]) -> dict[str, Prepared]:
-    keep = _is_token(bounds, packed[0].device)
-    padded = []
-    for tensor in packed:
-        rows = tensor.new_zeros(*keep.shape, *tensor.shape[1:])
-        rows[keep] = tensor
-        padded.append(rows.transpose(1, 2))  # [B, H, L, K], a view as a model has it
-    if keep.device.type == "cuda":
-        return {UNMASKED: (padded, F.scaled_dot_product_attention)}
-    masked = partial(F.scaled_dot_product_attention, attn_mask=keep[:, None, None, :])
-    return {PADDED: (padded, masked)}
-
-
-def _one_by_one(bounds: list[int], packed: list[Tensor]) -> Prepared:
-    # cuDNN, the first choice on Hopper, compiles a graph for every length.
-    on_cuda = packed[0].device.type == "cuda"
-
-    def attend(*qkv_THK: Tensor) -> Tensor:
+    def one_by_one(*qkv_THK: Tensor) -> Tensor:
         outputs = []
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if on_cuda else nullcontext():
+        # cuDNN, the first choice on Hopper, compiles a graph for every length.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if cuda else nullcontext():
             for start, stop in pairwise(bounds):
                 q, k, v = (x[start:stop].transpose(0, 1)[None] for x in qkv_THK)
                 outputs.append(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    return packed, attend
+    in_one = partial(F.scaled_dot_product_attention, attn_mask=mask)
+    return {
+        PACKED: (packed, lambda q, k, v: packed_attention(q, k, v, cu_seqlens, max_seqlen)),
+        UNMASKED if cuda else PADDED: (padded, in_one),
+        ALONE: (packed, one_by_one),
+    }
 
 
-def _is_token(bounds: list[int], device: torch.device) -> Tensor:
+def _is_token(bounds: Tensor) -> Tensor:
     """bool [B, L]: the slots of a padded batch that hold a token."""
-    lengths = torch.tensor(bounds, device=device).diff()
-    return torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+    lengths = bounds.diff()
+    return torch.arange(int(lengths.max()), device=bounds.device) < lengths[:, None]
 
 
 def results(prepared: Prepared) -> list[Tensor]:
@@ -198,9 +165,8 @@ def results(prepared: Prepared) -> list[Tensor]:
 
 def as_packed(name: str, tensor: Tensor, bounds: list[int]) -> Tensor:
     """An implementation's result in the packed layout [T, H, K]."""
-    if name != PADDED:
-        return tensor
-    return tensor.transpose(1, 2)[_is_token(bounds, tensor.device)]
+    keep = _is_token(torch.tensor(bounds, device=tensor.device))
+    return tensor.transpose(1, 2)[keep] if name == PADDED else tensor
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ much of the rest the model itself causes. Data are random, because products of z
     python -m benchmarks.ceiling --model 450m --tokens 65536
 """
 
+import argparse
+
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
@@ -14,68 +16,43 @@ from benchmarks.measure import Row, parser, publish
 from benchmarks.workload import model_settings
 from d2plm.core.precision import resolve_device, resolve_precision
 from d2plm.model.dit_config import DiTConfig
-from d2plm.training.throughput import known_peak
 
 SECONDS = 0.2  # spent on each measurement
+SIDE = {"cpu": 1024, "cuda": 8192}  # of the square matrices whose product stands for the peak
+COPIED = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes
 
 
-def seconds_of(statement: str, *tensors: Tensor) -> float:
-    """Median time of a statement about tensors `a` and `b`."""
-    named = dict(zip("ab", tensors, strict=True))
-    timer = Timer(statement, "import torch", globals=named, num_threads=torch.get_num_threads())
+def seconds_of(statement: str, a: Tensor, b: Tensor) -> float:
+    """Median time of a statement about two tensors."""
+    names = {"torch": torch, "a": a, "b": b}
+    timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=SECONDS).median)
 
 
-def bench_ceiling(config: DiTConfig, tokens: int, side: int, copied: int, device: str) -> list[Row]:
-    """Rates of matrix products and copies.
+def bench_ceiling(given: argparse.Namespace) -> list[Row]:
+    """Rates of a square product, of all products of a block and its backward, and of a copy."""
+    config, tokens = DiTConfig(**model_settings(given.model)), given.tokens
+    device = torch.device(resolve_device(given.device))
+    dtype, side = resolve_precision("auto", device), SIDE[device.type]
 
-    For each matrix of a block, the product of the forward and the two of the backward are measured;
-    the large square product stands for the peak.
+    def random(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, device=device, dtype=dtype)
 
-    Args:
-        side: of the square matrices.
-        copied: bytes.
-    """
-    place = torch.device(resolve_device(device))
-    dtype = resolve_precision("auto", place)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=place, dtype=dtype)
-
-    def rate(left: Tensor, right: Tensor) -> float:
-        flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        return flops / seconds_of("torch.mm(a, b)", left, right) / 1e12
-
+    took = seconds_of("torch.mm(a, b)", random(side, side), random(side, side))
+    rows = [Row(f"a matrix product of {side:,}³", 2 * side**3 / took / 1e12, "TFLOP/s")]
     width, inner = config.hidden_size, config.intermediate_size
     up = 2 * inner if config.feed_forward == "swiglu" else inner
-    matrices = {
-        "queries, keys and values": (width, 3 * width),
-        "attention's output": (width, width),
-        "feed-forward up": (width, up),
-        "feed-forward down": (inner, width),
-    }
-    largest = rate(random(side, side), random(side, side))
-    rows = [Row(f"matrix product of {side:,}³", largest, "TFLOP/s")]
-    peak = known_peak(place, dtype)
-    if peak is not None:
-        rows.append(Row("the same, of the datasheet's", 100 * largest / peak, "%"))
     flops = took = 0.0
-    for name, (inputs, outputs) in matrices.items():
+    for inputs, outputs in ((width, 3 * width), (width, width), (width, up), (inner, width)):
         x, weight, grad = random(tokens, inputs), random(outputs, inputs), random(tokens, outputs)
-        products = {
-            "forward": (x, weight.t()),
-            "backward, input": (grad, weight),
-            "backward, weight": (grad.t(), x),
-        }
-        for part, (left, right) in products.items():
-            found = rate(left, right)
-            rows.append(Row(f"{name}, {part}", found, "TFLOP/s"))
+        for left, right in ((x, weight.t()), (grad, weight), (grad.t(), x)):
+            took += seconds_of("torch.mm(a, b)", left, right)
             flops += 2 * tokens * inputs * outputs
-            took += 2 * tokens * inputs * outputs / found
-    rows.append(Row(f"all products of a block, {tokens:,} tokens", flops / took, "TFLOP/s"))
-    source = torch.randint(256, (copied,), device=place, dtype=torch.uint8)
+    what = f"all products of a block, {tokens:,} tokens"
+    rows.append(Row(what, flops / took / 1e12, "TFLOP/s"))
+    source = torch.randint(256, (COPIED[device.type],), device=device, dtype=torch.uint8)
     copy = seconds_of("a.copy_(b)", torch.empty_like(source), source)
-    rows.append(Row("copy, bytes read and written", 2 * copied / copy / 1e12, "TB/s"))
+    rows.append(Row("a copy, bytes read and written", 2 * len(source) / copy / 1e12, "TB/s"))
     return rows
 
 
@@ -85,11 +62,8 @@ def main() -> None:
     made.add_argument("--model", default="450m", help="a file of configs/model")
     made.add_argument("--tokens", type=int, default=65_536, help="of a micro-batch")
     made.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    made.add_argument("--side", type=int, default=8192, help="of the square matrices")
-    made.add_argument("--copied", type=int, default=1 << 32, help="bytes")
     given = made.parse_args()
-    config = DiTConfig(**model_settings(given.model))
-    publish(given, bench_ceiling(config, given.tokens, given.side, given.copied, given.device))
+    publish(given, bench_ceiling(given))
 
 
 if __name__ == "__main__":

@@ -35,14 +35,12 @@ ATTENDED = 450.0  # tokens that a token attends to, Σl²/Σl of UniRef50 croppe
 GATHERED, REDUCED = 2, 4  # bytes of a parameter that is gathered (bf16), and of a gradient (fp32)
 
 # For `dimensions_table`: the model, tokens of its row, and tokens that a token attends to.
+THREE_B = model_settings("3b")
+ESM_15B = {"hidden_size": 5120, "num_hidden_layers": 48, "intermediate_size": 13_824}
 CASES = {
-    "3 B": (model_settings("3b"), 1024, ATTENDED),
-    "15 B": (  # the depth and width of ESM-2 15B
-        {**model_settings("3b"), "hidden_size": 5120, "num_hidden_layers": 48}
-        | {"intermediate_size": 13_824},
-        *(1024, ATTENDED),
-    ),
-    "3 B, 32 k": ({**model_settings("3b"), "max_position_embeddings": 32_768}, 32_768, 32_768.0),
+    "3 B": (THREE_B, 1024, ATTENDED),
+    "15 B": (THREE_B | ESM_15B, 1024, ATTENDED),
+    "3 B, 32 k": (THREE_B | {"max_position_embeddings": 32_768}, 32_768, 32_768.0),
 }
 TOKENS_OF_A_GPU, TOKENS_OF_A_STEP = 16_384, 1 << 22
 MEMORY = 0.92 * 141e9 / GIB  # of an H200, less the framework's own
@@ -97,18 +95,12 @@ NETWORK = Network()
 
 
 class Step(NamedTuple):
-    """Traffic and compute of one GPU in a step of one micro-batch.
+    """Traffic and compute of one GPU in a step of one micro-batch."""
 
-    Attributes:
-        volume: bytes of the traffic: parameters in bf16, gradients in fp32.
-        network_seconds, compute_seconds: times of this traffic and of the model's FLOPs.
-        tokens_to_hide: tokens per GPU from which compute hides the traffic of every block.
-    """
-
-    volume: float
+    volume: float  # bytes: parameters in bf16, gradients in fp32
     network_seconds: float
     compute_seconds: float
-    tokens_to_hide: float
+    tokens_to_hide: float  # per GPU, from which compute hides the traffic of every block
 
 
 def step_of(
@@ -197,18 +189,6 @@ def row_seconds(
     return seconds
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Fraction of a step in which a stage waits (Narayanan et al., arXiv:2104.04473, §2.2)."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
-class Cost(NamedTuple):
-    """Memory of a GPU in GiB, and the fraction of a step in which it waits."""
-
-    memory: float
-    waiting: float
-
-
 def cost_of(
     config: DiTConfig,
     plan: Plan,
@@ -218,14 +198,15 @@ def cost_of(
     tokens: int,
     attended: float,
     network: Network = NETWORK,
-) -> Cost:
-    """What a step costs under a resolved `plan`, with every block recomputed.
+) -> tuple[float, float]:
+    """GiB of a GPU and the fraction of a step in which it waits, with every block recomputed.
 
     The traffic of rows is waited for, that of parameters and gradients only as far as it exceeds
     the compute that overlaps it.
 
     Args:
-        stages: of a pipeline; the plan is that of one stage.
+        stages: of a pipeline; the plan, a resolved one, is that of one stage. A stage waits while
+            the pipeline fills and drains (Narayanan et al., arXiv:2104.04473, §2.2).
         tokens: of a GPU and step.
     """
     layers, rows = config.num_hidden_layers // stages, tokens * plan.row_ranks
@@ -254,12 +235,11 @@ def cost_of(
     waiting += micro_batches * row_seconds(
         part, tensor=plan.tensor, context=plan.context, tokens=row, network=network
     )
-    idle = bubble(stages, micro_batches)
-    return Cost(held / GIB, 1 - (1 - idle) * compute / (compute + waiting))
+    busy = micro_batches / (micro_batches + stages - 1)
+    return held / GIB, 1 - busy * compute / (compute + waiting)
 
 
-# (tensor, context, stages)
-DIMENSIONS = {
+DIMENSIONS = {  # tensor, context, stages
     "data": (1, 1, 1),
     "tensor 2": (2, 1, 1),
     "tensor 8": (8, 1, 1),
@@ -307,9 +287,8 @@ def _cell(case: str, count: int, tensor: int, context: int, stages: int) -> str:
         )
         for shard in {ranks, min(max(NETWORK.gpus // (tensor * context), 1), ranks)}
     ]
-    best = min(costs, key=lambda cost: (cost.memory > MEMORY, cost.waiting))
-    fits = "" if best.memory <= MEMORY else "**too much**: "
-    return f"{fits}{best.memory:.0f} GiB, {best.waiting:.1%}"
+    memory, waiting = min(costs, key=lambda cost: (cost[0] > MEMORY, cost[1]))
+    return f"{memory:.0f} GiB, {waiting:.1%}"
 
 
 def memory_table(sizes: Sequence[str] = SIZES, *, checkpointing: int = 0) -> str:
