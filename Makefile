@@ -85,19 +85,18 @@ bench: $(TOOLS) ## Measure the tables of docs/performance.md on this machine (an
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
 	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
 	$(BIN)/python -m benchmarks.step --model 2m --threads 1 --turns 30 --output $(BENCH)/step.json
-	$(BIN)/python -m benchmarks.latency --output $(BENCH)/latency.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
-	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --states idle busy --output $(BENCH)/peers_short.json
+	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --turns 8 --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
 
 speedrun: $(STAMP) ## Run the entries missing from benchmarks/speedrun/results.jsonl and print the table of docs/performance.md (hours)
 	$(BIN)/d2plm prepare experiment=uniprot_20k
-	$(BIN)/python -m benchmarks.speedrun.fortieth --folder runs/fortieth
+	$(BIN)/python -m benchmarks.speedrun.fortieth
 	$(BIN)/python -m benchmarks.speedrun.run --all --table
 
 families: $(STAMP) ## Adapt the model of uniprot_20k to its ten largest families and print the table of docs/family.md (40 minutes)
 	$(BIN)/d2plm pipeline run experiment=uniprot_20k
-	$(BIN)/python -m benchmarks.families --model runs/uniprot_20k/model
+	$(BIN)/python -m benchmarks.families
 
 lint: $(TOOLS) ## Check format, style, types and Dockerfiles
 	$(BIN)/ruff format --check .

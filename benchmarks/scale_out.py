@@ -193,7 +193,6 @@ def cost_of(
     config: DiTConfig,
     plan: Plan,
     *,
-    stages: int = 1,
     micro_batches: int = 1,
     tokens: int,
     attended: float,
@@ -202,44 +201,37 @@ def cost_of(
     """GiB of a GPU and the fraction of a step in which it waits, with every block recomputed.
 
     The traffic of rows is waited for, that of parameters and gradients only as far as it exceeds
-    the compute that overlaps it.
+    the compute that overlaps it; and a pipeline's stage waits while the pipeline fills and drains
+    (Narayanan et al., arXiv:2104.04473, §2.2).
 
     Args:
-        stages: of a pipeline; the plan, a resolved one, is that of one stage. A stage waits while
-            the pipeline fills and drains (Narayanan et al., arXiv:2104.04473, §2.2).
+        plan: resolved.
         tokens: of a GPU and step.
     """
-    layers, rows = config.num_hidden_layers // stages, tokens * plan.row_ranks
-    part = DiTConfig(**{**config.settings(), "num_hidden_layers": layers})
-    row = rows * stages // micro_batches
-    two, four = (
-        memory_per_rank(
-            DiTConfig(**{**config.settings(), "num_hidden_layers": blocks}),
-            plan,
-            tokens=row,
-            segments=max(round(row / attended), 1),
-            dtype=torch.bfloat16,
-            micro_batches=micro_batches,
-        )
-        for blocks in (2, 4)
+    layers = config.num_hidden_layers // plan.pipeline
+    stage = DiTConfig(**{**config.settings(), "num_hidden_layers": layers})
+    row = tokens * plan.tensor * plan.context * plan.pipeline // micro_batches
+    held = memory_per_rank(
+        config,
+        plan,
+        tokens=row,
+        segments=max(round(row / attended), 1),
+        dtype=torch.bfloat16,
+        micro_batches=micro_batches,
     )
-    # Every part grows evenly with the blocks: counting two sizes is enough, and faster.
-    totals = [m.total + (min(stages, micro_batches) - 1) * m.activations for m in (two, four)]
-    held = totals[0] + (totals[1] - totals[0]) * (layers - 2) / 2
-    parameters = dit_without_memory(part).num_parameters() / plan.tensor
+    parameters = dit_without_memory(stage).num_parameters() / plan.tensor
     compute = tokens * flops_per_token(config, attended) * 4 / 3 / RATE  # forward twice
     spread = replace(network, gpus=max(network.gpus // plan.tensor, 1))
     shards = int(plan.shard) * plan.context
     gather, reduce = parameter_seconds(parameters, layers, shards, plan.replicate, spread)
     waiting = max(gather - compute / 4, 0) + max(gather + reduce - compute * 3 / 4, 0)
-    waiting += micro_batches * row_seconds(
-        part, tensor=plan.tensor, context=plan.context, tokens=row, network=network
-    )
-    busy = micro_batches / (micro_batches + stages - 1)
-    return held / GIB, 1 - busy * compute / (compute + waiting)
+    shared = {"tensor": plan.tensor, "context": plan.context}
+    waiting += micro_batches * row_seconds(stage, **shared, tokens=row, network=network)
+    busy = micro_batches / (micro_batches + plan.pipeline - 1)
+    return held.total / GIB, 1 - busy * compute / (compute + waiting)
 
 
-DIMENSIONS = {  # tensor, context, stages
+DIMENSIONS = {  # tensor, context, pipeline
     "data": (1, 1, 1),
     "tensor 2": (2, 1, 1),
     "tensor 8": (8, 1, 1),
@@ -263,27 +255,24 @@ def dimensions_table() -> str:
     return Table(["model", "GPUs", *DIMENSIONS], rows).markdown()
 
 
-def _cell(case: str, count: int, tensor: int, context: int, stages: int) -> str:
+def _cell(case: str, count: int, tensor: int, context: int, pipeline: int) -> str:
     settings, needed, attended = CASES[case]
+    config = DiTConfig(**settings)
     tokens = min(max(TOKENS_OF_A_GPU, needed), TOKENS_OF_A_STEP // count)
-    ranks = count // (tensor * context * stages)
-    rows = tokens * tensor * context * stages // needed
+    ranks, rows = (
+        count // (tensor * context * pipeline),
+        tokens * tensor * context * pipeline // needed,
+    )
     if ranks == 0 or rows == 0:
         return "–"
+    sizes = {"tokens": tokens, "attended": attended}
+    sizes["micro_batches"] = min(4 * pipeline, rows) if pipeline > 1 else 1
+    dimensions = {"tensor": tensor, "context": context, "pipeline": pipeline}
     costs = [
         cost_of(
-            DiTConfig(**settings),
-            Plan(
-                replicate=ranks // shard,
-                shard=shard,
-                tensor=tensor,
-                context=context,
-                activation_checkpointing=1,
-            ),
-            stages=stages,
-            micro_batches=min(4 * stages, rows) if stages > 1 else 1,
-            tokens=tokens,
-            attended=attended,
+            config,
+            Plan(replicate=ranks // shard, shard=shard, activation_checkpointing=1, **dimensions),
+            **sizes,
         )
         for shard in {ranks, min(max(NETWORK.gpus // (tensor * context), 1), ranks)}
     ]

@@ -61,18 +61,13 @@ def inputs() -> list[str]:
 def variants() -> list[str]:
     """The notations of variants, and the columns of their tables."""
     wild = ", ".join(f"`{word}`" for word in sorted(WILD_TYPE))
+    letters = ("wild-type residue", "position", "mutant residue")
     columns = {
         "variants": variant_table.VARIANT_COLUMNS,
         "whole sequences": (*variant_table.SEQUENCE_COLUMNS, "sequence"),
         "measured effects": variant_table.MEASURED_COLUMNS,
         "names of proteins": variant_table.NAME_COLUMNS,
-        **dict(
-            zip(
-                ("wild-type residue", "position", "mutant residue"),
-                variant_table.LETTER_COLUMNS,
-                strict=True,
-            )
-        ),
+        **dict(zip(letters, variant_table.LETTER_COLUMNS, strict=True)),
     }
     return [
         *("| what | how it is written |", "|---|---|"),
@@ -88,6 +83,7 @@ TABLES = {"data.md": inputs, "family.md": variants}
 def commands() -> Iterator[str]:
     """Which commands take which sections, and the keys that the pipeline does not have."""
     pipeline = keys(PipelineSettings)
+    helps = {name: one.help for name, one in pipeline.items()}
     takes: dict[str, list[str]] = {}
     own: dict[str, list[str]] = {}
     for root, kind in SETTINGS.items():
@@ -98,7 +94,7 @@ def commands() -> Iterator[str]:
         elif sections:
             takes.setdefault(f"those of {' and '.join(sections)}", []).append(name)
         further = {k: one for k, one in known.items() if k not in pipeline and "." not in k}
-        twins = [k for k, one in further.items() if helped(pipeline, f"data.{k}") == one.help]
+        twins = [k for k, one in further.items() if helps.get(f"data.{k}") == one.help]
         if twins:
             said = f"as in data, {', '.join(f'`{key}`' for key in twins)}"
             takes.setdefault(said, []).append(name)
@@ -111,11 +107,6 @@ def commands() -> Iterator[str]:
     yield "\nFurther keys:\n"
     yield from sorted(f"{row} ({', '.join(own[row])})" for row in own)
     yield ""
-
-
-def helped(known: Mapping[str, Key], name: str) -> str | None:
-    """The sentence on a key, if there is one of that name."""
-    return known[name].help if name in known else None
 
 
 def sections() -> Iterator[str]:

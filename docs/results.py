@@ -65,15 +65,6 @@ def table(evaluation: Evaluation, seeds: dict[str, dict[str, float]]) -> str:
     return Table(heads, [*rows.values()]).markdown()
 
 
-def filled(text: str) -> str:
-    """Text of the page with the figures between its marks."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{PAGE}: has no mark {BEGIN.strip()} with an {END} after it")
-    return f"{before}{BEGIN}{text}\n{END}{after}"
-
-
 def main(folder: str = "runs/pretrained") -> None:
     """Write the model, the results and the pictures."""
     runs = {run.parent.name: run for run in sorted((ROOT / folder).glob("seed*/diffusion"))}
@@ -102,7 +93,8 @@ def main(folder: str = "runs/pretrained") -> None:
     SEEDS.write_text(json.dumps(seeds, indent=2) + "\n")
     shipped = read_evaluation(SHIPPED)
     assert shipped is not None
-    PAGE.write_text(filled(table(shipped, seeds)))
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{table(shipped, seeds)}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -47,8 +47,10 @@ FOLDER = Path(__file__).parent
 OWN_MODULE = autoregressive.__name__  # registers the control's paradigm
 ENTRIES, RESULTS = FOLDER / "entries.yaml", FOLDER / "results.jsonl"
 SETTINGS = ("data", "model", "paradigm", "trainer", "optimizer", "schedule")
-PLACES = ("input", "prepared_dir", "temporary_dir", "threads")  # do not determine the result
-OF_OTHER_ALPHABETS = ("alphabet", "near_duplicate_similarity", "overlap_share")
+NOT_IN_DIGEST = (  # of the data: places, and what other alphabets use
+    *("input", "prepared_dir", "temporary_dir", "threads"),
+    *("alphabet", "near_duplicate_similarity", "overlap_share"),
+)
 MASKS = 2  # draws for each held-out protein, the same for every entry
 BASELINE = "composition × 5-gram"
 Values = np.ndarray[Any, Any]
@@ -94,9 +96,9 @@ def bound(model_dir: Path, prepared: Path) -> tuple[Values, Values, int]:
 @cache
 def counted_nats(prepared: Path, max_residues: int) -> Values:
     """Nats of every held-out protein under `BASELINE`."""
-    train = SequenceStore(prepared / "train_lmdb")
-    counted = fit_baselines(train, max_residues=max_residues).scorers[BASELINE]
-    return np.array([counted(tokens) for tokens in held_out_proteins(prepared, max_residues)])
+    counted = fit_baselines(SequenceStore(prepared / "train_lmdb"), max_residues=max_residues)
+    proteins = held_out_proteins(prepared, max_residues)
+    return np.array([counted.scorers[BASELINE](tokens) for tokens in proteins])
 
 
 def held_out_proteins(prepared: Path, max_residues: int) -> list[Values]:
@@ -107,17 +109,16 @@ def held_out_proteins(prepared: Path, max_residues: int) -> list[Values]:
 def settings_digest(overrides: Sequence[str]) -> str:
     """Digest of all settings that the training depends on, uniprot_20k's included."""
     config = compose("train", [*ALONE, *overrides])
-    chosen = {
-        section: {
-            # Unused options are left out, so new ones leave the digests unchanged.
-            key: value
-            for key, value in asdict(getattr(config, section)).items()
-            if value is not None
-            and not (section == "data" and key in (*PLACES, *OF_OTHER_ALPHABETS))
+    chosen = {section: asdict(getattr(config, section)) for section in SETTINGS}
+    for key in NOT_IN_DIGEST:
+        del chosen["data"][key]
+    # Unused options are left out, so new ones leave the digests unchanged.
+    return digest_of(
+        {
+            section: {key: value for key, value in settings.items() if value is not None}
+            for section, settings in chosen.items()
         }
-        for section in SETTINGS
-    }
-    return digest_of(chosen)
+    )
 
 
 def run(name: str, overrides: Sequence[str], seed: int) -> Result:

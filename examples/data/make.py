@@ -10,10 +10,10 @@
 Pyrodigal (GPL-3.0) is used by this script only: it predicts the genes.
 """
 
-import argparse
 import gzip
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,21 +89,16 @@ def write(name: str, content: str) -> None:
     (FOLDER / name).write_bytes(gzip.compress(content.encode(), compresslevel=9, mtime=0))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verses", type=Path)
-    parser.add_argument("genomes", type=Path)
-    options = parser.parse_args()
-
-    documents = list(chapters(options.verses.read_text()))
+def main(verses: str, genomes: str) -> None:
+    documents = list(chapters(Path(verses).read_text()))
     assert len(documents) == 1189
     assert documents[-1][0] == "Revelation 22"
     lines = (json.dumps({"name": name, "text": text}) + "\n" for name, text in documents)
     write("king_james_bible.jsonl.gz", "".join(lines))
     byte_pairs([text for _, text in documents]).save(str(FOLDER / "king_james_bible_bpe.json"))
 
-    genomes = gzip.decompress(options.genomes.read_bytes()).decode().split(">")[1:]
-    header, _, sequence = next(one for one in genomes if GENOME in one).partition("\n")
+    every = gzip.decompress(Path(genomes).read_bytes()).decode().split(">")[1:]
+    header, _, sequence = next(one for one in every if GENOME in one).partition("\n")
     sequence = "".join(sequence.split())
     title = header.rpartition("|")[2].strip()
     loci = [sequence[start : start + LOCUS] for start in range(0, len(sequence), LOCUS)]
@@ -121,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -64,9 +64,9 @@ def test_exchanges_pass_each_gpu_s_own_adapter() -> None:
 
 def test_a_step_waits_for_its_rows_and_for_what_parameters_exceed_their_compute() -> None:
     sizes = {"tokens": 16_384, "attended": 450.0, "network": NO_DELAY}
-    plan = Plan(activation_checkpointing=1).resolved(8)
-    assert cost_of(CONFIG, plan, **sizes)[1] == 0
-    staged = cost_of(CONFIG, plan, stages=4, micro_batches=16, **sizes)
+    assert cost_of(CONFIG, Plan(activation_checkpointing=1).resolved(8), **sizes)[1] == 0
+    pipeline = Plan(pipeline=4, activation_checkpointing=1).resolved(32)
+    staged = cost_of(CONFIG, pipeline, micro_batches=16, **sizes)
     assert staged[1] == pytest.approx(3 / 19)  # while the pipeline fills
     split = cost_of(CONFIG, Plan(tensor=8, activation_checkpointing=1).resolved(8), **sizes)
     waited = row_seconds(CONFIG, tensor=8, tokens=8 * 16_384, network=NO_DELAY)
