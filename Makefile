@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
-SEED ?= 0
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
 
 # Images. REGISTRY is a prefix of their names, such as registry.example/you; it may be empty. d2plm
@@ -69,8 +68,8 @@ $(TOOLS): $(STAMP)
 demo: $(STAMP) ## Prepare, train, evaluate, register and generate with 8,000 proteins (PARADIGM=diffusion|flow_matching)
 	$(BIN)/d2plm pipeline run experiment=demo paradigm=$(PARADIGM)
 
-pretrained: $(STAMP) ## Train and evaluate examples/pretrained, the shipped model, again (an hour or two; SEED=0; then make results)
-	$(BIN)/d2plm pipeline run experiment=pretrained trainer.seed=$(SEED) work_dir=runs/pretrained/seed$(SEED) data.prepared_dir=runs/pretrained/data
+pretrained: $(STAMP) ## Train and evaluate examples/pretrained, the shipped model, again (an hour or two; then make results)
+	$(BIN)/d2plm pipeline run experiment=pretrained
 
 test: $(TOOLS) ## Run all tests except the long matrices
 	$(PYTEST) -m 'not thorough and not matrix'
