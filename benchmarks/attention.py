@@ -1,6 +1,6 @@
 """Attention over packed proteins, forward and backward, against the usual implementations.
 
-All of them take turns in one process, on the segments of the loader's own batches, without the
+All of them take turns in one process, on the segments of one of the loader's batches, without the
 projections. Each gets its inputs in the layout of its own kind of model. Nothing is timed before
 outputs and gradients agree with fp64.
 
@@ -31,16 +31,13 @@ from benchmarks.measure import (
 )
 from benchmarks.workload import workload_of
 from d2plm.core.precision import resolve_device, resolve_precision
-from d2plm.model.attention import HALF_PRECISION, packed_attention
+from d2plm.model.attention import packed_attention
 
 PACKED = "packed"
 PADDED = "padded to the longest"
 UNMASKED = "padded to the longest, padding attended to"
 ALONE = "one call per sequence"
-EXACT = 1e-4  # relative error of fp32 against fp64
-LOW_PRECISION = 2e-2  # of bf16: 8 bits of mantissa
-CHECKED = 4096  # tokens that are compared with fp64
-BATCHES = 4  # used in turn, so that no length is special
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative, against fp64
 
 # (queries, keys, values, gradient of the output), and the function of the first three.
 Prepared = tuple[list[Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]
@@ -60,41 +57,33 @@ def bench_attention(given: argparse.Namespace) -> list[Row]:
     dtype = resolve_precision(given.precision, place)
     layout = {"token_budget": given.token_budget, "max_length": given.max_length}
     with workload_of(PROTEINS, {}, **layout) as workload:
-        batches = workload.batches(BATCHES)
-    bounds = [batch.cu_seqlens.unique_consecutive().tolist() for batch in batches]
+        (batch,) = workload.batches(1)
+    bounds = batch.cu_seqlens.unique_consecutive().tolist()
+    inputs = random_inputs(bounds[-1], given.heads, given.head_size, place, dtype)
+    prepared = implementations(bounds, inputs, batch.num_segments, batch.max_seqlen)
+    error = largest_error(prepared, bounds, TOLERANCE[dtype])
 
-    def prepared(bounds: list[int], seed: int, segments: int) -> dict[str, Prepared]:
-        inputs = random_inputs((bounds[-1], given.heads, given.head_size), seed, place, dtype)
-        return implementations(bounds, inputs, segments, batches[0].max_seqlen)
+    def turn(name: str, _: int) -> None:
+        for _ in range(given.steps):
+            results(prepared[name])
 
-    few = [bound for bound in bounds[0] if bound <= CHECKED]
-    tolerance = LOW_PRECISION if dtype in HALF_PRECISION else EXACT
-    error = largest_error(prepared(few, BATCHES, len(few)), few, tolerance)
-    every = [prepared(bounds[i], i, batch.num_segments) for i, batch in enumerate(batches)]
-
-    def turn(name: str, number: int) -> None:
-        for step in range(number * given.steps, (number + 1) * given.steps):
-            results(every[step % BATCHES][name])
-
-    for number in range(BATCHES):
-        for name in every[0]:
-            turn(name, number)  # warms up
-    works = {name: partial(turn, name) for name in every[0]}
+    works = {name: partial(turn, name) for name in prepared}
     seconds = alternate(works, given.turns, cuda=place.type == "cuda")
-    taken = (batches[step % BATCHES] for step in range(given.turns * given.steps))
-    tokens = sum(sum(batch.sequence_lengths()) for batch in taken) / given.turns
-    rows = [Row(name, tokens / median(times), rate_unit(place)) for name, times in seconds.items()]
-    for name in [*seconds][1:]:
-        rows.append(ratio_row(f"{name} ÷ {PACKED}", seconds[name], seconds[PACKED]))
+    tokens, rows = bounds[-1] * given.steps, list[Row]()
+    for name, times in seconds.items():
+        rows.append(Row(name, tokens / median(times), rate_unit(place)))
+        if name != PACKED:
+            rows.append(ratio_row(f"{name} ÷ {PACKED}", times, seconds[PACKED]))
     what = "largest error of outputs and gradients against fp64"
-    return [*rows, Row(what, error, "relative", tolerance, at_most=True)]
+    return [*rows, Row(what, error, "relative", TOLERANCE[dtype], at_most=True)]
 
 
 def random_inputs(
-    shape: tuple[int, int, int], seed: int, device: torch.device, dtype: torch.dtype
+    tokens: int, heads: int, size: int, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
     """Queries, keys, values and the output's gradient: [T, H, K]."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (tokens, heads, size)
     return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
 
 
@@ -123,7 +112,7 @@ def largest_error(prepared: dict[str, Prepared], bounds: list[int], tolerance: f
 def implementations(
     bounds: list[int], packed: list[Tensor], segments: int, max_seqlen: int
 ) -> dict[str, Prepared]:
-    """Every implementation with its inputs, by name; `PACKED` is the first."""
+    """Every implementation with its inputs, by name."""
     tight = torch.tensor(bounds, dtype=torch.int32, device=packed[0].device)
     cu_seqlens = F.pad(tight, (0, segments + 1 - len(bounds)), value=bounds[-1])
     keep, cuda = _is_token(tight), tight.is_cuda
@@ -169,16 +158,10 @@ def as_packed(name: str, tensor: Tensor, bounds: list[int]) -> Tensor:
     return tensor.transpose(1, 2)[keep] if name == PADDED else tensor
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     made = training_parser("attention", __doc__, turns=15, steps=3)
     made.add_argument("--heads", type=int, default=3, help="of the layer")
     made.add_argument("--head-size", type=int, default=64, help="channels of a head")
     given = made.parse_args()
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
+    torch.set_num_threads(given.threads or torch.get_num_threads())
     publish(given, bench_attention(given))
-
-
-if __name__ == "__main__":
-    main()

@@ -229,15 +229,10 @@ def _prepare(inputs: Path, output: Path, mmseqs: Path) -> None:
     prepare(str(inputs), output, clustering=ClusterSettings(method="none"))
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     made = parser("data", __doc__)
     made.add_argument("--sequences", type=int, default=100_000, help="random ones")
     made.add_argument("--many-sequences", type=int, default=1_000_000, help="for their memory")
     made.add_argument("--planned", type=int, default=60_000_000, help="lengths to plan an epoch of")
     given = made.parse_args()
     publish(given, [*bench_data(given)])
-
-
-if __name__ == "__main__":
-    main()

@@ -59,7 +59,7 @@ class TakeTurns(TrainerCallback):
         self.turns(state.last_loss)
 
 
-def train_padded(
+def train(
     turns: Turns,
     *,
     workload: Workload,

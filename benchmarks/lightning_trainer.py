@@ -51,38 +51,37 @@ class TakeTurns(lightning.Callback):
         self.turns(outputs["loss"])
 
 
-def train_packed(turns: Turns, *, workload: Workload, device: str, precision: str) -> None:
-    """Arm: the example on our packed batches, without validation."""
-    sizes = {"token_budget": workload.token_budget, "max_length": workload.max_length}
-    data = SequenceData(Path(workload.store), seed=workload.seed, **sizes)
-    data.open_stores = lambda: {"train": workload.collection().sequences}
-    _fit(turns, workload, SequenceModule, precision, device, datamodule=data)
-
-
-def train_padded(
-    turns: Turns, *, workload: Workload, pad_to: int | None, steps: int, device: str, precision: str
-) -> None:
-    """Arm: the example on a padded DiT."""
-    batches: DataLoader[Any] = DataLoader(
-        workload.corrupted_steps(steps),  # type: ignore[arg-type]  # a list is a dataset
-        collate_fn=PaddingCollator(pad_to),
-        pin_memory=device == "cuda",
-    )
-    _fit(turns, workload, PaddedModule, precision, device, batches)
-
-
-def _fit(
+def train(
     turns: Turns,
+    *,
     workload: Workload,
-    kind: Any,
-    precision: str,
     device: str,
-    *data: Any,
-    **more: Any,
+    precision: str,
+    pad_to: int | None = None,
+    steps: int | None = None,
 ) -> None:
-    model = workload.new_model()
+    """Arm: the example on our packed batches, or on a padded DiT if the number of steps is given."""
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # it advertises
-    trainer = lightning.Trainer(
+    model: Any = workload.new_model()
+    if steps is None:
+        kind: Any = SequenceModule
+        sizes = {"token_budget": workload.token_budget, "max_length": workload.max_length}
+        data: Any = SequenceData(Path(workload.store), seed=workload.seed, **sizes)
+        data.open_stores = lambda: {"train": workload.collection().sequences}
+    else:
+        batches: Any = workload.corrupted_steps(steps)
+        collate, pin_memory = PaddingCollator(pad_to), device == "cuda"
+        data = DataLoader(batches, collate_fn=collate, pin_memory=pin_memory)
+        model, kind = PaddedDiT(model), PaddedModule
+    module = kind(
+        model,
+        AbsorbingDiffusion(),
+        optimizer=OPTIMIZER,
+        schedule=constant,
+        precision=precision,
+        seed=workload.seed,
+    )
+    lightning.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=1,
         max_epochs=-1,
@@ -92,13 +91,4 @@ def _fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    )
-    module = kind(
-        PaddedDiT(model) if kind is PaddedModule else model,
-        AbsorbingDiffusion(),
-        optimizer=OPTIMIZER,
-        schedule=constant,
-        precision=precision,
-        seed=workload.seed,
-    )
-    trainer.fit(module, *data, **more)
+    ).fit(module, data)

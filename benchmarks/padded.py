@@ -94,16 +94,12 @@ class PaddedDiT(nn.Module):
         layout = Layout(input_ids, keys_B11L, *rope_L1K)
         assert dit.time_embedding is not None
         x_BLD, time_BC = dit.token_embedding(input_ids), dit.time_embedding(times)
-        with patch.object(layers, "expand_modulation", broadcast_modulation):
+        # [B, 1, D], which broadcast over the positions, in place of [T, D].
+        with patch.object(layers, "expand_modulation", lambda m, _, n: m[:, None].chunk(n, -1)):
             for block in dit.blocks:
                 x_BLD = block(x_BLD, time_BC, layout, keys_B11L, input_ids.shape[1])
             logits_BLV: Tensor = dit.head(x_BLD, time_BC, layout)
         return logits_BLV
-
-
-def broadcast_modulation(modulation_BC: Tensor, _: Layout, parts: int) -> tuple[Tensor, ...]:
-    """Shifts, scales and gates [B, 1, D], which broadcast over the positions."""
-    return modulation_BC[:, None].chunk(parts, dim=-1)
 
 
 def padded_attention(

@@ -90,15 +90,15 @@ def dit_arms(workload: Workload, settings: dict[str, str], steps: int) -> list[A
     both: dict[str, Any] = {"workload": workload, **settings}
     arms = _packed_arms(PACKED, both)
     if lightning_trainer is not None:
-        arms.append(Arm("Lightning, packed", lightning_trainer.train_packed, both))
+        arms.append(Arm("Lightning, packed", lightning_trainer.train, both))
     for label, pad_to in _paddings(workload).items():
         padded = {**both, "steps": steps, "pad_to": pad_to}
-        arms.append(Arm(f"{HF}, {label}", hf_trainer.train_padded, padded))
+        arms.append(Arm(f"{HF}, {label}", hf_trainer.train, padded))
         if lightning_trainer is not None:
-            arms.append(Arm(f"Lightning, {label}", lightning_trainer.train_padded, padded))
+            arms.append(Arm(f"Lightning, {label}", lightning_trainer.train, padded))
         if settings == {"device": "cpu", "precision": "bf16"}:
             unchanged = {**padded, "precision": "fp32"}
-            arms.append(Arm(f"{DEFAULT_PRECISION}, {label}", hf_trainer.train_padded, unchanged))
+            arms.append(Arm(f"{DEFAULT_PRECISION}, {label}", hf_trainer.train, unchanged))
     return arms
 
 
@@ -110,7 +110,7 @@ def esm_arms(workload: Workload, settings: dict[str, str], steps: int) -> list[A
     return _packed_arms(f"{PACKED}, ESM-compatible", both) + [
         Arm(
             f"EsmForMaskedLM in {HF}, {label}",
-            hf_trainer.train_padded,
+            hf_trainer.train,
             {**both, "steps": steps, "pad_to": pad_to},
         )
         for label, pad_to in _paddings(workload).items()
@@ -197,8 +197,7 @@ def _group_rows(
     return [*rows, Row(what, difference, "relative", tolerance, at_most=True)]
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     made = training_parser("peers", __doc__)
     made.add_argument("--model", default="nano", help="a file of configs/model")
     made.add_argument(
@@ -210,7 +209,3 @@ def main() -> None:
     made.add_argument("--esm", action="store_true", help="also compare with an EsmForMaskedLM")
     given = made.parse_args()
     publish(given, bench_peers(given))
-
-
-if __name__ == "__main__":
-    main()

@@ -162,22 +162,17 @@ def row_seconds(
     context: int = 1,
     tokens: int,
     network: Network = NETWORK,
-    forwards: int = 2,
 ) -> float:
     """Seconds that the processes wait which share a row of `tokens` tokens; nothing overlaps it.
 
     Before the first matrices of the attention and of the feed-forward, tensor parallelism gathers
     the tokens of the group, T/context of width D, and behind the last it reduce-scatters as many.
     Context parallelism exchanges queries, keys and values, and then the attention's output, of
-    T/context tokens and D/tensor of the width. A backward transposes each of them. The logits, 33
-    numbers a token, are left out.
-
-    Args:
-        tokens: of the whole row.
-        forwards: 2 if every block is recomputed in the backward, otherwise 1.
+    T/context tokens and D/tensor of the width. The forward runs twice, as every block is recomputed,
+    and the backward transposes each of them. The logits, 33 numbers a token, are left out.
     """
     held = tokens / context * config.hidden_size * GATHERED
-    passes = (forwards + 1) * config.num_hidden_layers
+    passes = 3 * config.num_hidden_layers
     seconds = 0.0
     if tensor > 1:
         seconds += passes * 4 * network.collective_seconds(held, tensor)

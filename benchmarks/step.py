@@ -278,8 +278,7 @@ def _profile(run: Run, steps: int) -> list[Row]:
     return [Row(f"profile: {part}", 100 * took / microseconds, "%") for part, took in spent.items()]
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     smaller = {"token_budget": 4096, "max_length": 512, "turns": 20, "steps": 3}
     made = training_parser("step", __doc__, **smaller)
     made.add_argument("--model", default="2m", help="a file of configs/model")
@@ -287,10 +286,5 @@ def main() -> None:
     made.add_argument("--steady-steps", type=int, default=50, help="consecutive, for the rates")
     made.add_argument("--profiled-steps", type=int, default=3, help="for the profile")
     given = made.parse_args()
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
+    torch.set_num_threads(given.threads or torch.get_num_threads())
     publish(given, bench_step(given))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ BOUNDS = [0, 3, 4, 11, 16]
 
 @pytest.fixture
 def prepared() -> dict[str, attention.Prepared]:
-    packed = attention.random_inputs((BOUNDS[-1], 2, 4), 0, torch.device("cpu"), torch.float32)
+    packed = attention.random_inputs(BOUNDS[-1], 2, 4, torch.device("cpu"), torch.float32)
     return attention.implementations(BOUNDS, packed, segments=7, max_seqlen=16)
 
 

@@ -42,16 +42,14 @@ def test_at_the_tokens_to_hide_the_backwards_traffic_takes_as_long_as_its_comput
     assert step.tokens_to_hide == pytest.approx(1.5 * 0.5 * PEAK / 450e9, rel=0.2)
 
 
-def test_the_traffic_of_a_shared_row_is_eight_gatherings_or_four_exchanges_a_block() -> None:
+def test_the_traffic_of_a_shared_row_is_twelve_gatherings_or_six_exchanges_a_block() -> None:
     row = 24 * 4096 * 1024 * 2  # bytes of its hidden states, in all blocks
-    tensor = row_seconds(CONFIG, tensor=4, tokens=4096, network=NO_DELAY, forwards=1)
-    assert tensor == pytest.approx(8 * row * 3 / 4 / 450e9)
-    context = row_seconds(CONFIG, context=4, tokens=4096, network=NO_DELAY, forwards=1)
-    assert context == pytest.approx(2 * (3 + 1) * row / 4 * 3 / 4 / 450e9)
-    both = row_seconds(CONFIG, tensor=2, context=2, tokens=4096, network=NO_DELAY, forwards=1)
-    assert both == pytest.approx((8 * row / 2 / 2 + 8 * row / 4 / 2) / 450e9)
-    again = row_seconds(CONFIG, context=4, tokens=4096, network=NO_DELAY)
-    assert again == pytest.approx(context * 3 / 2)
+    tensor = row_seconds(CONFIG, tensor=4, tokens=4096, network=NO_DELAY)
+    assert tensor == pytest.approx(12 * row * 3 / 4 / 450e9)
+    context = row_seconds(CONFIG, context=4, tokens=4096, network=NO_DELAY)
+    assert context == pytest.approx(3 * (3 + 1) * row / 4 * 3 / 4 / 450e9)
+    both = row_seconds(CONFIG, tensor=2, context=2, tokens=4096, network=NO_DELAY)
+    assert both == pytest.approx((12 * row / 2 / 2 + 12 * row / 4 / 2) / 450e9)
 
 
 def test_exchanges_pass_each_gpu_s_own_adapter() -> None:
