@@ -60,7 +60,7 @@ def train(
     pad_to: int | None = None,
     steps: int | None = None,
 ) -> None:
-    """Arm: the example on our packed batches, or on a padded DiT if the number of steps is given."""
+    """Arm: the example on our packed batches, or, for a number of steps, on a padded DiT."""
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # it advertises
     model: Any = workload.new_model()
     if steps is None:

@@ -168,7 +168,7 @@ def row_seconds(
     Before the first matrices of the attention and of the feed-forward, tensor parallelism gathers
     the tokens of the group, T/context of width D, and behind the last it reduce-scatters as many.
     Context parallelism exchanges queries, keys and values, and then the attention's output, of
-    T/context tokens and D/tensor of the width. The forward runs twice, as every block is recomputed,
+    T/context tokens and D/tensor of the width. The forward runs twice, as blocks are recomputed,
     and the backward transposes each of them. The logits, 33 numbers a token, are left out.
     """
     held = tokens / context * config.hidden_size * GATHERED
