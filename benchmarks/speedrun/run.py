@@ -55,6 +55,7 @@ MASKS = 2  # draws for each held-out protein, the same for every entry
 BASELINE = "composition × 5-gram"
 Values = np.ndarray[Any, Any]
 Result = dict[str, Any]
+Runs = dict[str, list[Result]]
 # Without the parts that would add CPU seconds: evaluations, checkpoints, tracking; without
 # relatives the model learns no less than the experiment's model does alone.
 ALONE = (
@@ -165,31 +166,30 @@ def read_results() -> list[Result]:
     return [json.loads(line) for line in lines]
 
 
-def results_of(name: str, overrides: Sequence[str], results: Sequence[Result]) -> list[Result]:
-    """The results of an entry with its current settings."""
-    settings = settings_digest(overrides)
-    return [r for r in results if (r["entry"], r["settings"]) == (name, settings)]
+def runs_of(entries: Mapping[str, Sequence[str]]) -> Runs:
+    """The results of each entry with its current settings."""
+    results, digests = read_results(), {name: settings_digest(entries[name]) for name in entries}
+    return {
+        name: [r for r in results if (r["entry"], r["settings"]) == (name, digest)]
+        for name, digest in digests.items()
+    }
 
 
-def table(entries: Mapping[str, Sequence[str]], results: Sequence[Result]) -> str:
-    """Results of the entries with their current settings as a Markdown table, the best last."""
+def table(runs: Runs) -> str:
+    """Results of the entries as a Markdown table, the best last."""
     rows = []
-    for name, overrides in entries.items():
-        own = results_of(name, overrides, results)
-        if not own:
-            continue
-        perplexities = sorted(result["perplexity"] for result in own)
-        seconds = mean(result["cpu_seconds"] for result in own)
-        cells = [name, f"{own[0]['million_tokens']:.1f}", f"{seconds:.0f}"]
-        cells += [f"**{mean(perplexities):.3f}**", " ".join(f"{p:.3f}" for p in perplexities)]
-        rows.append((mean(perplexities), cells))
+    for name, own in runs.items():
+        if own:
+            perplexities = sorted(result["perplexity"] for result in own)
+            seconds = mean(result["cpu_seconds"] for result in own)
+            cells = [name, f"{own[0]['million_tokens']:.1f}", f"{seconds:.0f}"]
+            cells += [f"**{mean(perplexities):.3f}**", " ".join(f"{p:.3f}" for p in perplexities)]
+            rows.append((mean(perplexities), cells))
     heads = ["entry", "million tokens", "CPU seconds", "perplexity, mean", "each seed"]
     return Table(heads, [cells for _, cells in sorted(rows)[::-1]]).markdown()
 
 
-def difference(
-    entries: Mapping[str, Sequence[str]], results: Sequence[Result], pair: Sequence[str]
-) -> str:
+def difference(runs: Runs, pair: Sequence[str]) -> str:
     """Mean difference of log perplexity of two entries over their common seeds, in nats.
 
     The interval is Student's t over the seeds.
@@ -197,10 +197,7 @@ def difference(
     Raises:
         BenchError: if the entries have no seed in common.
     """
-    first, second = (
-        {r["seed"]: log(r["perplexity"]) for r in results_of(name, entries[name], results)}
-        for name in pair
-    )
+    first, second = ({r["seed"]: log(r["perplexity"]) for r in runs[name]} for name in pair)
     differences = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
     if not differences:
         raise BenchError(f"{' and '.join(pair)} have no results with the same seed; run them")
@@ -208,18 +205,13 @@ def difference(
     return f"{' − '.join(pair)}: {mean(differences):+.3f} nats {interval}, {len(differences)} seeds"
 
 
-def curve(
-    entries: Mapping[str, Sequence[str]],
-    results: Sequence[Result],
-    names: Sequence[str],
-    at: Sequence[float],
-) -> str:
+def curve(runs: Runs, names: Sequence[str], at: Sequence[float]) -> str:
     """The curve log perplexity = L + a·C^-b through entries, C their CPU seconds, at other C.
 
     Raises:
         BenchError: fewer than three entries, or one without results.
     """
-    own = [results_of(name, entries[name], results) for name in names]
+    own = [runs[name] for name in names]
     if len(own) < 3 or not all(own):
         raise BenchError(f"a curve needs results of at least three entries, not {' '.join(names)}")
     seconds = np.array([mean(r["cpu_seconds"] for r in each) for each in own])
@@ -255,22 +247,19 @@ def main() -> None:
             raise BenchError(f"there is no entry {name!r}; the entries are {', '.join(known)}")
     for seed in options.seeds:
         for name in entries:
-            overrides = known[name]
-            if any(
-                result["seed"] == seed for result in results_of(name, overrides, read_results())
-            ):
+            if any(r["seed"] == seed for r in runs_of({name: known[name]})[name]):
                 continue
-            result = run(name, overrides, seed)
+            result = run(name, known[name], seed)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")
-    results = read_results()
+    runs = runs_of(known)
     if options.table:
-        print(table(known, results))
+        print(table(runs))
     if options.difference:
-        print(difference(known, results, options.difference))
+        print(difference(runs, options.difference))
     if options.curve:
-        print(curve(known, results, options.curve, options.at))
+        print(curve(runs, options.curve, options.at))
 
 
 if __name__ == "__main__":

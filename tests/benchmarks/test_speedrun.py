@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +13,14 @@ import yaml
 from benchmarks.measure import BenchError
 from benchmarks.speedrun import run as speedrun
 
-ENTRIES = {"good": ["trainer.max_steps=1"], "bad": ["trainer.max_steps=2"]}
+GOOD = {"good": ["trainer.max_steps=1"]}
 
 
-def line(entry: str, seed: int, perplexity: float) -> dict[str, Any]:
-    settings = speedrun.settings_digest(ENTRIES[entry])
+def line(entry: str, seed: int, perplexity: float, settings: str = "") -> dict[str, Any]:
     return {
         "entry": entry,
         "seed": seed,
-        "settings": settings,
+        "settings": settings or speedrun.settings_digest(GOOD["good"]),
         "perplexity": perplexity,
         "million_tokens": 2.0,
         "cpu_seconds": 100.0 + seed,
@@ -30,71 +28,69 @@ def line(entry: str, seed: int, perplexity: float) -> dict[str, Any]:
     }
 
 
-def test_the_page_has_the_table_of_the_entries_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = cache(lambda *overrides, of=speedrun.settings_digest: of(overrides))
-    monkeypatch.setattr(speedrun, "settings_digest", lambda overrides: digest(*overrides))
-    entries, results = yaml.safe_load(speedrun.ENTRIES.read_text()), speedrun.read_results()
-    for result in results:
-        assert result["settings"] == speedrun.settings_digest(entries[result["entry"]])
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of results with the first seed of the only entry, and the same of other settings."""
+    monkeypatch.setattr(speedrun, "ENTRIES", tmp_path / "entries.yaml")
+    monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results.jsonl")
+    (tmp_path / "entries.yaml").write_text(json.dumps(GOOD))
+    lines = (line("good", 0, 17.0), line("good", 1, 1.0, settings="others"))
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return tmp_path / "results.jsonl"
+
+
+def test_the_page_has_the_table_of_the_entries_as_they_are() -> None:
+    runs = speedrun.runs_of(yaml.safe_load(speedrun.ENTRIES.read_text()))
+    assert sum(map(len, runs.values())) == len(speedrun.read_results())
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
-    assert speedrun.table(entries, results) in page
+    assert speedrun.table(runs) in page
 
 
-def test_the_table_has_the_mean_of_the_seeds_of_the_entries_as_they_are_and_the_best_last() -> None:
-    results = [line("good", seed, 17.0 + seed / 10) for seed in (1, 0)] + [line("bad", 0, 18.0)]
-    old = {**line("good", 0, 1.0), "settings": "others"}
-    *_, bad, good = speedrun.table(ENTRIES, [old, *results]).splitlines()
+def test_the_table_has_the_mean_of_the_seeds_and_the_best_last() -> None:
+    good = [line("good", seed, 17.0 + seed / 10, "now") for seed in (1, 0)]
+    runs = {"good": good, "bad": [line("bad", 0, 18.0, "now")], "none": []}
+    *_, bad, good_row = speedrun.table(runs).splitlines()
     assert bad.startswith("| bad | 2.0 | 100 | **18.000** | 18.000 |")
-    assert good.startswith("| good | 2.0 | 100 | **17.050** | 17.000 17.100 |")
+    assert good_row.startswith("| good | 2.0 | 100 | **17.050** | 17.000 17.100 |")
 
 
 def test_two_entries_are_compared_over_their_common_seeds() -> None:
     # Differences of 0.1 and 0.3: mean 0.2, standard error 0.1, t(1) 12.706.
-    results = [line("good", seed, 17.0) for seed in (0, 1, 2)]
-    results += [line("bad", seed, 17.0 * np.exp(x)) for seed, x in ((0, 0.1), (1, 0.3))]
-    shown = speedrun.difference(ENTRIES, results, ("bad", "good"))
+    runs = {"good": [line("good", seed, 17.0, "now") for seed in (0, 1, 2)]}
+    pairs = ((0, 0.1), (1, 0.3))
+    runs["bad"] = [line("bad", seed, 17.0 * np.exp(x), "now") for seed, x in pairs]
+    shown = speedrun.difference(runs, ("bad", "good"))
     assert shown == "bad − good: +0.200 nats [-1.071, +1.471], 2 seeds"
     with pytest.raises(BenchError, match="seed"):
-        speedrun.difference(ENTRIES, results[:3], ("bad", "good"))
+        speedrun.difference({**runs, "bad": []}, ("bad", "good"))
 
 
-def test_only_what_is_missing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speedrun, "ENTRIES", tmp_path / "entries.yaml")
-    monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results.jsonl")
-    (tmp_path / "entries.yaml").write_text("good: [trainer.max_steps=1]")
-    (tmp_path / "results.jsonl").write_text(json.dumps(line("good", 0, 17.0)) + "\n")
+def test_only_what_is_missing_is_run(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speedrun, "run", lambda name, overrides, seed: line(name, seed, 17.2))
     monkeypatch.setattr(sys, "argv", ["run", "--all", "--seeds", "0", "1", "--table"])
     speedrun.main()
-    assert [result["seed"] for result in speedrun.read_results()] == [0, 1]
+    assert [result["seed"] for result in speedrun.runs_of(GOOD)["good"]] == [0, 1]
     monkeypatch.setattr(sys, "argv", ["run", "fast"])
     with pytest.raises(BenchError, match="fast"):
         speedrun.main()
 
 
 def test_results_of_other_proteins_are_reported_before_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speedrun, "RESULTS", tmp_path / "results.jsonl")
-    (tmp_path / "results.jsonl").write_text(json.dumps(line("good", 0, 17.0)) + "\n")
     monkeypatch.setattr(speedrun, "SequenceStore", lambda path: SimpleNamespace(digest="others"))
     with pytest.raises(BenchError, match="held-out"):
-        speedrun.run("good", ENTRIES["good"], 1)
+        speedrun.run("good", GOOD["good"], 1)
 
 
 def test_a_curve_is_the_one_that_its_entries_lie_on() -> None:
-    entries = {str(seconds): [f"trainer.max_steps={seconds}"] for seconds in (100, 400, 1600)}
-    results = [
-        {
-            "entry": name,
-            "settings": speedrun.settings_digest(overrides),
-            "cpu_seconds": float(name),
-            "perplexity": float(np.exp(2.8 + 0.5 * float(name) ** -0.5)),
-        }
-        for name, overrides in entries.items()
-    ]
-    first, *_, last = speedrun.curve(entries, results, [*entries], [10_000]).splitlines()
+    seconds = (100.0, 400.0, 1600.0)
+    runs = {
+        f"{c:.0f}": [{"cpu_seconds": c, "perplexity": float(np.exp(2.8 + 0.5 * c**-0.5))}]
+        for c in seconds
+    }
+    first, *_, last = speedrun.curve(runs, [*runs], [10_000]).splitlines()
     assert first == "3 entries: L = 2.800 nats (16.44), b = 0.50"
     assert last == f"10,000 CPU seconds: {np.exp(2.805):.3f}"
     with pytest.raises(BenchError, match="three"):
-        speedrun.curve(entries, results, ["100", "400"], [])
+        speedrun.curve(runs, ["100", "400"], [])
