@@ -1,7 +1,7 @@
 """Speed and memory of the data engine: ingest, store, packing, loader and preparation.
 
 Sequences are random residues with the lengths of real proteins, so that there can be any number of
-them. The time of MMseqs2's own work is in the manifest of every preparation. TMPDIR needs 2 GB;
+them. The time of MMseqs2's own work is in the manifest of every preparation. TMPDIR needs 3 GB;
 peak memory is read from Linux.
 
     python -m benchmarks.data

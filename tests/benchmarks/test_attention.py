@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from benchmarks import attention
-from benchmarks.attention import EXACT, PACKED, PADDED
+from benchmarks.attention import PACKED, PADDED, TOLERANCE
 from benchmarks.measure import BenchError
 
 BOUNDS = [0, 3, 4, 11, 16]
+EXACT = TOLERANCE[torch.float32]
 
 
 @pytest.fixture
