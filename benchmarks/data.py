@@ -184,7 +184,7 @@ def _prepare_rows(folder: Path, *counts: int) -> Iterator[Row]:
     stand_in.write_text('#!/bin/sh\n[ "$1" != convertalis ] || : > "$5"\n')
     stand_in.chmod(0o755)
     inputs = [(folder / f"{count}.fasta", folder / f"prepared{count}") for count in counts]
-    peaks = [alone(_prepare, *paths, stand_in).peak_bytes for paths in inputs]
+    peaks: list[float] = [alone(_prepare, *paths, stand_in).peak_bytes for paths in inputs]
     yield from _memory_rows("prepare", counts, peaks)
 
 

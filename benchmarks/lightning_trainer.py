@@ -65,8 +65,7 @@ def train(
     model: Any = workload.new_model()
     if steps is None:
         kind: Any = SequenceModule
-        sizes = {"token_budget": workload.token_budget, "max_length": workload.max_length}
-        data: Any = SequenceData(Path(workload.store), seed=workload.seed, **sizes)
+        data: Any = SequenceData(Path(workload.store), seed=workload.seed, **workload.sizes)
         data.open_stores = lambda: {"train": workload.collection().sequences}
     else:
         batches: Any = workload.corrupted_steps(steps)

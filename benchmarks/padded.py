@@ -6,6 +6,7 @@ different: it packs its input.
 """
 
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -74,7 +75,8 @@ class PaddedDiT(nn.Module):
         super().__init__()
         self.dit = dit
         for block in dit.blocks:
-            block.attention.forward = partial(padded_attention, block.attention)  # type: ignore[union-attr, assignment]  # a Block's
+            layer: Any = block.attention
+            layer.forward = partial(padded_attention, layer)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, times: Tensor) -> Tensor:
         """Logits of the clean token at every position; those at padding mean nothing.

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -260,9 +260,9 @@ def _cell(case: str, count: int, tensor: int, context: int, pipeline: int) -> st
     )
     if ranks == 0 or rows == 0:
         return "–"
-    sizes = {"tokens": tokens, "attended": attended}
+    sizes: dict[str, Any] = {"tokens": tokens, "attended": attended}
     sizes["micro_batches"] = min(4 * pipeline, rows) if pipeline > 1 else 1
-    dimensions = {"tensor": tensor, "context": context, "pipeline": pipeline}
+    dimensions: dict[str, Any] = {"tensor": tensor, "context": context, "pipeline": pipeline}
     costs = [
         cost_of(
             config,

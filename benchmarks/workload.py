@@ -57,6 +57,11 @@ class Workload:
     model: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Those of the batches."""
+        return {"token_budget": self.token_budget, "max_length": self.max_length}
+
     @torch.no_grad()
     def new_model(self) -> DiT:
         """The same weights for every arm, none of them zero, as some are when training starts."""
@@ -75,8 +80,7 @@ class Workload:
 
     def loader(self, *, synthetic: bool = False) -> PackedLoader:
         """The batches of a trainer with one micro-batch per step."""
-        sizes = {"token_budget": self.token_budget, "max_length": self.max_length}
-        return PackedLoader([self.collection(synthetic=synthetic)], seed=self.seed, **sizes)
+        return PackedLoader([self.collection(synthetic=synthetic)], seed=self.seed, **self.sizes)
 
     def batches(self, number: int) -> list[PackedBatch]:
         """The batches of the first steps."""
@@ -93,7 +97,6 @@ class Workload:
         self, *, model: DiT | None = None, callbacks: tuple[Callback, ...] = (), **settings: Any
     ) -> Trainer:
         """A trainer of the workload with these `TrainerSettings`; it does not save or track."""
-        sizes = {"token_budget": self.token_budget, "max_length": self.max_length}
         always = {"seed": self.seed, "resume": "none"}
         return Trainer(
             TrainerSettings(**{"max_steps": WITHOUT_END, **always, **settings}),
@@ -101,7 +104,7 @@ class Workload:
             AbsorbingDiffusion(),
             [self.collection()],
             Path(self.store, "output"),
-            loading=LoaderSettings(**sizes),
+            loading=LoaderSettings(**self.sizes),
             callbacks=callbacks,
             optimizer=OPTIMIZER,
             # Warm-up steps would change little.
