@@ -26,13 +26,8 @@ MEMBERS = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAY
 
 
 @pytest.fixture(scope="module")
-def folder(exports: Exports) -> Path:
-    return exports.related
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> SequenceModel:
-    return load_model(folder, device="cpu", precision="fp32")
+def model(exports: Exports) -> SequenceModel:
+    return load_model(exports.related, device="cpu", precision="fp32")
 
 
 @pytest.fixture
@@ -49,13 +44,13 @@ def test_members_are_distinct_and_drawn_by_key(fasta: Path) -> None:
     assert [decode(one) for one in family.members] == MEMBERS
     itself = encode(MEMBERS[3])
 
-    def draw(key: int) -> tuple[str, ...]:
-        return tuple(decode(one) for one in family.draw(0, key, protein=itself))
-
-    drawn = [draw(key) for key in range(30)]
-    assert {len(one) for one in drawn} == {2}
-    assert len({*drawn}) > 5
-    assert drawn == [draw(key) for key in range(30)]
+    once, again = (
+        [tuple(map(decode, family.draw(0, key, protein=itself))) for key in range(30)]
+        for _ in range(2)
+    )
+    assert {len(one) for one in once} == {2}
+    assert len({*once}) > 5
+    assert once == again
     assert len(Family(family.members, most=9).draw(0, protein=itself)) == 5
 
 
@@ -81,19 +76,16 @@ def test_a_protein_is_not_given_what_contains_it_or_is_a_part_of_it(
 
 WILD_TYPE = "MKTLAVGSEWQDRNHFPYICKLM"
 RELATIVES = ["PKTLTVGSSWQDWNGSDYICKLM", "MSCLAVWSNWQDRNHFPHIFKLM", "MSTLAVLSEWDDRQDFPDICQSM"]
-AWAY = {
-    "a domain": WILD_TYPE[4:18],
-    "far inside a long one": 3000 * "A" + WILD_TYPE + 200 * "G",
-}
+AWAY = [WILD_TYPE[4:18], 3000 * "A" + WILD_TYPE + 200 * "G"]
 
 
-@pytest.mark.parametrize("away", AWAY.values(), ids=AWAY)
+@pytest.mark.parametrize("away", AWAY, ids=["a domain", "far inside a long one"])
 def test_what_gives_a_protein_away_changes_no_score(
-    model: SequenceModel, folder: Path, tmp_path: Path, capsys: Captured, away: str
+    model: SequenceModel, exports: Exports, tmp_path: Path, capsys: Captured, away: str
 ) -> None:
     (tmp_path / "in.fasta").write_text(f">wt\n{WILD_TYPE}\n>other\nMKTAYIAKQRLL\n")
     (tmp_path / "scan.csv").write_text("mutant,name\nK2A,wt\nV6K,wt\n")
-    words = [f"model_dir={folder}", f"input={tmp_path / 'in.fasta'}", "device=cpu"]
+    words = [f"model_dir={exports.related}", f"input={tmp_path / 'in.fasta'}", "device=cpu"]
     words += ["precision=fp32", "evaluation.masks_per_sequence=2", "max_relatives=2"]
     plain, with_away = tmp_path / "plain.fasta", tmp_path / "away.fasta"
     plain.write_text("".join(f">r{i}\n{text}\n" for i, text in enumerate(RELATIVES)))
@@ -116,18 +108,6 @@ def test_what_gives_a_protein_away_changes_no_score(
             score([away])
 
 
-@pytest.mark.parametrize("form", ["csv", "a3m"])
-def test_relatives_are_read_from_tables_and_alignments(tmp_path: Path, form: str) -> None:
-    rows, file = [*enumerate(RELATIVES)], tmp_path / f"family.{form}"
-    if form == "csv":
-        file.write_text("id;sequence\n" + "".join(f"r{i};{one}\n" for i, one in rows))
-    else:
-        file.write_text("".join(f">r{i}\n{one[:5]}--{one[5:].lower()}\n" for i, one in rows))
-    family = read_family(file, 8)
-    members = zip(family.names, map(decode, family.members), strict=True)
-    assert sorted(members) == [(f"r{i}", one) for i, one in rows]
-
-
 def test_a_table_of_relatives_is_joined_by_names_in_headers(tmp_path: Path, caplog: Logged) -> None:
     names, table = ["sp|P02185|MYG_PHYMC", "plain", "lonely"], tmp_path / "t.csv"
     table.write_text(
@@ -147,10 +127,11 @@ def test_a_table_of_relatives_is_joined_by_names_in_headers(tmp_path: Path, capl
 
 
 def generated(tmp_path: Path, *words: str) -> tuple[int, Path]:
-    """Exit status and file of d2plm generate without a model, of a family of ten."""
-    fasta, out = tmp_path / "family.fasta", tmp_path / "made.fasta"
-    fasta.write_text("".join(f">m{i}\nMK{c}AYIAKQRLLG{c}E\n" for i, c in enumerate("ACDEFGHIKL")))
-    command = ["generate", f"relatives={fasta}", f"output={out}", "number=3"]
+    """Exit status and file of d2plm generate without a model, of a family of ten, in a table."""
+    table, out = tmp_path / "family.csv", tmp_path / "made.fasta"
+    rows = (f"m{i};MK{c}AYIAKQRLLG{c}E\n" for i, c in enumerate("ACDEFGHIKL"))
+    table.write_text("id;sequence\n" + "".join(rows))
+    command = ["generate", f"relatives={table}", f"output={out}", "number=3"]
     return main([*command, *words]), out
 
 
@@ -174,9 +155,8 @@ def test_new_members_are_judged_beside_natural_ones(tmp_path: Path) -> None:
 
 
 def test_new_members_keep_avoid_and_stay_near_what_is_said(tmp_path: Path) -> None:
-    status, out = generated(
-        tmp_path, "generation.keep=['m1:C3,L11-L12']", "generation.avoid=DE", "number=5"
-    )
+    words = ["generation.keep=['m1:C3,L11-L12']", "generation.avoid=DE", "number=5"]
+    status, out = generated(tmp_path, *words)
     assert status == 0
     made = [decode(record.tokens) for record in read_fasta(out)]
     assert all((one[2], one[10:12]) == ("C", "LL") for one in made)
@@ -198,7 +178,6 @@ def test_new_members_keep_avoid_and_stay_near_what_is_said(tmp_path: Path) -> No
         ("keep=['m1']", "keep='m1'"),
         ("avoid=J", "avoid='J'"),
         ("near=m1:²", "near='m1:²'"),
-        ("near=m1:10000000000", "near="),
         ("near=m1:2 generation.length=9", "length=9"),
         ("min_length=100", "min_length"),
         ("keep=['m1:C3'] generation.avoid=C", "avoid='C'"),
@@ -237,7 +216,7 @@ def test_new_members_have_members_lengths_and_do_not_depend_on_their_number(
 
 
 def test_a_protein_is_scored_given_the_others_and_never_given_itself(
-    model: SequenceModel, folder: Path, fasta: Path, tmp_path: Path
+    model: SequenceModel, exports: Exports, fasta: Path, tmp_path: Path
 ) -> None:
     given = model.score(MEMBERS, relatives=MEMBERS, masks_per_sequence=4)
     alone = model.score(MEMBERS, masks_per_sequence=4)
@@ -245,35 +224,32 @@ def test_a_protein_is_scored_given_the_others_and_never_given_itself(
     others = model.score(MEMBERS, relatives=MEMBERS[1:], masks_per_sequence=4)
     assert others[0].nats == pytest.approx(given[0].nats, rel=1e-5)
     out = tmp_path / "scores.csv"
-    command = ["score", f"model_dir={folder}", f"input={fasta}", f"relatives={fasta}"]
+    command = ["score", f"model_dir={exports.related}", f"input={fasta}", f"relatives={fasta}"]
     command += [f"output={out}", "evaluation.masks_per_sequence=4", "device=cpu", "precision=fp32"]
     assert main(command) == 0
     rows = list(csv.DictReader(out.open(newline="")))
     expected = [one.nats for one in given]
     assert [float(row["nats"]) for row in rows] == pytest.approx(expected, rel=1e-4)
-    likelihoods = model.pseudo_log_likelihood(MEMBERS)
-    assert all(
-        float(row["pseudo_log_likelihood"]) != pytest.approx(one, rel=1e-3)
-        for row, one in zip(rows, likelihoods, strict=True)
-    )
+    for row, one in zip(rows, model.pseudo_log_likelihood(MEMBERS), strict=True):
+        assert float(row["pseudo_log_likelihood"]) != pytest.approx(one, rel=1e-3)
+    for relatives, error in ((["XX"], "no relatives"), (["M1"], "relative 0")):
+        with pytest.raises(DataError, match=error):
+            model.generate(relatives=relatives)
+    with pytest.raises(ConfigError, match="max_relatives"):
+        model.score(MEMBERS, relatives=MEMBERS, max_relatives=0)
+    with pytest.raises(ModelError, match="trained without relatives"):
+        load_model(exports.masked).score("MKT", relatives=MEMBERS)
 
 
 def test_each_draw_of_masks_draws_other_relatives(model: SequenceModel) -> None:
     family = Family.of([encode(text) for text in MEMBERS], 1)
     exported = model.exported
     scored = [encode("MKTAYIAKQRLA")]
-    draws = bound_draws(
-        *(exported.denoiser("fp32"), exported.paradigm, scored),
-        masks_per_sequence=6,
-        families=[family],
-    )
+    words = (exported.denoiser("fp32"), exported.paradigm, scored)
+    draws = bound_draws(*words, masks_per_sequence=6, families=[family])
     for draw in range(6):
         one = Family(family.draw(0, 0, draw, protein=scored[0]), 1)
-        again = bound_draws(
-            *(exported.denoiser("fp32"), exported.paradigm, scored),
-            masks_per_sequence=6,
-            families=[one],
-        )
+        again = bound_draws(*words, masks_per_sequence=6, families=[one])
         assert again[0, draw] == pytest.approx(draws[0, draw], rel=1e-5)
 
 
@@ -297,14 +273,3 @@ def test_the_model_s_effects_are_the_mean_over_draws_of_relatives(model: Sequenc
     # The wild type among its relatives would reveal every masked residue.
     two = Family.of([encode(text) for text in MEMBERS[:2]], 2)
     assert effects(Family.of([*two.members, wild_type], 2)) == effects(two)
-
-
-def test_what_cannot_be_given_is_rejected(model: SequenceModel, exports: Exports) -> None:
-    with pytest.raises(DataError, match="no relatives"):
-        model.generate(relatives=["XX"])
-    with pytest.raises(DataError, match="relative 0"):
-        model.generate(relatives=["M1"])
-    with pytest.raises(ConfigError, match="max_relatives"):
-        model.score(MEMBERS, relatives=MEMBERS, max_relatives=0)
-    with pytest.raises(ModelError, match="trained without relatives"):
-        load_model(exports.masked).score("MKT", relatives=MEMBERS)

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,6 @@ import pytest
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.files import require_other_output, write_text, written_beside
 from tests.conftest import MonkeyPatch
-
-
-@pytest.fixture
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
 
 
 def test_a_folder_replaces_the_one_that_was_there(tmp_path: Path) -> None:
@@ -42,13 +34,17 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, leftover: bool) -> None
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077], indirect=True)
+@pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_the_umask_applies_to_files_of_a_library(umask: int, tmp_path: Path) -> None:
-    with written_beside(tmp_path / "model") as partial:
-        (partial / "inside").mkdir(parents=True)
-        for file in (partial / "weights", partial / "inside" / "weights"):
-            file.touch(0o600)
-    write_text(tmp_path / "secret", "", mode=0o600)
+    before = os.umask(umask)
+    try:
+        with written_beside(tmp_path / "model") as partial:
+            (partial / "inside").mkdir(parents=True)
+            for file in (partial / "weights", partial / "inside" / "weights"):
+                file.touch(0o600)
+        write_text(tmp_path / "secret", "", mode=0o600)
+    finally:
+        os.umask(before)
     modes = [file.stat().st_mode & 0o777 for file in sorted(tmp_path.rglob("*"))]
     folder, plain = 0o777 & ~umask, 0o666 & ~umask
     assert modes == [folder, folder, plain, plain, 0o600]

@@ -1,9 +1,6 @@
 """A lock has one holder at a time, in this process or in another, and leaves no file."""
 
 import logging
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -16,16 +13,6 @@ from d2plm.core import waiting
 from d2plm.core.errors import DataError
 from d2plm.core.locks import locked
 from tests.conftest import Logged, MonkeyPatch
-
-ROOT = Path(__file__).parents[3]
-HOLDER = """
-import signal, sys
-from pathlib import Path
-from d2plm.core.locks import locked
-with locked(Path(sys.argv[1]), "busy"):
-    print("held", flush=True)
-    signal.pause()
-"""
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -53,18 +40,6 @@ def test_a_second_holder_waits_and_finds_what_the_first_has_left(
     assert [sorted(names) for names in found] == [["lock"] if fails else ["lock", "result"]]
     left = [one.name for one in tmp_path.rglob("*")]
     assert left == ([] if fails else ["new", "deeper", "result"])
-
-
-def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
-    file = tmp_path / "lock"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(file)], cwd=ROOT, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        threading.Timer(0.1, process.kill).start()
-        with locked(file, "busy"):
-            assert process.wait() == -signal.SIGKILL
 
 
 def test_a_lock_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ import pytest
 from d2plm.core import machine
 from tests.conftest import MonkeyPatch
 
+# Of version 1 of control groups.
+QUOTA, PERIOD = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
+MEMORY = "memory/memory.limit_in_bytes"
+
 
 def groups(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
     for name, content in files.items():
@@ -30,18 +34,8 @@ def groups(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
         ({"pods/mine/cpu.max": "150000 100000\n"}, (1.5, None)),
         ({"pods/memory.max": "4096\n", "pods/mine/memory.max": "8192\n"}, (None, 4096)),
         ({"cpu.max": "50000 100000\n", "memory.max": "1024\n"}, (0.5, 1024)),  # own namespace
-        (
-            {
-                "cpu/cpu.cfs_quota_us": "200000\n",
-                "cpu/cpu.cfs_period_us": "100000\n",
-                "memory/memory.limit_in_bytes": "2048\n",
-            },
-            (2.0, 2048),
-        ),
-        (
-            {"cpu/cpu.cfs_quota_us": "-1\n", "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"},
-            (None, None),
-        ),
+        ({QUOTA: "200000\n", PERIOD: "100000\n", MEMORY: "2048\n"}, (2.0, 2048)),
+        ({QUOTA: "-1\n", MEMORY: f"{2**63 - 4096}\n"}, (None, None)),
     ],
 )
 def test_the_tightest_limit_of_the_control_groups_counts(
@@ -109,4 +103,3 @@ def test_commands_read_and_write_utf_8_in_a_locale_of_another_encoding(tmp_path:
     d2plm("ingest", "input='prötéins.fasta'", "output='störe'")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["prötéins.fasta", "störe"]
     assert "ä" in d2plm("data", "head", "store='störe'")
-    assert "…" in d2plm("ingest", "--help")

@@ -54,11 +54,8 @@ def test_uniform_is_the_hash_of_its_key_and_indices(
     expected = [hashed(seed, step, salt_of(name), index, second) for index in first]
     assert drawn.dtype == torch.float64
     assert drawn.tolist() == expected
-
-
-def test_streams_of_streams_are_named_by_the_whole_path() -> None:
-    nested = Key(3, 4).stream("time").stream("shared")
-    assert uniform(nested, torch.tensor([5])).item() == hashed(3, 4, salt_of("time", "shared"), 5)
+    nested = uniform(Key(seed, step).stream(name).stream("shared"), torch.tensor([5]))
+    assert nested.item() == hashed(seed, step, salt_of(name, "shared"), 5)
 
 
 @pytest.mark.parametrize("seed", [0, 2**62])
@@ -93,11 +90,6 @@ def test_draws_are_independent_across(other: str) -> None:
     assert stats.chisquare(table.flatten()).pvalue > P_VALUE
 
 
-def test_seed_step_and_salt_cannot_stand_in_for_each_other() -> None:
-    keys = [Key(a, b, c) for a in range(8) for b in range(8) for c in range(8)]
-    assert len({key.as_int() for key in keys}) == len(keys)
-
-
 @given(count=st.integers(1, 300), seed=st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
 def test_stratified_times_hit_each_stratum_once(count: int, seed: int) -> None:
@@ -130,8 +122,9 @@ def test_stratified_times_are_uniform_over_steps_and_their_order_is_random() -> 
 
 
 def test_categories_follow_their_unnormalised_probabilities() -> None:
-    weights = np.array([0.0, 3.0, 0.0, 1e-3, 1.0, 2.0, 0.0])
-    n = 100_000
+    """A tail among them that noise in float32 would cut."""
+    weights = np.array([0.0, 3.0, 0.0, 1e-4, 1.0, 2.0, 0.0])
+    n = 1_000_000
     rows = torch.from_numpy(weights).expand(n, -1)
     drawn = categorical(Key(9).stream("residue"), rows, torch.arange(n))
     seen = np.bincount(drawn.numpy(), minlength=7)
@@ -139,10 +132,3 @@ def test_categories_follow_their_unnormalised_probabilities() -> None:
     kept = weights > 0
     expected = weights[kept] / weights.sum() * n
     assert stats.chisquare(seen[kept], expected).pvalue > P_VALUE
-
-
-def test_categories_keep_a_tail_that_float32_noise_would_cut() -> None:
-    n = 1_000_000
-    rows = torch.tensor([1.0 - 1e-5, 1e-5], dtype=torch.float64).expand(n, -1)
-    rare = int(categorical(Key(2), rows, torch.arange(n)).sum())
-    assert stats.binomtest(rare, n, 1e-5).pvalue > P_VALUE

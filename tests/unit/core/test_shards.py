@@ -66,19 +66,11 @@ def compute(output: Path, index: int, setting: Any = 1, text: str = "own") -> li
     )
 
 
-def test_whichever_shard_is_last_joins_all(output: Path) -> None:
-    assert compute(output, 1) == [0, 2]
-    assert compute(output, 2) == [0]
-    assert not output.exists()
-    assert compute(output, 0) == []
-    assert output.read_text() == "own 0 own 1 own 2"
-
-
 def test_a_shard_is_computed_once_and_its_parts_are_removed_when_joined(output: Path) -> None:
-    for index in (0, 1):
-        compute(output, index)
+    assert [compute(output, index) for index in (1, 0)] == [[0, 2], [2]]
     assert compute(output, 1, text="other") == [2], "a repeated shard only looks"
-    compute(output, 2)
+    assert not output.exists()
+    assert compute(output, 2) == [], "whichever is last joins all"
     assert compute(output, 1, text="other") == []
     assert output.read_text() == "own 0 own 1 own 2"
     assert [file.name for file in output.with_name("all.txt.shards").iterdir()] == ["manifest.json"]
@@ -88,28 +80,22 @@ def test_a_shard_is_computed_once_and_its_parts_are_removed_when_joined(output: 
     assert compute(output, 2) == [0], "whoever wrote it, it is not what the shards joined"
 
 
-def test_a_kill_before_the_parts_are_joined_leaves_them(output: Path) -> None:
-    def killed(parts: list[Path]) -> None:
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_kill_before_or_after_the_parts_are_joined_loses_none(
+    joined: bool, output: Path, monkeypatch: MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     for index in (0, 1):
         compute(output, index)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if joined:
+            patch.setattr(shards.shutil, "rmtree", killed)
+            compute(output, 2)
         in_shards(output, Shard(2, 3), {"setting": 1}, lambda p: p.write_text("own 2"), killed)
     assert compute(output, 2, text="other") == []
     assert output.read_text() == "own 0 own 1 own 2"
-
-
-def test_a_kill_after_joining_leaves_no_parts(output: Path, monkeypatch: MonkeyPatch) -> None:
-    def killed(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    compute(output, 0)
-    compute(output, 1)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards.shutil, "rmtree", killed)
-        compute(output, 2)
-    assert compute(output, 2, text="other") == []
     assert [file.name for file in output.with_name("all.txt.shards").iterdir()] == ["manifest.json"]
 
 

@@ -79,13 +79,11 @@ def test_json_lines_are_documents(tmp_path: Path, ending: str) -> None:
     lines = [json.dumps({"meta": {}, "text": text, "id": name}) for name, text in DOCUMENTS]
     content = gzip.compress(("\ufeff" + "\n\n".join(lines)).encode())
     assert _read(_write(tmp_path / f"a.{ending}.gz", content)) == DOCUMENTS
-
-
-def test_documents_without_a_name_are_called_after_file_and_line(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.jsonl", '{"content": "one"}\n\n{"content": "two", "text": "2"}\n')
-    assert _read(path) == [("a.jsonl:1", "one"), ("a.jsonl:3", "two")]
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
-    assert _read(tmp_path / "a.parquet") == [("a.parquet:1", "one"), ("a.parquet:2", "two")]
+    # Those without a name are called after file and line.
+    path = _write(tmp_path / f"b.{ending}", '{"content": "one"}\n\n{"content": "2", "text": "3"}\n')
+    assert _read(path) == [(f"b.{ending}:1", "one"), (f"b.{ending}:3", "2")]
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "b.parquet")
+    assert _read(tmp_path / "b.parquet") == [("b.parquet:1", "one"), ("b.parquet:2", "two")]
 
 
 @pytest.mark.parametrize(
@@ -159,18 +157,16 @@ def test_pieces_of_parts_are_the_text(tmp_path: Path, monkeypatch: MonkeyPatch) 
         assert max(map(len, pieces)) == 50
     assert manifest["provenance"]["pieces"] == -(-len(text) // 50)
     assert in_parts["provenance"]["records"] == manifest["provenance"]["records"] == 1
+    monkeypatch.setattr("d2plm.data.documents._WHOLE_BYTES", 100)
+    with pytest.raises(DataError, match="line 1: a record of more than 100"):
+        ingest(path, tmp_path / "out", vocabulary=BYTES)
 
 
 @pytest.mark.parametrize("width", [60, 10**6])
 def test_long_records_of_fasta_are_parts(
     tmp_path: Path, monkeypatch: MonkeyPatch, width: int
 ) -> None:
-    records = {
-        "short": "ACGT" * 9,
-        "long": "GATTACA" * 900,
-        "other": "CC" * 6,
-        "late": "TGCATT" * 700,
-    }
+    records = {"short": "ACGT" * 9, "long": "GATTACA" * 900, "other": "CC" * 6, "late": "TGC" * 900}
     content = "".join(
         f">{name} words\n" + re.sub(f"(.{{{width}}})", r"\1\n", text) + "\n"
         for name, text in records.items()
@@ -182,25 +178,18 @@ def test_long_records_of_fasta_are_parts(
     assert {name: "".join(one) for name, one in _pieces(tmp_path / "out").items()} == records
     assert manifest["provenance"]["records"] == 4
     store, named = SequenceStore(tmp_path / "out"), [*records]
-    assert {(index, named[record]) for index, record in store.pieces.tolist()} == {
-        (index, name.rpartition("/")[0])
-        for index in range(len(store))
-        for name in store.names(index)
-    }
+    owners = [(i, name.rpartition("/")[0]) for i in range(len(store)) for name in store.names(i)]
+    assert {(index, named[record]) for index, record in store.pieces.tolist()} == {*owners}
     with pytest.raises(DataError, match="'long words' has more than 1,000"):
         ingest(path, tmp_path / "out", vocabulary=DNA)
 
 
-def test_the_hub_needs_its_library(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for name in ("hf://datasets/a/b", "hf://datasets/a"):
-        with pytest.raises(DataError, match=f"^{name}: "):
-            ingest(name, tmp_path / "out", vocabulary=BYTES)
-
-
 def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"^hf://datasets/a: "):
+        patch.setitem(sys.modules, "datasets", None)  # which is optional
+        ingest("hf://datasets/a", tmp_path / "out", vocabulary=BYTES)
+    pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "owner" / "name"  # a folder goes before a dataset of the hub
     folder.mkdir(parents=True)
@@ -219,10 +208,3 @@ def test_peptides_of_few_letters_are_proteins_and_nucleotides_none(tmp_path: Pat
     path = _write(tmp_path / "b.fasta", f">a\nMLE{'GATTACA' * 3}\n>b\n{'GATTACA' * 9}\n")
     with pytest.raises(DataError, match="'b' looks like nucleotides, as do 1 of 2"):
         ingest(path, tmp_path / "other")
-
-
-def test_a_long_document_needs_a_window(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr("d2plm.data.documents._WHOLE_BYTES", 100)
-    path = _write(tmp_path / "a.txt", TEXT)
-    with pytest.raises(DataError, match="line 1: a record of more than 100"):
-        ingest(path, tmp_path / "out", vocabulary=BYTES)

@@ -152,41 +152,24 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     assert ["--single-step-clustering 1" in call for call in clusterings] == [False, True, False]
 
 
-def _stand_in(path: Path, table: str) -> Path:
-    """A program that notes its arguments and writes `table` where createtsv would."""
-    body = f"""echo "$*" >> '{path.parent / "calls"}'
-if [ "$1" = createtsv ]; then printf '{table}' > "$5"; fi"""
-    return _program(path, body)
-
-
-def test_a_cluster_is_known_by_its_first_member(tmp_path: Path) -> None:
-    program = _stand_in(tmp_path / "mmseqs", "3\\t3\\n3\\t1\\n4\\t4\\n2\\t2\\n2\\t0\\n")
-    clusters = _mmseqs(tmp_path, program).cluster(tmp_path / "x", 5, ClusterSettings())
-    assert clusters.tolist() == [0, 1, 0, 1, 4]
-
-
-def test_the_method_and_the_limits_reach_the_program(tmp_path: Path) -> None:
-    program = _stand_in(tmp_path / "mmseqs", "0\\t0\\n")
+def test_settings_reach_the_program_and_its_tables_are_read(tmp_path: Path) -> None:
+    """A cluster is labelled by its first member."""
+    body = f"""echo "$*" >> '{tmp_path / "calls"}'
+case "$1" in
+createtsv) printf '3\\t3\\n3\\t1\\n4\\t4\\n2\\t2\\n2\\t0\\n' > "$5";;
+convertalis) echo 0 2 0.375 1 11 80 90 100 320 > "$5";;
+esac"""
+    program = _program(tmp_path / "mmseqs", body)
     mmseqs = MMseqs(program, 3, tmp_path / "log", tmp_path, memory_limit="4G")
-    mmseqs.cluster(
-        tmp_path / "x", 1, ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.9)
-    )
-    call = next(c for c in (tmp_path / "calls").read_text().splitlines() if "linclust" in c)
-    assert "--threads 3 --split-memory-limit 4G" in call
-    assert "--min-seq-id 0.5 -c 0.9 --cov-mode 0" in call
-
-
-def test_a_search_asks_for_proteins_and_for_the_e_value(tmp_path: Path) -> None:
-    program = _program(
-        tmp_path / "mmseqs",
-        f"""echo "$*" >> '{tmp_path / "calls"}'
-if [ "$1" = convertalis ]; then echo 0 2 0.375 1 11 80 90 100 320 > "$5"; fi""",
-    )
-    hits = _mmseqs(tmp_path, program).search(tmp_path / "x", tmp_path / "y", SearchSettings())
+    settings = ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.9)
+    assert mmseqs.cluster(tmp_path / "x", 5, settings).tolist() == [0, 1, 0, 1, 4]
+    hits = mmseqs.search(tmp_path / "x", tmp_path / "y", SearchSettings())
     assert (hits.queries.tolist(), hits.targets.tolist()) == ([0], [2])
-    assert hits.identities.tolist() == [0.375]
-    assert hits.coverages.tolist() == [80 / 320]
+    assert (hits.identities.tolist(), hits.coverages.tolist()) == ([0.375], [80 / 320])
     calls = (tmp_path / "calls").read_text().splitlines()
+    clustered = next(call for call in calls if "linclust" in call)
+    assert "--threads 3 --split-memory-limit 4G" in clustered
+    assert "--min-seq-id 0.5 -c 0.9 --cov-mode 0" in clustered
     assert all(call.endswith("--dbtype 1") for call in calls if call.startswith("createdb"))
     assert "-e 0.001" in next(call for call in calls if call.startswith("search"))
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -50,23 +51,11 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
         *(("one", "MKVLA"), ("same", "mkv\nla*"), ("short", "MK"), ("long", "M" * 9)),
         *(("wrong", "MKJ"), ("empty", ""), ("stop", "M*K"), ("same", "MKVLA"), ("two", "ACDEF")),
     )
-    manifest = ingest(
-        fasta,
-        tmp_path / "out",
-        reading=DROP,
-        min_residues=3,
-        max_residues=8,
-        provenance={"from": "a test"},
-    )
-    assert manifest["provenance"] == {
-        "from": "a test",
-        "input": ["in.fasta"],
-        "min_residues": 3,
-        "max_residues": 8,
-        "records": 9,
-        "duplicates": 2,
-        "dropped": {"illegal letter": 2, "no sequence": 1, "shorter than 3": 1, "longer than 8": 1},
-    }
+    settings: dict[str, Any] = {"min_residues": 3, "max_residues": 8}
+    manifest = ingest(fasta, tmp_path / "out", reading=DROP, provenance={"a": "test"}, **settings)
+    dropped = {"illegal letter": 2, "no sequence": 1, "shorter than 3": 1, "longer than 8": 1}
+    account = {"a": "test", "input": ["in.fasta"], **settings, "records": 9, "duplicates": 2}
+    assert manifest["provenance"] == {**account, "dropped": dropped}
     assert (manifest["sequences"], manifest["residues"], manifest["kind"]) == (2, 10, "raw")
     assert _names(tmp_path / "out") == {"MKVLA": ["one", "same"], "ACDEF": ["two"]}
     SequenceStore(tmp_path / "out").verify()
@@ -124,30 +113,19 @@ def test_long_records_are_cut_into_pieces(tmp_path: Path, alphabet: str, window:
     table.write_text("".join(f"{name},{text}\n" for name, text in [("name", "text"), *rows]))
     manifest = ingest(table, tmp_path / "out", vocabulary=vocabulary(alphabet), window=window)
     store = SequenceStore(tmp_path / "out")
-    texts: dict[str, dict[int, str]] = defaultdict(dict)
-    for index, tokens in enumerate(store):
-        assert 0 < len(tokens) <= window
-        assert tokens.dtype == store.vocabulary.dtype
-        for name in store.names(index):
-            record, _, piece = name.partition("/")
-            texts[record][int(piece or 0)] = store.vocabulary.decode(tokens)
-    for name, record in rows:
-        pieces = [texts[name][number] for number in sorted(texts[name])]
-        assert "".join(pieces) == record
-        assert all(len(piece) == window for piece in pieces[:-1])
-        numbers = range(1, 1 + -(-len(record) // window)) if len(record) > window else [0]
-        assert sorted(texts[name]) == [*numbers]
-    index_of = {store.vocabulary.decode(tokens): index for index, tokens in enumerate(store)}
-    assert {*map(tuple, store.pieces.tolist())} == {
-        (index_of[record[start : start + window]], number)
-        for number, (_, record) in enumerate(rows)
-        if len(record) > window
-        for start in range(0, len(record), window)
-    }
+    names, of_cut = defaultdict[str, set[str]](set), set[tuple[str, int]]()
+    for number, (name, record) in enumerate(rows):
+        for place, start in enumerate(range(0, len(record), window), start=1):
+            piece, is_cut = record[start : start + window], len(record) > window
+            names[piece].add(f"{name}/{place}" if is_cut else name)
+            of_cut |= {(piece, number)} if is_cut else set()
+    texts = [store.vocabulary.decode(tokens) for tokens in store]
+    assert dict(zip(texts, map(set, map(store.names, range(len(texts)))), strict=True)) == names
+    assert {(texts[index], number) for index, number in store.pieces.tolist()} == of_cut
     store.verify()
     account = manifest["provenance"]
     assert (account["records"], account["window"], account["dropped"]) == (6, window, {})
-    assert account["pieces"] == sum(map(len, texts.values()))
+    assert account["pieces"] == sum(map(len, names.values()))
     assert account["pieces"] == manifest["sequences"] + account["duplicates"]
 
 
@@ -158,14 +136,10 @@ def test_the_command_takes_patterns_and_fields(tmp_path: Path, monkeypatch: Monk
     words = ["input=[?.csv,b.tsv]", "output=out", "sequence_field=heavy", "name_field=clone"]
     assert main(["ingest", *words, "on_illegal=drop"]) == 0
     assert _names(tmp_path / "out") == {"MKV": ["x"], "WYW": ["z"]}
-
-
-def test_standard_input_is_an_input(tmp_path: Path) -> None:
-    content = gzip.compress(b">a\nMKV\n>b\nACD\n>c\nMKV\n")
-    process = _start(["ingest", "input=-", f"output={tmp_path / 'out'}"], stdin=subprocess.PIPE)
-    process.communicate(content)
+    process = _start(["ingest", "input=-", f"output={tmp_path / 'in'}"], stdin=subprocess.PIPE)
+    process.communicate(gzip.compress(b">a\nMKV\n>b\nACD\n>c\nMKV\n"))
     assert process.returncode == 0
-    assert _names(tmp_path / "out") == {"MKV": ["a", "c"], "ACD": ["b"]}
+    assert _names(tmp_path / "in") == {"MKV": ["a", "c"], "ACD": ["b"]}
 
 
 def _by_lines(content: bytes) -> tuple[dict[str, set[str]], Counter[str]]:

@@ -15,8 +15,16 @@ from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
 
 
+def _reached(near: dict[int, set[int]], start: int) -> int:
+    """The least of all that a walk over neighbours comes to."""
+    reached, last = {start}, set[int]()
+    while reached != last:
+        last, reached = reached, reached.union(*(near[one] for one in reached))
+    return min(reached)
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_pairs_join_the_clusters_that_a_walk_from_each_member_reaches(seed: int) -> None:
+def test_pairs_and_common_pieces_join_what_a_walk_reaches(tmp_path: Path, seed: int) -> None:
     draw = np.random.default_rng(seed)
     clusters = np.arange(60, dtype=np.int32)
     clusters[draw.random(60) < 0.2] = -1
@@ -27,12 +35,14 @@ def test_pairs_join_the_clusters_that_a_walk_from_each_member_reaches(seed: int)
             near[one].add(other)
             near[other].add(one)
     found = merged(clusters, pairs)
-    for index in near:
-        reached, last = {index}, set[int]()
-        while reached != last:
-            last, reached = reached, set[int]().union(*(near[one] for one in reached))
-        assert found[index] == min(reached)
+    assert all(found[index] == _reached(near, index) for index in near)
     assert (found[clusters < 0] == -1).all()
+
+    owners = [sorted({*draw.integers(0, 9, draw.integers(0, 3)).tolist()}) for _ in range(20)]
+    near = {i: {j for j in range(20) if i == j or {*owners[i]} & {*owners[j]}} for i in range(20)}
+    records = records_of(_store(tmp_path / "cut", owners, window=3))
+    assert records is not None
+    assert records.tolist() == [_reached(near, index) for index in range(20)]
 
 
 def _store(path: Path, records: list[list[int]], **provenance: int) -> SequenceStore:
@@ -44,42 +54,23 @@ def _store(path: Path, records: list[list[int]], **provenance: int) -> SequenceS
     return SequenceStore(path)
 
 
-def test_pieces_of_a_record_and_records_with_a_common_piece_are_joined(tmp_path: Path) -> None:
-    store = _store(tmp_path / "cut", [[7], [2, 7], [], [2], [5], [5], []], window=3)
-    records = records_of(store)
-    assert records is not None
-    assert records.tolist() == [0, 0, 2, 0, 4, 4, 6]
+def test_pieces_that_are_lost_or_of_another_store_are_found(tmp_path: Path) -> None:
+    assert records_of(_store(tmp_path / "whole", [[], []])) is None
+    store = _store(tmp_path / "cut", [[0], [0]], window=3)
     store.verify()
+    other = _store(tmp_path / "other", [[0], [1]], window=3)
+    shutil.copy(other.path / "pieces.npy", store.path)
+    with pytest.raises(DataError, match="the pieces are not those of manifest"):
+        SequenceStore(store.path).verify()
     (store.path / "pieces.npy").unlink()
     for use in (lambda: records_of(store), store.verify):
         with pytest.raises(DataError, match="pieces"):
             use()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_records_are_those_that_a_walk_over_pieces_reaches(tmp_path: Path, seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    owners = [sorted({*draw.integers(0, 9, draw.integers(0, 3)).tolist()}) for _ in range(20)]
-    found = records_of(_store(tmp_path / "cut", owners, window=3))
-    assert found is not None
-    for index in range(20):
-        reached, last = {index}, set[int]()
-        while reached != last:
-            last = reached
-            known = {record for one in reached for record in owners[one]}
-            reached = reached | {one for one in range(20) if known & {*owners[one]}}
-        assert found[index] == min(reached)
-
-
 def test_pieces_stay_together_if_one_between_them_is_left_out() -> None:
     clusters = np.array([0, -1, 2, 3], dtype=np.int32)
     assert with_equal(clusters, np.array([0, 0, 0, 3])).tolist() == [0, -1, 0, 3]
-
-
-def test_names_say_nothing_about_records(tmp_path: Path) -> None:
-    store = _store(tmp_path / "cut", [[], [], []], window=3)
-    assert np.array_equal(records_of(store), [0, 1, 2])  # type: ignore[arg-type]
-    assert records_of(_store(tmp_path / "whole", [[], []])) is None
 
 
 def test_records_named_like_pieces_are_records_of_their_own(tmp_path: Path) -> None:
@@ -98,11 +89,3 @@ def test_records_named_like_pieces_are_records_of_their_own(tmp_path: Path) -> N
     everything = np.ones(len(store), dtype=np.bool_)
     held = np.flatnonzero(find_ids(store, tmp_path / "ids", everything))
     assert {decode(store[int(i)]) for i in held} == {"ACDEF", "GHIKL"}
-
-
-def test_pieces_of_another_store_are_found_by_verify(tmp_path: Path) -> None:
-    one = _store(tmp_path / "one", [[0], [0]], window=3)
-    other = _store(tmp_path / "other", [[0], [1]], window=3)
-    shutil.copy(other.path / "pieces.npy", one.path)
-    with pytest.raises(DataError, match="the pieces are not those of manifest"):
-        SequenceStore(one.path).verify()

@@ -113,13 +113,16 @@ def test_windows_start_anywhere_with_equal_chances_and_frame_true_ends_alone(
     assert len(counts) == 1 or chisquare(counts).pvalue > 1e-3
 
 
-def test_a_sequence_drawn_several_times_an_epoch_shows_other_windows() -> None:
+def test_a_long_sequence_shows_another_window_for_each_draw_of_an_epoch_and_each_seed() -> None:
     parts = [SyntheticSequences(np.array(lengths, np.int32)) for lengths in ([5000], [60] * 99)]
-    ours = PackedLoader([Collection(one, 1.0) for one in parts], token_budget=256, max_length=64)
-    batches = [*islice(ours.stream(Position()), ours.batches_in_epoch(0))]
-    windows = [tokens for index, tokens in drawn(batches) if index == 0]
-    assert len(windows) == 50
-    assert len({*windows}) > 40
+    collections = [Collection(one, 1.0) for one in parts]
+    windows = list[bytes]()
+    for seed in (0, 1):
+        ours = PackedLoader(collections, token_budget=256, max_length=64, seed=seed)
+        batches = [*islice(ours.stream(Position()), ours.batches_in_epoch(0))]
+        windows += [tokens for index, tokens in drawn(batches) if index == 0]
+    assert len(windows) == 2 * 50
+    assert len({*windows}) > 2 * 40
 
 
 # --- resuming ----------------------------------------------------------------------------------
@@ -147,8 +150,8 @@ def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceS
     first = loader(tiny_store, micro_batches=2)
     count = first.batches_in_epoch(0)
     following = [batch.following for batch in islice(first.stream(Position()), count + 1)]
-    assert following[: count - 1] == [Position(0, 2 * i) for i in range(1, count)]
-    assert following[count - 1 :] == [Position(1, 0), Position(1, 2)]
+    bins = [Position(0, 2 * i) for i in range(1, count)]
+    assert following == [*bins, Position(1, 0), Position(1, 2)]
     assert first.epochs_done(Position(3, 2)) == pytest.approx(3 + 1 / first.batches_in_epoch(3))
 
 
@@ -160,12 +163,8 @@ def test_ranks_partition_a_batch(
     tiny_store: SequenceStore, world_size: int, micro_batches: int
 ) -> None:
     reference = loader(tiny_store, micro_batches=4).stream(Position())
-    ranks = [
-        loader(tiny_store, micro_batches=micro_batches, rank=rank, world_size=world_size).stream(
-            Position()
-        )
-        for rank in range(world_size)
-    ]
+    cut = {"micro_batches": micro_batches, "world_size": world_size}
+    ranks = [loader(tiny_store, rank=rank, **cut).stream(Position()) for rank in range(world_size)]
     for expected in rest_of_epoch(reference, 0):
         parts = [next(rank) for rank in ranks]
         together = [packed for part in parts for packed in part.micro_batches]
@@ -194,13 +193,8 @@ def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
     sequences = SyntheticSequences(np.array([len(tokens) for tokens in proteins[:num_sequences]]))
 
     def ranks(cut: tuple[int, int], start: Position) -> list[Iterator[GlobalBatch]]:
-        world_size, micro_batches = cut
-        return [
-            loader(sequences, rank=rank, world_size=world_size, micro_batches=micro_batches).stream(
-                start
-            )
-            for rank in range(world_size)
-        ]
+        shape = {"world_size": cut[0], "micro_batches": cut[1]}
+        return [loader(sequences, rank=rank, **shape).stream(start) for rank in range(cut[0])]
 
     seen: list[Segment] = []
     position = Position()
@@ -235,6 +229,8 @@ def test_worker_processes_change_nothing(
     try:
         stores = (tiny_store, write_store(tmp_path / "other", proteins[200:220]))
         ours = loader(*stores, micro_batches=2)
+        sent = pickle.dumps(ours.dataset)  # where the stores are, and not their content
+        assert tiny_store.lengths.tobytes() not in sent
         start = Position(0, 2 * ours.batches_in_epoch(0) - 6)  # goes on into the next epoch
         here = ours.stream(start)
         there = loader(*stores, micro_batches=2, num_workers=num_workers).stream(start)
@@ -242,18 +238,6 @@ def test_worker_processes_change_nothing(
             assert content(next(there)) == content(next(here))
     finally:
         multiprocessing.set_start_method(default, force=True)
-
-
-def test_a_worker_is_sent_where_the_stores_are_and_not_their_content(
-    tiny_store: SequenceStore, proteins: list[np.ndarray], tmp_path: Path
-) -> None:
-    other = write_store(tmp_path / "other", proteins[200:220])
-    for stores in ((tiny_store,), (tiny_store, other)):
-        sent = pickle.dumps(loader(*stores).dataset)
-        assert tiny_store.lengths.tobytes() not in sent
-        again = pickle.loads(sent)
-        packed = next(iter(loader(*stores).sampler.plan(0).batches(1)))[0]
-        assert torch.equal(again[[packed]].tokens, loader(*stores).dataset[[packed]].tokens)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -273,19 +257,11 @@ def test_a_store_that_cannot_be_read_is_named_in_one_line(num_workers: int) -> N
 def test_packing_all_gives_each_sequence_under_its_index(proteins: list[np.ndarray]) -> None:
     sequences = proteins[:40]
     batches = pack_all(sequences, token_budget=2048, max_length=300)
-    found = {
-        int(packed.sequence_ids[place]): row.tolist()
-        for packed in batches
-        for place, row in enumerate(packed.split())
-    }
-    assert found == {
-        i: [CLS, *tokens[:298].tolist(), EOS] for i, tokens in enumerate(proteins[:40])
-    }
-    assert all(torch.equal(packed.draw_ids, packed.sequence_ids) for packed in batches)
+    for packed in batches:
+        assert torch.equal(packed.draw_ids, packed.sequence_ids)
+    whole = [bytes([CLS, *tokens[:298].tolist(), EOS]) for tokens in sequences]
+    assert segments(batches) == {i: (i, row) for i, row in enumerate(whole)}
     assert len({packed.num_tokens for packed in batches}) == 1
-
-
-def test_packing_all_of_nothing_is_rejected() -> None:
     with pytest.raises(DataError, match="no sequences"):
         pack_all([], token_budget=2048, max_length=300)
 
@@ -302,13 +278,15 @@ def test_impossible_settings_are_named(tiny_store: SequenceStore, changes: dict[
 
 def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() -> None:
     program = (
-        "from tests.unit.data.test_loader import Position, SyntheticSequences, loader\n"
-        "import numpy\n"
+        "import builtins, numpy\n"
+        "from d2plm.data import loader\n"
+        "from d2plm.data.synthetic import SyntheticSequences\n"
         "store = SyntheticSequences(numpy.full(64, 100, dtype=numpy.int32))\n"
-        "stream = loader(store, num_workers=2).stream(Position())\n"
-        "next(stream)\n"
-        "import builtins; builtins.kept = stream\n"
-        "import d2plm.data.loader as module; print([w.pid for w in module._WORKERS])\n"
+        "shape = {'token_budget': 512, 'max_length': 128, 'num_workers': 2}\n"
+        "made = loader.PackedLoader([loader.Collection(store)], **shape)\n"
+        "builtins.kept = made.stream(loader.Position())\n"
+        "next(builtins.kept)\n"
+        "print([worker.pid for worker in loader._WORKERS])\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
@@ -318,12 +296,3 @@ def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() 
     for worker in workers:  # ended, whether or not they were joined
         stat = Path(f"/proc/{worker}/stat")
         assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"
-
-
-def test_another_seed_gives_other_windows_at_the_same_place() -> None:
-    one = SyntheticSequences(np.array([5000], dtype=np.int32))
-    windows = {
-        bytes(next(loader(one, seed=seed).stream(Position())).micro_batches[0].tokens.tolist())
-        for seed in range(20)
-    }
-    assert len(windows) == 20

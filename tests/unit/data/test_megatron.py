@@ -34,30 +34,28 @@ WHOLE = [[1, 2, 3], [4, 5, 6], [7, 0, 119, 8, 9], [10]]
 NUMBERS = [0, 1, 4, 5]  # of the documents that are not empty
 
 
-def mmididx(prefix: Path, documents: Sequence[Document], code: int = 8) -> Path:
+def _columns(documents: Sequence[Document]) -> tuple[list[list[int]], list[int], list[int]]:
+    """The sequences, their lengths, and the document index."""
     sequences = [list(sequence) for document in documents for sequence in document]
-    lengths = [len(sequence) for sequence in sequences]
-    width = struct.calcsize("<" + CODES[code])
     bounds = [0, *accumulate(len(document) for document in documents)]
-    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
-    index += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(bounds))
-    index += b"".join(struct.pack("<i", length) for length in lengths)
-    index += b"".join(
-        struct.pack("<q", n * width) for n in [0, *accumulate(lengths)][: len(lengths)]
-    )
-    index += b"".join(struct.pack("<q", bound) for bound in bounds)
+    return sequences, [len(sequence) for sequence in sequences], bounds
+
+
+def mmididx(prefix: Path, documents: Sequence[Document], code: int = 8) -> Path:
+    sequences, lengths, bounds = _columns(documents)
+    count, width = len(sequences), struct.calcsize("<" + CODES[code])
+    pointers = [n * width for n in [0, *accumulate(lengths)][:count]]
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, count, len(bounds))
+    index += struct.pack(f"<{count}i{count}q{len(bounds)}q", *lengths, *pointers, *bounds)
     return _written(prefix, index, sequences, code)
 
 
 def tntidx(prefix: Path, documents: Sequence[Document], code: int = 4) -> Path:
-    sequences = [list(sequence) for document in documents for sequence in document]
-    lengths = [len(sequence) for sequence in sequences]
-    width = struct.calcsize("<" + CODES[code])
-    bounds = [0, *accumulate(len(document) for document in documents)]
-    numbers = [1, code, width, len(sequences), len(sequences), len(bounds)]
-    index = b"TNTIDX\x00\x00" + b"".join(struct.pack("<Q", number) for number in numbers)
-    for column in (range(len(sequences) + 1), accumulate([0, *lengths]), lengths, bounds):
-        index += b"".join(struct.pack("<q", number) for number in column)
+    sequences, lengths, bounds = _columns(documents)
+    count, width = len(sequences), struct.calcsize("<" + CODES[code])
+    numbers = [1, code, width, count, count, len(bounds)]
+    numbers += [*range(count + 1), *accumulate([0, *lengths]), *lengths, *bounds]
+    index = b"TNTIDX\x00\x00" + struct.pack(f"<{len(numbers)}q", *numbers)
     return _written(prefix, index, sequences, code)
 
 
@@ -72,10 +70,8 @@ def read_as_megatron(prefix: Path) -> tuple[int, list[list[int]], list[int]]:
     """Dtype code, sequences and document index, in the steps of Megatron's `_IndexReader`."""
     with open(f"{prefix}.idx", "rb") as stream:
         assert stream.read(9) == b"MMIDIDX\x00\x00"
-        assert struct.unpack("<Q", stream.read(8)) == (1,)
-        (code,) = struct.unpack("<B", stream.read(1))
-        (count,) = struct.unpack("<Q", stream.read(8))
-        (documents,) = struct.unpack("<Q", stream.read(8))
+        version, code, count, documents = struct.unpack("<QBQQ", stream.read(25))
+        assert version == 1
         lengths = struct.unpack(f"<{count}i", stream.read(4 * count))
         pointers = struct.unpack(f"<{count}q", stream.read(8 * count))
         index = struct.unpack(f"<{documents}q", stream.read(8 * documents))
@@ -100,10 +96,7 @@ def test_both_layouts_and_every_dtype(
 ) -> None:
     sequences = MegatronSequences(build(tmp_path / "a.b", DOCUMENTS, code), Bytes())
     assert ids(sequences) == WHOLE
-    assert [(sequences[i].astype(int) - FIRST).tolist() for i in range(-1, 3)] == [
-        WHOLE[-1],
-        *WHOLE[:3],
-    ]
+    assert sequences[-1].tolist() == [FIRST + 10]
     assert sequences[0].dtype == Bytes().dtype
     assert sequences.lengths.tolist() == [3, 3, 5, 1]
     assert sequences.clusters.tolist() == NUMBERS
@@ -148,18 +141,14 @@ def test_the_tokenizers_end_of_document_is_no_content(tmp_path: Path, words: Voc
     assert ids(MegatronSequences(plain, words)) == [[1, 2], [3]]
 
 
-def test_a_stated_end_of_document(tmp_path: Path) -> None:
+def test_a_stated_end_of_document(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     corpus = mmididx(tmp_path / "a", [[[1, 2, 256]], [[3, 256]]])
     assert ids(MegatronSequences(corpus, Bytes(), end_of_document=256)) == [[1, 2], [3]]
     with pytest.raises(DataError, match="2 of 2 documents"):
         MegatronSequences(corpus, Bytes(), end_of_document=7)
-
-
-def test_an_unlike_end_that_no_sample_saw_is_refused_when_read(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+    # An unlike end that no sample saw is refused when it is read.
     monkeypatch.setattr("d2plm.data.megatron._SAMPLES", 2)
-    corpus = mmididx(tmp_path / "a", [[[1, 9]], [[2, 3]], [[4, 9]]])
+    corpus = mmididx(tmp_path / "b", [[[1, 9]], [[2, 3]], [[4, 9]]])
     sequences = MegatronSequences(corpus, Bytes(), end_of_document=9)
     assert sequences[0].tolist() == [FIRST + 1]
     with pytest.raises(DataError, match="document1"):
@@ -175,62 +164,56 @@ def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path, code: int, wron
         sequences[1]
 
 
-# Of the index and of the data, by what is damaged.
-DAMAGES: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
-    "truncated data": (lambda i: i, lambda b: b[:-2]),
-    "an odd size": (lambda i: i, lambda b: b + b"\0"),
-    "no data": (lambda i: i, lambda b: b""),
-    "magic": (lambda i: b"X" + i[1:], lambda b: b),
-    "version": (lambda i: i[:9] + b"\2" + i[10:], lambda b: b),
-    "dtype": (lambda i: i[:17] + b"\x0b" + i[18:], lambda b: b),
-    "float": (lambda i: i[:17] + b"\6" + i[18:], lambda b: b),
-    "a short header": (lambda i: i[:20], lambda b: b),
-    "a short index": (lambda i: i[:-8], lambda b: b),
-    "a huge count": (lambda i: i[:18] + b"\xff" * 8 + i[26:], lambda b: b),
+def _put(place: int, change: bytes) -> Callable[[bytes], bytes]:
+    """Bytes in the place of those that are there."""
+    return lambda whole: whole[:place] + change + whole[place + len(change) :]
+
+
+QUARTER = 1 << 62  # four lengths of it have no sum
+OVERFLOWING = [1, 4, 4, 5, 5, 6, *range(6), 0, QUARTER, -2 * QUARTER, -QUARTER, 0, 5]
+OVERFLOWING += [*[QUARTER] * 4, 5, *range(6)]
+# What is damaged: how the corpus is written, which of its files, and how that changes.
+DAMAGES: dict[str, tuple[Callable[..., Path], str, Callable[[bytes], bytes]]] = {
+    "truncated data": (mmididx, ".bin", lambda whole: whole[:-2]),
+    "an odd size": (mmididx, ".bin", lambda whole: whole + b"\0"),
+    "magic": (mmididx, ".idx", _put(0, b"X")),
+    "version": (mmididx, ".idx", _put(9, b"\2")),
+    "dtype": (mmididx, ".idx", _put(17, b"\x0b")),
+    "a short header": (mmididx, ".idx", lambda whole: whole[:20]),
+    "a short index": (mmididx, ".idx", lambda whole: whole[:-8]),
+    "a huge count": (mmididx, ".idx", _put(18, b"\xff" * 8)),
     # The second pointer, after a header of 34 bytes, six lengths and a pointer.
-    "a pointer": (lambda i: i[:66] + b"\xff\x7f" + i[68:], lambda b: b),
-    "a length": (lambda i: i[:34] + b"\xff" * 4 + i[38:], lambda b: b),
-    "documents": (lambda i: i[:-8] + b"\x05" + i[-7:], lambda b: b),
+    "a pointer": (mmididx, ".idx", _put(66, b"\xff\x7f")),
+    "a length": (mmididx, ".idx", _put(34, b"\xff" * 4)),
+    "documents": (mmididx, ".idx", lambda whole: whole[:-8] + b"\x05" + whole[-7:]),
+    "an order": (mmididx, ".idx", lambda whole: whole[:-16] + b"\x07" + whole[-15:]),
+    "older version": (tntidx, ".idx", _put(8, b"\3")),
+    "a token's width": (tntidx, ".idx", _put(24, b"\2")),
+    "an older pointer": (tntidx, ".idx", _put(120, b"\x63")),
+    "number of sizes": (tntidx, ".idx", lambda whole: _put(40, b"\7")(whole) + bytes(8)),
+    "a sum": (
+        tntidx,
+        ".idx",
+        lambda whole: whole[:8] + struct.pack(f"<{len(OVERFLOWING)}q", *OVERFLOWING),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", DAMAGES)
 def test_damage_is_reported_at_opening(tmp_path: Path, what: str) -> None:
-    mmididx(tmp_path / "a", DOCUMENTS)
-    for ending, change in zip((".idx", ".bin"), DAMAGES[what], strict=True):
-        file = tmp_path / f"a{ending}"
-        file.write_bytes(change(file.read_bytes()))
+    build, ending, change = DAMAGES[what]
+    build(tmp_path / "a", [[[1, 2, 3, 4, 5]]] if what == "a sum" else DOCUMENTS)
+    file = tmp_path / f"a{ending}"
+    file.write_bytes(change(file.read_bytes()))
     with pytest.raises(DataError, match=str(tmp_path / "a")):
         MegatronSequences(tmp_path / "a", Bytes())
 
 
-def test_damage_to_the_older_layout_and_missing_or_empty_corpora(tmp_path: Path) -> None:
-    tntidx(tmp_path / "a", DOCUMENTS)
-    file = tmp_path / "a.idx"
-    whole = file.read_bytes()
-    for damaged in (
-        whole[:8] + b"\3" + whole[9:],  # version
-        whole[:24] + b"\2" + whole[25:],  # width of a token
-        whole[:-8],
-        whole[:120] + b"\x63" + whole[121:],  # a pointer
-        whole[:40] + b"\7" + whole[41:] + bytes(8),  # number of sizes
-    ):
-        file.write_bytes(damaged)
-        with pytest.raises(DataError, match=str(tmp_path / "a")):
-            MegatronSequences(tmp_path / "a", Bytes())
+def test_missing_and_empty_corpora_are_refused(tmp_path: Path) -> None:
     mmididx(tmp_path / "none", [])
     for corpus in (tmp_path / "missing", tmp_path / "none"):
         with pytest.raises(DataError, match=str(corpus)):
             MegatronSequences(corpus, Bytes())
-
-
-def test_lengths_whose_sum_overflows_are_refused(tmp_path: Path) -> None:
-    quarter = 1 << 62
-    places = [0, quarter, -2 * quarter, -quarter, 0, 5]
-    numbers = [1, 4, 4, 5, 5, 6, *range(6), *places, *[quarter] * 4, 5, *range(6)]
-    index = b"TNTIDX\x00\x00" + struct.pack(f"<{len(numbers)}q", *numbers)
-    with pytest.raises(DataError, match="do not follow one another"):
-        MegatronSequences(_written(tmp_path / "a", index, [[1, 2, 3, 4, 5]], 4), Bytes())
 
 
 def test_a_copy_of_a_corpus_has_its_digest_and_other_content_another(tmp_path: Path) -> None:
@@ -279,10 +262,9 @@ def test_the_loader_packs_the_same_rows_as_from_a_store(tmp_path: Path) -> None:
     with SequenceStoreWriter(tmp_path / "store", "train", None, Bytes()) as writer:
         content = [struct.pack(f"<{len(p)}H", *(FIRST + token for token in p)) for p in pieces]
         writer.extend([b"name"] * len(pieces), content)
+    shape: dict[str, Any] = {"token_budget": 64, "max_length": 30}
     streams = [
-        PackedLoader(
-            [Collection(sequences)], token_budget=64, max_length=30, num_workers=number
-        ).stream(Position())
+        PackedLoader([Collection(sequences)], num_workers=number, **shape).stream(Position())
         for sequences, number in ((corpus, 1), (SequenceStore(tmp_path / "store"), 0))
     ]
     for ours, theirs in zip(*streams, strict=True):

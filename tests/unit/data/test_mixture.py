@@ -80,14 +80,13 @@ def collections(stores: Stores, *overrides: str) -> list[Collection]:
     return training_collections(compose("train", list(overrides)), stores)
 
 
-def test_sampling_by_cluster_draws_one_member_of_each(stores: Stores) -> None:
+def test_sampling_by_cluster_draws_one_member_of_each(
+    stores: Stores, tiny_store: SequenceStore
+) -> None:
     (collection,) = collections(stores, "data.sampling=cluster")
     loader = PackedLoader([collection], token_budget=1024, max_length=1024)
     plan = loader.sampler.plan(0)
     assert sorted(int(i) // 3 for i in plan.order) == list(range(10))
-
-
-def test_sampling_by_cluster_needs_clusters(stores: Stores, tiny_store: SequenceStore) -> None:
     unclustered = collections({**stores, "train": tiny_store}, "data.sampling=cluster")
     with pytest.raises(DataError, match="has no clusters to sample by; prepare it"):
         PackedLoader(unclustered, token_budget=1024, max_length=1024)
@@ -119,32 +118,24 @@ def test_a_mixture_is_of_training_stores_with_weights(stores: Stores, prepare: P
 
 @pytest.mark.parametrize(
     "member",
-    [
-        *("{prepared_dir: x}", "{weight: 1}", "{prepared_dir: x, weight: 1, seed: 2}"),
-        *("{prepared_dir: 5, weight: 1}", "x"),
-    ],
+    ["{weight: 1}", "{prepared_dir: x, weight: 1, seed: 2}", "{prepared_dir: 5, weight: 1}", "x"],
 )
 def test_a_member_of_another_form_is_rejected_by_name(stores: Stores, member: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.mixture\.swiss=.*prepared_dir: FOLDER, weight"):
         collections(stores, f"data.mixture={{swiss: {member}}}")
 
 
-def test_a_member_not_searched_for_homologs_is_rejected(stores: Stores, prepare: Prepare) -> None:
-    folder = prepare("foreign", "another", ["a third"])
-    with pytest.raises(DataError, match=r"homologs of the held-out ones.*exclude_homologs_of=\["):
-        collections(stores, f"data.mixture={{a: {{prepared_dir: {folder}, weight: 1}}}}")
-
-
-def test_a_member_of_another_alphabet_is_rejected(
-    stores: Stores, prepare: Prepare, monkeypatch: MonkeyPatch
+def test_a_member_that_is_not_comparable_is_rejected(
+    stores: Stores, prepare: Prepare, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    folder = prepare("foreign", "another", ["a third"])
+    """Not searched for homologs of the held-out ones, not prepared, of another alphabet."""
+    foreign = prepare("foreign", "another", ["a third"])
+    word = "data.mixture={{a: {{prepared_dir: {}, weight: 1}}}}".format
+    with pytest.raises(DataError, match=r"homologs of the held-out ones.*exclude_homologs_of=\["):
+        collections(stores, word(foreign))
+    with pytest.raises(DataError, match="no prepared data there"):
+        collections(stores, word(tmp_path))
     for store in stores.values():
         monkeypatch.setattr(store, "vocabulary", DNA)
     with pytest.raises(ConfigError, match=r"mixture\.a: .* has another vocabulary \(protein\)"):
-        collections(stores, f"data.mixture={{a: {{prepared_dir: {folder}, weight: 1}}}}")
-
-
-def test_a_member_that_is_not_prepared_is_rejected(stores: Stores, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no prepared data there"):
-        collections(stores, f"data.mixture={{a: {{prepared_dir: {tmp_path}, weight: 1}}}}")
+        collections(stores, word(foreign))

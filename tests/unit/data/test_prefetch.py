@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from itertools import islice
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,33 +13,16 @@ from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
 from d2plm.data.prefetch import prefetch, read_ahead
 from d2plm.data.store import SequenceStore
 from tests.conftest import MonkeyPatch
+from tests.unit.data.test_loader import content
 
 BATCHES = 20
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def stream(store: SequenceStore, *, pin_memory: bool = False) -> Iterator[GlobalBatch]:
-    loader = PackedLoader(
-        [Collection(store)],
-        token_budget=512,
-        max_length=128,
-        micro_batches=2,
-        pin_memory=pin_memory,
-    )
-    return islice(loader.stream(Position()), BATCHES)
-
-
-def assert_same_content(found: GlobalBatch, expected: GlobalBatch) -> None:
-    assert found.following == expected.following
-    assert found.segment_lengths == expected.segment_lengths
-    for ours, theirs in zip(found.micro_batches, expected.micro_batches, strict=True):
-        for name, value in vars(theirs).items():
-            other = getattr(ours, name)
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(other.cpu(), value.cpu()), name
-            else:
-                assert other == value, name
+def stream(store: SequenceStore, **settings: Any) -> Iterator[GlobalBatch]:
+    settings = {"token_budget": 512, "max_length": 128, "micro_batches": 2, **settings}
+    return islice(PackedLoader([Collection(store)], **settings).stream(Position()), BATCHES)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -58,17 +41,11 @@ def test_on_a_cpu_the_very_same_batches_pass_through_and_none_is_read_ahead(
         assert next(fetched) is batch
     assert next(source) is batches[5]
     assert [id(batch) for batch in fetched] == [id(batch) for batch in batches[6:]]
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_elsewhere_every_batch_is_copied_in_order(tiny_store: SequenceStore, enabled: bool) -> None:
-    """The meta device represents other devices: shapes arrive, lists stay on the host."""
-    fetched = list(prefetch(stream(tiny_store), torch.device("meta"), enabled=enabled))
-    for ours, theirs in zip(fetched, stream(tiny_store), strict=True):
-        assert ours.following == theirs.following
-        assert ours.segment_lengths == theirs.segment_lengths
-        for packed in ours.micro_batches:
-            assert packed.tokens.device.type == "meta"
+    # The meta device stands for others: shapes arrive, lists stay on the host.
+    copied = list(prefetch(iter(batches), torch.device("meta"), enabled=enabled))
+    for ours, theirs in zip(copied, batches, strict=True):
+        assert (ours.following, ours.segment_lengths) == (theirs.following, theirs.segment_lengths)
+        assert {packed.tokens.device.type for packed in ours.micro_batches} == {"meta"}
 
 
 def test_a_thread_makes_the_next_batch_while_one_is_used(tiny_store: SequenceStore) -> None:
@@ -82,7 +59,7 @@ def test_a_thread_makes_the_next_batch_while_one_is_used(tiny_store: SequenceSto
 
     made = read_ahead(source())
     for number, theirs in enumerate(islice(stream(tiny_store), BATCHES - 1)):
-        assert_same_content(next(made), theirs)
+        assert content(next(made)) == content(theirs)
         assert asked[number + 1].wait(10)
     next(made)
     with pytest.raises(DataError, match="gone"):
@@ -96,29 +73,17 @@ def test_a_thread_makes_the_next_batch_while_one_is_used(tiny_store: SequenceSto
 def test_on_a_gpu_order_and_content_are_those_of_a_plain_copy(
     tiny_store: SequenceStore, enabled: bool, pin_memory: bool
 ) -> None:
-    device = torch.device("cuda")
-    count = 0
+    device, count = torch.device("cuda"), 0
     fetched = prefetch(stream(tiny_store, pin_memory=pin_memory), device, enabled=enabled)
     for ours, theirs in zip(fetched, stream(tiny_store), strict=True):
         assert all(packed.tokens.is_cuda for packed in ours.micro_batches)
         # Work that frees and takes device memory while the next batch is being copied.
         for packed in ours.micro_batches:
             assert int(packed.tokens.long().sum()) == int(packed.tokens.cpu().long().sum())
-        assert_same_content(ours, theirs)
+        assert content(ours) == content(theirs)
         count += 1
     assert count == BATCHES
-
-
-@needs_cuda
-def test_on_a_gpu_one_batch_is_read_ahead(tiny_store: SequenceStore) -> None:
     batches = list(stream(tiny_store))
     source = iter(batches)
-    fetched = prefetch(source, torch.device("cuda"))
-    assert_same_content(next(fetched), batches[0])
-    assert next(source) is batches[2]
-
-
-@needs_cuda
-def test_on_a_gpu_the_last_batch_is_not_lost(tiny_store: SequenceStore) -> None:
-    (only,) = prefetch(islice(stream(tiny_store), 1), torch.device("cuda"))
-    assert_same_content(only, next(stream(tiny_store)))
+    assert content(next(prefetch(source, device))) == content(batches[0])
+    assert next(source) is batches[2]  # one was read ahead

@@ -54,10 +54,7 @@ def read(folder: Path, content: str | bytes) -> dict[str, str]:
 @pytest.mark.parametrize(
     "text",
     [
-        "mkrtlvwgad enqsypihcf mkl",
-        "MKRTL VWGAD\nENQSY PIHCF\nMKL",
         "M K R T L V W G A D E N Q S Y P I H C F M K L",
-        "m\nk\nr\nt\nlvwgadenqsypihcfmkl",
         "MKRTLVWGAD\tENQSYPIHCF\tMKL  ",
         "MKRTLVWGAD\nenqsypihcf\nMkl\n",  # soft-masked
         "MKRTlvwgadENQSYPIHCFMKL*\n",
@@ -129,8 +126,7 @@ def test_files_of_programs_are_read(tmp_path: Path, text: str, records: dict[str
 
 
 NO_SEQUENCES = (
-    *("curl: (18) transfer closed", "Killed", "Done.", "Terminated", "from Homo sapiens"),
-    *("[Homo sapiens]", "Segmentation fault (core dumped)", "BROKEN PIPE, NO DATA", "Ala Gly"),
+    *("curl: (18) transfer closed", "Killed", "[Homo sapiens]", "BROKEN PIPE, NO DATA", "Ala Gly"),
     *("connection reset", "MYOGLOBIN MUTANT", "CHAIN A", "tRNA ligase OS=Homo sapiens"),
 )
 

@@ -82,27 +82,16 @@ def test_an_index_is_saved_whole_and_damage_is_reported(tmp_path: Path) -> None:
     (folder / "targets.npy").write_bytes((folder / "targets.npy").read_bytes()[:-8])
     with pytest.raises(DataError, match=r"targets\.npy"):
         RelativesIndex.load(folder)
-    (folder / "targets.npy").unlink()
-    with pytest.raises(DataError, match=r"targets\.npy"):
-        RelativesIndex.load(folder)
 
 
 def test_an_epoch_draws_relatives_below_an_identity_or_none(tiny_store: SequenceStore) -> None:
-    batches, index = epoch_of(loader(tiny_store)), ring(len(tiny_store))
-    found = in_epoch(batches)
+    found, index = in_epoch(epoch_of(loader(tiny_store))), ring(len(tiny_store))
     assert sorted(found) == list(range(len(tiny_store)))
-    allowed = {
-        sequence: [
-            [
-                tiny_store[int(i)][:LONGEST_RELATIVE].tobytes()
-                for i in index.below(sequence, identity)[:most]
-            ]
-            for identity in IDENTITIES
-            for most in range(MOST + 1)
-        ]
-        for sequence in found
-    }
-    assert all(relatives in allowed[sequence] for sequence, relatives in found.items())
+    texts = [tokens[:LONGEST_RELATIVE].tobytes() for tokens in tiny_store]
+    for sequence, relatives in found.items():
+        below = [index.below(sequence, identity) for identity in IDENTITIES]
+        allowed = [[texts[i] for i in own[:most]] for own in below for most in range(MOST + 1)]
+        assert relatives in allowed
     alone = np.mean([not relatives for relatives in found.values()])
     assert abs(alone - WITHOUT_RELATIVES) < 4 * (0.2 * 0.8 / len(tiny_store)) ** 0.5
     assert {len(relatives) for relatives in found.values()} == {0, 1, 2, 3}
@@ -153,13 +142,12 @@ def homolog(random: np.random.Generator, protein: Tokens, identity: float) -> To
     return np.repeat(changed, random.choice([0, 1, 2], len(protein), p=[0.01, 0.98, 0.01]))
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (150, 1), (500, 0.4), (500, 0.7)])
-@pytest.mark.parametrize(("before", "after"), [(0, 4000), (2500, 0), (3000, 3000), (30000, 2000)])
+@pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (150, 1), (500, 0.4)])
+@pytest.mark.parametrize(("before", "after"), [(0, 4000), (2500, 0), (30000, 2000)])
 def test_a_long_relative_is_cut_to_what_aligns(
-    seed: int, identity: float, before: int, after: int, length: int
+    identity: float, before: int, after: int, length: int
 ) -> None:
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     protein = residues(random, length)
     own = homolog(random, protein, identity)
     relative = np.concatenate([residues(random, before), own, residues(random, after)])
@@ -177,9 +165,4 @@ def test_what_is_cut_of_a_relative_without_a_sign_of_its_place_is_the_end() -> N
         assert aligned_part(long, protein).tobytes() == long[:LONGEST_RELATIVE].tobytes()
     longer = np.concatenate([residues(random, 9000), short, residues(random, 900)])
     protein = np.concatenate([residues(random, 500), short, residues(random, 500)])
-    assert np.isin(np.arange(9200, 10848), _places(aligned_part(longer, protein), longer)).all()
-
-
-def _places(part: Tokens, whole: Tokens) -> list[int]:
-    start = whole.tobytes().find(part.tobytes())
-    return [*range(start, start + len(part))]
+    assert longer[9200:10848].tobytes() in aligned_part(longer, protein).tobytes()

@@ -13,7 +13,6 @@ from scipy.stats import chisquare
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.data.sampling import Draws, Part
 
-SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 SEEDS = st.integers(0, 2**40)
 
 
@@ -26,25 +25,6 @@ def by_part(drawn: np.ndarray, sizes: list[int]) -> list[list[int]]:
     firsts = np.cumsum([0, *sizes])
     which = np.searchsorted(firsts, drawn, side="right") - 1
     return [(drawn[which == part] - firsts[part]).tolist() for part in range(len(sizes))]
-
-
-# --- every sequence once -----------------------------------------------------------------------
-
-
-@given(sizes=SIZES, seed=SEEDS, epoch=st.integers(0, 100))
-@settings(deadline=None)
-def test_an_epoch_draws_everything_once(sizes: list[int], seed: int, epoch: int) -> None:
-    drawn = Draws([Part(size) for size in sizes], seed).epoch(epoch)
-    assert sorted(drawn.tolist()) == list(range(sum(sizes)))
-
-
-@given(sizes=SIZES, seed=SEEDS, epoch=st.integers(0, 100))
-@settings(deadline=None)
-def test_draws_are_a_function_of_seed_and_epoch(sizes: list[int], seed: int, epoch: int) -> None:
-    parts = [Part(size, np.arange(size, dtype=np.int32) // 3, 1.0) for size in sizes]
-    used = Draws(parts, seed)
-    used.epoch(epoch + 1)
-    assert used.epoch(epoch).tolist() == Draws(parts, seed).epoch(epoch).tolist()
 
 
 # --- mixtures ----------------------------------------------------------------------------------
@@ -97,16 +77,12 @@ def test_over_epochs_no_member_comes_again_before_all_came_as_often(
 
 def test_parts_of_the_same_size_do_not_give_the_same_members() -> None:
     parts = [Part(200, weight=1), Part(200, weight=1), Part(10, weight=2)]
-    first, second, _ = by_part(Draws(parts, 0).epoch(0), [200, 200, 10])
+    drawn = Draws(parts, 0).epoch(0)
+    for quarter in np.array_split(drawn, 4):  # shuffled into one another
+        assert 12 < np.count_nonzero(quarter < 200) < 40
+    first, second, _ = by_part(drawn, [200, 200, 10])
     assert len(set(first)) == pytest.approx(102, abs=1)
     assert len({*first} & {*second}) == pytest.approx(102 / 2, abs=15)
-
-
-@pytest.mark.parametrize("weight", [None, 1.0])
-def test_parts_are_shuffled_into_one_another(weight: float | None) -> None:
-    drawn = Draws([Part(500, weight=weight), Part(500, weight=weight)], 0).epoch(0)
-    for tenth in np.split(drawn, 10):
-        assert 25 < np.count_nonzero(tenth < 500) < 75
 
 
 # --- clusters ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 from unittest.mock import Mock
 
@@ -53,35 +54,25 @@ def _reverse_complement(sequence: str) -> str:
     return sequence[::-1].translate(COMPLEMENT)
 
 
-def _mutated(sequence: str, share: float, draw: random.Random) -> str:
-    return "".join(draw.choice("ACGT") if draw.random() < share else base for base in sequence)
-
-
 def _nucleotides(count: int, length: int) -> dict[str, str]:
     draw = random.Random(0)
     return {f"n{i}": "".join(draw.choices("ACGT", k=length)) for i in range(count)}
-
-
-def _with_homologs(records: dict[str, str]) -> dict[str, str]:
-    """The first four records' homologs: a strand, fragments of both strands, a mutated strand."""
-    planted = {
-        "strand": _reverse_complement(records["n0"]),
-        "fragment": records["n1"][99:300],
-        "fragment_of_strand": _reverse_complement(records["n2"])[99:300],
-        "mutated_strand": _reverse_complement(_mutated(records["n3"], 0.15, random.Random(0))),
-    }
-    return records | planted
 
 
 @pytest.mark.parametrize("name", ["dna", pytest.param("rna", marks=pytest.mark.thorough)])
 def test_both_strands_of_held_out_nucleotides_and_fragments_of_them_are_not_trained_on(
     tmp_path: Path, name: str
 ) -> None:
-    records = _nucleotides(12, 600)
-    written = {
-        one: sequence.replace("T", "U") if name == "rna" else sequence
-        for one, sequence in _with_homologs(records).items()
+    records, draw = _nucleotides(12, 600), random.Random(0)
+    mutated = "".join(draw.choice([one] * 6 + [*"ACGT"]) for one in records["n3"])
+    homologs = {
+        "strand": _reverse_complement(records["n0"]),
+        "fragment": records["n1"][99:300],
+        "fragment_of_strand": _reverse_complement(records["n2"])[99:300],
+        "mutated_strand": _reverse_complement(mutated),
     }
+    translation = str.maketrans("T", "U" if name == "rna" else "T")
+    written = {one: text.translate(translation) for one, text in (records | homologs).items()}
     write_fasta(tmp_path / "in.fasta", [*written.items()])
     (tmp_path / "ids").write_text("n0\nn1\nn2\nn3\n")
     manifest = _split(
@@ -116,30 +107,15 @@ def test_clusters_of_nucleotides_hold_both_strands(tmp_path: Path) -> None:
     assert {name.removesuffix("_strand") for name in held} == {*held} & {*records}
 
 
-def _texts(count: int, words: int = 150) -> dict[str, str]:
+def _texts(count: int) -> dict[str, str]:
     draw = random.Random(0)
-    known = [
-        "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9)))
-        for _ in range(900)
-    ]
-    return {f"t{i}": " ".join(draw.choices(known, k=words)) for i in range(count)}
+    known = ["".join(draw.choices(ascii_lowercase, k=draw.randint(2, 9))) for _ in range(900)]
+    return {f"t{i}": " ".join(draw.choices(known, k=150)) for i in range(count)}
 
 
 def _jsonl(path: Path, texts: dict[str, str]) -> Path:
     path.write_text("".join(f"{json.dumps({'name': n, 'text': t})}\n" for n, t in texts.items()))
     return path
-
-
-def _with_overlaps(texts: dict[str, str]) -> dict[str, str]:
-    other = [*_texts(40).values()][30:]
-    planted = {
-        "near": texts["t0"].replace(" a", " the a", 3),
-        "longer": f"{other[0]} {texts['t1']} {other[1]}",
-        "part": texts["t2"][200:600],
-        "of_three": f"{other[2][:300]} {texts['t0'][:200]} {texts['t1'][:200]} {texts['t2'][:200]}",
-        "quotes": f"{other[3]} {texts['t0'][300:420]}",
-    }
-    return texts | planted
 
 
 @pytest.fixture(params=["bytes", "tokenizer"])
@@ -151,8 +127,16 @@ def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
     tmp_path: Path, text_vocabulary: Vocabulary, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(similarity, "find_mmseqs", Mock(side_effect=DataError("not installed")))
-    texts = _texts(30)
-    corpus = _jsonl(tmp_path / "in.jsonl", _with_overlaps(texts))
+    texts, other = _texts(30), [*_texts(40).values()][30:]
+    beginnings = " ".join(texts[f"t{i}"][:200] for i in range(3))
+    planted = {
+        "near": texts["t0"].replace(" a", " the a", 3),
+        "longer": f"{other[0]} {texts['t1']} {other[1]}",
+        "part": texts["t2"][200:600],
+        "of_three": f"{other[2][:300]} {beginnings}",
+        "quotes": f"{other[3]} {texts['t0'][300:420]}",
+    }
+    corpus = _jsonl(tmp_path / "in.jsonl", texts | planted)
     (tmp_path / "ids").write_text("t0\nt1\nt2\n")
     manifest = _split(corpus, tmp_path / "out", text_vocabulary)
     expected = {*texts, "quotes"} - {"t0", "t1", "t2"}

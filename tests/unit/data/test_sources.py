@@ -39,10 +39,10 @@ Build = Callable[[Path, list[Record]], Path]  # writes records into a folder
 
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
-    """(first word of the header, sequence) of every protein of the example file."""
+    """(first word of the header, sequence) of the first proteins of the example file."""
     with gzip.open(PROTEINS, "rt") as stream:
-        texts = stream.read()[1:].split("\n>")
-    parts = [text.partition("\n") for text in texts]
+        texts = stream.read(200_000)[1:].split("\n>")
+    parts = [text.partition("\n") for text in texts[:200]]
     return [(header.split()[0], body.replace("\n", "")) for header, _, body in parts]
 
 
@@ -139,9 +139,7 @@ FORMS: dict[str, Build] = {
     "lmdb of JSON": lambda p, r: _lmdb(p / "l", _numbered(r)),
     "lmdb of letters": lambda p, r: _lmdb(p / "l", [(n.encode(), t.encode()) for n, t in r]),
     "lmdb in a file": lambda p, r: _lmdb(p / "l.lmdb", _numbered(r), subdir=False),
-    "lmdb of JSON strings": lambda p, r: _lmdb(
-        p / "l", [(n.encode(), json.dumps(t).encode()) for n, t in r]
-    ),
+    "lmdb of strings": lambda p, r: _lmdb(p / "l", [(n.encode(), f'"{t}"'.encode()) for n, t in r]),
     "parquet": lambda p, r: _parquet(p / "a.parquet", r, row_group_size=5),
     "parquet without suffix": lambda p, r: _parquet(p / "a", r),
     "csv": lambda p, r: _write(p / "a.csv", _csv(r)),
@@ -181,14 +179,17 @@ def test_every_form_gives_the_same_records(tmp_path: Path, few: list[Record], fo
     assert sorted(read) == sorted(few) if form.startswith("lmdb") else read == few
 
 
-def test_a_dataset_that_hugging_face_saved(few: list[Record]) -> None:
-    assert _read(HUGGING_FACE) == few
-
-
-def test_several_inputs_are_read_one_after_another(tmp_path: Path, few: list[Record]) -> None:
+def test_several_inputs_are_read_one_after_another(
+    tmp_path: Path, few: list[Record], monkeypatch: MonkeyPatch
+) -> None:
     parts = {"fasta.zst": few[:3], "parquet": few[3:6], "csv": few[6:]}
     paths = [FORMS[form](tmp_path, own) for form, own in parts.items()]
-    assert _read(paths) == few
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        for path in paths[:2]:
+            with pytest.raises(DataError, match=rf"{path}: .*pip install pyarrow"):
+                list(read_sources([path]))
+    assert _read(paths) == few == _read(HUGGING_FACE)
     done = [block.done for block in read_sources(paths)]
     assert done == sorted(done)
     assert 0 < done[0] < done[-1] == 1
@@ -235,9 +236,7 @@ def test_a_large_lmdb_is_read_in_several_passes(
 ) -> None:
     monkeypatch.setattr("d2plm.data.sources._LMDB_PASS_BYTES", 5000)
     monkeypatch.setattr("d2plm.data.sources._ROWS", 7)
-    some = records[:200]
-    read = _read(FORMS["lmdb of letters"](tmp_path, some))
-    assert read == sorted(some)
+    assert _read(FORMS["lmdb of letters"](tmp_path, records)) == sorted(records)
 
 
 def test_rows_without_a_sequence_are_left_out_and_counted(tmp_path: Path, caplog: Logged) -> None:
@@ -268,8 +267,7 @@ def test_the_fields_may_be_named(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.csv", b"sequence,heavy,light,clone\nMMM,MK,AC,x\n")
     assert _read(path, sequence_field="light", name_field="clone") == [("x", "AC")]
     assert _read(path, sequence_field="heavy", name_field="heavy") == [("MK", "MK")]
-    value = json.dumps({"1": "MK", "clone": "x"}).encode()
-    store = _lmdb(tmp_path / "l", [(b"k", value)])
+    store = _lmdb(tmp_path / "l", [(b"k", b'{"1": "MK", "clone": "x"}')])
     assert _read(store, sequence_field="1", name_field="clone") == [("x", "MK")]
     for setting in ({"format": "fast"}, {"on_illegal": "dorp"}):
         with pytest.raises(ConfigError) as caught:
@@ -278,15 +276,9 @@ def test_the_fields_may_be_named(tmp_path: Path) -> None:
 
 
 def test_names_are_one_line_whatever_they_contain(tmp_path: Path) -> None:
-    path = _lmdb(
-        tmp_path / "l",
-        [
-            (b"1", json.dumps({"id": "two\nlines\x01more", "seq": "MK"}).encode()),
-            (b"2", json.dumps({"id": "\ud800", "seq": "AC"}).encode()),
-            (b"3", json.dumps({"id": None, "seq": "WY"}).encode()),
-        ],
-    )
-    ingest(path, tmp_path / "out")
+    named = zip(("two\nlines\x01more", "\ud800", None), ("MK", "AC", "WY"), strict=True)
+    values = [json.dumps({"id": name, "seq": text}).encode() for name, text in named]
+    ingest(_lmdb(tmp_path / "l", zip((b"1", b"2", b"3"), values, strict=True)), tmp_path / "out")
     store = SequenceStore(tmp_path / "out")
     assert sorted(store.names(index) for index in range(3)) == [["3"], ["?"], ["two lines more"]]
 
@@ -295,9 +287,8 @@ def test_names_are_one_line_whatever_they_contain(tmp_path: Path) -> None:
     "value",
     [
         *(pickle.dumps({"primary": "MK"}), b"", b"\x00\x01", b"{}", b'{"primary": 3}'),
-        *(b'{"id": [["a"]], "sequence": "MK"}', b'{"aaa": "MK", "bbb": 1}', b'{"a\\nb": "MK"}'),
-        *(b'{"sequence": "MK"', b'{"sequence": ' + b"[" * 100_000, b'{"sequence": ["MK"]}'),
-        *(b'{"sequence": null}', b'{"sequence": "M1"}'),
+        *(b'{"id": [["a"]], "sequence": "MK"}', b'{"a\\nb": "MK"}', b'{"sequence": "MK"'),
+        *(b'{"sequence": ' + b"[" * 100_000, b'{"sequence": null}', b'{"sequence": "M1"}'),
     ],
     ids=lambda value: repr(value[:20]),
 )
@@ -308,14 +299,12 @@ def test_a_bad_value_of_an_lmdb_is_named_by_its_key(tmp_path: Path, value: bytes
     assert ("pickle" in refusal) == value.startswith(b"\x80")
 
 
-def _first_batch_of_two(path: Path, records: list[Record]) -> Path:
-    """Nothing in it is damaged."""
+def _without_its_end(path: Path, records: list[Record]) -> Path:
+    """An Arrow stream in which nothing is damaged."""
     table, content = _table(records), io.BytesIO()
     with pyarrow.ipc.new_stream(content, table.schema) as stream:
         stream.write_table(table)
-        size = content.tell()
-        stream.write_table(table)
-        return _write(path / "a.arrow", content.getvalue()[:size])
+        return _write(path / "a.arrow", content.getvalue())
 
 
 def _an_offset_that_points_elsewhere(path: Path, records: list[Record]) -> Path:
@@ -327,7 +316,6 @@ def _an_offset_that_points_elsewhere(path: Path, records: list[Record]) -> Path:
     return _write(path / "a.arrow", content)
 
 
-# What is wrong: the input, a word of the message, settings.
 def _bytes(name: str, content: bytes) -> Build:
     return lambda p, r: _write(p / name, content)
 
@@ -356,11 +344,6 @@ def _folder(path: Path, records: list[Record]) -> Path:
     return path / "f"
 
 
-def _link(path: Path, records: list[Record]) -> Path:
-    (path / "link.csv").symlink_to("nowhere")
-    return path / "link.csv"
-
-
 def _state(state: str) -> Build:
     def build(path: Path, records: list[Record]) -> Path:
         (_hugging_face(path / "h", records) / "state.json").write_text(state)
@@ -376,15 +359,12 @@ BAD: list[tuple[Build, str, dict[str, str]]] = [
     (_cut("csv.gz", -9), "truncated", {}),
     (_cut("parquet", -9), "Parquet", {}),
     (_cut("arrow", -9), "truncated", {}),
-    (_first_batch_of_two, "truncated", {}),
+    (_without_its_end, "truncated", {}),
     (_an_offset_that_points_elsewhere, "not a readable Arrow file", {}),
     (_cut("lmdb in a file", 12_288), "truncated LMDB", {}),
-    (lambda p, r: _lmdb(p / "l", []), "no sequence", {}),
-    (_bytes("a.csv", b"\n \n"), "is empty", {}),
     (_bytes("a.csv", b"id,sequence\n"), "no sequence", {}),
     (_bytes("a.csv", b"id,sequence\na,J\nb,\n"), "no sequence", DROP),
     (_bytes("a", b""), "Parquet", {"format": "parquet"}),
-    (_bytes("a.csv", b"id,sequence\na,MK\nb,MK,W\n"), "line 3", {}),
     (_bytes("a.csv", f"{A_PROTEIN}\n".encode()), "header", {}),
     (_bytes("a.csv", b"protein,x\nKRAS,1\nNRAS,2\n"), "sequence_field", {}),
     (_bytes("a.csv", TWICE), "several columns", {}),
@@ -400,7 +380,6 @@ BAD: list[tuple[Build, str, dict[str, str]]] = [
     (_state('{"_data_files": [{}'), "not a whole", {}),
     (_state('{"_indices_files": [1], "_data_files": []}'), "flatten_indices()", {}),
     (lambda p, r: p / "none.parquet", "no such file", {"format": "parquet"}),
-    (_link, "no such file", {}),
     (lambda p, r: Path("-"), "parquet", {"format": "parquet"}),
 ]
 
@@ -466,7 +445,7 @@ def test_damaged_tables_are_read_or_rejected(tmp_path: Path, few: list[Record], 
     path = FORMS[form](tmp_path, few)
     whole = path.read_bytes()
     draw = np.random.default_rng(0)
-    for _ in range(40):
+    for _ in range(20):
         damaged = bytearray(whole)
         for position in draw.integers(len(whole), size=3):
             damaged[position] ^= int(draw.integers(1, 256))
@@ -479,22 +458,11 @@ def test_damaged_tables_are_read_or_rejected(tmp_path: Path, few: list[Record], 
         assert str(path) in said and "\n" not in said
 
 
-@pytest.mark.parametrize("form", ["fasta.zst", "parquet"])
-def test_an_input_that_needs_pyarrow_reports_it_where_there_is_none(
-    form: str, few: list[Record], tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    path = FORMS[form](tmp_path, few)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=rf"{path}: .*pip install pyarrow"):
-        list(read_sources([path]))
-
-
 @pytest.mark.parametrize(
     ("header", "row", "taken"),
     [
         ("sequence,protein", ("SEQA", A_PROTEIN), "protein"),
         ("sequence,translation", ("P12345", A_PROTEIN), "translation"),
-        ("protein,chain", ("KRAS", A_PROTEIN), "chain"),
         ("gene,Protein", ("KRAS", A_PROTEIN), None),
         ("seq,note,aa", ("s1", "x", A_PROTEIN), "aa"),
         ("note,sequence", ("short", "PEPTIDE"), None),

@@ -70,105 +70,59 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> SequenceStore:
     return SequenceStore(_write(tmp_path_factory.mktemp("several") / "s", _many()))
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_round_trip(several: SequenceStore, tmp_path: Path) -> None:
     store = SequenceStore(_write(tmp_path / "s", source="here"))
-    assert len(store) == 4
-    for index, (tokens, expected) in enumerate(zip(store, SEQUENCES, strict=True)):
-        assert tokens.dtype == np.uint8
-        np.testing.assert_array_equal(tokens, expected)
-        assert store.name(index) == f"protein{index}"
+    assert [tokens.tolist() for tokens in store] == [tokens.tolist() for tokens in SEQUENCES]
     store[-1][:] = 0  # a copy
     np.testing.assert_array_equal(store[-1], SEQUENCES[-1])
     for index in (4, -5):
         with pytest.raises(IndexError):
             store[index]
-    np.testing.assert_array_equal(store.lengths, [3, 20, 5, 6000])
-    assert store.lengths.dtype == np.int32
-    assert store.clusters is None
-    assert store.residues == 6028
-    assert store.manifest["kind"] == "raw"
+    assert (store.lengths.dtype.name, store.lengths.tolist()) == ("int32", [3, 20, 5, 6000])
+    assert (store.clusters, store.residues, store.manifest["kind"]) == (None, 6028, "raw")
     assert store.manifest["alphabet"] == list(ESM2_TOKENS)
     assert store.manifest["provenance"] == {"source": "here"}
-    store.verify()
     clusters = SequenceStore(_write_with_clusters(tmp_path / "t")).clusters
     assert clusters is not None
-    assert clusters.dtype == np.int32
-    assert clusters.tolist() == [7, 7, 1, 2]
-
-
-def test_several_blocks_the_last_one_full_or_partial(
-    several: SequenceStore, tmp_path: Path
-) -> None:
-    expected = _many()
-    full = SequenceStore(_write(tmp_path / "full", expected[:BLOCK]))
+    assert (clusters.dtype.name, clusters.tolist()) == ("int32", [7, 7, 1, 2])
+    # Several blocks, the last one partial or full.
+    full = SequenceStore(_write(tmp_path / "full", _many()[:BLOCK]))
     full.verify()
     assert [len(block) for block in full.blocks()] == [BLOCK]
-    for tokens, wanted in zip(several, expected, strict=True):
-        np.testing.assert_array_equal(tokens, wanted)
-    for index in (0, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, len(expected) - 1, -1, -BLOCK):
+    expected, done = _many(), list[int]()
+    for index in (0, BLOCK - 1, BLOCK, 2 * BLOCK, len(expected) - 1, -1, -BLOCK):
         np.testing.assert_array_equal(several[index], expected[index])
         assert several.name(index) == f"protein{index % len(expected)}"
-    blocks = list(several.blocks())
-    assert [(block.first, len(block)) for block in blocks] == [
-        *((0, BLOCK), (BLOCK, BLOCK), (2 * BLOCK, 452))
-    ]
-    for block in blocks:
-        for place, tokens in enumerate(block):
-            wanted = expected[block.first + place]
-            np.testing.assert_array_equal(tokens, wanted)
-            begin, end = block.bounds[place : place + 2]
-            np.testing.assert_array_equal(block.tokens[begin:end], wanted)
-        assert block.bounds[-1] == len(block.tokens)
+    for block in several.blocks():
+        own = expected[block.first : block.first + len(block)]
+        assert all(np.array_equal(a, b) for a, b in zip(block, own, strict=True))
+        assert np.array_equal(block.tokens, np.concatenate(own))
+        assert block.bounds.tolist() == np.cumsum([0, *map(len, own)]).tolist()
     assert [*chain(*several.name_blocks())] == [b"protein%d" % i for i in range(len(expected))]
-    done: list[int] = []
     several.verify(done.append)
     assert done == [BLOCK, 2 * BLOCK, len(several)]
 
 
-def _windows(lengths: list[int]) -> st.SearchStrategy[list[tuple[int, int, int, int]]]:
-    """(sequence, first residue, residues, gap before it in the row) of some windows."""
-
-    @st.composite
-    def window(draw: st.DrawFn) -> tuple[int, int, int, int]:
-        index = draw(st.integers(0, len(lengths) - 1))
-        start = draw(st.integers(0, lengths[index]))
-        count = draw(st.integers(0, lengths[index] - start))
-        return index, start, count, draw(st.integers(0, 3))
-
-    return st.lists(window(), max_size=20)
+# Which sequence, where in it a window begins and how much of the rest it has, and a gap before it.
+SHARE = st.floats(0, 1)
+WINDOW = st.tuples(st.integers(0, 2 * BLOCK + 451), SHARE, SHARE, st.integers(0, 3))
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_windows_are_copied_as_slices_would_be(several: SequenceStore, data: st.DataObject) -> None:
-    expected = _many()
-    windows = data.draw(_windows([len(tokens) for tokens in expected]))
-    places, wanted = [], np.zeros(10_000, dtype=np.uint8)
-    place = 0
-    for index, start, count, gap in windows:
-        place += gap
-        places.append(place)
+@given(st.lists(WINDOW, max_size=20))
+def test_windows_are_copied_as_slices_would_be(
+    several: SequenceStore, drawn: list[tuple[int, float, float, int]]
+) -> None:
+    expected, windows, place = _many(), list[tuple[int, int, int, int]](), 0
+    row, wanted = np.zeros((2, 10_000), dtype=np.uint8)
+    for index, begin, share, gap in drawn:
+        start = round(begin * len(expected[index]))
+        count, place = round(share * (len(expected[index]) - start)), place + gap
         wanted[place : place + count] = expected[index][start : start + count]
+        windows.append((index, start, count, place))
         place += count
-    row = np.zeros_like(wanted)
-    indices, starts, counts = (
-        np.array([window[column] for window in windows], dtype=np.int64) for column in range(3)
-    )
-    several.copy_into(row, Windows(indices, starts, counts, np.array(places, dtype=np.int64)))
+    several.copy_into(row, Windows(*np.array(windows, dtype=np.int64).reshape(-1, 4).T))
     np.testing.assert_array_equal(row, wanted)
-
-
-def test_a_window_beyond_the_data_of_a_damaged_store_is_rejected(tmp_path: Path) -> None:
-    path = _write(tmp_path / "s")
-    np.save(path / "offsets.npy", np.array([0, 3, 23, 6027], dtype=np.uint32))
-    store, row = SequenceStore(path), np.zeros(9000, dtype=np.uint8)
-    one = [np.array([value]) for value in (3, 0, 6000, 0)]
-    with pytest.raises(DataError, match="damaged"):
-        store.copy_into(row, Windows(*one))
-    with pytest.raises(DataError, match="damaged"):
-        store[3]
-    with pytest.raises(DataError, match="offsets"):
-        store.verify()
 
 
 def test_digests_are_of_lengths_tokens_and_names_block_by_block(tmp_path: Path) -> None:
@@ -266,27 +220,22 @@ def test_threads_read_at_random_while_others_pass_over_the_store(
     several: SequenceStore, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d2plm.data.store._PASS_BYTES", 1)
-    expected, stop = _many(), threading.Event()
+    expected = _many()
 
     def read(seed: int) -> None:
         draw = np.random.default_rng(seed)
-        while not stop.is_set():
+        while not all(turn.done() for turn in turns):
             index = int(draw.integers(len(expected)))
             np.testing.assert_array_equal(several[index], expected[index])
             assert several.name(index) == f"protein{index}"
             row = np.zeros(len(expected[index]), dtype=np.uint8)
-            several.copy_into(row, Windows(*(np.array([v]) for v in (index, 0, len(row), 0))))
+            several.copy_into(row, Windows(*np.array([[index, 0, len(row), 0]]).T))
             np.testing.assert_array_equal(row, expected[index])
 
-    with ThreadPoolExecutor() as pool:
-        readers = [pool.submit(read, seed) for seed in range(3)]
-        try:
-            for turn in [pool.submit(several.verify) for _ in range(6)]:
-                turn.result()
-        finally:
-            stop.set()
-    for reader in readers:
-        reader.result()
+    with ThreadPoolExecutor(9) as pool:
+        turns = [pool.submit(several.verify) for _ in range(6)]
+        for one in [*turns, *(pool.submit(read, seed) for seed in range(3))]:
+            one.result()
 
 
 def test_a_store_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -334,21 +283,25 @@ def test_a_writer_in_another_process_is_waited_for_until_it_is_killed(tmp_path: 
 
 
 # The database outgrows it; the lengths do, before that.
+
+
+# The database outgrows it; the lengths do, before that.
 @pytest.mark.parametrize(("limit", "sequence"), [(200_000, "9000"), (30_000, "1")])
 def test_no_room_on_the_disk_is_one_line(tmp_path: Path, limit: int, sequence: str) -> None:
     script = (
-        "import resource, signal, numpy as np\n"
+        "import resource, signal\n"
+        "from pathlib import PosixPath\n"
         "from d2plm.data.store_writer import SequenceStoreWriter\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        f"with SequenceStoreWriter({str(tmp_path / 's')!r}, kind='raw') as writer:\n"
+        f"with SequenceStoreWriter({tmp_path / 's'!r}, kind='raw') as writer:\n"
         "    for i in range(20):\n"
         f"        writer.extend([b'p'] * 1024, [bytes({sequence})] * 1024)\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
-    assert run.stderr.splitlines()[-1].startswith("d2plm.core.errors.DataError: ")
+    assert "d2plm.core.errors.DataError: " in run.stderr.splitlines()[-1]
     assert "cannot be written" in run.stderr
     assert not any(tmp_path.iterdir())
 
@@ -363,17 +316,30 @@ def test_a_place_that_no_store_may_have_is_refused(tmp_path: Path) -> None:
         assert str(place) in _refusal(place)
 
 
-@pytest.mark.parametrize("share", [None, 0, 0.98])
-@pytest.mark.parametrize("file", FILES)
-def test_missing_or_truncated_files_are_named(
-    tmp_path: Path, file: str, share: float | None
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    *((lambda path, file=file: (path / file).unlink(), file) for file in FILES),
+    *((lambda path, file=file: _cut(path / file, 0), file) for file in FILES),
+    *((lambda path, file=file: _cut(path / file, 0.98), file) for file in FILES),
+    (lambda path: _change_manifest(path, format_version=99), "version"),
+    (lambda path: _change_manifest(path, format="other"), "manifest"),
+    (lambda path: _change_manifest(path, alphabet=["A"]), "alphabet"),
+    (lambda path: _change_manifest(path, sequences=5), "lengths.npy"),
+    (lambda path: _change_manifest(path, residues=None), "damaged"),
+    (lambda path: _change_manifest(path, digests={}), "damaged"),
+]
+
+
+def _cut(file: Path, share: float) -> None:
+    os.truncate(file, int(share * file.stat().st_size))
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGES)
+def test_what_is_missing_truncated_or_foreign_is_named(
+    tmp_path: Path, damage: Callable[[Path], object], named: str
 ) -> None:
     path = _write_with_clusters(tmp_path / "s")
-    if share is None:
-        (path / file).unlink()
-    else:
-        os.truncate(path / file, int(share * (path / file).stat().st_size))
-    assert file in _refusal(path)
+    damage(path)
+    assert named in _refusal(path)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -399,26 +365,6 @@ def test_bytes_that_changed_are_found_or_do_no_harm(
         for tokens, expected in zip(store, SEQUENCES, strict=True):
             np.testing.assert_array_equal(tokens, expected)
     (path / file).write_bytes(whole)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"format_version": 99}, "version"),
-        ({"format": "other"}, "manifest"),
-        ({"alphabet": ["A"]}, "alphabet"),
-        ({"sequences": 5}, "lengths.npy"),
-        ({"residues": None}, "damaged"),
-        ({"digests": {}}, "damaged"),
-        ({"digests": {"sequences": "0", "names": "0", "clusters": "0"}}, "clusters.npy"),
-    ],
-)
-def test_foreign_manifests_are_refused(
-    tmp_path: Path, changes: dict[str, object], named: str
-) -> None:
-    path = _write(tmp_path / "s")
-    _change_manifest(path, **changes)
-    assert named in _refusal(path)
 
 
 def _flip(path: Path, at: bytes, beyond: int) -> None:
@@ -457,6 +403,16 @@ def test_verify_finds(tmp_path: Path, damage: Callable[[Path], object], named: s
     damage(path)
     with pytest.raises(DataError, match=named):
         SequenceStore(path).verify()
+
+
+def test_a_window_beyond_the_data_is_rejected(tmp_path: Path) -> None:
+    path = _write(tmp_path / "s")
+    np.save(path / "offsets.npy", np.array([0, 3, 23, 6027], dtype=np.uint32))
+    store, one = SequenceStore(path), np.array([[3, 0, 6000, 0]]).T
+    with pytest.raises(DataError, match="damaged"):
+        store.copy_into(np.zeros(9000, dtype=np.uint8), Windows(*one))
+    with pytest.raises(DataError, match="damaged"):
+        store[3]
 
 
 def test_a_pickled_store_has_no_open_file_and_a_replaced_one_is_refused(tmp_path: Path) -> None:

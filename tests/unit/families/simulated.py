@@ -67,10 +67,12 @@ def with_pairs(
         i, j = random.choice(length, 2, replace=False)
         couplings[i, :, j, :] = random.normal(0, 1.5, (20, 20))
         couplings[j, :, i, :] = couplings[i, :, j, :].T
-    letters, number = random.integers(0, 20, (members, length)), np.arange(length)
+    letters = random.integers(0, 20, (members, length))
+    partners = np.asarray(couplings.any((1, 3)))
     for _ in range(30):  # Gibbs sampling
         for i in random.permutation(length):
-            logits = fields[i] + couplings[i][:, number, letters].sum(2).T
+            own = np.flatnonzero(partners[i])
+            logits = fields[i] + couplings[i][:, own, letters[:, own]].sum(2).T
             letters[:, i] = (logits + random.gumbel(size=logits.shape)).argmax(1)
     return letters.astype(np.int8), fields, couplings
 

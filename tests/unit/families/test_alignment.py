@@ -1,5 +1,6 @@
 """The alignment of a family: in the columns of its file, and its HMM without any target."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +23,20 @@ from tests.unit.families.known_sites import aligned_rows, likeliest, members
 
 SHIPPED = Path(__file__).parents[3] / "examples/data/family_abc_importers.fasta.gz"
 ROWS = ["MKTAYIA-KQ", "MKSA--AWKQ", "-KSAYVAWRQ", "MRTGYIA-K-"]
-FORMS = {
-    "aligned FASTA": "".join(f">r{i}\n{row}\n" for i, row in enumerate(ROWS)),
-    "A2M": "".join(f">r{i}\n{row.replace('W', 'w')}*\n" for i, row in enumerate(ROWS)),
-    "Stockholm": "# STOCKHOLM 1.0\n"
-    + "".join(f"r{i} {row.replace('-', '.')}\n" for i, row in enumerate(ROWS))
-    + "//\n",
-    "Clustal": "CLUSTAL W\n\n" + "".join(f"r{i} {row}\n" for i, row in enumerate(ROWS)),
-    "A3M": "".join(  # whose insertions have no column
-        f">r{i}\n{row[:7]}{row[7].lower().strip('-')}{row[8:]}\n" for i, row in enumerate(ROWS)
-    ),
+FORMS: dict[str, tuple[str, Callable[[str], str], str]] = {  # before, of a row, after
+    "aligned FASTA": ("", lambda row: f">r\n{row}\n", ""),
+    "A2M": ("", lambda row: f">r\n{row.replace('W', 'w')}*\n", ""),
+    "Stockholm": ("# STOCKHOLM 1.0\n", lambda row: f"r{row} {row.replace('-', '.')}\n", "//\n"),
+    "Clustal": ("CLUSTAL W\n\n", lambda row: f"r{row} {row}\n", ""),
+    # Whose insertions have no column.
+    "A3M": ("", lambda row: f">r\n{row[:7]}{row[7].lower().strip('-')}{row[8:]}\n", ""),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_family_keeps_the_columns_of_its_file(form: str, tmp_path: Path) -> None:
-    (tmp_path / "family").write_text(FORMS[form])
+    before, of_row, after = FORMS[form]
+    (tmp_path / "family").write_text(before + "".join(map(of_row, ROWS)) + after)
     family = read_family(tmp_path / "family", 8)
     assert [decode(one) for one in family.members] == [row.replace("-", "") for row in ROWS]
     assert family.columns is not None

@@ -7,6 +7,7 @@ from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
 from d2plm.families import mutation_effects
 from d2plm.families.alignment import (
     GAP,
+    Letters,
     align_to,
     column_profile,
     letters_of,
@@ -16,6 +17,7 @@ from d2plm.families.alignment import (
 from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
 from d2plm.families.pairs import PairTable, neighbours, sampled
 from d2plm.families.variants import Variant
+from tests.conftest import Logged, MonkeyPatch
 from tests.unit.families.known_sites import (
     aligned_rows,
     likeliest,
@@ -24,6 +26,7 @@ from tests.unit.families.known_sites import (
     singles,
 )
 from tests.unit.families.simulated import (
+    Array,
     all_singles,
     energy_of_first,
     of_first,
@@ -34,24 +37,21 @@ from tests.unit.families.simulated import (
 )
 
 
-def test_pairs_cost_nothing_where_columns_covary_by_descent_alone() -> None:
-    ratios = []
-    for seed in range(3):
-        aligned, log_laws = on_a_tree(seed)
-        found = of_first(aligned).effects(all_singles(aligned[0]))
-        truth = true_effects(log_laws, aligned[0])
-        ratios.append(spearman(found["score"], truth) / spearman(found["profile"], truth))
+def correlations(aligned: Letters, energy: Array) -> Array:
+    """Of the score and of the profile with the true effects on the first member."""
+    found = of_first(aligned).effects(all_singles(aligned[0]))
+    truth = true_effects(energy, aligned[0])
+    return np.array([spearman(found[term], truth) for term in ("score", "profile")])
+
+
+def test_pairs_add_where_columns_depend_on_each_other_and_cost_nothing_where_by_descent() -> None:
+    ratios = [np.divide(*correlations(*on_a_tree(seed))) for seed in range(3)]
     assert np.mean(ratios) > 0.99
     assert min(ratios) > 0.95
-
-
-def test_pairs_add_where_columns_depend_on_each_other() -> None:
     gains = []
     for seed in range(2):
         aligned, *law = with_pairs(seed)
-        found = of_first(aligned).effects(all_singles(aligned[0]))
-        truth = true_effects(energy_of_first(aligned, *law), aligned[0])
-        gains.append(spearman(found["score"], truth) - spearman(found["profile"], truth))
+        gains.append(np.subtract(*correlations(aligned, energy_of_first(aligned, *law))))
     assert np.mean(gains) > 0.06
     assert min(gains) > 0.02
 
@@ -83,10 +83,14 @@ def test_several_changes_see_half_of_each_other() -> None:
 
 def test_columns_are_independent_of_the_order_of_members_and_of_copies_of_the_protein() -> None:
     variants, family = singles()[::7], members(40)
-    once = FamilyEffects.of(likeliest(), family).effects(variants)
+    made = FamilyEffects.of(likeliest(), family)
+    once = made.effects(variants)
     again = FamilyEffects.of(likeliest(), [likeliest(), *family[::-1]]).effects(variants)
     for name, term in once.items():
         np.testing.assert_allclose(again[name], term, atol=1e-5)
+    same = Variant((4,), (int(likeliest()[4]),))
+    for term in made.effects([Variant(), same]).values():
+        np.testing.assert_allclose(term, 0, atol=1e-12)
 
 
 def test_it_finds_the_effects_of_a_family_of_independent_sites() -> None:
@@ -101,19 +105,15 @@ def test_it_finds_the_effects_of_a_family_of_independent_sites() -> None:
 
 @pytest.mark.parametrize("text", ["M", "MX", "X", "MKTAYIAKUQRBZO", "W" * 300])
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_every_variant_has_a_score_whatever_is_given(text: str, number: int) -> None:
+def test_every_variant_has_a_score_whatever_is_given(
+    text: str, number: int, caplog: Logged
+) -> None:
     strange = [encode("G" * 40), encode("X" * 5), encode("M"), encode("MKTAUIAKQRXX")][:number]
     protein = encode(text)
     variants = [Variant((len(text) - 1,), (CANONICAL_START + to,)) for to in range(20)]
     for term in FamilyEffects.of(protein, strange).effects(variants).values():
         assert np.isfinite(term).all()
-
-
-def test_the_wild_type_and_no_change_score_0() -> None:
-    protein, family = likeliest(), members(20)
-    same = Variant((4,), (int(protein[4]),))
-    for term in FamilyEffects.of(protein, family).effects([Variant(), same]).values():
-        np.testing.assert_allclose(term, 0, atol=1e-12)
+    assert "too few" in caplog.text
 
 
 def test_blosum62_is_that_of_the_table() -> None:
@@ -124,7 +124,7 @@ def test_blosum62_is_that_of_the_table() -> None:
     np.testing.assert_allclose(half_bits, [-3 - 11, -3 - 11, -4 - 11, -4 - 11, -1 - 4])
 
 
-def test_a_large_family_is_sampled_for_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_family_is_sampled_for_its_pairs(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(mutation_effects, "MEMBERS", 60)
     aligned, *_ = with_pairs(1, length=15, members=200)
     effects = of_first(aligned)
@@ -150,11 +150,6 @@ def test_members_that_share_a_weight_count_as_one_where_members_are_drawn() -> N
     assert shares[places >= 500].sum() / shares.sum() < 0.01
 
 
-def test_too_few_relatives_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    FamilyEffects.of(likeliest(), [encode("WWWWWWCCCCCCCC")])
-    assert "1 relative aligned to the protein: 0 used" in caplog.text and "too few" in caplog.text
-
-
 def test_members_stand_beside_the_residues_they_align_to() -> None:
     protein = encode("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDG")
     without: Tokens = np.delete(protein, [10, 11])
@@ -170,14 +165,9 @@ def test_members_stand_beside_the_residues_they_align_to() -> None:
     assert (row[12:] == protein[12:] - CANONICAL_START).all()
 
 
-def test_weights_count_clusters() -> None:
+def test_weights_count_clusters_however_many_are_compared_at_once(monkeypatch: MonkeyPatch) -> None:
     aligned = aligned_rows("AAAAAAAAAA", "AAAAAAAAAC", "AAAAAAAA--", "CCCCCCCCCC", "CCCCCDDDDD")
     np.testing.assert_allclose(sequence_weights(aligned), [1 / 3, 1 / 3, 1 / 3, 1, 1])
-
-
-def test_weights_do_not_depend_on_how_many_are_compared_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     aligned, _ = on_a_tree(4, length=20, members=60)
     aligned[np.random.default_rng(0).random(aligned.shape) < 0.2] = GAP
     once = sequence_weights(aligned)

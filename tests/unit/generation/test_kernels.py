@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from d2plm.core.noise import Key, categorical, uniform
-from d2plm.core.vocabulary import MASK, PROTEIN, Vocabulary
+from d2plm.core.vocabulary import PROTEIN, Vocabulary
 from d2plm.generation.kernels import step_between
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -21,21 +20,12 @@ from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
     (AbsorbingDiffusion(), {"sampler": "ancestral"}),
-    (
-        AbsorbingDiffusion(num_train_timesteps=None, schedule="linear_beta"),
-        {"sampler": "ancestral"},
-    ),
     (AbsorbingDiffusion(num_train_timesteps=None, schedule="cosine"), {"sampler": "remdm"}),
     (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_eta": 1.0}),
     (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_schedule": "rescale", "remdm_eta": 0.4}),
-    (MaskFlowMatching(), {"sampler": "ancestral"}),
     (MaskFlowMatching(schedule="linear"), {}),
     (MaskFlowMatching(schedule="cubic"), {"corrector": 2.0}),
     (MaskFlowMatching(schedule="polynomial"), {"corrector": 1000.0}),
-    (
-        MaskFlowMatching(schedule="polynomial", polynomial_degree=40.0),
-        {"sampler": "remdm", "remdm_schedule": "rescale"},
-    ),
     (UniformFlowMatching(), {}),
     (UniformFlowMatching(schedule="linear"), {"corrector": 2.0}),
     (UniformFlowMatching(schedule="polynomial"), {"corrector": 1000.0}),
@@ -83,17 +73,14 @@ def test_each_step_leaves_a_residues_marginal_that_of_the_forward_process(
 
 
 @pytest.mark.parametrize(
-    ("paradigm", "options"),
+    ("paradigm", "options", "vocabulary"),
     [
-        (AbsorbingDiffusion(), {"sampler": "ancestral"}),
-        (MaskFlowMatching(), {}),
-        (MaskFlowMatching(), {"corrector": 2.0}),
-        (UniformFlowMatching(), {}),
-        (UniformFlowMatching(schedule="linear"), {"corrector": 2.0}),
-        (UniformFlowMatching(), {"sampler": "ancestral"}),
+        (AbsorbingDiffusion(), {"sampler": "ancestral"}, PROTEIN),
+        (MaskFlowMatching(), {"corrector": 2.0}, NumberedTokens(3)),
+        (UniformFlowMatching(schedule="linear"), {"corrector": 2.0}, PROTEIN),
+        (UniformFlowMatching(), {"sampler": "ancestral"}, NumberedTokens(3)),
     ],
 )
-@pytest.mark.parametrize("vocabulary", [PROTEIN, NumberedTokens(3)], ids=["20", "3"])
 def test_halving_the_step_halves_the_error(
     paradigm: Paradigm, options: dict[str, Any], vocabulary: Vocabulary
 ) -> None:
@@ -127,32 +114,3 @@ def test_the_probabilities_of_a_softmax_add_up_to_one_within_the_margin(
     logits = scale * torch.randn(100_000, 33, generator=generator)
     total = predicted_log_softmax(logits.to(dtype)).double().exp().sum(-1)
     assert (total - 1).abs().max() < SUM_MARGIN / 2
-
-
-@pytest.mark.parametrize(("paradigm", "options"), KERNELS)
-def test_what_a_step_may_not_change_stays_whatever_the_model_says(
-    paradigm: Paradigm, options: dict[str, Any]
-) -> None:
-    sampling = Sampling(steps=7, **options).resolved(paradigm)
-    generator = torch.Generator().manual_seed(2)
-    count, changed, allowed = 20_000, 0, 0
-    places = torch.arange(count)
-    tokens = torch.randint(4, 24, (count,), generator=generator, dtype=torch.uint8)
-    if paradigm.source == "mask":
-        tokens[::2] = MASK
-    times = np.linspace(paradigm.prior_time, paradigm.data_time, 8).tolist()
-    for number, (start, stop) in enumerate(pairwise(times)):
-        key, step = Key(5, number), step_between(paradigm, sampling, start, stop)
-        logits = 5 * torch.randn(count, 33, generator=generator)
-        log_p = predicted_log_softmax(logits).double()
-        distribution = paradigm.transition(log_p, tokens, step)
-        drawn = categorical(key, distribution, places)
-        after = torch.where(drawn == 0, MASK, drawn + 3)
-        may = paradigm.may_change(tokens, uniform(key, places), step)
-        assert (after == tokens)[~may].all()
-        changed += int((after != tokens).sum())
-        allowed += int(may.sum())
-    if paradigm.source == "mask":
-        assert changed <= allowed <= changed * 1.001 + 5
-    else:
-        assert allowed == 7 * count

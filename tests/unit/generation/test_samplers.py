@@ -1,6 +1,6 @@
 """Samplers: nothing masked left, nothing given changed, and the model's own frequencies."""
 
-import itertools
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,20 +22,17 @@ from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm, predicted_log_softmax
+from tests.conftest import MonkeyPatch
 
 Tokens = NDArray[np.uint8]
 SAMPLERS = {"ancestral", "euler", "first_hitting", "confidence", "remdm"}
 
 CASES: list[tuple[Paradigm, dict[str, Any]]] = [
-    (AbsorbingDiffusion(), {}),
     (AbsorbingDiffusion(num_train_timesteps=50, schedule="cosine"), {}),
     (AbsorbingDiffusion(), {"sampler": "first_hitting"}),
     (AbsorbingDiffusion(), {"sampler": "confidence", "remask": True}),
     (AbsorbingDiffusion(), {"sampler": "remdm", "remdm_eta": 0.3}),
-    (MaskFlowMatching(), {}),
     (MaskFlowMatching(schedule="linear"), {"corrector": 2.0}),
-    (MaskFlowMatching(schedule="cubic"), {"sampler": "ancestral"}),
-    (MaskFlowMatching(), {"sampler": "first_hitting"}),
     (MaskFlowMatching(), {"sampler": "confidence"}),
     (MaskFlowMatching(), {"sampler": "remdm", "remdm_schedule": "rescale", "remdm_eta": 0.3}),
     (UniformFlowMatching(), {"corrector": 0.5}),
@@ -105,17 +102,13 @@ def test_the_same_seed_gives_the_same_proteins_however_they_are_batched(
 ) -> None:
     templates = [masks(n) for n in (20, 3, 11, 20, 7)] + [encode("MKVXLA")]
     templates[5][[1, 4]] = MASK
-    runs = [
-        sample(
-            context_model,
-            paradigm,
-            templates,
-            with_steps(7, seed=seed, **options),
-            max_length=22,
-            token_budget=budget,
-        )
-        for seed, budget in ((1, 22), (1, 40), (1, 10_000), (2, 22))
-    ]
+
+    def run(seed: int, budget: int) -> list[Tokens]:
+        sampling = with_steps(7, seed=seed, **options)
+        words = (context_model, paradigm, templates, sampling)
+        return sample(*words, max_length=22, token_budget=budget)
+
+    runs = [run(1, 22), run(1, 40), run(1, 10_000), run(2, 22)]
     for other in runs[1:3]:
         for a, b in zip(runs[0], other, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -165,13 +158,8 @@ def test_top_1_takes_the_likeliest_residue_everywhere(
 
 def test_shift_samples_from_the_logits_of_the_previous_position() -> None:
     logits = torch.randn(8, 33, generator=torch.Generator().manual_seed(4))
-    (filled,) = sample(
-        site_model(logits),
-        AbsorbingDiffusion(shift=True),
-        [masks(6)],
-        Sampling(steps=4, top_k=1),
-        max_length=8,
-    )
+    paradigm, sampling = AbsorbingDiffusion(shift=True), Sampling(steps=4, top_k=1)
+    (filled,) = sample(site_model(logits), paradigm, [masks(6)], sampling, max_length=8)
     assert filled.tolist() == (logits[:6, 4:24].argmax(-1) + 4).tolist()
 
 
@@ -209,39 +197,25 @@ def test_settings_that_are_impossible_or_would_be_ignored_are_rejected_by_name(
 
 
 @pytest.mark.parametrize(
-    ("paradigm", "sampler", "steps"),
+    ("paradigm", "given", "own"),
     [
-        (AbsorbingDiffusion(num_train_timesteps=64), "ancestral", 64),
-        (MaskFlowMatching(num_flow_steps=9), "euler", 9),
-        (UniformFlowMatching(num_flow_steps=9), "euler", 9),
+        (MaskFlowMatching(num_flow_steps=9), {}, {"sampler": "euler", "steps": 9, "corrector": 0}),
+        (AbsorbingDiffusion(num_train_timesteps=64), {}, {"sampler": "ancestral", "steps": 64}),
+        (MaskFlowMatching(), {"sampler": "first_hitting"}, {}),
+        (MaskFlowMatching(), {"sampler": "confidence", "steps": 8}, {"remask": False}),
+        *(
+            (AbsorbingDiffusion(), {"sampler": "remdm", "steps": 8, "remdm_schedule": one}, eta)
+            for one, eta in (("cap", {"remdm_eta": 0.008}), ("rescale", {"remdm_eta": 0.015}))
+        ),
     ],
 )
-def test_defaults_are_the_paradigms_own(paradigm: Paradigm, sampler: str, steps: int) -> None:
-    resolved = Sampling().resolved(paradigm)
-    assert (resolved.sampler, resolved.steps) == (sampler, steps)
-
-
-@pytest.mark.parametrize("schedule, eta", [("cap", 0.008), ("rescale", 0.015)])
-def test_remdm_has_the_eta_of_its_schedule(schedule: str, eta: float) -> None:
-    sampling = Sampling(sampler="remdm", remdm_schedule=schedule)
-    assert sampling.resolved(AbsorbingDiffusion()).remdm_eta == eta
-
-
-@pytest.mark.parametrize(
-    ("sampling", "names"),
-    [
-        (Sampling(sampler="euler"), {"steps", "corrector"}),
-        (Sampling(sampler="ancestral"), {"steps"}),
-        (Sampling(sampler="first_hitting"), set()),
-        (Sampling(sampler="confidence"), {"steps", "remask"}),
-        (Sampling(sampler="remdm"), {"steps", "remdm_schedule", "remdm_eta"}),
-    ],
-)
-def test_only_settings_that_matter_are_written_down(sampling: Sampling, names: set[str]) -> None:
-    common = {"sampler", "temperature", "top_k", "top_p", "seed"}
-    resolved = sampling.resolved(MaskFlowMatching())
-    assert set(resolved.applied()) == common | names
-    assert resolved.resolved(MaskFlowMatching()) == resolved
+def test_settings_that_matter_are_written_down_with_the_paradigms_defaults(
+    paradigm: Paradigm, given: dict[str, Any], own: dict[str, Any]
+) -> None:
+    common = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "seed": 0}
+    resolved = Sampling(**given).resolved(paradigm)
+    assert resolved.applied() == {**common, **given, **own}
+    assert resolved.resolved(paradigm) == resolved
 
 
 @pytest.mark.parametrize(
@@ -276,32 +250,6 @@ def test_logits_that_are_not_finite_stop_at_once_and_say_where(
     assert calls == 3
 
 
-class Shown:
-    """A model that keeps each sequence that it is shown, by its first residue."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, list[list[int]]] = {}
-        self.calls = 0
-
-    def __call__(self, tokens: Tensor, cu_seqlens: Tensor, limit: int, times: Tensor) -> Tensor:
-        self.calls += 1
-        assert len(times) == len(cu_seqlens) - 1
-        for start, stop in itertools.pairwise(cu_seqlens.tolist()):
-            row = tokens[start:stop].tolist()
-            self.rows.setdefault(row[1], []).append(row)
-        return context_model(tokens, cu_seqlens, limit, times)
-
-
-def named_templates(wanted: list[int], length: int = 30) -> list[Tokens]:
-    """A template for each number of masks, identified by its first residue."""
-    templates = []
-    for first, count in enumerate(wanted):
-        template = np.full(length - first, 20, dtype=np.uint8)
-        template[0], template[2 : 2 + count] = 4 + first, MASK
-        templates.append(template)
-    return templates
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -314,25 +262,32 @@ def named_templates(wanted: list[int], length: int = 30) -> list[Tokens]:
 def test_a_sequence_goes_through_the_model_once_for_each_wanted_residue_and_then_no_more(
     options: dict[str, Any], token_budget: int
 ) -> None:
-    wanted = [5, 0, 21, 1]
-    model, seen = Shown(), list[tuple[int, int]]()
+    wanted, templates = [5, 0, 21, 1], list[Tokens]()
+    for number, count in enumerate(wanted):  # the first residue is the number of the template
+        templates.append(
+            np.array([4 + number, 20, *[MASK] * count, *[20] * (28 - count)], np.uint8)
+        )
+    shown, seen = Counter[int](), list[tuple[int, int]]()
+
+    def model(tokens: Tensor, cu_seqlens: Tensor, limit: int, times: Tensor) -> Tensor:
+        assert len(times) == len(cu_seqlens) - 1
+        shown.update((tokens[cu_seqlens[:-1].long() + 1] - 4).tolist())
+        return context_model(tokens, cu_seqlens, limit, times)
+
     sample(
-        model,
-        AbsorbingDiffusion(),
-        named_templates(wanted),
-        Sampling(**options),
+        *(model, AbsorbingDiffusion(), templates, Sampling(**options)),
         max_length=1000,
         token_budget=token_budget,
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert {first - 4: len(rows) for first, rows in model.rows.items()} == {0: 5, 2: 21, 3: 1}
+    assert shown == {0: 5, 2: 21, 3: 1}
     steps = 21 if token_budget == 10_000 else sum(wanted)
     assert seen == [(done, steps) for done in range(1, steps + 1)]
 
 
 @EVERY
 def test_nothing_changes_where_every_sequence_goes_through_the_model_at_every_step(
-    paradigm: Paradigm, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    paradigm: Paradigm, options: dict[str, Any], monkeypatch: MonkeyPatch
 ) -> None:
     random = np.random.default_rng(3)
     templates = [masks(int(n)) for n in random.integers(1, 40, size=60)]
@@ -368,12 +323,6 @@ def test_padding_never_goes_through_the_model() -> None:
         assert all(size - 2 in lengths for size in sizes) and max(sizes) <= limit
         return context_model(tokens, cu_seqlens, limit, times)
 
-    filled = sample(
-        model,
-        UniformFlowMatching(),
-        [masks(length) for length in lengths],
-        Sampling(steps=2),
-        max_length=1000,
-        token_budget=budget,
-    )
+    arguments = (model, UniformFlowMatching(), [*map(masks, lengths)], Sampling(steps=2))
+    filled = sample(*arguments, max_length=1000, token_budget=budget)
     assert [len(row) for row in filled] == lengths

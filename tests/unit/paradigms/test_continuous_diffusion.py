@@ -8,6 +8,7 @@ import torch
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
+from tests.conftest import MonkeyPatch
 from tests.unit.paradigms.closed_forms import CONTINUOUS_ALPHA_BARS, KAPPAS, Curve, logistic_nodes
 from tests.unit.paradigms.four_residues import (
     PROTEIN,
@@ -29,10 +30,7 @@ EVERY = pytest.mark.parametrize(("kind", "settings", "kept"), PROCESSES)
 
 @EVERY
 def test_the_expected_loss_is_the_bounds_integral(
-    kind: type[MaskedParadigm],
-    settings: dict[str, Any],
-    kept: Curve,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[MaskedParadigm], settings: dict[str, Any], kept: Curve, monkeypatch: MonkeyPatch
 ) -> None:
     """∫ |ᾱ′|/(1 − ᾱ)·E Σ_masked CE dt of a model told the time, through the code's loss."""
     paradigm, toy = kind(**settings), Toy(2, time_slope=0.5)

@@ -8,7 +8,6 @@ p(protein | relatives) is a sum over the 81 ancestors, and so is what an exact d
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -28,15 +27,13 @@ from d2plm.paradigms import masked
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
-from d2plm.paradigms.paradigm import denoise
+from tests.conftest import MonkeyPatch
 from tests.unit.paradigms.four_residues import (
     LENGTH,
     LETTERS,
     SUBSETS,
     Toy,
     conditional_model,
-    force,
-    mask_probability,
     random_joint,
 )
 
@@ -58,8 +55,7 @@ FAMILIES: list[Members] = [
 ]
 PROTEINS: list[Member] = [(0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 2, 0)]
 CASES = [(protein, relatives) for relatives in FAMILIES for protein in PROTEINS]
-CONTINUOUS = AbsorbingDiffusion(num_train_timesteps=None, schedule="cosine")
-every = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), CONTINUOUS, MaskFlowMatching()])
+every = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
 
 
 def relative_given_ancestor(relative: Member, ancestor: Member) -> float:
@@ -131,9 +127,7 @@ def batch_of(cases: Sequence[tuple[Member, Members]], copies: int) -> PackedBatc
 
 
 def expected_bounds(
-    patch: pytest.MonkeyPatch,
-    paradigm: MaskedParadigm,
-    cases: Sequence[tuple[Member, Members]],
+    patch: MonkeyPatch, paradigm: MaskedParadigm, cases: Sequence[tuple[Member, Members]]
 ) -> Array:
     """E over all masks of `paradigm.bound` for each case, without sampling.
 
@@ -159,55 +153,14 @@ def expected_bounds(
     return total / LENGTH
 
 
-def expected_losses(
-    patch: pytest.MonkeyPatch, paradigm: MaskedParadigm, cases: Sequence[tuple[Member, Members]]
-) -> Array:
-    """E over times and masks of the exact denoiser's training loss, by Gauss–Legendre rule."""
-    nodes, weights = np.polynomial.legendre.leggauss(24)
-    masks = SUBSETS[1:]  # the first one masks nothing
-    losses = np.zeros(len(cases))
-    for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
-        batch = batch_of(cases, len(masks))
-        times = torch.full((batch.num_segments,), node, dtype=torch.float64)
-        with patch.context() as replaced:
-            force(replaced, paradigm, times, masks * len(cases))
-            corrupted = paradigm.corrupt(batch, Key(0))
-        fraction = float(paradigm.corrupted_fraction(times)[0])
-        chances = torch.tensor([mask_probability(mask, fraction) for mask in masks] * len(cases))
-        logits = denoise(exact, batch, corrupted.tokens, corrupted.times)
-        for case in range(len(cases)):
-            own = batch.segment_ids() // len(masks) == case
-            weighted = corrupted.weights * chances.double()[batch.segment_ids()] * own
-            total, _ = paradigm.loss(logits, batch, replace(corrupted, weights=weighted))
-            losses[case] += weight * float(total)
-    return losses
-
-
 @every
 def test_an_exact_denoiser_s_bound_is_the_conditional_likelihood(
-    paradigm: MaskedParadigm, monkeypatch: pytest.MonkeyPatch
+    paradigm: MaskedParadigm, monkeypatch: MonkeyPatch
 ) -> None:
     found = expected_bounds(monkeypatch, paradigm, CASES)
     expected = [nats(protein, relatives) for protein, relatives in CASES]
     assert len({round(value, 6) for value in expected}) == len(CASES)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
-
-
-@pytest.mark.parametrize(
-    "paradigm",
-    [
-        AbsorbingDiffusion(num_train_timesteps=None),
-        AbsorbingDiffusion(num_train_timesteps=None, schedule="cosine"),
-        MaskFlowMatching(),
-    ],
-    ids=["diffusion", "diffusion, cosine", "flow matching"],
-)
-def test_the_training_loss_of_an_exact_denoiser_is_the_conditional_likelihood(
-    paradigm: MaskedParadigm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = expected_losses(monkeypatch, paradigm, CASES)
-    expected = [nats(protein, relatives) for protein, relatives in CASES]
-    np.testing.assert_allclose(found, expected, rtol=1e-7)
 
 
 @every

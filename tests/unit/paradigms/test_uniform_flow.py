@@ -29,6 +29,7 @@ from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.paradigm import Corrupted, Denoiser
 from d2plm.paradigms.uniform_noise import log_posterior, time_reversal_nats
+from tests.conftest import MonkeyPatch
 from tests.unit.paradigms.closed_forms import KAPPAS, Curve, logistic_nodes
 from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
@@ -36,9 +37,9 @@ Array = NDArray[np.float64]
 LogP = Callable[[Array], Array]  # κ [...] → log p(x | z shown) [..., z, x]
 
 N = 20
-CONTROL = -torch.log(torch.from_numpy(np.random.default_rng(5).dirichlet(np.ones(N))))
 THREE, CLEAN = NumberedTokens(3), 1
-FLOWS = pytest.mark.parametrize("settings, kappa", KAPPAS, ids=[str(s) for s, _ in KAPPAS])
+# Of the schedules, which test_noise_schedules.py has all, two.
+FLOWS = pytest.mark.parametrize("settings, kappa", [KAPPAS[0], KAPPAS[-1]], ids=["linear", "cubic"])
 LOW_VARIANCE = [("elbo", "low_variance"), ("generalised_kl", "low_variance")]
 LOSSES = pytest.mark.parametrize("loss", UniformFlowMatching.losses)
 
@@ -48,10 +49,9 @@ def kernel(residues: int, kappa: float) -> Array:
     return kappa * np.eye(residues) + (1 - kappa) / residues
 
 
-@pytest.mark.parametrize("residues", [3, 300])
-def test_the_kernel_is_the_exponential_of_the_generator(residues: int) -> None:
-    generator = np.ones((residues, residues)) / residues - np.eye(residues)
-    np.testing.assert_allclose(expm(-math.log(0.3) * generator), kernel(residues, 0.3), atol=1e-12)
+def test_the_kernel_is_the_exponential_of_the_generator() -> None:
+    generator = np.ones((3, 3)) / 3 - np.eye(3)
+    np.testing.assert_allclose(expm(-math.log(0.3) * generator), kernel(3, 0.3), atol=1e-12)
 
 
 def wrong_model(residues: int) -> LogP:
@@ -81,7 +81,7 @@ def denoiser(log_p: LogP, vocabulary: Vocabulary, kappa: Curve = lambda t: t) ->
 
 
 def show_every_state(
-    patch: pytest.MonkeyPatch, paradigm: UniformFlowMatching, clean: int, draws: Tensor
+    patch: MonkeyPatch, paradigm: UniformFlowMatching, clean: int, draws: Tensor
 ) -> PackedBatch:
     """A batch whose i-th copy shows residue i mod K, which is noise, at the time of `draws` [i]."""
     vocabulary, residues = paradigm.vocabulary, paradigm.vocabulary.predicted
@@ -145,7 +145,7 @@ def reference(loss: str, model: str, curve: Curve = lambda t: t) -> float:
 )
 @LOSSES
 def test_the_loss_of_every_state_is_that_of_the_chains(
-    loss: str, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    loss: str, vocabulary: Vocabulary, monkeypatch: MonkeyPatch
 ) -> None:
     residues = vocabulary.predicted
     paradigm, log_p = UniformFlowMatching(schedule="linear", loss=loss), wrong_model(residues)
@@ -166,11 +166,7 @@ def test_the_loss_of_every_state_is_that_of_the_chains(
 )
 @FLOWS
 def test_the_expected_loss_is_the_divergence_of_the_chains_whatever_the_schedule(
-    settings: dict[str, Any],
-    kappa: Curve,
-    loss: str,
-    time_sampling: str,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], kappa: Curve, loss: str, time_sampling: str, monkeypatch: MonkeyPatch
 ) -> None:
     """Over all noise and over the draw of the time, with the paradigm's own weights."""
     paradigm = UniformFlowMatching(**settings, loss=loss, time_sampling=time_sampling)
@@ -189,10 +185,7 @@ def test_the_expected_loss_is_the_divergence_of_the_chains_whatever_the_schedule
 @pytest.mark.parametrize("unigram", [None, [0.2, 0.5, 0.3]])
 @FLOWS
 def test_the_bound_estimates_the_time_reversal_bound_that_is_minus_log_p_of_the_exact_model(
-    settings: dict[str, Any],
-    kappa: Curve,
-    unigram: list[float] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], kappa: Curve, unigram: list[float] | None, monkeypatch: MonkeyPatch
 ) -> None:
     """The expectation of the code's own estimator: over its one draw of κ, and over all noise."""
     paradigm = UniformFlowMatching(**settings)
@@ -299,7 +292,7 @@ def test_the_posterior_is_bayes_rule(kappa: float) -> None:
 
 
 @pytest.mark.parametrize("loss", UniformFlowMatching.losses)
-@pytest.mark.parametrize("kappa", [0.0, 1e-12, 1e-6, 0.5, 1 - 1e-6, 1 - 1e-12, 1.0])
+@pytest.mark.parametrize("kappa", [0.0, 1e-12, 0.5, 1 - 1e-12, 1.0])
 def test_losses_and_gradients_are_finite_at_the_ends_of_time(loss: str, kappa: float) -> None:
     """For a model that is very sure, of the right residue or of a wrong one, in fp32."""
     paradigm = UniformFlowMatching(schedule="linear", loss=loss)
@@ -319,46 +312,12 @@ def test_losses_and_gradients_are_finite_at_the_ends_of_time(loss: str, kappa: f
             assert (gradient[~paradigm.maskable(batch)] == 0).all()
 
 
-@LOSSES
-@pytest.mark.parametrize("kappa", [0.1, 0.95])
-def test_gradients_are_the_finite_differences(loss: str, kappa: float) -> None:
-    paradigm = UniformFlowMatching(schedule="linear", loss=loss)
-    batch = PackedBatch.pack([framed(encode("AXCD"))])
-    times = torch.full((1,), kappa, dtype=torch.float64)
-    corrupted = replace(paradigm.corrupt(batch, Key(3)), times=times)
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(batch.num_tokens, 33, dtype=torch.float64, generator=generator)
-
-    def nats(logits: Tensor) -> Tensor:
-        return paradigm.loss(logits, batch, corrupted)[0]
-
-    assert torch.autograd.gradcheck(nats, logits.requires_grad_())
-
-
 def test_draws_are_strata_of_the_root_of_the_corrupted_fraction() -> None:
     batch, draws = PackedBatch.pack([framed(encode("A"))] * 500), 5
     for number in range(draws):
-        drawn = UniformFlowMatching().bound(unigram_model, batch, Key(0), draw=number, draws=draws)
+        drawn = UniformFlowMatching().bound(
+            lambda tokens, *_: torch.zeros(len(tokens), 33), batch, Key(0), draw=number, draws=draws
+        )
         place = (1 - drawn.fraction.sqrt()) * draws - number
         assert float(place.min()) > -1e-9 and float(place.max()) < 1 + 1e-9
         assert stats.kstest(place.numpy(), "uniform").pvalue > 1e-3
-
-
-def unigram_model(tokens: Tensor, *_: Any) -> Tensor:
-    logits = torch.zeros(len(tokens), 33)
-    logits[:, FIRST : FIRST + N] = -CONTROL.float()
-    return logits
-
-
-def test_the_control_variate_makes_a_unigram_models_estimate_exact() -> None:
-    texts = ("MKVLAAGXXWY", "ACCCD")
-    batch = PackedBatch.pack([framed(encode(text)) for text in texts])
-    exact = [
-        sum(float(CONTROL[t - FIRST]) for t in encode(text) if t < FIRST + N) for text in texts
-    ]
-    paradigm, plain = UniformFlowMatching(), set()
-    for seed in range(10):
-        controlled = paradigm.bound(unigram_model, batch, Key(seed), control=CONTROL).nats
-        np.testing.assert_allclose(controlled, exact, rtol=1e-5)
-        plain.add(round(float(paradigm.bound(unigram_model, batch, Key(seed)).nats[0]), 3))
-    assert len(plain) > 5  # without it, a draw is far from exact
