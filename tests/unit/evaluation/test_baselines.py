@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -21,9 +21,9 @@ from d2plm.evaluation.baselines import (
     joined,
     product_nats,
 )
+from tests.conftest import Tokens
 from tests.evaluations import BASELINES
 
-Tokens = NDArray[np.uint8]
 StoreFactory = Callable[[list[Tokens]], SequenceStore]
 RANDOM_TEXTS = ["MKVLAMKVL", "ACDXACDACD", "WWWWW", "GAVLIMKV", "MKVMKVXMKV", "L"]
 STRENGTHS = [5.0, 3.0, 2.0, 1.0, 0.5]
@@ -49,15 +49,20 @@ def naive_probability(texts: list[str], context: str, letter: str) -> float:
     return probability
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 5])
-@pytest.mark.parametrize("text", ["MKVLAC", "ACDACDWMKV", "MKXVLB", "X", "W"])
-def test_ngrams_equal_naive_counting(text: str, order: int) -> None:
-    expected = 0.0
+def in_context(text: str, order: int) -> Iterator[tuple[int, str, str]]:
+    """Each canonical letter: its place, itself, and the letters before it that an n-gram sees."""
     for i, letter in enumerate(text):
         if letter in CANONICAL:
             run = text[:i][max(0, i - order + 1) :]
-            context = run[max((run.rfind(x) for x in "XB"), default=-1) + 1 :]
-            expected -= math.log(naive_probability(RANDOM_TEXTS, context, letter))
+            yield i, letter, run[max(run.rfind("X"), run.rfind("B")) + 1 :]
+
+
+@pytest.mark.parametrize("order", [1, 2, 5])
+@pytest.mark.parametrize("text", ["ACDACDWMKV", "MKXVLB", "X"])
+def test_ngrams_equal_naive_counting(text: str, order: int) -> None:
+    expected = 0.0
+    for _, letter, context in in_context(text, order):
+        expected -= math.log(naive_probability(RANDOM_TEXTS, context, letter))
     assert ngram(RANDOM_TEXTS).nats(encode(text), order) == pytest.approx(expected, rel=1e-10)
 
 
@@ -102,18 +107,12 @@ def test_composition_is_polyas_urn() -> None:
     assert composition_nats(counts_of(tokens), alpha) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("order", [1, 3, 5])
-@pytest.mark.parametrize("text", ["MKVLAC", "MKXVLBMKV", "X", "WWWWW"])
-def test_composition_times_an_ngram_is_their_normalised_product_residue_by_residue(
-    order: int, text: str
-) -> None:
+@pytest.mark.parametrize("order", [1, 5])
+@pytest.mark.parametrize("text", ["MKXVLBMKV", "X", "WWWWW"])
+def test_composition_times_an_ngram_is_their_normalised_product(order: int, text: str) -> None:
     model, alpha = ngram(RANDOM_TEXTS), np.linspace(0.5, 3, 20)
     expected = 0.0
-    for i, letter in enumerate(text):
-        if letter not in CANONICAL:
-            continue
-        run = text[:i][max(0, i - order + 1) :]
-        context = run[max((run.rfind(x) for x in "XB"), default=-1) + 1 :]
+    for i, letter, context in in_context(text, order):
         seen = Counter(x for x in text[:i] if x in CANONICAL)
         weights = {
             x: naive_probability(RANDOM_TEXTS, context, x)
@@ -125,7 +124,7 @@ def test_composition_times_an_ngram_is_their_normalised_product_residue_by_resid
     assert product_nats(model, order, alpha, encode(text)) == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("order", [1, 2, 5])
+@pytest.mark.parametrize("order", [1, 5])
 def test_distributions_are_what_nats_sums(order: int) -> None:
     model, tokens = ngram(RANDOM_TEXTS), encode("MKVXLACDBWMKV")
     canonical = np.array([t in range(4, 24) for t in tokens])

@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertTokenizer,
-    EsmForMaskedLM,
-    EsmTokenizer,
-)
+from transformers import BertConfig, BertForMaskedLM, BertTokenizer, EsmForMaskedLM, EsmTokenizer
 
 from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, ESM2_TOKENS, MASK, encode
@@ -31,23 +25,22 @@ def esm(tmp_path: Path) -> Path:
     return tmp_path
 
 
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def save_tokenizer(folder: Path, words: list[str]) -> None:
+    (folder / "vocab.txt").write_text("\n".join([*SPECIAL, *words]))
+    BertTokenizer(str(folder / "vocab.txt"), do_lower_case=False).save_pretrained(folder)
+
+
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
     """A model with another vocabulary, in another order, and positions that end."""
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(CANONICAL)]
-    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 25, "intermediate_size": 32, "max_position_embeddings": 64}
     torch.manual_seed(1)
-    BertForMaskedLM(
-        BertConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=64,
-        )
-    ).save_pretrained(tmp_path)
-    BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=False).save_pretrained(tmp_path)
+    BertForMaskedLM(BertConfig(**sizes)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, sorted(CANONICAL))
     return tmp_path
 
 
@@ -87,18 +80,15 @@ def test_a_sequence_beyond_its_positions_is_rejected(bert: Path) -> None:
         MaskedLM(bert)(batch.tokens, batch.cu_seqlens, 102, torch.zeros(1))
 
 
-@pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
-def test_a_folder_that_lacks_a_file_is_rejected(esm: Path, lost: str) -> None:
-    (esm / lost).unlink()
-    with pytest.raises(ModelError, match=lost.removeprefix("model")):
-        MaskedLM(esm)
+def test_a_folder_that_lacks_a_file_is_rejected(esm: Path) -> None:
+    for lost in ("model.safetensors", "config.json"):
+        (esm / lost).unlink()
+        with pytest.raises(ModelError, match=lost.removeprefix("model")):
+            MaskedLM(esm)
 
 
 def test_a_vocabulary_without_residues_is_rejected(bert: Path) -> None:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(20))]
-    for file in ("vocab.txt", "tokenizer.json"):
-        (bert / file).unlink(missing_ok=True)
-    (bert / "vocab.txt").write_text("\n".join(words))
-    BertTokenizer(str(bert / "vocab.txt"), do_lower_case=False).save_pretrained(bert)
+    (bert / "tokenizer.json").unlink(missing_ok=True)
+    save_tokenizer(bert, [f"word{i}" for i in range(20)])
     with pytest.raises(ModelError, match="lacks"):
         MaskedLM(bert)

@@ -29,13 +29,7 @@ from d2plm.evaluation.new_members import (
 )
 from d2plm.evaluation.plots import plot_new_members
 from d2plm.evaluation.result import GENERATED
-from d2plm.families.alignment import (
-    GAP,
-    aligned_columns,
-    columns_hmm,
-    family_hmm,
-    sequence_weights,
-)
+from d2plm.families.alignment import GAP, aligned_columns, columns_hmm, family_hmm, sequence_weights
 from d2plm.families.profile_hmm import domain_hits
 from tests.conftest import Tokens
 from tests.unit.families.known_sites import aligned_rows
@@ -65,9 +59,7 @@ def described(family: Family, generated: list[Tokens]) -> dict[str, Any]:
     return Judge(given, held_out, seed=3).describe(generated, ["copy", "third", "half", "other"])
 
 
-def test_members_are_distinguished_from_other_proteins(
-    described: dict[str, Any], family: Family
-) -> None:
+def test_members_are_told_from_other_proteins(described: dict[str, Any], family: Family) -> None:
     found = described["sets"]
     assert [one["member"] for one in found[GENERATED]["proteins"]] == [True, True, True, False]
     assert found[NATURAL]["figures"]["members"] == 1
@@ -145,15 +137,13 @@ NATURAL_FIGURES = {
 @pytest.mark.parametrize(
     ("changed", "worse"),
     [
-        ({}, False),
-        ({"bits": 191.0, "keeps_all": 0.65, "identity": 0.74, "among": 0.49}, False),
+        ({"bits": 191.0, "keeps_all": 0.65, "identity": 0.755, "among": 0.49}, False),
         ({"bits": 189.0}, True),
         ({"keeps_all": 0.6}, True),
         ({"keeps_all": None}, False),
         ({"coverage": 0.84}, True),
         ({"coverage": 0.84, "coverage_error": 0.04}, False),
         ({"low_complexity": 0.02}, True),
-        ({"identity": 0.755}, False),
         ({"identity": 0.77}, True),
         ({"among": 0.51}, True),
     ],

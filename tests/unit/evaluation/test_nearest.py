@@ -1,6 +1,7 @@
 """Nearest training proteins: planted identities and coverages, and a cache that is validated."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,9 @@ from d2plm.core.vocabulary import encode
 from d2plm.data.homology import Hits, MMseqs, mmseqs_in
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation import nearest
-from d2plm.evaluation.nearest import (
-    Nearest,
-    find_nearest,
-    nearest_identities,
-    nearest_search,
-)
+from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_identities, nearest_search
 from d2plm.settings.data import Resources, SearchSettings
-from tests.conftest import Tokens, write_store
+from tests.conftest import MonkeyPatch, Tokens, write_store
 
 ONE_THREAD = Resources(threads=1)
 
@@ -91,8 +87,8 @@ Stores = tuple[SequenceStore, SequenceStore]
 Calls = Callable[[], list[str]]
 
 
-def test_the_best_hit_counts_and_a_second_evaluation_searches_nothing(
-    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: pytest.MonkeyPatch
+def test_the_best_hit_counts_and_is_kept(
+    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: MonkeyPatch
 ) -> None:
     first = nearest_identities(*stores, tmp_path / "new" / "kept")
     assert first.tolist() == [0.7, 0, 0.3]
@@ -105,7 +101,7 @@ def test_the_best_hit_counts_and_a_second_evaluation_searches_nothing(
 
 
 def test_of_equal_hits_the_first_training_protein_is_the_nearest(
-    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: MonkeyPatch
 ) -> None:
     identities = np.float32([0.5, 0.7, 0.7, 0.2])
     hits = Hits(np.array([0, 0, 0, 2]), np.array([4, 3, 1, 0]), identities, np.ones(4))
@@ -116,12 +112,9 @@ def test_of_equal_hits_the_first_training_protein_is_the_nearest(
     assert found.identities.tolist() == [0.7, 0, 0.2]
 
 
-def test_the_settings_and_resources_reach_the_search(
-    tmp_path: Path, stores: Stores, calls: Calls
-) -> None:
-    settings = SearchSettings(
-        min_seq_id=0.0, coverage=0.6, coverage_mode=0, sensitivity=5.5, max_seqs=40
-    )
+def test_the_settings_reach_the_search(tmp_path: Path, stores: Stores, calls: Calls) -> None:
+    settings = SearchSettings(min_seq_id=0.0, coverage=0.6, coverage_mode=0, max_seqs=40)
+    settings = replace(settings, sensitivity=5.5)
     (tmp_path / "scratch").mkdir()
     resources = Resources(threads=3, memory_limit="2G", temporary_dir=str(tmp_path / "scratch"))
     nearest_identities(*stores, tmp_path, settings, resources=resources)
@@ -139,31 +132,23 @@ def test_other_proteins_or_settings_are_searched_for_again(
 ) -> None:
     held_out, train = stores
     other = write_store(tmp_path / "other", [encode(x) for x in ("MKV", "ACD", "WWY")])
-    for count, arguments in enumerate(
-        [
-            (held_out, train, nearest_search()),
-            (other, train, nearest_search()),
-            (held_out, other, nearest_search()),
-            (held_out, train, nearest_search(6)),
-        ],
-        start=1,
-    ):
+    searches = [(held_out, train, 7), (other, train, 7), (held_out, other, 7), (held_out, train, 6)]
+    for count, (of, among, sensitivity) in enumerate(searches, start=1):
         for _ in range(2):
-            nearest_identities(arguments[0], arguments[1], tmp_path / "kept", arguments[2])
+            nearest_identities(of, among, tmp_path / "kept", nearest_search(sensitivity))
         assert len(calls()) == count
 
 
-def test_a_kept_result_with_any_byte_wrong_is_made_again_or_right(
-    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: pytest.MonkeyPatch
+def test_a_kept_result_with_any_byte_wrong_is_made_again(
+    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: MonkeyPatch
 ) -> None:
     right = nearest_identities(*stores, tmp_path / "kept")
     (path,) = (tmp_path / "kept").glob("*.npz")
     whole = path.read_bytes()
     monkeypatch.setattr(nearest, "find_nearest", lambda *_, **__: Nearest(right, right.astype(int)))
-    damaged = [whole[:size] for size in range(0, len(whole), 31)]
-    damaged += [
-        whole[:i] + bytes([whole[i] ^ 255]) + whole[i + 1 :] for i in range(0, len(whole), 5)
-    ]
+    damaged = [whole[:size] for size in range(0, len(whole), 61)]
+    for i in range(0, len(whole), 11):
+        damaged.append(whole[:i] + bytes([whole[i] ^ 255]) + whole[i + 1 :])
     for content in damaged:
         path.write_bytes(content)
         lines: list[str] = []

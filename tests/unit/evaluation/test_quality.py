@@ -20,7 +20,6 @@ from scipy.stats import ecdf, entropy
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.store import SequenceStore
-from d2plm.evaluation.baselines import kmer_counts
 from d2plm.evaluation.baselines import sample_composition as composition_samples
 from d2plm.evaluation.nearest import Nearest, nearest_search
 from d2plm.evaluation.quality import (
@@ -40,9 +39,8 @@ from d2plm.evaluation.quality import (
 )
 from d2plm.evaluation.result import Quality, typed
 from d2plm.settings.data import ClusterSettings, Resources
-from tests.conftest import write_store
+from tests.conftest import Tokens, write_store
 
-Tokens = NDArray[np.uint8]
 StoreFactory = Callable[[list[Tokens]], SequenceStore]
 FAST = QualitySettings(
     nearest=nearest_search(4),
@@ -132,13 +130,6 @@ def test_training_counts_are_those_of_substrings(
     assert_same(found, counts_of([text[:limit] for text in sequences]))
 
 
-@given(st.lists(texts, max_size=6))
-def test_kmer_counts_are_those_of_substrings(sequences: list[str]) -> None:
-    expected = counts_of(sequences).kmers if sequences else [np.zeros(20**k) for k in (1, 2, 3)]
-    for found, table in zip(kmer_counts(map(encode, sequences), 3), expected, strict=True):
-        np.testing.assert_array_equal(found, table)
-
-
 def test_copies_of_training_proteins_are_found_and_nothing_near_them(
     make_store: StoreFactory, proteins: list[Tokens]
 ) -> None:
@@ -200,45 +191,37 @@ def test_whatever_the_tokens_the_figures_are_json(sequences: list[list[int]]) ->
 
 
 def test_figures_of_nothing_are_none() -> None:
-    found = quality(
-        [encode("XX")], counts_of(["ACD"]), Novelty(nearest([0.0]), np.array([False]), 1)
-    )
+    novelty = Novelty(nearest([0.0]), np.array([False]), 1)
+    found = quality([encode("XX")], counts_of(["ACD"]), novelty)
     assert found.token_kl is None
     assert found.ngram_js == {"1": None, "2": None, "3": None}
 
 
-@pytest.fixture(scope="module")
-def comparison(
-    tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]
-) -> tuple[Quality, list[str]]:
+def test_copies_are_not_novel_and_shuffled_proteins_are(
+    tmp_path: Path, proteins: list[Tokens]
+) -> None:
     """Copies, near copies and short peptides beside natural proteins and shuffled ones."""
-    folder = tmp_path_factory.mktemp("quality")
-    store = write_store(folder / "train", proteins[:200])
+    store = write_store(tmp_path / "train", proteins[:200])
     random = np.random.default_rng(0)
     long = [tokens for tokens in proteins[:200] if 200 < len(tokens) < 400 and max(tokens) < 24]
     near = long[2].copy()
     near[5:-5:5] = 4 + (near[5:-5:5] - 4 + 7) % 20
     peptides = [encode("MKVLACDEFGHIKLMNPQRSTVWYMKVLAC"[:n]) for n in (1, 2, 5, 9, 14, 30)]
+    others: Any = [*peptides, encode("MKX"), encode("A" * 40)]
     sets = {
-        "generated": [long[0], long[0], long[1], near, *peptides, encode("MKX"), encode("A" * 40)],
+        "generated": [long[0], long[0].copy(), long[1], near, *others],
         "natural": proteins[300:312],
         "shuffled": [random.permutation(tokens) for tokens in long[:12]],
     }
-    sets["generated"][1] = sets["generated"][1].copy()
     lines: list[str] = []
-    resources = Resources(threads=1)
-    arguments = sets, store, folder / "work", FAST
-    novelty = find_novelty(*arguments, resources=resources, report=lines.append)
+    arguments = sets, store, tmp_path / "work", FAST
+    novelty = find_novelty(*arguments, resources=Resources(threads=1), report=lines.append)
     result = compare_quality(sets, novelty, store, FAST)
-    assert [path.name for path in (folder / "work").iterdir()] == ["mmseqs.log"]
-    return result, lines
-
-
-Comparison = tuple[Quality, list[str]]
-
-
-def test_copies_are_not_novel_and_shuffled_proteins_are(comparison: Comparison) -> None:
-    sets = comparison[0].sets
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["mmseqs.log"]
+    assert [line.split()[0] for line in lines] == ["looking", "searching", "clustering"]
+    assert typed(Quality, json.loads(json.dumps(asdict(result), allow_nan=False))) == result
+    assert sum(result.training_lengths) == 200
+    sets = result.sets
     generated = sets["generated"]
     assert generated.sequences == 12
     assert generated.in_training_share == 3 / 12
@@ -251,13 +234,6 @@ def test_copies_are_not_novel_and_shuffled_proteins_are(comparison: Comparison) 
     assert sets["shuffled"].hit_share == 0 == sets["shuffled"].identity_mean
     assert sets["shuffled"].diversity == 1
     assert sets["natural"].in_training_share == 0
-
-
-def test_a_comparison_is_json_and_says_what_it_is_doing(comparison: Comparison) -> None:
-    result, lines = comparison
-    assert typed(Quality, json.loads(json.dumps(asdict(result), allow_nan=False))) == result
-    assert sum(result.training_lengths) == 200
-    assert [line.split()[0] for line in lines] == ["looking", "searching", "clustering"]
 
 
 @pytest.mark.parametrize(

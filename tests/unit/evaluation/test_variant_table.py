@@ -11,6 +11,7 @@ from d2plm.core.vocabulary import encode
 from d2plm.data.fasta import FastaRecord
 from d2plm.evaluation.variant_table import Placed, VariantTable, read_variants
 from d2plm.families.variants import INDEL, STOP, UNKNOWN, UNSURE, VariantError, parse_variant
+from tests.conftest import Logged
 
 WILD_TYPE = FastaRecord("toy", encode("MKTAYIAKQR"))
 
@@ -38,10 +39,7 @@ HEADER = "mutant,score,sd"
         (r"line \d: score '", ["mutant;score", "K2A;1,234", "K2A;2,345"]),
         (r"line \d: score '", ["mutant,score", "K2A,1.234", "K2A,12.000", "K2A,980"]),
         (r"line \d: score '", ["mutant\tscore", "K2A\t1.200", "K2A\tNA", "K2A\t1,5"]),
-        (r"line \d: score '", ["mutant,score", "K2A,1.2", 'K2A,"1,5"']),
-        ("line 2: score '12%'", ["mutant,score", "K2A,12%", "T3S,1"]),
         ("line 3: score 'high'", ["mutant,score", "K2A,1", "T3S,high"]),
-        ("no header row", ["K2A,-0.5", "T3S,0.1"]),
         ("no header row", ["p.Lys2Ala;-0.5", "p.Thr3Ser;0.1"]),
         ("no header row", ["MKTAYIAKQR,1", "MATAYIAKQR,2"]),
         ("no header row", ["0.5,K2A", "0.1,T3S"]),
@@ -66,28 +64,19 @@ def test_what_cannot_be_read_as_it_is_meant_is_named(
         table(tmp_path, *lines).measured()
 
 
-@pytest.mark.parametrize(
-    ("delimiter", "cells"),
-    [
-        ("\t", ["0,123", "1,234"]),
-        (";", ["1,25", "1,234"]),
-        (",", ["1.234", "2.345", "0"]),
-        (",", ["1.234", "2.5"]),
-        (",", ["980", "1000"]),
-    ],
-)
-def test_numbers_that_are_clear_are_measured(
-    tmp_path: Path, delimiter: str, cells: list[str]
-) -> None:
+CLEAR = ["\t 0,123 1,234", "; 1,25 1,234", ", 1.234 2.345 0", ", 1.234 2.5", ", 980 1000"]
+
+
+@pytest.mark.parametrize("clear", CLEAR)
+def test_numbers_that_are_clear_are_measured(tmp_path: Path, clear: str) -> None:
+    delimiter, *cells = clear.split(" ")
     rows = [delimiter.join(("K2A", cell)) for cell in cells]
     found = table(tmp_path, delimiter.join(("mutant", "score")), *rows).measured()
     assert found and found[1].tolist() == [float(cell.replace(",", ".")) for cell in cells]
 
 
 @pytest.mark.parametrize("again", ["mutant, score", "\ufeffmutant,score", "#mutant,score"])
-def test_a_repeated_header_is_no_row(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, again: str
-) -> None:
+def test_a_repeated_header_is_no_row(tmp_path: Path, caplog: Logged, again: str) -> None:
     caplog.set_level(logging.INFO)
     given = table(tmp_path, "mutant,score", "K2A,1", again, "T3S,2", again, "Y5F,3")
     assert given.texts == ["K2A", "T3S", "Y5F"]
@@ -108,21 +97,14 @@ def test_what_has_no_score_is_left_out_by_reason(tmp_path: Path, written: str, r
     assert [line for line, _ in given.left_out[reason]] == [4, 5]
 
 
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [
-        *((word, []) for word in ("parent", "Parental", "wild type", "wild_type")),
-        *((arrow, ["K2A"]) for arrow in ("K2>A", "K2→A", "K2->A", "p.Lys2>Ala")),
-    ],
-)
-def test_words_for_the_wild_type_and_arrows(written: str, read: list[str]) -> None:
-    assert [*map(str, parse_variant(written))] == read
-
-
-@pytest.mark.parametrize(("written", "code"), [("Y52AF", "52A"), ("S100aS", "100a")])
-def test_insertion_codes_are_named(written: str, code: str) -> None:
-    with pytest.raises(VariantError, match=code):
-        parse_variant(written)
+def test_words_for_the_wild_type_arrows_and_insertion_codes() -> None:
+    for word in ("parent", "Parental", "wild type", "wild_type"):
+        assert not parse_variant(word)
+    for arrow in ("K2>A", "K2→A", "K2->A", "p.Lys2>Ala"):
+        assert [*map(str, parse_variant(arrow))] == ["K2A"]
+    for written, code in (("Y52AF", "52A"), ("S100aS", "100a")):
+        with pytest.raises(VariantError, match=code):
+            parse_variant(written)
 
 
 def test_three_columns_as_pandas_writes_them(tmp_path: Path) -> None:
@@ -134,9 +116,7 @@ def test_three_columns_as_pandas_writes_them(tmp_path: Path) -> None:
     }
 
 
-def test_whole_sequences_with_unknown_residues_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sequences_with_unknown_residues_are_left_out(tmp_path: Path, caplog: Logged) -> None:
     rows = ["MATAYIAKQR", "MKTXYIAKQR", "MKTAYIAAKQR", "MKTAYIAKQB"]
     caplog.set_level(logging.INFO)
     given = table(tmp_path, "mutated_sequence", *rows * 5, "MKTAY1AKQR")

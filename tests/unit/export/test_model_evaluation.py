@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,33 +15,23 @@ from d2plm.evaluation.findings import judge
 from d2plm.evaluation.result import read_evaluation
 from d2plm.evaluation.tables import as_text
 from d2plm.export.exported_model import ExportedModel, load_export, save_export
-from d2plm.export.model_evaluation import (
-    evaluate,
-    load_scores,
-    reusable_evaluation,
-)
+from d2plm.export.model_evaluation import evaluate, load_scores, reusable_evaluation
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from tests.conftest import DiTFactory
 
 Stores = dict[str, Any]
+LENGTHS = LengthHistogram.of(np.array([20, 30]), 128)
 
 
-@pytest.fixture
-def stores(stores_to_evaluate: Stores) -> Stores:
-    return stores_to_evaluate
+def export(folder: Path, model: Any) -> ExportedModel:
+    return load_export(save_export(folder, model, AbsorbingDiffusion(), LENGTHS, {}))
 
 
-@pytest.fixture
-def exported(tmp_path: Path, tiny_dit: DiTFactory) -> ExportedModel:
-    lengths = LengthHistogram.of(np.array([20, 30]), 128)
-    model: Any = tiny_dit(0)
-    return load_export(save_export(tmp_path / "model", model, AbsorbingDiffusion(), lengths, {}))
-
-
-def test_an_evaluation_is_kept_in_the_export_and_reused_for_the_same_settings_and_data(
-    exported: ExportedModel, stores: Stores
+def test_an_evaluation_is_kept_and_reused_for_the_same_settings_and_data(
+    tmp_path: Path, tiny_dit: DiTFactory, stores_to_evaluate: Stores
 ) -> None:
+    exported, stores = export(tmp_path / "model", tiny_dit(0)), stores_to_evaluate
     found = evaluate(exported, stores["train"], stores["validation"], masks_per_sequence=2)
     folder = exported.folder
     assert read_evaluation(folder) == found == load_scores(folder)[0]
@@ -56,22 +47,16 @@ def test_an_evaluation_is_kept_in_the_export_and_reused_for_the_same_settings_an
 
 
 def test_a_model_that_takes_relatives_is_evaluated_given_them(
-    tmp_path: Path, tiny_dit: DiTFactory, stores: Stores
+    tmp_path: Path, tiny_dit: DiTFactory, stores_to_evaluate: Stores
 ) -> None:
-    lengths, model = LengthHistogram.of(np.array([20, 30]), 128), tiny_dit(0, relatives_dim=8)
-    folder = save_export(tmp_path / "taking", model, AbsorbingDiffusion(), lengths, {})
+    taking = export(tmp_path / "taking", tiny_dit(0, relatives_dim=8))
     ring = RelativesIndex.of_hits(
         6, np.repeat(np.arange(6), 2), np.tile([1, 2], 6) + np.arange(12) % 3, np.full(12, 0.6), 2
     )
-    asked: list[str] = []
-
-    def relatives() -> RelativesIndex:
-        asked.append("relatives")
-        return ring
-
-    train, held_out = stores["train"], stores["validation"]
+    relatives = mock.Mock(return_value=ring)
+    stores = stores_to_evaluate["train"], stores_to_evaluate["validation"]
     settings: dict[str, Any] = {"masks_per_sequence": 2, "relatives": relatives}
-    found = evaluate(load_export(folder), train, held_out, **settings)
+    found = evaluate(taking, *stores, **settings)
     given = found.given_relatives
     assert given is not None
     assert [row.identity for row in given.below] == [0.9, 0.7, 0.5]
@@ -82,7 +67,7 @@ def test_a_model_that_takes_relatives_is_evaluated_given_them(
     assert given.alone.nelbo.value == pytest.approx(found.model.nelbo.value, rel=1e-6)
     assert given.order_difference is not None and given.order_difference < 1e-4
     assert "below 70% (6 proteins have any)" in as_text(found)
-    plain = save_export(tmp_path / "plain", tiny_dit(0), AbsorbingDiffusion(), lengths, {})
-    asked.clear()
-    assert evaluate(load_export(plain), train, held_out, **settings).given_relatives is None
-    assert asked == []
+    relatives.reset_mock()
+    plain = export(tmp_path / "plain", tiny_dit(0))
+    assert evaluate(plain, *stores, **settings).given_relatives is None
+    assert not relatives.called

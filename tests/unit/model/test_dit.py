@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
@@ -20,6 +19,7 @@ from d2plm.core.errors import ConfigError, ModelError
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.layers import ExpandSegments, rope_tables, rotate
+from tests.conftest import Tokens
 
 LENGTHS = (30, 12, 12, 1, 45)
 TIMES = (0.9, 0.1, 0.5, 0.3, 0.7)
@@ -27,7 +27,7 @@ Factory = Callable[..., DiT]
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[NDArray[np.uint8]]:
+def rows() -> list[Tokens]:
     random = np.random.default_rng(0)
     return [random.integers(0, 33, size=n, dtype=np.uint8) for n in LENGTHS]
 
@@ -47,9 +47,7 @@ def gradients(model: DiT) -> dict[str, Tensor]:
     return found
 
 
-def test_packed_equals_one_at_a_time_in_logits_loss_and_gradients(
-    tiny_dit: Factory, rows: list[NDArray[np.uint8]]
-) -> None:
+def test_packed_equals_one_at_a_time(tiny_dit: Factory, rows: list[Tokens]) -> None:
     model = tiny_dit()
     targets = [torch.from_numpy(row.astype(np.int64)) for row in rows]
     packed = PackedBatch.pack(rows, token_budget=120, max_segments=9)
@@ -97,6 +95,7 @@ def test_expanding_rows_equals_indexing_with_its_gradient() -> None:
     (found,) = torch.autograd.grad(out, rows, upstream)
     (wanted,) = torch.autograd.grad(rows[segments], rows, upstream)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-14)
+    torch.library.opcheck(torch.ops.d2plm.sum_segments.default, (upstream, cu_seqlens))
 
 
 def test_the_gradient_of_a_bf16_modulation_keeps_small_terms() -> None:
@@ -107,12 +106,6 @@ def test_the_gradient_of_a_bf16_modulation_keeps_small_terms() -> None:
     assert rows.grad is not None and rows.grad.item() == tokens  # a bf16 running sum stops at 256
 
 
-def test_sum_segments_passes_torchs_own_checks() -> None:
-    values = torch.randn(6, 5)
-    cu_seqlens = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.d2plm.sum_segments.default, (values, cu_seqlens))
-
-
 @pytest.fixture
 def saved(tiny_dit: Factory, tmp_path: Path) -> Path:
     tiny_dit().save_pretrained(tmp_path / "model")
@@ -121,7 +114,7 @@ def saved(tiny_dit: Factory, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("load", [load_dit, AutoModel.from_pretrained], ids=["own", "AutoModel"])
 def test_a_reloaded_model_gives_identical_logits(
-    load: Callable[[Path], DiT], saved: Path, tiny_dit: Factory, rows: list[NDArray[np.uint8]]
+    load: Callable[[Path], DiT], saved: Path, tiny_dit: Factory, rows: list[Tokens]
 ) -> None:
     loaded = load(saved)
     assert not loaded.training
@@ -129,35 +122,19 @@ def test_a_reloaded_model_gives_identical_logits(
     assert torch.equal(run(loaded, batch, TIMES), run(tiny_dit(), batch, TIMES))
 
 
-def test_a_model_has_no_buffers(tiny_dit: Factory) -> None:
-    assert list(tiny_dit().buffers()) == []
+def test_weights_that_are_not_the_models_are_named(saved: Path) -> None:
+    weights, name = load_file(saved / "model.safetensors"), "blocks.1.attention.q_norm.weight"
+    for other, named in (
+        ({key: tensor for key, tensor in weights.items() if key != name}, name),
+        ({**weights, "extra.weight": torch.ones(2)}, r"extra\.weight"),
+        ({**weights, "head.proj.bias": torch.ones(7)}, ""),
+    ):
+        save_file(other, saved / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=named):
+            load_dit(saved)
 
 
-NAME = "blocks.1.attention.q_norm.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda weights: weights.pop(NAME), NAME),
-        (lambda weights: weights.update({"extra.weight": torch.ones(2)}), r"extra\.weight"),
-        (lambda weights: weights.update({"head.proj.bias": torch.ones(7)}), ""),
-    ],
-    ids=["missing", "superfluous", "of another shape"],
-)
-def test_weights_that_are_not_the_models_are_named(
-    change: Callable[[dict[str, Tensor]], object], named: str, saved: Path
-) -> None:
-    weights = load_file(saved / "model.safetensors")
-    change(weights)
-    save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=named):
-        load_dit(saved)
-
-
-def test_a_configuration_of_other_layers_than_the_weights_is_rejected_before_it_is_built(
-    saved: Path,
-) -> None:
+def test_a_configuration_of_other_layers_is_rejected_before_it_is_built(saved: Path) -> None:
     content = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 10**7}))
     with pytest.raises(ModelError, match="num_hidden_layers=10000000"):
@@ -191,11 +168,10 @@ def test_initial_values_depend_on_seed_and_name_alone(tiny_dit: Factory) -> None
     assert not torch.equal(other.token_embedding.weight, shallow.token_embedding.weight)
 
 
-def test_a_fresh_model_predicts_uniformly_and_each_block_is_the_identity(
-    tiny_dit: Factory, rows: list[NDArray[np.uint8]]
-) -> None:
+def test_a_fresh_model_predicts_uniformly(tiny_dit: Factory, rows: list[Tokens]) -> None:
     model = tiny_dit()
     model.initialise(0)
+    assert list(model.buffers()) == []
     assert (run(model, PackedBatch.pack(rows), TIMES) == 0).all()
     for name, parameter in model.named_parameters():
         zero = name.endswith(".bias") or ".modulation." in name or name.startswith("head.")
@@ -207,9 +183,6 @@ def test_a_fresh_model_predicts_uniformly_and_each_block_is_the_identity(
             embedding = name == "token_embedding.weight"
             wanted = 1.0 if embedding else parameter.shape[1] ** -0.5
             assert float(parameter.std()) == pytest.approx(wanted, rel=0.35), name
-
-
-def test_an_initial_range_that_is_given_holds_for_every_matrix(tiny_dit: Factory) -> None:
     model = tiny_dit(initializer_range=0.02)
     model.initialise(3)
     for name, parameter in model.named_parameters():
@@ -218,26 +191,25 @@ def test_an_initial_range_that_is_given_holds_for_every_matrix(tiny_dit: Factory
 
 
 @pytest.mark.parametrize(
-    "changes, key",
+    "changes",  # the first is the one that is named
     [
-        ({"num_attention_heads": 3}, "num_attention_heads"),
-        ({"num_attention_heads": 16}, "num_attention_heads"),
-        ({"time_embedding_dim": 7}, "time_embedding_dim"),
-        ({"vocab_size": 5}, "vocab_size"),
-        ({"vocab_size": 300, "relatives_dim": 8}, "vocab_size"),
-        ({"relatives_dim": 6}, "relatives_dim"),
-        ({"rope_fraction": 0.1}, "rope_fraction"),
-        ({"rope_fraction": 0.5, "rope_frequencies": [1.0] * 4}, "rope_fraction"),
-        ({"rope_frequencies": [1.0]}, "rope_frequencies"),
-        ({"rope_frequencies": [1.0, 0.5, -1.0, 0.1]}, "rope_frequencies"),
-        ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token"),
-        ({"num_experts": 4, "feed_forward": "gelu"}, "feed_forward"),
-        ({"num_experts": 4, "linear_bias": True}, "linear_bias"),
-        ({"experts_per_token": 2}, "experts_per_token"),
+        {"num_attention_heads": 3},
+        {"num_attention_heads": 16},
+        {"time_embedding_dim": 7},
+        {"vocab_size": 5},
+        {"vocab_size": 300, "relatives_dim": 8},
+        {"relatives_dim": 6},
+        {"rope_fraction": 0.1},
+        {"rope_fraction": 0.5, "rope_frequencies": [1.0] * 4},
+        {"rope_frequencies": [1.0]},
+        {"rope_frequencies": [1.0, 0.5, -1.0, 0.1]},
+        {"experts_per_token": 5, "num_experts": 4},
+        {"feed_forward": "gelu", "num_experts": 4},
+        {"linear_bias": True, "num_experts": 4},
+        {"experts_per_token": 2},
     ],
+    ids=str,
 )
-def test_sizes_that_exclude_each_other_are_rejected_by_name(
-    changes: dict[str, Any], key: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}="):
+def test_sizes_that_exclude_each_other_are_rejected_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(changes))}="):
         DiTConfig(**{"hidden_size": 16, "num_attention_heads": 2, **changes})

@@ -22,13 +22,11 @@ from d2plm.core.vocabulary import CLS, EOS, ESM2_TOKENS, MASK, PAD
 from d2plm.model.dit import DiT, load_dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
-from d2plm.model.flops import token_parameters
 
 disable_progress_bar()
 
 Row = NDArray[np.uint8]
 TOLERANCE = 1e-5  # of a logit, in standard deviations of the logits
-INVERSE_FREQUENCIES = "esm.rotary_embeddings.inv_freq"
 # Layers (fewer than the published ones, of the same shapes), width, heads, feed-forward width.
 SHAPES = {"35M": (12, 480, 20, 1920), "650M": (2, 1280, 20, 5120), "3B": (1, 2560, 40, 10240)}
 SHIPPED = {
@@ -178,43 +176,40 @@ def test_a_checkpoint_without_token_dropout_is_reproduced(
     assert packed_difference(theirs, ours, sequences) > 0.1
 
 
+@pytest.fixture
+def inputs(sequences: list[Row]) -> tuple[Any, ...]:
+    """The arguments of a model's call on the sequences at any times."""
+    batch = PackedBatch.pack(sequences)
+    return batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(len(sequences))
+
+
 def test_frequencies_seen_first_without_gradients_serve_training(
-    folder: Path, sequences: list[Row]
+    folder: Path, inputs: tuple[Any, ...]
 ) -> None:
     ours = load_esm(folder)
     ours.config.rope_frequencies = [f * 1.25 for f in ours.config.rope_frequencies]
-    batch = PackedBatch.pack(sequences)
-    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5))
     with torch.inference_mode():
         ours(*inputs)
     ours(*inputs).sum().backward()
     assert ours.blocks[0].attention.qkv_proj.weight.grad.any()
 
 
-def test_a_sharded_checkpoint_is_read(
-    theirs: EsmForMaskedLM, tmp_path: Path, sequences: list[Row]
-) -> None:
-    theirs.save_pretrained(tmp_path, max_shard_size="50KB")
-    assert len([*tmp_path.glob("model-*.safetensors")]) > 1
-    assert packed_difference(theirs, load_esm(tmp_path), sequences) < TOLERANCE
+OF_A_LAYER = "esm.encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
 
 
-@pytest.mark.parametrize("frequencies", ["by layer", "of the model"])
+@pytest.mark.parametrize(
+    "names", [["esm.rotary_embeddings.inv_freq"], [OF_A_LAYER.format(i) for i in range(2)]]
+)
 def test_the_names_of_older_and_newer_checkpoints_are_known(
-    frequencies: str, theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
+    names: list[str], theirs: EsmForMaskedLM, folder: Path, sequences: list[Row]
 ) -> None:
     def change(weights: dict[str, Tensor]) -> None:
-        for name in [name for name in weights if "inv_freq" in name]:
-            del weights[name]
-        names = [INVERSE_FREQUENCIES]
-        if frequencies == "by layer":
-            layer = "esm.encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
-            names = [layer.format(i) for i in range(2)]
-        for name in names:
-            weights[name] = inverse_frequencies(theirs)[0].clone()
-        for name in [name for name in weights if name.endswith((".gamma", ".beta"))]:
+        for name in [*weights]:
             usual = name.replace(".gamma", ".weight").replace(".beta", ".bias")
             weights[usual] = weights.pop(name)
+            if "inv_freq" in name:
+                del weights[name]
+        weights |= {name: inverse_frequencies(theirs)[0].clone() for name in names}
 
     rewrite(folder, change)
     assert packed_difference(theirs, load_esm(folder), sequences) < TOLERANCE
@@ -270,29 +265,26 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_type": "bert"},
-        {"position_embedding_type": "absolute"},
-        {"emb_layer_norm_before": True},
-        {"vocab_size": 30},
-        {"mask_token_id": 4},
-        {"is_folding_model": True},
-        {"is_decoder": True},
-        {"hidden_size": "wide"},
-    ],
-)
-def test_another_architecture_is_rejected_in_one_line_that_says_what_differs(
-    changes: dict[str, Any], folder: Path
-) -> None:
-    edit(folder / "config.json", **changes)
-    with pytest.raises(ModelError, match=rf"config\.json: .*{next(iter(changes))}") as caught:
-        load_esm(folder)
-    assert "\n" not in str(caught.value)
+OTHERS: dict[str, Any] = {
+    "model_type": "bert",
+    "position_embedding_type": "absolute",
+    "emb_layer_norm_before": True,
+    "vocab_size": 30,
+    "mask_token_id": 4,
+    "is_folding_model": True,
+    "is_decoder": True,
+    "hidden_size": "wide",
+}
 
 
-def test_another_vocabulary_is_rejected(folder: Path) -> None:
+def test_another_architecture_or_vocabulary_is_rejected_in_one_line(folder: Path) -> None:
+    whole = (folder / "config.json").read_text()
+    for key, value in OTHERS.items():
+        (folder / "config.json").write_text(json.dumps({**json.loads(whole), key: value}))
+        with pytest.raises(ModelError, match=rf"config\.json: .*{key}") as caught:
+            load_esm(folder)
+        assert "\n" not in str(caught.value)
+    (folder / "config.json").write_text(whole)
     (folder / "vocab.txt").write_text("\n".join(ESM2_TOKENS))
     load_esm(folder)
     (folder / "vocab.txt").write_text("\n".join(reversed(ESM2_TOKENS)))
@@ -300,48 +292,40 @@ def test_another_vocabulary_is_rejected(folder: Path) -> None:
         load_esm(folder)
 
 
-KEY_BIAS = "esm.encoder.layer.1.attention.self.key.bias"
-INTERMEDIATE = "esm.encoder.layer.0.intermediate.dense.weight"
+def test_a_weight_that_is_missing_or_of_another_shape_is_named(folder: Path) -> None:
+    bias = "esm.encoder.layer.1.attention.self.key.bias"
+    inner = "esm.encoder.layer.0.intermediate.dense.weight"
+    rewrite(folder, lambda weights: weights.update({inner: torch.ones(64, 48)}))
+    with pytest.raises(ModelError, match=inner):
+        load_esm(folder)
+    rewrite(folder, lambda weights: weights.pop(bias))
+    with pytest.raises(ModelError, match=bias):
+        load_esm(folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda weights: weights.pop("lm_head.bias"), r"lm_head\.bias"),
-        (lambda weights: weights.pop(KEY_BIAS), KEY_BIAS),
-        (lambda weights: weights.update({INTERMEDIATE: torch.ones(64, 48)}), INTERMEDIATE),
-    ],
-)
-def test_a_weight_that_is_missing_or_of_another_shape_is_named(
-    change: Callable[[dict[str, Tensor]], object], named: str, folder: Path
+def test_damaged_and_missing_files_are_named_and_pickled_weights_never_opened(
+    folder: Path,
 ) -> None:
-    rewrite(folder, change)
-    with pytest.raises(ModelError, match=named):
-        load_esm(folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_truncated_or_missing_file_is_a_model_error(name: str, folder: Path) -> None:
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(ModelError, match=name):
-        load_esm(folder)
-    (folder / name).unlink()
-    with pytest.raises(ModelError, match=name):
-        load_esm(folder)
-
-
-def test_pickled_weights_are_never_opened(folder: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+        with pytest.raises(ModelError, match=name):
+            load_esm(folder)
+        (folder / name).unlink()
+        with pytest.raises(ModelError, match=name):
+            load_esm(folder)
+        (folder / name).write_bytes(content)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04anything")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin"):
         load_esm(folder)
 
 
-def test_a_missing_shard_is_named_and_an_index_cannot_lead_out_of_the_folder(
-    theirs: EsmForMaskedLM, tmp_path: Path
+def test_shards_are_read_and_an_index_cannot_lead_out_of_the_folder(
+    theirs: EsmForMaskedLM, tmp_path: Path, sequences: list[Row]
 ) -> None:
     theirs.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert packed_difference(theirs, load_esm(tmp_path), sequences) < TOLERANCE
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
     with pytest.raises(ModelError, match=shard.name):
@@ -363,25 +347,17 @@ def test_kinds_of_folders_are_distinguished(
         is_esm(tmp_path / "nothing")
 
 
-def test_saving_and_loading_keeps_every_logit(
-    folder: Path, sequences: list[Row], tmp_path: Path
+def test_saving_keeps_every_logit_and_a_set_dropout(
+    folder: Path, inputs: tuple[Any, ...], tmp_path: Path
 ) -> None:
     ours = load_esm(folder)
+    ours.set_dropout(0.3)
     ours.save_pretrained(tmp_path / "exported")
     again = load_dit(tmp_path / "exported")
     assert again.config.settings() == ours.config.settings()
-    batch = PackedBatch.pack(sequences)
-    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5))
+    assert again.config.hidden_dropout_prob == 0.3
     assert torch.equal(again(*inputs), ours(*inputs))
-
-
-def test_a_set_dropout_is_applied_and_saved(folder: Path, sequences: list[Row]) -> None:
-    ours = load_esm(folder).train()
-    batch = PackedBatch.pack(sequences)
-    inputs = (batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(5))
-    assert torch.equal(ours(*inputs), ours(*inputs))
-    ours.set_dropout(0.3)
-    assert ours.config.hidden_dropout_prob == 0.3
+    ours.train()
     assert not torch.equal(ours(*inputs), ours(*inputs))
 
 
@@ -402,14 +378,3 @@ def test_a_shipped_configuration_is_that_of_a_loaded_checkpoint(tmp_path: Path) 
     loaded = load_esm(tmp_path, time_embedding_dim=64).config.settings()
     shipped = DiTConfig(**vars(compose("train", ["model=esm2_8m"]).model)).settings()
     assert {key for key in shipped if shipped[key] != loaded[key]} == {"rope_frequencies"}
-
-
-def test_flops_count_every_matrix_of_a_token(folder: Path) -> None:
-    model = load_esm(folder)
-    per_segment = ("time_embedding", "modulation", "token_embedding")
-    matrices = sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and not any(part in name for part in per_segment)
-    )
-    assert token_parameters(model.config) == matrices

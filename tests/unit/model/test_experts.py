@@ -52,14 +52,13 @@ def by_every_expert(made: MixtureOfExperts, x: Tensor) -> Tensor:
     return total if made.shared_expert is None else total + made.shared_expert(x)
 
 
+ALL_CHOSEN = {"num_experts": 3, "experts_per_token": 3, "balance_rate": 0.0}
+
+
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"shared_expert_size": 10, "num_experts": 40},
-        {"num_experts": 3, "experts_per_token": 3, "balance_rate": 0.0},
-    ],
-    ids=lambda changes: " ".join(changes) or "plain",
+    [{}, {"shared_expert_size": 10, "num_experts": 40}, ALL_CHOSEN],
+    ids=["plain", "shared", "all chosen"],
 )
 def test_output_and_gradients_are_those_of_every_expert_on_every_token(
     changes: dict[str, Any],
@@ -120,23 +119,24 @@ def logits(model: DiT, batch: PackedBatch) -> Tensor:
     return model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, times)
 
 
+LENGTHS = (20, 33, 7)
+
+
 @pytest.fixture
-def batch(proteins: list[Tokens]) -> PackedBatch:
-    return PackedBatch.pack([p[:n] for p, n in zip(proteins, (20, 33, 7), strict=False)])
+def sequences(proteins: list[Tokens]) -> list[Tokens]:
+    return [p[:n] for p, n in zip(proteins, LENGTHS, strict=False)]
 
 
 def test_packed_equals_one_at_a_time_and_padding_does_not_count(
-    tiny_dit: Callable[..., DiT], proteins: list[Tokens]
+    tiny_dit: Callable[..., DiT], sequences: list[Tokens]
 ) -> None:
     model = tiny_dit(**EXPERTS).double().train()
-    lengths = (20, 33, 7)
-    sequences = [p[:n] for p, n in zip(proteins, lengths, strict=False)]
     padded = PackedBatch.pack(sequences, token_budget=100, max_segments=6)
     times = torch.linspace(0.1, 0.9, 6, dtype=torch.float64)
     at_once = model(padded.tokens, padded.cu_seqlens, padded.max_seqlen, times)
     loads = [router.load.clone() for router in routers(model)]
     squares = [router.z.clone() for router in routers(model)]
-    assert [int(load.sum()) for load in loads] == [2 * sum(lengths)] * 2
+    assert [int(load.sum()) for load in loads] == [2 * sum(LENGTHS)] * 2
     alone, zs = [], []
     for sequence, time in zip(sequences, times, strict=False):
         one = PackedBatch.pack([sequence])
@@ -144,7 +144,7 @@ def test_packed_equals_one_at_a_time_and_padding_does_not_count(
         for load, router in zip(loads, routers(model), strict=True):
             load -= router.load
         zs.append(torch.stack([router.z for router in routers(model)]))
-    torch.testing.assert_close(at_once[: sum(lengths)], torch.cat(alone), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(at_once[: sum(LENGTHS)], torch.cat(alone), rtol=1e-10, atol=1e-10)
     assert not any(load.any() for load in loads)
     torch.testing.assert_close(torch.stack(squares), torch.stack(zs).sum(0))
 
@@ -163,7 +163,7 @@ def test_every_state_of_a_router_starts_at_zero_and_every_matrix_by_its_inputs()
 
 
 def test_a_block_is_one_graph_and_counts_the_same(
-    tiny_dit: Callable[..., DiT], batch: PackedBatch
+    tiny_dit: Callable[..., DiT], sequences: list[Tokens]
 ) -> None:
     model = tiny_dit(**BOTH, shared_expert_size=24, num_hidden_layers=1).double().train()
     for router in routers(model):
@@ -173,7 +173,7 @@ def test_a_block_is_one_graph_and_counts_the_same(
         if compiled:
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
-        found = logits(model, batch)
+        found = logits(model, PackedBatch.pack(sequences))
         found.square().sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         results.append((found, gradients, [router.load for router in routers(model)]))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from d2plm.core.batch import Alignment, PackedBatch, Relatives
@@ -14,9 +13,10 @@ from d2plm.core.vocabulary import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.model import alignment
 from d2plm.model.alignment import LETTERS, UNKNOWN, align
 from d2plm.model.dit import DiT
+from tests.conftest import MonkeyPatch, Tokens
 
 Factory = Callable[..., DiT]
-Tokens = NDArray[np.uint8]
+Groups = tuple[list[Tokens], list[list[Tokens]]]
 
 
 def protein(random: np.random.Generator, length: int, hidden: float = 0.0) -> Tokens:
@@ -69,9 +69,7 @@ def lines(found: Alignment, pair: int) -> Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_alignments_are_the_posterior_of_all_paths(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alignments_are_the_posterior_of_all_paths(threads: int, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     random = np.random.default_rng(0)
     targets = [protein(random, n, hidden) for n, hidden in ((9, 0.3), (1, 0), (5, 0), (24, 0.6))]
@@ -137,7 +135,7 @@ def test_features_count_what_agrees_in_each_window() -> None:
 
 
 @pytest.fixture(scope="module")
-def groups() -> tuple[list[Tokens], list[list[Tokens]]]:
+def groups() -> Groups:
     """Corrupted proteins, and relatives of each: three, none, one, two."""
     random = np.random.default_rng(3)
     targets = [protein(random, n, 0.5) for n in (30, 12, 44, 44)]
@@ -154,8 +152,8 @@ def logits(
         return model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, times, *packed)
 
 
-def test_without_relatives_it_is_the_model_without_an_encoder_to_the_bit(
-    tiny_dit: Factory, groups: tuple[list[Tokens], list[list[Tokens]]]
+def test_without_relatives_it_is_a_model_without_an_encoder(
+    tiny_dit: Factory, groups: Groups
 ) -> None:
     targets, related = groups
     taking, plain = tiny_dit(relatives_dim=8), tiny_dit()
@@ -167,18 +165,18 @@ def test_without_relatives_it_is_the_model_without_an_encoder_to_the_bit(
     second = slice(30, 42)  # has none, beside others that have
     assert torch.equal(found[second], expected[second])
     assert not torch.allclose(found, expected)
+    with pytest.raises(ModelError, match="trained without relatives"):
+        logits(plain, targets, related)
 
 
-def test_groups_do_not_see_each_other_and_the_order_of_relatives_does_not_matter(
-    tiny_dit: Factory, groups: tuple[list[Tokens], list[list[Tokens]]]
+def test_groups_do_not_see_each_other_nor_the_order_of_relatives(
+    tiny_dit: Factory, groups: Groups
 ) -> None:
     targets, related = groups
-    model = tiny_dit(relatives_dim=8).double()
-    found = logits(model, targets, related, token_budget=200, max_seqlen=44)
-    turned = [own[::-1] for own in related]
-    torch.testing.assert_close(
-        logits(model, targets, turned, token_budget=200, max_seqlen=44), found, rtol=0, atol=1e-10
-    )
+    model, shape = tiny_dit(relatives_dim=8).double(), {"token_budget": 200, "max_seqlen": 44}
+    found = logits(model, targets, related, **shape)
+    turned = logits(model, targets, [own[::-1] for own in related], **shape)
+    torch.testing.assert_close(turned, found, rtol=0, atol=1e-10)
     times, first = torch.linspace(0.1, 0.9, 6), 0
     for number, (target, own) in enumerate(zip(targets, related, strict=True)):
         batch = PackedBatch.pack([target])
@@ -189,10 +187,3 @@ def test_groups_do_not_see_each_other_and_the_order_of_relatives_does_not_matter
             )
         torch.testing.assert_close(found[first : first + len(target)], alone, rtol=0, atol=1e-9)
         first += len(target)
-
-
-def test_a_model_without_an_encoder_rejects_relatives(
-    tiny_dit: Factory, groups: tuple[list[Tokens], list[list[Tokens]]]
-) -> None:
-    with pytest.raises(ModelError, match="trained without relatives"):
-        logits(tiny_dit(), *groups)

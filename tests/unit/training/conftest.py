@@ -20,6 +20,8 @@ from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
 from tests.trainers import make_trainer
 
+Build = Callable[..., Trainer]
+
 
 class Recorder(Callback):
     """Keeps each step's loss and gradients; stops the run after step `stop_after`."""
@@ -43,10 +45,16 @@ class Recorder(Callback):
 
 
 @pytest.fixture
-def build(tiny_store: SequenceStore, tmp_path: Path) -> Callable[..., Trainer]:
+def store(tiny_store: SequenceStore) -> Path:
+    """The folder of the tiny store, which other processes open."""
+    return tiny_store.path
+
+
+@pytest.fixture
+def build(tiny_store: SequenceStore, tmp_path: Path) -> Build:
     """Callbacks → a trainer of a tiny model that writes into `tmp_path / "run"`."""
 
-    def make(*callbacks: Callback, **changes: Any) -> Trainer:
+    def make(*callbacks: Callback, kind: type[Trainer] = Trainer, **changes: Any) -> Trainer:
         settings: dict[str, Any] = {
             "model": DiTConfig(**TINY_SIZES),
             "paradigm": AbsorbingDiffusion(),
@@ -61,6 +69,6 @@ def build(tiny_store: SequenceStore, tmp_path: Path) -> Callable[..., Trainer]:
             "device": "cpu",
             "precision": "fp32",
         }
-        return make_trainer(**{**settings, **changes})
+        return make_trainer(kind, **{**settings, **changes})
 
     return make

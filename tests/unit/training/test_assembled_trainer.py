@@ -1,18 +1,32 @@
-"""A trainer from a configuration: its class, and errors that name the keys."""
+"""A trainer from a configuration: its class, its vocabulary, and errors that name the keys."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from d2plm.assembly import training_run
 from d2plm.assembly.dry_run import forecast
-from d2plm.assembly.training_run import build_trainer, on_one_process, trainer_keys, training_stores
+from d2plm.assembly.preparation import build_vocabulary, require_fitting_window
+from d2plm.assembly.training_run import (
+    build_trainer,
+    on_one_process,
+    open_stores,
+    trainer_keys,
+    training_stores,
+)
 from d2plm.config import compose
-from d2plm.core.errors import ConfigError
+from d2plm.core.errors import ConfigError, ModelError
+from d2plm.core.vocabulary import DNA, PROTEIN, Codons, Vocabulary
+from d2plm.data.synthetic import SyntheticSequences, plausible_lengths
+from d2plm.export.exported_model import load_export
 from d2plm.settings.commands import TrainSettings
 from d2plm.settings.registry import Entry, registered
 from d2plm.settings.training import TrainerSettings
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
+from tests.conftest import MonkeyPatch
 
 
 class Mine(Trainer):
@@ -29,9 +43,7 @@ def built(config: TrainSettings) -> Trainer:
     return build_trainer(config, training_stores(config))
 
 
-def test_a_configuration_names_the_class_of_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_names_the_class(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     for kind in (Mine, dict):
         monkeypatch.setitem(registered("trainer"), kind.__name__, Entry(TrainerSettings, kind))
     assert type(built(configuration(tmp_path, "trainer.type=Mine"))) is Mine
@@ -52,6 +64,21 @@ def test_an_impossible_setting_is_rejected_by_its_key(override: str, tmp_path: P
         with pytest.raises(ConfigError) as caught:
             way(configuration(tmp_path, override))
         assert str(caught.value).startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["data.window=127"], "data.window=127: must be at most data.max_length"),
+        (["data.window=127", "data.max_length=null"], "data.window=127: must be at most model."),
+        (["data.alphabet=tokenizer"], "data.tokenizer=null"),
+        (["data.alphabet=dna", "model.relatives_dim=8"], "model.relatives_dim=8"),
+    ],
+)
+def test_impossible_settings_of_a_vocabulary(words: list[str], key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        built(configuration(tmp_path, *words))
+    require_fitting_window(configuration(tmp_path, "data.window=126"))
 
 
 def test_a_dry_run_knows_the_processes_that_share_rows(tmp_path: Path) -> None:
@@ -75,8 +102,49 @@ def test_a_run_of_any_plan_is_taken_up_by_one_process(tmp_path: Path) -> None:
 def test_an_error_in_training_names_its_key(tmp_path: Path) -> None:
     monitor = ["callbacks.early_stopping.patience=1", "callbacks.early_stopping.monitor=loss"]
     trainer = built(configuration(tmp_path, *monitor, "callbacks.evaluation.every=1"))
-    with (
-        pytest.raises(ConfigError, match=r"^callbacks\.early_stopping\.monitor='loss'"),
-        trainer_keys(),
-    ):
+    named = r"^callbacks\.early_stopping\.monitor='loss'"
+    with pytest.raises(ConfigError, match=named), trainer_keys():
         trainer.train()
+
+
+# --- the vocabulary ------------------------------------------------------------------------------
+
+
+def test_a_run_of_codons_is_exported_with_its_vocabulary(tmp_path: Path) -> None:
+    words = ["data.alphabet=codon", "trainer.max_steps=1", "callbacks.evaluation=null"]
+    config = configuration(tmp_path, *words)
+    trainer = built(config)
+    assert trainer.identity["data"]["vocabulary"] == Codons().describe()
+    trainer.train()
+    exported = load_export(config.model_dir)
+    assert exported.vocabulary == Codons()
+    assert exported.model.config.vocab_size == Codons().size
+    with pytest.raises(ModelError, match=r"init_from=.*\(codon\)"):
+        built(configuration(tmp_path / "other", f"init_from={config.model_dir}"))
+    built(configuration(tmp_path / "again", *words, f"init_from={config.model_dir}"))
+
+
+def prepared(monkeypatch: MonkeyPatch, vocabulary: Vocabulary) -> None:
+    store = SyntheticSequences(plausible_lengths(9), vocabulary=vocabulary)
+    data = SimpleNamespace(splits={"train": store})
+    monkeypatch.setattr(training_run, "open_prepared", lambda folder: data)
+
+
+def test_data_of_another_vocabulary_are_refused(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    for vocabulary, configured in ((DNA, "protein"), (PROTEIN, "rna"), (Codons(), "dna")):
+        prepared(monkeypatch, vocabulary)
+        words = f"data.alphabet='{configured}': .*data.alphabet={vocabulary.name};"
+        with pytest.raises(ConfigError, match=words):
+            open_stores(configuration(tmp_path, f"data.alphabet={configured}"))
+
+
+def test_prepared_data_contain_their_tokenizer(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    config = configuration(tmp_path, "data.alphabet=tokenizer")
+    file, other = "examples/data/king_james_bible_bpe.json", tmp_path / "other.json"
+    own = build_vocabulary(replace(config.data, tokenizer=file))
+    prepared(monkeypatch, own)
+    assert open_stores(config)["train"].vocabulary == own
+    other.write_text(Path(file).read_text().replace('"truncation": null', '"truncation" : null'))
+    changed = configuration(tmp_path, "data.alphabet=tokenizer", f"data.tokenizer={other}")
+    with pytest.raises(ConfigError, match=r"with data\.alphabet=tokenizer and another"):
+        open_stores(changed)

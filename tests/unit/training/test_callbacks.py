@@ -1,7 +1,7 @@
 """The callbacks: what each does, and that a resumed run logs each row once."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from d2plm.data.packing import Bin
 from d2plm.data.store import SequenceStore
 from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
-from d2plm.model.dit_config import DiTConfig
-from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.callbacks import CheckpointSettings, EvaluationCallbackSettings, MetricsSettings
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
@@ -26,11 +24,8 @@ from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
-from tests.conftest import TINY_SIZES
-from tests.trainers import make_trainer
-from tests.unit.training.conftest import Recorder
+from tests.unit.training.conftest import Build, Recorder
 
-Build = Callable[..., Trainer]
 ALANINE = int(encode("A")[0])
 
 
@@ -38,27 +33,25 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
-def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(
+def test_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(
     build: Build, tmp_path: Path
 ) -> None:
     """Also where it was stopped between two rows, of which the loss is a mean."""
-    every = 3
-    settings, saved = MetricsSettings(every=every), CheckpointSettings(every=2)
+
+    def measured(*stop: Callback) -> list[list[float]]:
+        logger = MetricLogger(settings=MetricsSettings(every=3))
+        build(logger, SaveCheckpoint(CheckpointSettings(every=2)), *stop).train()
+        kept = ("step", "loss", "learning_rate", "grad_norm")
+        return [[row[k] for k in kept] for row in rows(tmp_path)]
+
     with pytest.raises(KeyboardInterrupt):
-        build(
-            MetricLogger(settings=settings), SaveCheckpoint(saved), Recorder(stop_after=5)
-        ).train()
-    assert [row["step"] for row in rows(tmp_path)] == [*range(every, 6, every)]
+        measured(Recorder(stop_after=5))
+    assert [row["step"] for row in rows(tmp_path)] == [3]
     with (tmp_path / "run" / METRICS_FILE).open("a") as stream:
         stream.write('{"step": 6, "lo')  # cut off by the kill
-    build(MetricLogger(settings=settings), SaveCheckpoint(saved)).train()
-    resumed = rows(tmp_path)
+    resumed = measured()
     (tmp_path / "run").rename(tmp_path / "resumed")
-    build(MetricLogger(settings=settings)).train()
-    kept = ("step", "loss", "learning_rate", "grad_norm")
-    assert [[row[k] for k in kept] for row in resumed] == [
-        [row[k] for k in kept] for row in rows(tmp_path)
-    ]
+    assert measured() == resumed
 
 
 def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
@@ -139,19 +132,9 @@ class OwnData(Trainer):
 
 
 def test_a_subclass_chooses_the_data_and_how_they_become_a_batch(
-    tiny_store: SequenceStore, tmp_path: Path
+    build: Build, tiny_store: SequenceStore
 ) -> None:
-    trainer = make_trainer(
-        OwnData,
-        model=DiTConfig(**TINY_SIZES),
-        paradigm=AbsorbingDiffusion(),
-        collections=[Collection(tiny_store), Collection(tiny_store)],
-        output_dir=tmp_path,
-        token_budget=256,
-        max_length=128,
-        max_steps=1,
-        device="cpu",
-    )
+    trainer = build(kind=OwnData, collections=[Collection(tiny_store)] * 2, max_steps=1)
     trainer.train()
     assert len(trainer.loader.sampler.lengths) == len(tiny_store)
     assert trainer.batch is not None

@@ -20,27 +20,14 @@ from d2plm.settings.registry import Entry, registered
 from d2plm.settings.schema import Settings, key
 from d2plm.tracking.runs import Runs
 from d2plm.training.callbacks.callback import Callback, RunContext
-from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.callbacks.garbage_collection import GarbageCollection
-from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metric_logger import MetricLogger
-from d2plm.training.callbacks.profiler import Profiler
-from d2plm.training.callbacks.progress_bar import ProgressBar
-from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.metrics import Metric
-from tests.conftest import DiTFactory
+from tests.conftest import DiTFactory, MonkeyPatch
 
 DEFAULT = [
-    GradientHealth,
-    GarbageCollection,
-    Profiler,
-    MetricLogger,
-    ProgressBar,
-    Evaluate,
-    EarlyStopping,
-    SaveCheckpoint,
-    Export,
+    *("GradientHealth", "GarbageCollection", "Profiler", "MetricLogger", "ProgressBar"),
+    *("Evaluate", "EarlyStopping", "SaveCheckpoint", "Export"),
 ]
 
 Choose = Callable[..., list[Callback]]
@@ -62,6 +49,10 @@ def chosen(offered: RunContext) -> Choose:
 def of_class(callbacks: list[Callback], kind: type) -> Any:
     (found,) = [callback for callback in callbacks if isinstance(callback, kind)]
     return found
+
+
+def names(callbacks: list[Callback]) -> list[str]:
+    return [type(callback).__name__ for callback in callbacks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +77,11 @@ class MyMetric(Metric):
 
 
 @pytest.fixture(autouse=True)
-def of_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_the_user_s(monkeypatch: MonkeyPatch) -> None:
     callbacks = registered("callback")
     monkeypatch.setitem(callbacks, "mine", Entry(MySettings, Mine))
     monkeypatch.setitem(callbacks, "no_callback", Entry(CallbackSettings, dict))
     monkeypatch.setitem(registered("metric"), "my_metric", Entry(Settings, MyMetric))
-
-
-# --- every choice ------------------------------------------------------------------------------
 
 
 def test_every_schedule_and_optimizer_is_built(tiny_dit: DiTFactory) -> None:
@@ -106,14 +94,9 @@ def test_every_schedule_and_optimizer_is_built(tiny_dit: DiTFactory) -> None:
         assert isinstance(factory(tiny_dit()), torch.optim.Optimizer)
 
 
-# --- the choice --------------------------------------------------------------------------------
-
-
-def test_the_default_ones_come_in_the_order_in_which_they_must_be_called(
-    chosen: Choose, offered: RunContext
-) -> None:
+def test_the_default_ones_come_in_their_order(chosen: Choose, offered: RunContext) -> None:
     callbacks = chosen()
-    assert [type(callback) for callback in callbacks] == DEFAULT
+    assert names(callbacks) == DEFAULT
     # What only the command has is given to those that take it.
     assert of_class(callbacks, MetricLogger).run is offered.run
     assert of_class(callbacks, Evaluate).max_length == 64
@@ -122,8 +105,7 @@ def test_the_default_ones_come_in_the_order_in_which_they_must_be_called(
 
 
 def test_null_leaves_one_out(chosen: Choose) -> None:
-    left = [type(callback) for callback in chosen(*(f"callbacks.{n}=null" for n in CALLBACKS[::2]))]
-    assert left == DEFAULT[1::2]
+    assert names(chosen(*(f"callbacks.{name}=null" for name in CALLBACKS[::2]))) == DEFAULT[1::2]
 
 
 def test_a_class_of_the_user_s_is_called_before_anything_is_saved(
@@ -131,8 +113,7 @@ def test_a_class_of_the_user_s_is_called_before_anything_is_saved(
 ) -> None:
     callbacks = chosen("callbacks.mine.size=3", "callbacks.metrics.more=[my_metric]")
     assert isinstance(of_class(callbacks, MetricLogger).metrics[-1], MyMetric)
-    last = [type(callback).__name__ for callback in callbacks if callback.called_last]
-    assert last == ["SaveCheckpoint", "Export"]
+    assert names([one for one in callbacks if one.called_last]) == ["SaveCheckpoint", "Export"]
     mine = of_class(callbacks, Mine)
     assert not mine.called_last
     assert mine.provenance is offered.provenance
@@ -143,9 +124,7 @@ def test_a_class_of_the_user_s_is_called_before_anything_is_saved(
     ("word", "key"),
     [
         ("callbacks.evaluation.evry=3", "callbacks.evaluation.evry"),
-        ("callbacks.progres=null", "progres"),
         ("callbacks.checkpoint.every=0", "callbacks.checkpoint.every=0"),
-        ("+callbacks.checkpoint.evry=3", "callbacks.checkpoint.evry"),
         ("callbacks.progress=3", "callbacks.progress=3"),
         ("callbacks.mine.folder=a", "callbacks.mine.size"),
         ("callbacks.nowhere={}", "nowhere"),

@@ -4,7 +4,6 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,6 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "truncated": lambda file: os.truncate(file, file.stat().st_size - 10),
-    "bit flipped": flip_a_bit,
-    "missing": Path.unlink,
-}
-
-
 def train_until_stopped(store: Path, output: Path) -> None:
     stop = At("on_step_begin", 6, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     build(store, output, callbacks=[stop], **SETTINGS).train()
@@ -50,23 +42,15 @@ def runs(tiny_store: SequenceStore, tmp_path_factory: pytest.TempPathFactory) ->
     return {"stopped": stopped, "unbroken": unbroken}
 
 
-@pytest.mark.parametrize(
-    ("damage", "rank"),
-    [
-        ("bit flipped", 1),
-        pytest.param("truncated", 0, marks=pytest.mark.thorough),
-        pytest.param("missing", 1, marks=pytest.mark.thorough),
-    ],
-)
 def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
-    damage: str, rank: int, runs: dict[str, Path], tiny_store: SequenceStore, tmp_path: Path
+    runs: dict[str, Path], store: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
     shutil.copytree(runs["stopped"], output)
     damaged, before = newest(output), checkpoints(output)[-2]
-    file = data_of(rank, damaged)
-    DAMAGE[damage](file)
-    run(train, tiny_store.path, output, SETTINGS, world_size=2)
+    file = data_of(1, damaged)
+    flip_a_bit(file)
+    run(train, store, output, SETTINGS, world_size=2)
     said = (output / "log-0.txt").read_text()
     assert file.name in said
     assert f"{before}, step {int(before[-8:])} of 12" in said
@@ -76,58 +60,38 @@ def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
 
 @pytest.mark.thorough
 def test_where_every_checkpoint_is_damaged_the_run_starts_over_and_keeps_its_own(
-    runs: dict[str, Path], tiny_store: SequenceStore, tmp_path: Path
+    runs: dict[str, Path], store: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
     shutil.copytree(runs["stopped"], output)
     old = checkpoints(output)
     for name in old:
         flip_a_bit(data_of(1, output / "checkpoints" / name))
-    settings = {**SETTINGS, "save_total_limit": 1}
-    run(train, tiny_store.path, output, settings, world_size=2)
+    run(train, store, output, {**SETTINGS, "save_total_limit": 1}, world_size=2)
     assert checkpoints(output) == ["step-00000012"]
     assert sorted(entry.name for entry in (output / "checkpoints.old").iterdir()) == old
     assert_same_run(output, runs["unbroken"])
 
 
-def between_saves(action: Callable[[], object]) -> Callable[[Trainer], None]:
-    """`action`, when the save in progress has ended."""
-
-    def act(trainer: Trainer) -> None:
-        trainer.saver.finish()
-        action()
-
-    return act
+def limit(trainer: Trainer) -> None:
+    """Files can no longer be large from step 4 on, and can again from step 8 on."""
+    trainer.saver.finish()
+    size = 8000 if trainer.step == 4 else resource.RLIM_INFINITY
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 
 
 def train_with_small_files(store: Path, output: Path, on_save_error: str, rank: int) -> None:
-    """On one rank no file can be large, from step 4 on until step 8."""
-
-    def limit(size: int) -> Callable[[Trainer], None]:
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        return between_saves(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard)))
-
-    full = [
-        At("on_step_begin", 4, limit(8000), rank=rank),
-        At("on_step_begin", 8, limit(resource.RLIM_INFINITY), rank=rank),
-    ]
+    full = [At("on_step_begin", step, limit, rank=rank) for step in (4, 8)]
     build(store, output, callbacks=full, **SETTINGS, on_save_error=on_save_error).train()
 
 
-@pytest.mark.parametrize(
-    ("on_save_error", "rank", "code", "saved"),
-    [("stop", 1, 1, [2, 4]), ("continue", 0, 0, [2, 4, 10, 12])],
-)
+@pytest.mark.parametrize(("on_save_error", "rank"), [("stop", 1), ("continue", 0)])
 def test_one_rank_that_cannot_write(
-    on_save_error: str,
-    rank: int,
-    code: int,
-    saved: list[int],
-    runs: dict[str, Path],
-    tiny_store: SequenceStore,
-    tmp_path: Path,
+    on_save_error: str, rank: int, runs: dict[str, Path], store: Path, tmp_path: Path
 ) -> None:
-    arguments = (tiny_store.path, tmp_path, on_save_error, rank)
+    code, saved = (1, [2, 4]) if on_save_error == "stop" else (0, [2, 4, 10, 12])
+    arguments = (store, tmp_path, on_save_error, rank)
     codes = Ranks(train_with_small_files, *arguments, world_size=2).wait(180)
     assert codes == [code, code]
     for number in (0, 1):
@@ -147,11 +111,9 @@ def train_apart(store: Path, output: Path) -> None:
 
 
 def test_ranks_that_share_no_folder_are_reported_at_the_first_save(
-    tiny_store: SequenceStore, tmp_path: Path
+    store: Path, tmp_path: Path
 ) -> None:
-    assert Ranks(train_apart, tiny_store.path, tmp_path, world_size=2).wait(90) == [1, 1]
+    assert Ranks(train_apart, store, tmp_path, world_size=2).wait(90) == [1, 1]
     for rank in (0, 1):
-        assert (
-            "__1_0.distcp, which other ranks wrote: the folder must be one that all"
-            in (tmp_path / f"log-{rank}.txt").read_text()
-        )
+        said = (tmp_path / f"log-{rank}.txt").read_text()
+        assert "__1_0.distcp, which other ranks wrote: the folder must be one that all" in said

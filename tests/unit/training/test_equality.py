@@ -18,9 +18,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.training.callbacks.callback import Callback
 from d2plm.training.muon import build_muon
-from d2plm.training.shards import local
 from d2plm.training.trainer import Trainer
 from tests.conftest import randomise
 from tests.ranks import run
@@ -28,6 +26,7 @@ from tests.runs import (
     BUDGET,
     SHORT,
     SIZES,
+    At,
     assert_same_run,
     build,
     history,
@@ -35,6 +34,7 @@ from tests.runs import (
     tensors,
     train_each,
 )
+from tests.unit.training.test_optimizer_state import overflow
 
 
 def dense_model() -> DiT:
@@ -57,60 +57,49 @@ def following(count: int) -> RelativesIndex:
     return RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
 
 
+RELATIVES: dict[str, Any] = {"sizes": {"relatives_dim": 12}, "relatives": following}
+RELATIVES |= {"max_relatives": 2, "max_steps": 3}
+RUNS: dict[str, dict[str, Any]] = {
+    "mask": {"gradient_accumulation_steps": 2, "max_steps": 2},
+    "uniform, recomputed": {
+        "paradigm": UniformFlowMatching(loss="mean"),
+        "gradient_accumulation_steps": 2,
+        "plan": {"activation_checkpointing": 1, "reshard_between_micro_batches": True},
+        "max_steps": 2,
+    },
+    "relatives": RELATIVES,
+    "muon": {**RELATIVES, "gradient_accumulation_steps": 4, "optimizer": build_muon},
+    "tied": {"model": tied_model, "max_steps": 3},
+}
+
+
 def train_in_chunks(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
     """As `train_each`, as if the vocabulary was a large one: logits of five residues at a time."""
     base.LARGE_VOCABULARY, base.CHUNK_LOGITS = 0, 5 * len(ESM2_TOKENS)
     train_each(store, output, runs)
 
 
-CHUNKED: dict[str, dict[str, Any]] = {
-    "mask": {"gradient_accumulation_steps": 2},
-    "uniform, recomputed": {
-        "paradigm": UniformFlowMatching(loss="mean"),
-        "gradient_accumulation_steps": 2,
-        "plan": {"activation_checkpointing": 1, "reshard_between_micro_batches": True},
-    },
-}
-
-
-def test_two_ranks_train_on_logits_in_chunks_as_one_on_whole_ones(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    runs = {name: {"max_steps": 2, **settings} for name, settings in CHUNKED.items()}
-    run(train_each, tiny_store.path, tmp_path / "one", runs)
-    run(train_in_chunks, tiny_store.path, tmp_path / "two", runs, world_size=2)
-    for name in runs:
+def test_two_ranks_train_in_chunks_as_one_on_whole_logits(store: Path, tmp_path: Path) -> None:
+    run(train_each, store, tmp_path / "one", RUNS)
+    run(train_in_chunks, store, tmp_path / "two", RUNS, world_size=2)
+    for name in RUNS:
         assert_same_run(tmp_path / "two" / name, tmp_path / "one" / name, 1e-10)
-
-
-def test_two_ranks_train_on_relatives_as_one(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    shared: dict[str, Any] = {"sizes": {"relatives_dim": 12}, "max_relatives": 2, "max_steps": 3}
-    shared["relatives"] = following
-    spreads: dict[str, dict[str, Any]] = {
-        "adamw": shared,
-        "muon": {**shared, "gradient_accumulation_steps": 4},
-    }
-    spreads["muon"]["optimizer"] = build_muon
-    run(train_each, tiny_store.path, tmp_path / "1", spreads)
-    run(train_each, tiny_store.path, tmp_path / "2", spreads, world_size=2)
-    for name in spreads:
-        expected = tensors(newest(tmp_path / "1" / name))
+    for name in ("relatives", "muon"):
+        expected = tensors(newest(tmp_path / "one" / name))
         encoder = [n for n in expected if n.startswith("model/relatives.")]
         assert len(encoder) == 9
         # The gate's own gradient begins with the second step: the projections have left zero.
         assert all(expected[name].any() for name in encoder)
-        assert_same_run(tmp_path / "2" / name, tmp_path / "1" / name, 1e-10)
+    assert "model/head.proj.weight" not in tensors(newest(tmp_path / "one" / "tied"))
 
 
 @pytest.mark.thorough
-def test_low_precision_trains_on_two_ranks_as_on_one(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
+def test_low_precision_trains_on_two_ranks_as_on_one(store: Path, tmp_path: Path) -> None:
     shared = {"paradigm": AbsorbingDiffusion(loss="mean"), "overfit_batches": 1, "max_steps": 24}
     settings = {precision: {**shared, "precision": precision} for precision in ("bf16", "fp32")}
     settings["fp32"]["num_workers"] = 1
     for ranks in (1, 2):
-        run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
+        run(train_each, store, tmp_path / str(ranks), settings, world_size=ranks)
     one, two = (losses(tmp_path / str(ranks) / "bf16") for ranks in (1, 2))
     exact, sharded = (losses(tmp_path / str(ranks) / "fp32") for ranks in (1, 2))
     assert_close(sharded, exact, 1e-5)
@@ -120,21 +109,14 @@ def test_low_precision_trains_on_two_ranks_as_on_one(
     assert (two - exact).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("aggregation", ["rank_average", "token_weighted"])
 def test_the_loss_of_two_ranks_is_the_mean_that_was_chosen(
-    aggregation: str, tiny_store: SequenceStore, tmp_path: Path
+    tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
     """Loss and gradients against the ranks' own batches, put through the model one by one."""
-    settings = {
-        "run": {
-            "loss_aggregation": aggregation,
-            "model": dense_model,
-            "paradigm": AbsorbingDiffusion(loss="mean"),
-            "gradient_accumulation_steps": 2,
-            "max_grad_norm": None,
-            "max_steps": 1,
-        }
-    }
+    shared = {"model": dense_model, "paradigm": AbsorbingDiffusion(loss="mean"), "max_steps": 1}
+    shared |= {"gradient_accumulation_steps": 2, "max_grad_norm": None}
+    chosen = ("rank_average", "token_weighted")
+    settings = {aggregation: {"loss_aggregation": aggregation, **shared} for aggregation in chosen}
     run(train_each, tiny_store.path, tmp_path, settings, world_size=2)
 
     model, paradigm = dense_model().train(), AbsorbingDiffusion(loss="mean")
@@ -162,24 +144,14 @@ def test_the_loss_of_two_ranks_is_the_mean_that_was_chosen(
     rank_average = (sums[0] / counts[0] + sums[1] / counts[1]) / 2
     token_weighted = (sums[0] + sums[1]) / (counts[0] + counts[1])
     assert abs(rank_average - token_weighted) > 1e-4
-    loss = rank_average if aggregation == "rank_average" else token_weighted
-    loss.backward()
-    assert_close(losses(tmp_path / "run"), loss.detach()[None], 1e-10)
-    saved = tensors(newest(tmp_path / "run"))
-    for name, parameter in model.named_parameters():
-        # The first moment of AdamW is a tenth of the gradient.
-        assert_close(10 * saved[f"optimizer/{name}/exp_avg"], parameter.grad, 1e-10)
-
-
-@pytest.mark.thorough
-def test_tied_parameters_train_on_two_ranks_as_on_one(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    settings = {"run": {"model": tied_model, "max_steps": 3}}
-    for ranks in (1, 2):
-        run(train_each, tiny_store.path, tmp_path / str(ranks), settings, world_size=ranks)
-    assert "model/head.proj.weight" not in tensors(newest(tmp_path / "1" / "run"))
-    assert_same_run(tmp_path / "2" / "run", tmp_path / "1" / "run", 1e-10)
+    named, parameters = zip(*model.named_parameters(), strict=True)
+    for aggregation, loss in zip(chosen, (rank_average, token_weighted), strict=True):
+        assert_close(losses(tmp_path / aggregation), loss.detach()[None], 1e-10)
+        saved = tensors(newest(tmp_path / aggregation))
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        for name, gradient in zip(named, gradients, strict=True):
+            # The first moment of AdamW is a tenth of the gradient.
+            assert_close(10 * saved[f"optimizer/{name}/exp_avg"], gradient, 1e-10)
 
 
 def losses(output: Path) -> Tensor:
@@ -193,55 +165,32 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
 # --- fp16 ----------------------------------------------------------------------------------------
 
 
-class Overflow(Callback):
-    """An infinite gradient in one shard of one rank, and what the step then did."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, trainer: Trainer) -> None:
-        if trainer.step == self.step:
-            self.before = self.state(trainer)
-
-    def on_micro_step_end(self, trainer: Trainer) -> None:
-        if trainer.step == self.step and trainer.process.rank == trainer.process.world_size - 1:
-            grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-            next(g for g in map(local, grads) if g.numel()).view(-1)[0] = float("inf")
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        assert trainer.loss_scale is not None
-        if trainer.step not in (self.step + 1, self.step + 2):
-            return
-        after = self.state(trainer)
-        if trainer.step == self.step + 2:
-            assert after["head.proj.bias"].ne(self.before["head.proj.bias"]).any()
-            return
-        assert not torch.isfinite(trainer.grad_norm)
-        assert after.pop("scale") == self.before.pop("scale") / 2
-        assert self.before.pop("good_steps") == self.step
-        assert after.pop("good_steps") == 0
-        for name, tensor in self.before.items():
-            assert torch.equal(after[name], tensor), name
-
-    def state(self, trainer: Trainer) -> dict[str, Tensor]:
-        assert trainer.loss_scale is not None
-        found = {**trainer.parameters, **trainer.loss_scale.tensors()}
-        for name, parameter in trainer.parameters.items():
-            moments = trainer.optimizer.state[parameter]
-            found |= {f"{name}.{kind}": moment for kind, moment in moments.items()}
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of this rank's parameters and their moments, and of the scale."""
+    assert trainer.loss_scale is not None
+    found = {**trainer.parameters, **trainer.loss_scale.tensors()}
+    for name, parameter in trainer.parameters.items():
+        moments = trainer.optimizer.state[parameter]
+        found |= {f"{name}.{kind}": moment for kind, moment in moments.items()}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
 def train_in_fp16(store: Path, output: Path) -> None:
-    """The overflow is in the fourth step. (Resuming is tested in test_optimizer_state.)"""
-    build(store, output, callbacks=[Overflow(3)], **{**SHORT, "precision": "fp16"}).train()
+    """The fourth step overflows in one shard. (Resuming is tested in test_optimizer_state.)"""
+    states: list[dict[str, Tensor]] = []
+    keep = [At("on_step_end", n, lambda t: states.append(state_of(t))) for n in (3, 4, 5)]
+    callbacks = [At("on_micro_step_end", 3, overflow, rank=1), *keep]
+    build(store, output, callbacks=callbacks, **{**SHORT, "precision": "fp16"}).train()
+    before, overflown, after = states
+    assert before["good_steps"] == 3
+    halved = {"scale": before["scale"] / 2, "good_steps": torch.zeros_like(before["good_steps"])}
+    assert_close(overflown, {**before, **halved}, 0)
+    assert after["head.proj.bias"].ne(before["head.proj.bias"]).any()
 
 
-def test_fp16_leaves_an_overflown_step_out_and_continues(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    run(train_each, tiny_store.path, tmp_path, {"exact": {"precision": "fp32"}})
-    run(train_in_fp16, tiny_store.path, tmp_path / "two", world_size=2)
+def test_fp16_leaves_an_overflown_step_out_and_continues(store: Path, tmp_path: Path) -> None:
+    run(train_each, store, tmp_path, {"exact": {"precision": "fp32"}})
+    run(train_in_fp16, store, tmp_path / "two", world_size=2)
     found, exact = losses(tmp_path / "two"), losses(tmp_path / "exact")
     assert_close(found[:4], exact[:4], 2**-9)  # fp16 has 11 bits
     assert torch.isfinite(found).all()

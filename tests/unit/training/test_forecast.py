@@ -90,35 +90,26 @@ def test_a_protein_of_16_k_tokens_takes_a_quarter_of_the_activations_under_conte
     assert 0.25 < shared.activations / alone.activations < 0.275
 
 
-def test_a_rank_of_a_pipeline_has_its_blocks_and_the_activations_of_all_ranks_micro_batches() -> (
-    None
-):
+def test_a_rank_of_a_pipeline_has_its_blocks_and_activations_of_several_micro_batches() -> None:
     config = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": 8})
     sizes = {"tokens": 4096, "segments": 8, "dtype": torch.bfloat16, "micro_batches": 8}
     model = DiT(config)
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     outside = model.num_parameters() - 8 * block
     whole = memory_per_rank(config, Plan().resolved(1), **sizes)
-    for plan, waiting in (
-        (Plan(pipeline=4), 4),
-        (Plan(pipeline=4, pipeline_stages_per_rank=2), 11),
-    ):
-        found = memory_per_rank(config, plan.resolved(4), **sizes)
+    for stages, waiting in ((1, 4), (2, 11)):
+        plan = Plan(pipeline=4, pipeline_stages_per_rank=stages).resolved(4)
+        found = memory_per_rank(config, plan, **sizes)
         assert found.weights == 4 * (outside + 2 * block)
-        assert found.activations == pytest.approx(
-            whole.activations * waiting / plan.stages, rel=1e-6
-        )
+        expected = whole.activations * waiting / plan.stages
+        assert found.activations == pytest.approx(expected, rel=1e-6)
 
 
 def test_ranks_that_share_experts_gather_only_their_own() -> None:
     config = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": 6, "num_experts": 4})
     sizes = {"tokens": 64, "segments": 2, "dtype": torch.bfloat16}
-    all_of_them, half = (
-        memory_per_rank(config, Plan(expert=expert).resolved(4), **sizes) for expert in (1, 2)
-    )
-    experts = sum(
-        parameter.numel() for parameter in DiT(config).blocks[0].feed_forward.experts.parameters()
-    )
-    assert half.weights == all_of_them.weights
+    every, half = (memory_per_rank(config, Plan(expert=n).resolved(4), **sizes) for n in (1, 2))
+    experts = sum(p.numel() for p in DiT(config).blocks[0].feed_forward.experts.parameters())
+    assert half.weights == every.weights
     # At the backward's beginning two blocks are gathered, in two bytes a parameter.
-    assert all_of_them.gathered - half.gathered == pytest.approx(2 * 2 * experts / 2)
+    assert every.gathered - half.gathered == pytest.approx(2 * 2 * experts / 2)

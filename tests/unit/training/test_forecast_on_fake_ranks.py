@@ -145,8 +145,8 @@ def peak_of_a_step(
 def test_the_forecast_is_what_a_step_needs_within_a_tenth(
     ranks: int, plan: dict[str, Any], tokens: int, micro_batches: int
 ) -> None:
-    resolved, segments = Plan(**plan).resolved(ranks), tokens // 16 + 1
-    assert_foretold(CONFIG, resolved, ranks, tokens, segments, micro_batches)
+    sizes = {"tokens": tokens, "segments": tokens // 16 + 1, "micro_batches": micro_batches}
+    assert_foretold(CONFIG, Plan(**plan).resolved(ranks), ranks, **sizes)
 
 
 @pytest.mark.thorough
@@ -155,17 +155,8 @@ def test_the_forecast_of_a_large_vocabulary_is_of_its_chunks(ranks: int) -> None
     assert_foretold(TEXT, Plan().resolved(ranks), ranks, tokens=8192, segments=9, micro_batches=1)
 
 
-def assert_foretold(
-    config: DiTConfig, resolved: Plan, ranks: int, tokens: int, segments: int, micro_batches: int
-) -> None:
-    held = peak_of_a_step(config, resolved, ranks, tokens, segments, micro_batches)
-    foretold = memory_per_rank(
-        config,
-        resolved,
-        tokens=tokens,
-        segments=segments,
-        dtype=torch.bfloat16,
-        micro_batches=micro_batches,
-    )
+def assert_foretold(config: DiTConfig, resolved: Plan, ranks: int, **sizes: int) -> None:
+    held = peak_of_a_step(config, resolved, ranks, **sizes)
+    foretold = memory_per_rank(config, resolved, **sizes, dtype=torch.bfloat16)
     print(f"forecast {foretold.total / held - 1:+.1%} from the count")  # in docs/performance.md
     assert foretold.total == pytest.approx(held, rel=0.1)

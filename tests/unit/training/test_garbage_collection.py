@@ -1,7 +1,7 @@
 """GarbageCollection: Python's collector runs at its steps alone, and is given back."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +10,7 @@ from d2plm.settings.callbacks import GarbageCollectionSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.trainer import Trainer
-
-Build = Callable[..., Trainer]
+from tests.unit.training.conftest import Build, Recorder
 
 
 class Collections(Callback):
@@ -44,27 +43,14 @@ def collections() -> Iterator[Collections]:
     gc.callbacks.remove(collections.note)
 
 
-def test_it_collects_every_so_many_steps_and_at_no_other_time(
+def test_it_collects_every_so_many_steps_and_gives_the_collector_back_after_an_error(
     build: Build, collections: Collections
 ) -> None:
-    build(
-        GarbageCollection(GarbageCollectionSettings(every=2, generation=1)),
-        collections,
-        max_steps=5,
-    ).train()
+    collector = GarbageCollection(GarbageCollectionSettings(every=2, generation=1))
+    with pytest.raises(KeyboardInterrupt):
+        build(collector, collections, Recorder(stop_after=5)).train()
     assert [seen for seen in collections.seen if 0 < seen[0] < 5] == [(2, 1), (4, 1)]
     assert not any(collections.enabled)
     assert min(collections.frozen) > 0
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
-
-
-def test_an_error_gives_the_collector_back(build: Build) -> None:
-    class Break(Callback):
-        def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build(GarbageCollection(), Break()).train()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

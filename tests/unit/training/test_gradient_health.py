@@ -1,7 +1,6 @@
 """GradientHealth: skips steps, stops at its bound, and saves the step at which it stopped."""
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,21 +17,18 @@ from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
+from tests.conftest import MonkeyPatch
+from tests.unit.training.conftest import Build
 
-Build = Callable[..., Trainer]
 LOGGER = MetricLogger(settings=MetricsSettings(every=7))
 
 
 @pytest.fixture(autouse=True)
-def saved(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that the state was saved to, instead of a checkpoint."""
-    folders: list[Path] = []
-
-    def save_state(self: Trainer, folder: Path) -> None:
-        folders.append(folder)
-
-    monkeypatch.setattr(Trainer, "save_state", save_state, raising=False)
-    return folders
+def saved(monkeypatch: MonkeyPatch) -> mock.Mock:
+    """In place of `Trainer.save_state`."""
+    save_state = mock.Mock()
+    monkeypatch.setattr(Trainer, "save_state", save_state)
+    return save_state
 
 
 class Poison(Callback):
@@ -47,7 +43,7 @@ class Poison(Callback):
 
 
 def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_the_weights(
-    build: Build, tmp_path: Path, saved: list[Path]
+    build: Build, tmp_path: Path, saved: mock.Mock
 ) -> None:
     trainer = build(Poison(2), GradientHealth(), gradient_accumulation_steps=2)
     with pytest.raises(ModelError, match="step 3: ") as caught:
@@ -57,7 +53,7 @@ def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_the_weights(
     state = folder / "state" / "step-00000002"
     command = f"d2plm replay {tmp_path / 'run'} --step 3 --checkpoint {state}"
     assert command in str(caught.value)
-    assert saved == [folder / "state"]
+    saved.assert_called_once_with(folder / "state")
     described = json.loads((folder / "batch.rank0.json").read_text())
     assert (described["step"], described["epoch"], described["bins"]) == (3, 0, 4)
     assert trainer.batch is not None
@@ -73,15 +69,14 @@ def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_the_weights(
 
 
 def test_a_state_that_cannot_be_saved_does_not_hide_why_the_run_stopped(
-    build: Build, monkeypatch: pytest.MonkeyPatch
+    build: Build, saved: mock.Mock
 ) -> None:
-    full = mock.Mock(side_effect=CheckpointError("No space left on device"))
-    monkeypatch.setattr(Trainer, "save_state", full)
+    saved.side_effect = CheckpointError("No space left on device")
     with pytest.raises(ModelError, match="step 2: "):
         build(Poison(1), GradientHealth()).train()
 
 
-def test_a_skipped_step_changes_no_weight(build: Build, saved: list[Path]) -> None:
+def test_a_skipped_step_changes_no_weight(build: Build, saved: mock.Mock) -> None:
     class Weights(Callback):
         def on_step_end(self, trainer: Trainer, *_: object) -> None:
             weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
@@ -91,7 +86,7 @@ def test_a_skipped_step_changes_no_weight(build: Build, saved: list[Path]) -> No
     same = [torch.equal(before, now) for before, now in pairwise(weights)]
     assert same == [True, False, True, False, False]
     assert all(torch.isfinite(seen).all() for seen in weights)
-    assert not saved
+    assert not saved.called
 
 
 @pytest.mark.parametrize(
@@ -128,18 +123,15 @@ def test_a_resumed_run_continues_counting(build: Build) -> None:
 def test_looking_now_and_then_looks_before_what_is_saved_and_at_the_end(
     poisoned: int, every: int, found: int, build: Build, tmp_path: Path
 ) -> None:
-    trainer = build(
-        Poison(poisoned),
-        SaveCheckpoint(CheckpointSettings(every=6)),
-        GradientHealth(GradientHealthSettings(every=every)),
-    )
+    health = GradientHealth(GradientHealthSettings(every=every))
+    trainer = build(Poison(poisoned), SaveCheckpoint(CheckpointSettings(every=6)), health)
     with pytest.raises(ModelError, match=f"step {found}: "):
         trainer.train()
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(
-    ("device", "settings", "callbacks", "interval"),
+    ("device", "settings", "loggers", "interval"),
     [
         ("cpu", {}, [LOGGER], 1),
         ("cuda", {}, [LOGGER], 7),
@@ -149,12 +141,11 @@ def test_looking_now_and_then_looks_before_what_is_saved_and_at_the_end(
     ],
 )
 def test_by_default_it_never_waits_for_a_cuda_device_where_no_row_does(
-    device: str, settings: dict[str, Any], callbacks: list[Callback], interval: int
+    device: str, settings: dict[str, Any], loggers: list[Callback], interval: int
 ) -> None:
     health = GradientHealth(GradientHealthSettings(**settings))
     process = SimpleNamespace(device=torch.device(device))
-    stub: Any = SimpleNamespace(process=process, callbacks=[health, *callbacks])
-    health.on_train_begin(stub)
+    health.on_train_begin(SimpleNamespace(process=process, callbacks=loggers))  # type: ignore[arg-type]
     assert health.interval == interval
     with pytest.raises(ConfigError, match=r"^every=2"):
         GradientHealth(GradientHealthSettings(every=2, max_skipped=1))

@@ -1,6 +1,5 @@
-"""Training a mixture of experts: equal however it is spread, balanced, watched and resumed."""
+"""Training a mixture of experts: balanced and watched. (Spread: test_covering_array.)"""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +16,14 @@ from d2plm.settings.callbacks import MetricsSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.trainer import Trainer
-from tests import runs
 from tests.conftest import TINY_SIZES, Tokens, write_store
-from tests.unit.training.conftest import Recorder
+from tests.unit.training.conftest import Build
 
-Build = Callable[..., Trainer]
-# Five experts: no shard of 2 or 4 is even.
 EXPERTS: dict[str, Any] = {"num_experts": 5, "experts_per_token": 2}
 
 
 def balanced(trainer: Trainer) -> list[Router]:
     return [module for module in trainer.model.modules() if isinstance(module, Router)]
-
-
-# --- spread --------------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    sizes = {**EXPERTS, "balance_rate": 0.01, "auxiliary_loss": 0.1, "shared_expert_size": 24}
-    store, broken, unbroken = tiny_store.path, tmp_path / "broken", tmp_path / "unbroken"
-    runs.build(store, unbroken, sizes=sizes, log=False).train()
-    stop = Recorder(stop_after=7)
-    with pytest.raises(KeyboardInterrupt):
-        runs.build(store, broken, sizes=sizes, callbacks=[stop], log=False).train()
-    runs.build(store, broken, sizes=sizes, log=False).train()
-    runs.assert_same_run(broken, unbroken)
-    kept = runs.tensors(runs.newest(broken))
-    assert kept["model/blocks.0.feed_forward.router.bias"].any()
-    assert kept["model/blocks.0.feed_forward.router.past_load"].sum() == pytest.approx(1)
-
-
-# --- what counts ---------------------------------------------------------------------------------
 
 
 class Loads(Callback):
@@ -77,13 +51,12 @@ class Evaluates(Callback):
             denoiser(packed.tokens, packed.cu_seqlens, packed.max_seqlen, times)
 
 
-def test_a_bias_moves_by_the_sign_of_the_load_and_by_what_training_alone_counts(
-    build: Build,
-) -> None:
-    config = DiTConfig(**TINY_SIZES, **EXPERTS)
+def test_a_bias_moves_by_the_sign_of_what_training_alone_counts(build: Build) -> None:
+    config = DiTConfig(**TINY_SIZES, **EXPERTS, auxiliary_loss=0.1)
     loads = Loads()
     changes = {"model": config, "gradient_accumulation_steps": 2, "global_batch_tokens": 1024}
-    build(loads, Evaluates(), **changes).train()
+    trainer = build(loads, Evaluates(), **changes)
+    trainer.train()
     expected = torch.zeros(2, 5)
     for biases, load, tokens in loads.steps:
         assert load.sum(-1).tolist() == [2 * tokens] * 2
@@ -91,6 +64,8 @@ def test_a_bias_moves_by_the_sign_of_the_load_and_by_what_training_alone_counts(
         expected = expected + moves - moves.mean(-1, keepdim=True)
         torch.testing.assert_close(torch.stack(biases), expected.float())
     assert expected.any()
+    past = torch.stack([router.past_load for router in balanced(trainer)])
+    torch.testing.assert_close(past.double(), load.double() / load.sum(-1, keepdim=True))
 
 
 def test_the_bias_of_a_frozen_router_stays(build: Build) -> None:
@@ -100,9 +75,6 @@ def test_the_bias_of_a_frozen_router_stays(build: Build) -> None:
     first, second = balanced(trainer)
     assert first.bias is not None and second.bias is not None
     assert not first.bias.any() and second.bias.any()
-
-
-# --- the monitor ---------------------------------------------------------------------------------
 
 
 def test_the_monitor_s_figures_are_those_of_the_loads(build: Build) -> None:

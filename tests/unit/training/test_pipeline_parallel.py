@@ -1,8 +1,8 @@
-"""Metrics and exports of a model whose blocks are divided over processes are of all blocks."""
+"""Metrics and exports of a model that is sharded or divided into stages are of the whole."""
 
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -12,31 +12,40 @@ from d2plm.settings.callbacks import EvaluationCallbackSettings, MetricsSettings
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from tests.ranks import run
-from tests.runs import SHAREABLE, SHORT, build, rows
+from tests.runs import SHAREABLE, SHORT, build, newest, rows, tensors
 
 SIZES = {**SHAREABLE, "num_hidden_layers": 5}
+PLANS = {"sharded": {}, "stages": {"pipeline": 2, "pipeline_stages_per_rank": 2}}
 
 
-def train_measured(store: Path, output: Path, plan: dict[str, Any]) -> None:
-    evaluation = EvaluationCallbackSettings(every=5, sequences=12)
-    callbacks = [
-        Evaluate(SequenceStore(store), settings=evaluation, max_length=48),
-        MetricLogger(settings=MetricsSettings(every=5, layer_norms=True)),
-        Export(output / "model"),
-    ]
-    settings = {**SHORT, "sizes": SIZES, "gradient_accumulation_steps": 4, "plan": plan}
-    build(store, output, callbacks=callbacks, **settings).train()
+def train_measured(store: Path, output: Path, plans: dict[str, dict[str, int]]) -> None:
+    evaluation = EvaluationCallbackSettings(every=4, sequences=12)
+    for name, plan in plans.items():
+        callbacks = [
+            Evaluate(SequenceStore(store), settings=evaluation, max_length=48),
+            MetricLogger(settings=MetricsSettings(every=2, layer_norms=True)),
+            Export(output / name / "model"),
+        ]
+        settings = {**SHORT, "max_steps": 4, "sizes": SIZES, "gradient_accumulation_steps": 4}
+        settings |= {"plan": plan, "callbacks": callbacks, "max_grad_norm": 0.01}
+        build(store, output / name, **settings).train()
 
 
-def test_metrics_and_export_are_of_all_stages(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    plan = {"pipeline": 2, "pipeline_stages_per_rank": 2}
-    run(train_measured, tiny_store.path, tmp_path / "one", {})
-    run(train_measured, tiny_store.path, tmp_path / "many", plan, world_size=2)
-    one, many = (metrics(tmp_path / name) for name in ("one", "many"))
-    assert {"validation_nelbo", "grad_norm/blocks.4", "grad_norm/head"} <= one.keys()
-    torch.testing.assert_close(many, one, rtol=1e-10, atol=1e-10)
-    one, many = (load_file(tmp_path / n / "model" / "model.safetensors") for n in ("one", "many"))
-    torch.testing.assert_close(many, one, rtol=1e-10, atol=1e-10)
+def test_metrics_and_export_are_of_all_ranks(store: Path, tmp_path: Path) -> None:
+    run(train_measured, store, tmp_path, {"one": {}})
+    run(train_measured, store, tmp_path, PLANS, world_size=2)
+    one, saved = metrics(tmp_path / "one"), tensors(newest(tmp_path / "one"))
+    assert {"validation_nelbo", "optimizer_norm/exp_avg", "optimizer_norm/exp_avg_sq"} <= one.keys()
+    layers = ["token_embedding", "time_embedding", *(f"blocks.{i}" for i in range(5)), "head"]
+    squares = sum(one[f"grad_norm/{layer}"] ** 2 for layer in layers)
+    assert squares == pytest.approx(one["grad_norm"] ** 2, rel=1e-5)
+    weights = [tensor.flatten() for name, tensor in saved.items() if name.startswith("model/")]
+    assert one["parameter_norm"] == pytest.approx(float(torch.cat(weights).norm()))
+    exported = load_file(tmp_path / "one" / "model" / "model.safetensors")
+    for name in PLANS:
+        torch.testing.assert_close(metrics(tmp_path / name), one, rtol=1e-10, atol=1e-10)
+        found = load_file(tmp_path / name / "model" / "model.safetensors")
+        torch.testing.assert_close(found, exported, rtol=1e-10, atol=1e-10)
 
 
 def metrics(output: Path) -> dict[str, float]:

@@ -8,10 +8,16 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError
 from d2plm.settings.schema import part
 from d2plm.settings.training import Parallelism
-from d2plm.training.plan import Plan, plan_of_accelerate, precision_of_accelerate
+from d2plm.training.plan import (
+    ACCEPTED_OF_ACCELERATE,
+    Plan,
+    plan_of_accelerate,
+    precision_of_accelerate,
+)
+from tests.conftest import MonkeyPatch
 
 
-def launch(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+def launch(monkeypatch: MonkeyPatch, *words: str) -> None:
     """Set what `accelerate launch` puts into its workers' environment."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
@@ -22,7 +28,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
         monkeypatch.setenv(key, value)
 
 
-def test_accelerate_s_parallelism_is_the_plan_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_s_parallelism_is_the_plan_s(monkeypatch: MonkeyPatch) -> None:
     sizes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "cp": 4}
     words = [f"--parallelism_config_{key}_size={size}" for key, size in sizes.items()]
     launch(monkeypatch, "--use_fsdp", "--fsdp_version=2", "--use_parallelism_config", *words)
@@ -30,9 +36,7 @@ def test_accelerate_s_parallelism_is_the_plan_s(monkeypatch: pytest.MonkeyPatch)
     assert (plan.replicate, plan.shard, plan.tensor, plan.context) == (2, 2, 2, 4)
 
 
-def test_accelerate_s_configuration_gives_the_plan_of_the_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accelerate_s_configuration_gives_the_plan_of_the_group(monkeypatch: MonkeyPatch) -> None:
     launch(monkeypatch)
     plan = Plan(**vars(part(Parallelism, compose("train", ["distributed=fsdp2"]).distributed)))
     assert replace(plan, **plan_of_accelerate()) == plan
@@ -45,7 +49,7 @@ def test_accelerate_s_configuration_gives_the_plan_of_the_group(
         plan_of_accelerate()
 
 
-def test_what_accelerate_does_not_set_stays_as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_accelerate_does_not_set_stays_as_configured(monkeypatch: MonkeyPatch) -> None:
     for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(key, value)
     assert not {"replicate", "activation_checkpointing"} & plan_of_accelerate().keys()
@@ -53,7 +57,7 @@ def test_what_accelerate_does_not_set_stays_as_configured(monkeypatch: pytest.Mo
     assert plan_of_accelerate()["replicate"] == 2
 
 
-def test_accelerate_s_precision_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_s_precision_is_ours(monkeypatch: MonkeyPatch) -> None:
     for given, expected in (("no", "auto"), ("bf16", "bf16")):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
         assert precision_of_accelerate() == expected
@@ -64,19 +68,10 @@ def test_accelerate_s_precision_is_ours(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "variable",
-    [
-        "ACCELERATE_USE_DEEPSPEED",
-        "ACCELERATE_USE_MEGATRON_LM",
-        "PARALLELISM_CONFIG_SP_SIZE",
-        "ACCELERATE_DYNAMO_BACKEND",
-        "FSDP_AUTO_WRAP_POLICY",
-        "FSDP_IGNORED_MODULES",
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        "PARALLELISM_CONFIG_CP_BACKEND",
-    ],
+    [*ACCEPTED_OF_ACCELERATE, "PARALLELISM_CONFIG_SP_SIZE"],
 )
 def test_what_training_does_not_do_is_rejected_with_fsdp_and_without(
-    variable: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(variable, "2" if variable.endswith("SIZE") else "true")

@@ -12,23 +12,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from d2plm.data.store import SequenceStore
 from tests.ranks import Ranks, run
-from tests.runs import (
-    At,
-    assert_same_run,
-    build,
-    checkpoints,
-    newest,
-    progress,
-    rows,
-    seeded,
-    train,
-    wait_for,
-)
+from tests.runs import At, assert_same_run, build, newest, progress, rows, seeded, train, wait_for
 
 STOPPED = 143
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -43,11 +32,11 @@ def train_ignoring_signals_after_it(store: Path, output: Path, settings: dict[st
 
 
 @pytest.mark.thorough
-def test_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path) -> None:
+def test_pre_emptions_in_a_row(store: Path, tmp_path: Path) -> None:
     output, unbroken, random = tmp_path / "run", tmp_path / "unbroken", seeded("signals")
     settings, ended = {"max_steps": STEPS, "every": 2}, 0
     for number in range(6):
-        arguments = (tiny_store.path, output, settings)
+        arguments = (store, output, settings)
         ranks = Ranks(train_ignoring_signals_after_it, *arguments, world_size=2)
         pids = [process.pid for process in ranks.processes]
         wait_for(lambda pids=pids: started(output) == pids)
@@ -62,8 +51,8 @@ def test_pre_emptions_in_a_row(tiny_store: SequenceStore, tmp_path: Path) -> Non
         assert [_last_step(output, rank) for rank in (0, 1)] == [step, step]
         assert ended < step < STEPS
         ended = step
-    run(train, tiny_store.path, output, settings, world_size=2)
-    run(train, tiny_store.path, unbroken, settings, world_size=2)
+    run(train, store, output, settings, world_size=2)
+    run(train, store, unbroken, settings, world_size=2)
     assert_same_run(output, unbroken)
 
 
@@ -95,11 +84,16 @@ def train_and_signal(store: Path, output: Path) -> None:
         folder = output / f"{event}-{step}"
         own = At(event, step, signal_itself, rank=1)
         trainer = build(store, folder, callbacks=[own], **settings)
+        # Writing one again would delete the first before the second has its name.
+        saved = mock.patch.object(trainer.saver, "save", wraps=trainer.saver.save)
         code = 0
         try:
-            trainer.train()
+            with saved as save:
+                trainer.train()
         except SystemExit as left:
             code = int(left.code or 0)
+        steps = [call.args[0] for call in save.call_args_list]
+        assert steps == sorted({*range(2, last + 1, 2), last}), (event, step)
         assert code == stopped * STOPPED, (event, step)
         assert trainer.step == progress(newest(folder))["step"] == last, (event, step)
         continued = build(store, folder, **settings)
@@ -107,16 +101,12 @@ def train_and_signal(store: Path, output: Path) -> None:
         assert progress(newest(folder))["step"] == 4, (event, step)
 
 
-def test_the_step_at_which_a_signal_stops_the_run(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    run(train_and_signal, tiny_store.path, tmp_path, world_size=2)
+def test_the_step_at_which_a_signal_stops_the_run(store: Path, tmp_path: Path) -> None:
+    run(train_and_signal, store, tmp_path, world_size=2)
 
 
-def test_a_stopped_run_exits_with_143_whatever_signals_come_after_the_first(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    ranks = Ranks(train, tiny_store.path, tmp_path, {"max_steps": 100_000, "every": 0})
+def test_a_stopped_run_exits_with_143_whatever_signals_follow(store: Path, tmp_path: Path) -> None:
+    ranks = Ranks(train, store, tmp_path, {"max_steps": 100_000, "every": 0})
     process = ranks.processes[0]
     wait_for(lambda: len(rows(tmp_path / "history-0.jsonl")) >= 2)
     os.kill(process.pid, signal.SIGTERM)
@@ -126,30 +116,6 @@ def test_a_stopped_run_exits_with_143_whatever_signals_come_after_the_first(
             os.kill(process.pid, signal.SIGUSR1)
     assert ranks.wait(1) == [STOPPED]
     assert progress(newest(tmp_path))["step"] >= 2
-
-
-def train_and_count_saves(store: Path, output: Path, settings: dict[str, Any]) -> None:
-    stop = At("on_step_end", 3, signal_itself)
-    trainer = build(store, output, callbacks=[stop], **settings)
-    saved = []
-    save = trainer.saver.save
-    trainer.saver.save = lambda step, *rest: saved.append(step) or save(step, *rest)  # type: ignore[func-returns-value, method-assign]
-    try:
-        trainer.train()
-    finally:
-        (output / f"saved-{trainer.process.rank}").write_text(str(saved))
-
-
-def test_the_checkpoint_of_the_stopping_step_is_not_written_twice(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    # Writing it again would delete the first one before the second has its name.
-    settings = {"max_steps": 8, "every": 1, "save_total_limit": 1}
-    arguments = (tiny_store.path, tmp_path, settings)
-    ranks = Ranks(train_and_count_saves, *arguments, world_size=2)
-    assert ranks.wait(60) == [STOPPED, STOPPED]
-    assert checkpoints(tmp_path) == ["step-00000004"]
-    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["[1, 2, 3, 4]"] * 2
 
 
 def _last_step(output: Path, rank: int) -> int:

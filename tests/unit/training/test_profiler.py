@@ -2,17 +2,13 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from d2plm.settings.callbacks import ProfilerSettings
-from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.profiler import Profiler
-from d2plm.training.trainer import Trainer
-
-Build = Callable[..., Trainer]
+from tests.unit.training.conftest import Build, Recorder
 
 
 def spans(file: Path) -> list[str]:
@@ -26,9 +22,8 @@ def files(folder: Path) -> list[str]:
 
 
 def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) -> None:
-    build(
-        Profiler(ProfilerSettings(start=2, steps=2)), gradient_accumulation_steps=2, max_steps=5
-    ).train()
+    profiler = Profiler(ProfilerSettings(start=2, steps=2))
+    build(profiler, gradient_accumulation_steps=2, max_steps=5).train()
     assert files(tmp_path) == ["rank0.step-2.json.gz", "rank0.step-2.txt"]
     names = spans(tmp_path / "run" / "profile" / "rank0.step-2.json.gz")
     steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
@@ -39,12 +34,7 @@ def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) 
 
 
 def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_path: Path) -> None:
-    class Break(Callback):
-        def on_step_begin(self, trainer: Trainer) -> None:
-            if trainer.step == 3:
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        build(Profiler(ProfilerSettings(start=1, steps=100)), Break()).train()
+        build(Profiler(ProfilerSettings(start=1, steps=100)), Recorder(stop_after=3)).train()
     assert files(tmp_path) == ["rank0.step-1.json.gz", "rank0.step-1.txt"]
     assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 2

@@ -1,32 +1,22 @@
-"""ProgressBar: the messages, when they appear, and on which rank."""
+"""ProgressBar: its first line, and silence where training never began."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition
-from d2plm.settings.callbacks import EvaluationCallbackSettings, MetricsSettings
+from d2plm.settings.callbacks import EvaluationCallbackSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
-from d2plm.training.callbacks.metric_logger import MetricLogger
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.trainer import Trainer
-
-Build = Callable[..., Trainer]
-
-
-def test_other_ranks_say_nothing(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = build(ProgressBar(), MetricLogger(settings=MetricsSettings(every=1)), max_steps=14)
-    trainer.process = replace(trainer.process, rank=1, world_size=2)
-    trainer.train()
-    assert capsys.readouterr().err == ""
+from tests.conftest import Captured
+from tests.unit.training.conftest import Build
 
 
 def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
-    tiny_store: SequenceStore, build: Build, capsys: pytest.CaptureFixture[str]
+    tiny_store: SequenceStore, build: Build, capsys: Captured
 ) -> None:
     held_out = Evaluate(tiny_store, max_length=64, settings=EvaluationCallbackSettings(sequences=8))
     alpha = fit_composition(tiny_store, 62)

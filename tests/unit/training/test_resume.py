@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -176,37 +174,6 @@ def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
     assert len(left) == 2
 
 
-DEBIAN = "/usr/bin/python3.11"
-
-
-@pytest.mark.thorough
-def test_a_run_that_was_killed_resumes_under_a_python_that_pickles_enums_by_name(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    # Only such an interpreter pickles in that form, and it takes this one's packages, compiled for
-    # 3.11. Both forms are read everywhere: test_metadata_are_read_whichever_python_pickled_them.
-    version = "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 11, 4))"
-    is_there = Path(DEBIAN).exists() and not subprocess.run([DEBIAN, "-c", version]).returncode
-    if sys.version_info[:2] != (3, 11) or not is_there:
-        pytest.skip(f"needs Python 3.11, and {DEBIAN} of 3.11.0 to 3.11.3, as in Debian 12")
-    own = (".zip", "lib/python3.11", "lib-dynload")
-    packages = os.pathsep.join(path for path in sys.path if not path.endswith(own))
-    environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
-    broken, unbroken, settings = tmp_path / "broken", tmp_path / "unbroken", {"max_steps": 8}
-    both = f"Path({str(tiny_store.path)!r}), Path({str(broken)!r}), {settings}"
-
-    def run_there(call: str) -> int:
-        code = f"from tests.unit.training.test_resume import *; {call}"
-        return subprocess.run([DEBIAN, "-c", code], env=environment, timeout=240).returncode
-
-    assert run_there(f"train_until({both}, 'after_the_rename', 2)") == -signal.SIGKILL
-    assert checkpoints(broken) == ["step-00000002", "step-00000004"]
-    assert run_there(f"train({both})") == 0
-    assert history(broken)[4]["pid"] != history(broken)[3]["pid"]
-    run(train, tiny_store.path, unbroken, settings)
-    assert_same_run(broken, unbroken)
-
-
 # The manifest and the rename are rank 0's.
 ON_TWO_RANKS = [
     *((moment, 0) for moment in [*IN_A_SAVE[1:], "in_a_step"]),
@@ -223,23 +190,20 @@ ON_TWO_RANKS = [
     ids=["twice", "eight times"],
 )
 def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
-    moments: list[tuple[str, int]], tiny_store: SequenceStore, tmp_path: Path
+    moments: list[tuple[str, int]], store: Path, tmp_path: Path
 ) -> None:
     broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("two ranks")
     settings = {"max_steps": 10, "every": 1, "save_total_limit": 2}
     random.shuffle(moments)
     for moment, victim in moments:
-        save = random.randint(1, 3)
-        ranks = Ranks(
-            train_until, tiny_store.path, broken, settings, moment, save, victim, world_size=2
-        )
-        codes = ranks.wait(60)
+        arguments = (store, broken, settings, moment, random.randint(1, 3), victim)
+        codes = Ranks(train_until, *arguments, world_size=2).wait(60)
         assert codes[victim] == KILLED, moment
         assert codes[1 - victim] == 1, moment
         if moment in IN_A_SAVE:  # rank 0 clears up where it can
             assert bool(half_written(broken)) == (victim == 0)
-    run(train, tiny_store.path, broken, settings, world_size=2)
-    run(train, tiny_store.path, unbroken, settings, world_size=2)
+    run(train, store, broken, settings, world_size=2)
+    run(train, store, unbroken, settings, world_size=2)
     assert_same_run(broken, unbroken)
     assert {e.name for e in (broken / "checkpoints").iterdir()} == set(checkpoints(broken))
 
@@ -270,22 +234,18 @@ def train_a_leg(
 
 
 @pytest.mark.parametrize(
-    ("legs", "optimizer"),
-    [
-        ("one and two ranks", build_muon),
-        pytest.param("up to four ranks", build_adamw, marks=pytest.mark.thorough),
-    ],
-    ids=["one and two ranks", "up to four ranks"],
+    "legs",
+    ["one and two ranks", pytest.param("up to four ranks", marks=pytest.mark.thorough)],
 )
 def test_a_run_whose_plan_changes_equals_the_one_of_one_process(
-    legs: str, optimizer: Callable[..., Any], tiny_store: SequenceStore, tmp_path: Path
+    legs: str, store: Path, tmp_path: Path
 ) -> None:
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    optimizer = build_adamw if "four" in legs else build_muon
     for number, (ranks, plan) in enumerate(LEGS[legs], 1):
-        arguments = (tiny_store.path, broken, plan, 3 * number, optimizer)
-        run(train_a_leg, *arguments, world_size=ranks)
+        run(train_a_leg, store, broken, plan, 3 * number, optimizer, world_size=ranks)
         assert progress(newest(broken))["step"] == 3 * number
-    run(train_a_leg, tiny_store.path, unbroken, {}, 3 * len(LEGS[legs]), optimizer)
+    run(train_a_leg, store, unbroken, {}, 3 * len(LEGS[legs]), optimizer)
     assert_same_run(broken, unbroken, 1e-10)
     assert len({row["pid"] for row in history(broken)}) == len(LEGS[legs])
 

@@ -2,20 +2,22 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, GlobalBatch, Position, framed
+from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
+from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.training import AdamWSettings, CosineSettings
@@ -25,26 +27,22 @@ from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import WORTH_COMPILING, compile_blocks
 from d2plm.training.trainer import Trainer
 from tests import runs
-from tests.conftest import TINY_SIZES
-from tests.unit.training.conftest import Recorder
+from tests.conftest import EXPERTS, TINY_SIZES, MonkeyPatch, randomise
+from tests.unit.training.conftest import Build, Recorder
 
 STEPS = 6
 
-TrainerFactory = Callable[..., Trainer]
-
 
 @pytest.fixture
-def make_trainer(build: TrainerFactory) -> TrainerFactory:
-    def make(*, config: dict[str, Any] | None = None, **changes: Any) -> Trainer:
+def make_trainer(build: Build) -> Build:
+    def make(*callbacks: Callback, config: Any = None, **changes: Any) -> Trainer:
         settings: dict[str, Any] = {
             "model": DiTConfig(**{**TINY_SIZES, **(config or {})}),
-            "optimizer": lambda *both: build_adamw(
-                *both, settings=AdamWSettings(learning_rate=1e-2)
-            ),
-            "schedule": lambda steps: cosine(steps, settings=CosineSettings(warmup_ratio=0.2)),
+            "optimizer": partial(build_adamw, settings=AdamWSettings(learning_rate=1e-2)),
+            "schedule": partial(cosine, settings=CosineSettings(warmup_ratio=0.2)),
             "max_length": 128,
         }
-        return build(**{**settings, **changes})
+        return build(*callbacks, **{**settings, **changes})
 
     return make
 
@@ -72,16 +70,14 @@ def cut(sequences: Sequence[np.ndarray], bins: int) -> GlobalBatch:
 
 
 def test_a_step_is_plain_adamw_on_the_mean_loss_over_the_global_batch(
-    make_trainer: TrainerFactory,
-    randomised: Callable[[nn.Module], None],
-    proteins: list[np.ndarray],
+    make_trainer: Build, proteins: list[np.ndarray]
 ) -> None:
     """One step against cross-entropy, clipping and AdamW written out on a second model."""
     sequences = [framed(tokens[:40]) for tokens in proteins[:6]]
     paradigm = AbsorbingDiffusion(loss="mean")
     ours, theirs = (make_trainer(paradigm=paradigm, max_grad_norm=0.05) for _ in range(2))
     for trainer in (ours, theirs):
-        randomised(trainer.model)
+        randomise(trainer.model)
     ours.train_step(cut(sequences, 3))
 
     batch = cut(sequences, 1).micro_batches[0]
@@ -110,22 +106,17 @@ def test_a_step_is_plain_adamw_on_the_mean_loss_over_the_global_batch(
 
 
 def test_training_learns_which_residues_occur(
-    make_trainer: TrainerFactory, make_store: Callable[[list[np.ndarray]], SequenceStore]
+    make_trainer: Build, make_store: Callable[[list[np.ndarray]], SequenceStore]
 ) -> None:
     random = np.random.default_rng(0)
     store = make_store([random.integers(4, 6, 40, dtype=np.uint8) for _ in range(50)])
-    recorder = Recorder()
-    make_trainer(
-        collections=[Collection(store)],
-        paradigm=AbsorbingDiffusion(loss="mean"),
-        max_steps=40,
-        callbacks=[recorder],
-    ).train()
+    recorder, changes = Recorder(), {"paradigm": AbsorbingDiffusion(loss="mean"), "max_steps": 40}
+    make_trainer(recorder, collections=[Collection(store)], **changes).train()
     assert recorder.losses[0] == pytest.approx(np.log(20), rel=1e-5)
     assert np.mean(recorder.losses[-8:]) == pytest.approx(np.log(2), abs=0.08)
 
 
-def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: TrainerFactory) -> None:
+def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: Build) -> None:
     trainer = make_trainer(max_epochs=2, max_steps=None, token_budget=4096)
     steps = trainer.loader.batches_in_epoch(0) + trainer.loader.batches_in_epoch(1)
     assert trainer.max_steps == steps
@@ -133,7 +124,7 @@ def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: TrainerFactor
     assert (trainer.step, trainer.position) == (steps, Position(2, 0))
 
 
-def test_a_callback_can_drop_a_steps_gradients(make_trainer: TrainerFactory) -> None:
+def test_a_callback_can_drop_a_steps_gradients(make_trainer: Build) -> None:
     class Drop(Callback):
         def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
             trainer.skip_update = trainer.step == 1
@@ -143,23 +134,23 @@ def test_a_callback_can_drop_a_steps_gradients(make_trainer: TrainerFactory) -> 
             states.append(copy.deepcopy((trainer.parameters, trainer.ema.shadow, moments)))
 
     states: list[Any] = []
-    dropped = make_trainer(max_steps=2, callbacks=[Drop()])
+    dropped = make_trainer(Drop(), max_steps=2)
     dropped.train()
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
     assert (dropped.step, dropped.ema.updates) == (2, 1)
 
 
-def test_what_saves_is_called_last_whenever_it_was_added(make_trainer: TrainerFactory) -> None:
+def test_what_saves_is_called_last_whenever_it_was_added(make_trainer: Build) -> None:
     class Last(Callback):
         called_last = True
 
     first, last, late = Recorder(), Last(), Recorder()
-    trainer = make_trainer(callbacks=[last, first])
+    trainer = make_trainer(last, first)
     trainer.add_callback(late)
     assert trainer.callbacks == [first, late, last]
 
 
-def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
+def test_events_come_in_order(make_trainer: Build) -> None:
     seen: list[str] = []
 
     class Everything(Callback):
@@ -168,7 +159,7 @@ def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
                 seen.append(name)
             return super().__getattribute__(name)
 
-    make_trainer(max_steps=1, gradient_accumulation_steps=2, callbacks=[Everything()]).train()
+    make_trainer(Everything(), max_steps=1, gradient_accumulation_steps=2).train()
     assert seen == [
         *("on_init", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_micro_step_begin"),
         *("on_micro_step_end", "on_micro_step_begin", "on_micro_step_end"),
@@ -179,13 +170,36 @@ def test_events_come_in_order(make_trainer: TrainerFactory) -> None:
 # --- resuming ----------------------------------------------------------------------------------
 
 
+def random_model() -> DiT:
+    model = DiT(DiTConfig(**runs.SIZES))
+    randomise(model)
+    return model
+
+
+def following(count: int) -> RelativesIndex:
+    """Each sequence's relative is the one after it."""
+    queries = np.arange(count)
+    return RelativesIndex.of_hits(count, queries, (queries + 1) % count, np.full(count, 0.4), 1)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "dropout": {
+        "sizes": {"hidden_dropout_prob": 0.2, "initial_gate": 1.0},
+        "gradient_accumulation_steps": 2,
+    },
+    "experts": {"sizes": {**EXPERTS, "initial_gate": 1.0}},
+    "relatives": {"sizes": {"relatives_dim": 8}, "max_relatives": 1, "relatives": following},
+    "low rank": {"model": random_model, "lora_rank": 2},
+    "frozen": {"model": random_model, "freeze": ["*.modulation.*"]},
+}
+
+
+@pytest.mark.parametrize("of", RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
-    tiny_store: SequenceStore, tmp_path: Path
+    of: str, store: Path, tmp_path: Path
 ) -> None:
-    sizes = {"hidden_dropout_prob": 0.2, "initial_gate": 1.0}
-    settings: dict[str, Any] = {"sizes": sizes, "gradient_accumulation_steps": 2, "log": False}
-    settings |= {"max_steps": 6, "every": 1}
-    store, broken, unbroken = tiny_store.path, tmp_path / "broken", tmp_path / "unbroken"
+    settings = {**RESUMED[of], "log": False, "max_steps": 6, "every": 1}
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     runs.train(store, unbroken, settings)
     with pytest.raises(KeyboardInterrupt):
         stop = runs.At("on_step_end", 4, runs.interrupt)
@@ -195,27 +209,25 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     runs.assert_same_run(broken, unbroken)
 
 
-def test_dropout_is_on_in_training(make_trainer: TrainerFactory, tmp_path: Path) -> None:
+def test_dropout_is_on_in_training(make_trainer: Build, tmp_path: Path) -> None:
     losses = []
     for probability in (0.0, 0.3):
         config = {"hidden_dropout_prob": probability, "initial_gate": 1.0}
         recorder, output = Recorder(), tmp_path / str(probability)
-        make_trainer(config=config, callbacks=[recorder], output_dir=output, max_steps=2).train()
+        make_trainer(recorder, config=config, output_dir=output, max_steps=2).train()
         losses.append(recorder.losses)
     assert abs(losses[0][-1] - losses[1][-1]) > 1e-4
 
 
-def test_where_a_run_starts(
-    make_trainer: TrainerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_run_starts(make_trainer: Build, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(callbacks=[Recorder(stop_after=4, save_every=2)]).train()
+        make_trainer(Recorder(stop_after=4, save_every=2)).train()
     folder = tmp_path / "run" / "checkpoints" / "step-00000002"
 
     def steps(output: str, resume: str) -> int:
         recorder = Recorder(save_every=1)
         settings = {"resume": resume, "output_dir": tmp_path / output, "save_total_limit": 9}
-        make_trainer(callbacks=[recorder], **settings).train()
+        make_trainer(recorder, **settings).train()
         return len(recorder.losses)
 
     assert steps("elsewhere", str(folder)) == STEPS - 2
@@ -227,10 +239,8 @@ def test_where_a_run_starts(
     assert len(list((tmp_path / "run" / "checkpoints.old").iterdir())) == 4
 
 
-def test_a_checkpoint_of_another_run_is_rejected(
-    make_trainer: TrainerFactory, tmp_path: Path
-) -> None:
-    make_trainer(callbacks=[Recorder(save_every=3)]).train()
+def test_a_checkpoint_of_another_run_is_rejected(make_trainer: Build, tmp_path: Path) -> None:
+    make_trainer(Recorder(save_every=3)).train()
     for changes, words in (
         ({"seed": 1}, "seed: 0 → 1"),
         ({"identity": {"seed": 0, "model": {"hidden_size": 32}}}, "resume=none"),
@@ -255,7 +265,7 @@ def test_a_checkpoint_of_another_run_is_rejected(
     ],
 )
 def test_impossible_settings_are_rejected_by_name(
-    changes: dict[str, Any], argument: str, make_trainer: TrainerFactory
+    changes: dict[str, Any], argument: str, make_trainer: Build
 ) -> None:
     with pytest.raises(ConfigError, match=f"{argument}="):
         make_trainer(**changes)
@@ -275,7 +285,7 @@ def test_impossible_settings_are_rejected_by_name(
     ],
 )
 def test_blocks_are_compiled_where_that_pays_in_the_whole_run(
-    setting: bool | str, device: str, flops: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    setting: bool | str, device: str, flops: float, compiled: bool, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.compile", lambda function, **_: function)
     monkeypatch.setattr("torch.ones", lambda *_, **__: 1)  # on a device that is not here

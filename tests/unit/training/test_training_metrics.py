@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from d2plm.core.errors import TrackingError
-from d2plm.data.store import SequenceStore
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
 from d2plm.settings.callbacks import CheckpointSettings, MetricsSettings
@@ -23,16 +21,15 @@ from d2plm.settings.schema import Settings
 from d2plm.tracking.runs import Runs
 from d2plm.training import throughput
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
+from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.distributed import Process
 from d2plm.training.metrics import MeanLoss, Metric, PeakMemory
 from d2plm.training.throughput import CrowdedCores, Throughput, peak_of
 from d2plm.training.trainer import Trainer
-from tests import runs
-from tests.conftest import TINY_SIZES, Logged, MonkeyPatch
-from tests.ranks import run
+from tests.conftest import TINY_SIZES, Captured, Logged, MonkeyPatch
+from tests.unit.training.conftest import Build
 
-Build = Callable[..., Trainer]
 ROW = {
     *("loss", "learning_rate", "grad_norm", "parameter_norm", "epoch", "tokens_per_second"),
     *("model_tflops_per_second", "data_wait_share", "peak_memory_gib"),
@@ -124,7 +121,7 @@ def test_the_rates_are_of_what_all_ranks_saw_since_the_last_row(monkeypatch: Mon
     assert four["mfu"] == pytest.approx(one["mfu"])
 
 
-def test_the_peak_of_a_device_is_known_by_its_name() -> None:
+def test_the_peak_is_that_of_bf16_and_known_by_the_device_s_name(monkeypatch: MonkeyPatch) -> None:
     peaks = {
         "NVIDIA H200": 989,
         "NVIDIA H200 NVL": 835,
@@ -137,8 +134,6 @@ def test_the_peak_of_a_device_is_known_by_its_name() -> None:
     }
     assert {name: peak_of(name) for name in peaks} == peaks
 
-
-def test_the_peak_is_of_bf16(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     process, metric = Ranks(device=torch.device("cuda")), Throughput()
     for dtype, peak in ((torch.float32, None), (torch.bfloat16, 989)):
@@ -201,11 +196,14 @@ class LongestSequence(Metric):
         return {"longest": self.longest}
 
 
-def test_other_ranks_measure_and_write_nothing(build: Build, tmp_path: Path) -> None:
+def test_other_ranks_measure_and_write_nothing(
+    build: Build, tmp_path: Path, capsys: Captured
+) -> None:
     run = mock.Mock(Runs)
-    trainer = build(MetricLogger(settings=MetricsSettings(every=2), run=run))
+    trainer = build(ProgressBar(), MetricLogger(settings=MetricsSettings(every=2), run=run))
     trainer.process = replace(trainer.process, rank=1, world_size=2)
     trainer.train()
+    assert capsys.readouterr().err == ""
     assert len(trainer.history) == 3
     assert not run.log_metrics.called
     assert not (tmp_path / "run" / METRICS_FILE).exists()
@@ -219,25 +217,3 @@ def test_an_outage_of_the_tracker_does_not_end_training(build: Build, tmp_path: 
     trainer.train()
     assert trainer.step == 6
     assert len(rows(tmp_path)) == 6
-
-
-def train_with_layer_norms(store: Path, output: Path) -> None:
-    logger = MetricLogger(settings=MetricsSettings(every=2, layer_norms=True))
-    settings = {"precision": "fp64", "max_steps": 2, "max_grad_norm": 0.01, "log": False}
-    runs.build(store, output, callbacks=[logger], **settings).train()
-
-
-def test_layer_norms_are_of_the_whole_gradient_and_state_on_any_number_of_ranks(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    found = []
-    for ranks in (1, 2):
-        run(train_with_layer_norms, tiny_store.path, tmp_path / str(ranks), world_size=ranks)
-        (row,) = runs.rows(tmp_path / str(ranks) / METRICS_FILE)
-        layers = [value for name, value in row.items() if name.startswith("grad_norm/")]
-        assert sum(norm**2 for norm in layers) == pytest.approx(row["grad_norm"] ** 2, rel=1e-5)
-        found.append({name: value for name, value in row.items() if "norm/" in name})
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    layers = {"token_embedding", "time_embedding", "blocks.0", "head"}
-    kinds = {"optimizer_norm/exp_avg", "optimizer_norm/exp_avg_sq"}
-    assert set(found[0]) == kinds | {f"grad_norm/{layer}" for layer in layers}

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -25,8 +25,8 @@ from tests.cluster.schema import closed
 from tests.conftest import Logged, MonkeyPatch
 from tests.http_server import listening
 from tests.kfp_server import certified
+from tests.unit.training.conftest import Build
 
-Build = Callable[..., Trainer]
 Received = list[tuple[float, str, str | None, Any]]  # when, path, authorization, body
 
 
