@@ -100,7 +100,7 @@ def test_ngrams_of_a_few_texts_are_finite(texts: list[str], tmp_path: Path) -> N
     assert all(map(math.isfinite, model.nats_by_order(BYTES.encode("in a", "test"), 5)))
 
 
-def test_a_fitted_text_is_a_distribution_that_longer_contexts_describe_better(
+def test_a_fitted_text_is_a_distribution_that_longer_contexts_improve(
     tmp_path: Path,
 ) -> None:
     store = store_of(tmp_path / "t", tokens_of([text_of(i, 60) for i in range(30)]), BYTES)
@@ -148,7 +148,7 @@ def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
     assert "bits/byte" in as_markdown(found) and "bits/byte" in as_text(found)
 
 
-def test_a_model_of_bytes_is_evaluated_and_reported_on_as_one_of_texts(
+def test_a_model_of_bytes_is_evaluated_as_one_of_texts(
     tmp_path: Path, tiny_dit: DiTFactory
 ) -> None:
     model: Any = tiny_dit(0, vocab_size=BYTES.size)

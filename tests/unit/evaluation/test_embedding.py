@@ -22,7 +22,7 @@ from d2plm.data.fasta import write_fasta
 from d2plm.evaluation.embedding import embeddings
 from d2plm.model.esm import load_esm
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from tests.conftest import Exports
+from tests.conftest import Exports, MonkeyPatch
 from tests.unit.model.test_esm import esm_like
 
 disable_progress_bar()
@@ -56,10 +56,11 @@ def test_those_of_a_converted_esm2_are_hugging_face_s(tmp_path: Path) -> None:
             np.testing.assert_allclose(own, states[0, 1:-1].numpy(), rtol=1e-4, atol=1e-5)
 
 
+Command = Callable[..., dict[str, Any]]
+
+
 @pytest.fixture
-def command(
-    exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Any]]:
+def command(exports: Exports, tmp_path: Path, monkeypatch: MonkeyPatch) -> Command:
     """Overrides → the result of `d2plm embed` of five proteins, two to a file."""
     write_fasta(tmp_path / "five.fasta", [(f"p{n}", one) for n, one in enumerate(PROTEINS)])
     monkeypatch.setattr(embed, "FILE_BYTES", 20 * 16 * 4)
@@ -74,7 +75,7 @@ def command(
 
 @pytest.mark.parametrize(("form", "pooled"), [("parquet", True), ("safetensors", False)])
 def test_files_contain_what_the_model_gives_in_the_order_of_the_input(
-    form: str, pooled: bool, command: Callable[..., Any], exports: Exports, tmp_path: Path
+    form: str, pooled: bool, command: Command, exports: Exports, tmp_path: Path
 ) -> None:
     result = command(f"format={form}", f"pooled={pooled}", "layer=1")
     assert (result["proteins"], result["complete"], result["layer"]) == (5, True, 1)
@@ -95,9 +96,7 @@ def test_files_contain_what_the_model_gives_in_the_order_of_the_input(
         np.testing.assert_allclose(np.array(own, dtype=np.float32), other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_stopped_run_writes_only_what_is_missing(
-    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_writes_only_what_is_missing(command: Command, tmp_path: Path) -> None:
     command()
     whole = {file.name: file.read_bytes() for file in (tmp_path / "out").glob("part-*")}
     first, *_, last = sorted((tmp_path / "out").glob("part-*"))
@@ -111,32 +110,20 @@ def test_a_stopped_run_writes_only_what_is_missing(
     assert found == whole
 
 
-def test_embeddings_of_something_else_are_not_mixed_in(command: Callable[..., Any]) -> None:
+def test_what_cannot_be_done_is_rejected(command: Command, tmp_path: Path) -> None:
+    for key, value in (("format", "'csv'"), ("layer", "3"), ("layer", "-4"), ("pooled", "3")):
+        with pytest.raises(ConfigError, match=f"{key}={value}"):
+            command(f"{key}={value}")
+    with pytest.raises(DataError, match=r"nowhere\.fasta"):
+        command("input=nowhere.fasta")
+    assert not list(tmp_path.glob("out/part-*"))
     command()
     for words in ("layer=0", "pooled=false", "format=safetensors"):
         with pytest.raises(DataError, match="contains embeddings"):
             command(words)
 
 
-@pytest.mark.parametrize(
-    ("words", "error", "message"),
-    [
-        (["format=csv"], ConfigError, "format='csv'"),
-        (["layer=3"], ConfigError, "layer=3"),
-        (["layer=-4"], ConfigError, "layer=-4"),
-        (["input=nowhere.fasta"], DataError, "nowhere.fasta"),
-        (["pooled=3"], ConfigError, "pooled=3"),
-    ],
-)
-def test_what_cannot_be_done_is_rejected(
-    words: list[str], error: type, message: str, command: Callable[..., Any], tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=message):
-        command(*words)
-    assert not list(tmp_path.glob("out/part-*"))
-
-
-def test_a_protein_that_is_too_long_is_named(command: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_protein_that_is_too_long_is_named(command: Command, tmp_path: Path) -> None:
     write_fasta(tmp_path / "long.fasta", [("short", "MKTA"), ("titin", "M" * 127)])
     with pytest.raises(DataError, match="titin"):
         command(f"input='{tmp_path / 'long.fasta'}'")

@@ -164,7 +164,7 @@ def test_families_of_two_and_of_one_are_judged(family: Family, generated: list[T
     assert figures([], [])["bits"] is None
 
 
-def test_the_account_is_of_its_own_proteins_alone(
+def test_the_account_is_of_its_own_proteins(
     described: dict[str, Any], generated: list[Tokens], tmp_path: Path
 ) -> None:
     fasta = tmp_path / "new.fasta"

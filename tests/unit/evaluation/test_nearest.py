@@ -127,9 +127,7 @@ def test_the_settings_reach_the_search(tmp_path: Path, stores: Stores, calls: Ca
     assert not any((tmp_path / "scratch").iterdir())
 
 
-def test_other_proteins_or_settings_are_searched_for_again(
-    tmp_path: Path, stores: Stores, calls: Calls
-) -> None:
+def test_what_differs_is_searched_for_again(tmp_path: Path, stores: Stores, calls: Calls) -> None:
     held_out, train = stores
     other = write_store(tmp_path / "other", [encode(x) for x in ("MKV", "ACD", "WWY")])
     searches = [(held_out, train, 7), (other, train, 7), (held_out, other, 7), (held_out, train, 6)]

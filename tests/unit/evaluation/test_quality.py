@@ -81,9 +81,7 @@ def test_the_longest_run_is_that_of_one_canonical_residue(text: str) -> None:
 
 @given(texts, st.integers(1, 14), st.sampled_from([0.0, 0.9, 1.37, 2.2]))
 @settings(deadline=None)
-def test_low_complexity_is_what_windows_of_small_entropy_cover(
-    text: str, window: int, bits: float
-) -> None:
+def test_low_complexity_is_of_windows_of_small_entropy(text: str, window: int, bits: float) -> None:
     expected = [False] * len(text)
     for start in range(len(text) - window + 1):
         part = text[start : start + window]
@@ -111,18 +109,14 @@ lengths = st.lists(st.integers(1, 12), min_size=1, max_size=30)
 
 
 @given(lengths, lengths)
-def test_the_ks_distance_is_that_of_scipys_distribution_functions(
-    one: list[int], other: list[int]
-) -> None:
+def test_the_ks_distance_is_that_of_scipy_s_functions(one: list[int], other: list[int]) -> None:
     at = np.arange(13)
     expected = np.abs(ecdf(one).cdf.evaluate(at) - ecdf(other).cdf.evaluate(at)).max()
     assert ks_distance(np.bincount(one), np.bincount(other)) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("limit", [None, 7])
-def test_training_counts_are_those_of_substrings(
-    make_store: StoreFactory, limit: int | None
-) -> None:
+def test_training_counts_are_of_substrings(make_store: StoreFactory, limit: int | None) -> None:
     random = np.random.default_rng(0)
     sequences = ["".join(random.choice([*"ACDWXU"], size)) for size in random.integers(1, 13, 1500)]
     store = make_store([encode(text) for text in sequences])  # more than one block
@@ -130,7 +124,7 @@ def test_training_counts_are_those_of_substrings(
     assert_same(found, counts_of([text[:limit] for text in sequences]))
 
 
-def test_copies_of_training_proteins_are_found_and_nothing_near_them(
+def test_copies_are_found_and_nothing_near_them(
     make_store: StoreFactory, proteins: list[Tokens]
 ) -> None:
     store = make_store(proteins[:1500])
@@ -197,9 +191,7 @@ def test_figures_of_nothing_are_none() -> None:
     assert found.ngram_js == {"1": None, "2": None, "3": None}
 
 
-def test_copies_are_not_novel_and_shuffled_proteins_are(
-    tmp_path: Path, proteins: list[Tokens]
-) -> None:
+def test_copies_are_not_novel_and_shuffled_ones_are(tmp_path: Path, proteins: list[Tokens]) -> None:
     """Copies, near copies and short peptides beside natural proteins and shuffled ones."""
     store = write_store(tmp_path / "train", proteins[:200])
     random = np.random.default_rng(0)

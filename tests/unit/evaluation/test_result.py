@@ -40,9 +40,7 @@ def evaluation() -> Evaluation:
     return invented_evaluation(9, {"uniform": 20, "unigram": 18, "composition": 17})
 
 
-def test_a_figure_that_changes_changes_in_every_output(
-    evaluation: Evaluation, tmp_path: Path
-) -> None:
+def test_a_figure_changes_in_every_output(evaluation: Evaluation, tmp_path: Path) -> None:
     perplexity, difference = Estimate(7.654, (7.123, 7.987)), Estimate(0.4321, (0.1234, 0.5678))
     composition = replace(evaluation.baselines["composition"], difference=difference)
     changed = replace(

@@ -100,7 +100,7 @@ def test_the_pseudo_log_likelihood_is_that_of_masking_one_residue_after_another(
 
 
 @pytest.mark.parametrize("budget", [{"token_budget": 1}, {"token_budget": 40}])
-def test_scores_do_not_depend_on_the_packing(
+def test_scores_are_the_same_however_packed(
     budget: dict[str, Any], tiny_dit: Callable[..., Any]
 ) -> None:
     given = tiny_dit().double(), DIFFUSION
@@ -161,7 +161,7 @@ def test_a_full_scan_takes_as_many_rows_as_residues() -> None:
 
 
 @pytest.mark.parametrize("paradigm", [DIFFUSION, UniformFlowMatching()])
-def test_the_draws_mean_is_the_bound_of_the_evaluation_in_parts_too(
+def test_the_draws_mean_is_the_evaluation_s_in_parts_too(
     paradigm: Any, proteins: list[Tokens]
 ) -> None:
     sequences = [tokens[:60] for tokens in proteins[:7]]

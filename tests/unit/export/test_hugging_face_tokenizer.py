@@ -110,9 +110,7 @@ def test_letters_codons_and_bytes(vocabulary: Vocabulary, text: str, tmp_path: P
 
 
 @pytest.mark.parametrize("made", [byte_pairs, llama, unigram, word_pieces])
-def test_tokens_of_a_tokenizer_are_renumbered(
-    made: Callable[[], Tokenizer], tmp_path: Path
-) -> None:
+def test_those_of_a_tokenizer_are_renumbered(made: Callable[[], Tokenizer], tmp_path: Path) -> None:
     made().save(str(tmp_path / "own.json"))
     vocabulary = Subwords(tmp_path / "own.json")
     tokenizer = saved(vocabulary, tmp_path)

@@ -256,7 +256,7 @@ def test_the_data_are_the_manifests(run: Path, page: Page) -> None:
     assert page.column("searches", 2) == [[5]]
 
 
-def test_the_page_has_no_address_outside_itself_no_markup_of_names_and_no_passwords(
+def test_the_page_has_no_outer_address_no_markup_of_names_and_no_passwords(
     page: Page,
 ) -> None:
     html = page.source
@@ -308,9 +308,7 @@ def test_a_run_without_an_evaluation_has_its_curves(run: Path, tmp_path: Path) -
     assert "17.500" in page.text
 
 
-def test_new_members_of_a_family_have_a_section_and_other_proteins_none(
-    run: Path, tmp_path: Path, proteins: list[Tokens]
-) -> None:
+def test_new_members_have_a_section(run: Path, tmp_path: Path, proteins: list[Tokens]) -> None:
     folder = tmp_path / "copy" / "diffusion"
     shutil.copytree(run, folder.parent)
     assert "New members of a family" not in (folder / "report.html").read_text()

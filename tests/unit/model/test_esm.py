@@ -183,7 +183,7 @@ def inputs(sequences: list[Row]) -> tuple[Any, ...]:
     return batch.tokens, batch.cu_seqlens, batch.max_seqlen, torch.rand(len(sequences))
 
 
-def test_frequencies_seen_first_without_gradients_serve_training(
+def test_frequencies_seen_without_gradients_serve_training(
     folder: Path, inputs: tuple[Any, ...]
 ) -> None:
     ours = load_esm(folder)
@@ -303,7 +303,7 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(folder: Path) -> 
         load_esm(folder)
 
 
-def test_damaged_and_missing_files_are_named_and_pickled_weights_never_opened(
+def test_damaged_and_missing_files_are_named_and_no_pickles_opened(
     folder: Path,
 ) -> None:
     for name in ("model.safetensors", "config.json"):
@@ -335,7 +335,7 @@ def test_shards_are_read_and_an_index_cannot_lead_out_of_the_folder(
         load_esm(tmp_path)
 
 
-def test_kinds_of_folders_are_distinguished(
+def test_kinds_of_folders_differ(
     folder: Path, tiny_dit: Callable[..., DiT], tmp_path: Path
 ) -> None:
     tiny_dit().save_pretrained(tmp_path / "dit")
@@ -347,7 +347,7 @@ def test_kinds_of_folders_are_distinguished(
         is_esm(tmp_path / "nothing")
 
 
-def test_saving_keeps_every_logit_and_a_set_dropout(
+def test_saving_keeps_logits_and_dropout(
     folder: Path, inputs: tuple[Any, ...], tmp_path: Path
 ) -> None:
     ours = load_esm(folder)

@@ -102,9 +102,7 @@ def test_a_part_of_the_change_is_a_part_of_every_weights(base: DiT, adapter: Pat
         torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_an_adapter_of_another_base_is_rejected(
-    adapter: Path, tiny_dit: Callable[..., DiT]
-) -> None:
+def test_one_of_another_base_is_rejected(adapter: Path, tiny_dit: Callable[..., DiT]) -> None:
     tiny_dit(seed=9).save_pretrained(adapter.with_name("base"))
     with pytest.raises(ModelError, match="other weights"):
         load_export(adapter)

@@ -152,9 +152,7 @@ def logits(
         return model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, times, *packed)
 
 
-def test_without_relatives_it_is_a_model_without_an_encoder(
-    tiny_dit: Factory, groups: Groups
-) -> None:
+def test_without_relatives_the_encoder_does_nothing(tiny_dit: Factory, groups: Groups) -> None:
     targets, related = groups
     taking, plain = tiny_dit(relatives_dim=8), tiny_dit()
     plain.load_state_dict(taking.state_dict(), strict=False)
@@ -169,9 +167,7 @@ def test_without_relatives_it_is_a_model_without_an_encoder(
         logits(plain, targets, related)
 
 
-def test_groups_do_not_see_each_other_nor_the_order_of_relatives(
-    tiny_dit: Factory, groups: Groups
-) -> None:
+def test_groups_see_neither_each_other_nor_an_order(tiny_dit: Factory, groups: Groups) -> None:
     targets, related = groups
     model, shape = tiny_dit(relatives_dim=8).double(), {"token_budget": 200, "max_seqlen": 44}
     found = logits(model, targets, related, **shape)

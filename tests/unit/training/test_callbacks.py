@@ -33,9 +33,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
-def test_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(
-    build: Build, tmp_path: Path
-) -> None:
+def test_a_resumed_run_s_metrics_are_those_of_an_unbroken_one(build: Build, tmp_path: Path) -> None:
     """Also where it was stopped between two rows, of which the loss is a mean."""
 
     def measured(*stop: Callback) -> list[list[float]]:
@@ -54,9 +52,7 @@ def test_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(
     assert measured() == resumed
 
 
-def test_evaluation_uses_the_averaged_weights_and_gives_the_raw_ones_back(
-    build: Build, tiny_store: SequenceStore
-) -> None:
+def test_evaluation_is_of_the_averaged_weights(build: Build, tiny_store: SequenceStore) -> None:
     settings = EvaluationCallbackSettings(every=3, sequences=8)
     evaluate = Evaluate(tiny_store, max_length=64, settings=settings)
     trainer = build(evaluate)
@@ -131,9 +127,7 @@ class OwnData(Trainer):
         self.collate = Alanine
 
 
-def test_a_subclass_chooses_the_data_and_how_they_become_a_batch(
-    build: Build, tiny_store: SequenceStore
-) -> None:
+def test_a_subclass_chooses_data_and_batches(build: Build, tiny_store: SequenceStore) -> None:
     trainer = build(kind=OwnData, collections=[Collection(tiny_store)] * 2, max_steps=1)
     trainer.train()
     assert len(trainer.loader.sampler.lengths) == len(tiny_store)

@@ -113,9 +113,7 @@ def test_the_newest_and_the_best_are_kept_and_the_same_step_is_replaced(tmp_path
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_save_that_cannot_be_written_is_an_error_and_leaves_no_trace(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_no_trace(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     whole = save(tmp_path, 1, tensors(1.0), {"step": 1})
     full_disk = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
@@ -134,9 +132,7 @@ def test_tensors_of_another_model_are_rejected(tmp_path: Path) -> None:
             load(folder, other)
 
 
-def test_what_training_changes_during_a_save_is_not_saved(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_what_changes_during_a_save_is_not_saved(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     changed, write = threading.Event(), checkpoint.dcp.save
 
     def write_later(*arguments: Any, **options: Any) -> None:
@@ -176,9 +172,7 @@ def test_an_fsspec_url_contains_checkpoints_as_a_folder_does() -> None:
         Root("nosuch://there")
 
 
-def test_what_cannot_be_listed_or_removed_is_an_error(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_what_cannot_be_listed_or_removed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """It is no empty place, and what is saved again no folder in a folder."""
     before, root = save(tmp_path, 1, tensors(1.0), {}), Root(str(tmp_path))
     with monkeypatch.context() as patch:
@@ -226,9 +220,7 @@ class Called:
     [lambda member: (getattr, (type(member), member.name)), lambda m: (type(m), (m.value,))],
     ids=["as Python 3.11.0 to 3.11.3", "as later ones"],
 )
-def test_metadata_are_read_whichever_python_pickled_them(
-    reduced: Callable[[Any], Any], tmp_path: Path
-) -> None:
+def test_metadata_are_read_of_any_python(reduced: Callable[[Any], Any], tmp_path: Path) -> None:
     folder = save(tmp_path, 3, tensors(1.5), {})
     with (folder / ".metadata").open("rb+") as file:
         content = pickle.load(file)

@@ -108,9 +108,7 @@ def test_null_leaves_one_out(chosen: Choose) -> None:
     assert names(chosen(*(f"callbacks.{name}=null" for name in CALLBACKS[::2]))) == DEFAULT[1::2]
 
 
-def test_a_class_of_the_user_s_is_called_before_anything_is_saved(
-    chosen: Choose, offered: RunContext
-) -> None:
+def test_a_user_s_class_is_called_before_what_saves(chosen: Choose, offered: RunContext) -> None:
     callbacks = chosen("callbacks.mine.size=3", "callbacks.metrics.more=[my_metric]")
     assert isinstance(of_class(callbacks, MetricLogger).metrics[-1], MyMetric)
     assert names([one for one in callbacks if one.called_last]) == ["SaveCheckpoint", "Export"]

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from d2plm.core.errors import CheckpointError
-from d2plm.data.store import SequenceStore
 from d2plm.training.conversion import INDEX, to_checkpoint, to_safetensors
 from tests.ranks import run
 from tests.runs import At, build, interrupt, newest, progress, tensors, train
@@ -19,10 +18,8 @@ def train_to_five(store: Path, output: Path) -> None:
         build(store, output, callbacks=[At("on_step_end", 5, interrupt)], every=0).train()
 
 
-def test_training_continues_from_a_converted_checkpoint_as_from_its_original(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    run(train_to_five, tiny_store.path, tmp_path / "run", world_size=2)
+def test_training_continues_from_a_converted_checkpoint(store: Path, tmp_path: Path) -> None:
+    run(train_to_five, store, tmp_path / "run", world_size=2)
     original, folder = newest(tmp_path / "run"), tmp_path / "converted"
     number = to_safetensors(str(original), folder, max_shard_bytes=20_000)
     files = sorted(folder.glob("*.safetensors"))
@@ -34,7 +31,7 @@ def test_training_continues_from_a_converted_checkpoint_as_from_its_original(
     assert to_checkpoint(folder, str(back)) == number
     assert progress(back) == progress(original)
     for name in ("run", "again"):
-        train(tiny_store.path, tmp_path / name, {"max_steps": 8, "every": 8, "log": False})
+        train(store, tmp_path / name, {"max_steps": 8, "every": 8, "log": False})
     assert_equal(*(tensors(newest(tmp_path / name)) for name in ("again", "run")))
 
 
@@ -42,8 +39,8 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_what_cannot_be_converted_is_rejected(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    trainer = build(tiny_store.path, tmp_path / "run", log=False)
+def test_what_cannot_be_converted_is_rejected(store: Path, tmp_path: Path) -> None:
+    trainer = build(store, tmp_path / "run", log=False)
     trainer.save_state(tmp_path / "state")
     source = str(tmp_path / "state" / "step-00000000")
     to_safetensors(source, tmp_path / "converted")

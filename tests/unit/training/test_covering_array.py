@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from d2plm.data.store import SequenceStore
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -144,14 +143,12 @@ def train_as_one(ranks: int, store: Path, folder: Path, strength: int = 2) -> No
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_pair_of_settings_trains_as_one_process(
-    ranks: int, tiny_store: SequenceStore, tmp_path: Path
+    ranks: int, store: Path, tmp_path: Path
 ) -> None:
-    train_as_one(ranks, tiny_store.path, tmp_path)
+    train_as_one(ranks, store, tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_three_settings_train_as_one_process(
-    ranks: int, tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    train_as_one(ranks, tiny_store.path, tmp_path, strength=3)
+def test_every_three_settings_train_as_one_process(ranks: int, store: Path, tmp_path: Path) -> None:
+    train_as_one(ranks, store, tmp_path, strength=3)

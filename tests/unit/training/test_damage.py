@@ -42,7 +42,7 @@ def runs(tiny_store: SequenceStore, tmp_path_factory: pytest.TempPathFactory) ->
     return {"stopped": stopped, "unbroken": unbroken}
 
 
-def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     runs: dict[str, Path], store: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
@@ -59,7 +59,7 @@ def test_a_damaged_checkpoint_of_two_ranks_is_named_and_the_one_before_is_taken(
 
 
 @pytest.mark.thorough
-def test_where_every_checkpoint_is_damaged_the_run_starts_over_and_keeps_its_own(
+def test_where_every_one_is_damaged_the_run_starts_over(
     runs: dict[str, Path], store: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
@@ -110,9 +110,7 @@ def train_apart(store: Path, output: Path) -> None:
     build(store, output, checkpoints=str(disk), **SETTINGS).train()
 
 
-def test_ranks_that_share_no_folder_are_reported_at_the_first_save(
-    store: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_share_no_folder_are_reported(store: Path, tmp_path: Path) -> None:
     assert Ranks(train_apart, store, tmp_path, world_size=2).wait(90) == [1, 1]
     for rank in (0, 1):
         said = (tmp_path / f"log-{rank}.txt").read_text()

@@ -49,9 +49,7 @@ def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
-def test_six_hundred_steps_with_saves_hold_no_more_than_two_hundred(
-    store: Path, tmp_path: Path
-) -> None:
+def test_six_hundred_steps_hold_no_more_than_two_hundred(store: Path, tmp_path: Path) -> None:
     run(train_and_measure, store, tmp_path, [200, 400, 600], world_size=2)
     for rank in (0, 1):
         first, middle, last = json.loads((tmp_path / f"held-{rank}").read_text())
@@ -84,9 +82,7 @@ def train_and_fail(store: Path, output: Path, event: str, rank: int) -> None:
     ("event", "rank"),
     [("on_micro_step_end", 1), pytest.param("on_save", 0, marks=pytest.mark.thorough)],
 )
-def test_where_a_rank_raises_both_end_and_the_save_in_progress_is_whole(
-    event: str, rank: int, store: Path, tmp_path: Path
-) -> None:
+def test_where_a_rank_raises_both_end(event: str, rank: int, store: Path, tmp_path: Path) -> None:
     ranks = Ranks(train_and_fail, store, tmp_path, event, rank, world_size=2)
     assert ranks.wait(60) == [1, 1]
     assert "ArithmeticError: this rank alone" in (tmp_path / f"log-{rank}.txt").read_text()

@@ -184,7 +184,7 @@ def test_training_starts_from_an_esm2_folder(esm_folder: Path, configure: Config
             torch.testing.assert_close(tensor, weights(start)[name], atol=1e-3, rtol=0)
 
 
-def test_training_starts_from_the_registry(
+def test_a_start_in_the_registry(
     exported: Path, configure: Configure, monkeypatch: MonkeyPatch
 ) -> None:
     download = mock.Mock(return_value=exported)

@@ -44,7 +44,7 @@ def kept_and_foretold(
     [({}, torch.float32, 2), ({}, torch.bfloat16, 0), (LLAMA, torch.bfloat16, 1)],
     ids=["own in fp32", "own", "llama"],
 )
-def test_the_activations_are_those_that_a_forward_keeps(
+def test_activations_are_what_is_kept(
     options: dict[str, Any], dtype: torch.dtype, every: int
 ) -> None:
     kept, foretold = kept_and_foretold(options, dtype, every, backend=None)

@@ -43,9 +43,7 @@ def collections() -> Iterator[Collections]:
     gc.callbacks.remove(collections.note)
 
 
-def test_it_collects_every_so_many_steps_and_gives_the_collector_back_after_an_error(
-    build: Build, collections: Collections
-) -> None:
+def test_it_collects_at_its_steps_and_is_given_back(build: Build, collections: Collections) -> None:
     collector = GarbageCollection(GarbageCollectionSettings(every=2, generation=1))
     with pytest.raises(KeyboardInterrupt):
         build(collector, collections, Recorder(stop_after=5)).train()

@@ -42,7 +42,7 @@ class Poison(Callback):
             next(trainer.model.parameters()).grad.fill_(float("nan"))
 
 
-def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_the_weights(
+def test_nan_stops_before_it_reaches_the_weights(
     build: Build, tmp_path: Path, saved: mock.Mock
 ) -> None:
     trainer = build(Poison(2), GradientHealth(), gradient_accumulation_steps=2)
@@ -68,9 +68,7 @@ def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_the_weights(
     assert gradients["grad_norm"] == "nan"
 
 
-def test_a_state_that_cannot_be_saved_does_not_hide_why_the_run_stopped(
-    build: Build, saved: mock.Mock
-) -> None:
+def test_a_failed_save_does_not_hide_why_the_run_stopped(build: Build, saved: mock.Mock) -> None:
     saved.side_effect = CheckpointError("No space left on device")
     with pytest.raises(ModelError, match="step 2: "):
         build(Poison(1), GradientHealth()).train()

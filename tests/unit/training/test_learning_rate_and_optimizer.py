@@ -64,7 +64,7 @@ def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
 
 
 @pytest.mark.parametrize("schedule", SETTINGS)
-def test_a_schedule_rises_in_its_ratio_without_a_jump_and_then_only_declines(
+def test_a_schedule_rises_without_a_jump_and_declines(
     schedule: Callable[..., Schedule],
 ) -> None:
     factor = made(schedule, 1000, warmup_ratio=0.1)
@@ -104,7 +104,7 @@ class Tied(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
 
 
-def test_only_matrices_decay_and_a_tied_parameter_appears_once(
+def test_only_matrices_decay_and_tied_ones_appear_once(
     tiny_dit: Callable[..., nn.Module],
 ) -> None:
     model = Tied()

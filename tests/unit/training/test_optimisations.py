@@ -129,7 +129,7 @@ def usual(tiny_store: SequenceStore, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("name", OPTIMISATIONS)
-def test_training_is_the_same_without_it(
+def test_without_it_all_is_the_same(
     name: str, store: Path, usual: dict[str, Any], tmp_path: Path
 ) -> None:
     it = OPTIMISATIONS[name]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, Optimizer
 
 from d2plm.core.errors import CheckpointError, ConfigError
-from d2plm.data.store import SequenceStore
 from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.muon import build_muon
@@ -19,7 +18,7 @@ from d2plm.training.shards import local
 from d2plm.training.trainer import Trainer
 from tests import runs
 from tests.ranks import run
-from tests.runs import At, assert_same_run, history, newest, tensors, train
+from tests.runs import At, assert_same_run, newest, tensors, train
 
 Parameters = Mapping[str, Tensor]
 
@@ -93,33 +92,26 @@ def train_all(store: Path, output: Path) -> None:
         train_broken_and_unbroken(store, output / name, optimizer, precision)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    run(train_all, tiny_store.path, tmp_path, world_size=2)
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(store: Path, tmp_path: Path) -> None:
+    run(train_all, store, tmp_path, world_size=2)
     for name in KINDS:
         broken, unbroken = tmp_path / name / "broken", tmp_path / name / "unbroken"
-        assert [row["step"] for row in history(broken)] == list(range(1, 8))
         assert_same_run(broken, unbroken)
         saved = tensors(newest(unbroken))
         assert all(torch.isfinite(tensor).all() for tensor in saved.values()), name
         if "fp16" in name:  # halved once
             assert (saved["loss_scale/scale"], saved["loss_scale/good_steps"]) == (2**15, 6)
         kinds = {place.rpartition("/")[2] for place in saved if place.startswith("optimizer/")}
-        adam = {"step", "exp_avg", "exp_avg_sq"}
-        momentum = {"momentum_buffer"}
-        expected = {"AdamW": adam, "Muon": adam | momentum, "SGD": momentum}
-        assert kinds == expected[name.partition(" ")[0]]
+        adam, momentum = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
+        assert kinds == {"A": adam, "M": adam | momentum, "S": momentum}[name[0]]
 
 
-def test_numbers_of_a_state_and_a_group_are_resumed(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    train_broken_and_unbroken(tiny_store.path, tmp_path, counting, "fp32")
+def test_numbers_of_a_state_and_a_group_are_resumed(store: Path, tmp_path: Path) -> None:
+    train_broken_and_unbroken(store, tmp_path, counting, "fp32")
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
     states = []
     for name in ("broken", "unbroken"):
-        trainer = runs.build(tiny_store.path, tmp_path / name, optimizer=counting, max_steps=7)
+        trainer = runs.build(store, tmp_path / name, optimizer=counting, max_steps=7)
         trainer.load(str(newest(trainer.output_dir)))
         states.append(trainer.optimizer.state_dict())
     assert states[0]["param_groups"] == states[1]["param_groups"]

@@ -70,9 +70,7 @@ def test_accelerate_s_precision_is_ours(monkeypatch: MonkeyPatch) -> None:
     "variable",
     [*ACCEPTED_OF_ACCELERATE, "PARALLELISM_CONFIG_SP_SIZE"],
 )
-def test_what_training_does_not_do_is_rejected_with_fsdp_and_without(
-    variable: str, monkeypatch: MonkeyPatch
-) -> None:
+def test_what_training_does_not_do_is_rejected(variable: str, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(variable, "2" if variable.endswith("SIZE") else "true")
     for fsdp in ("true", "false"):

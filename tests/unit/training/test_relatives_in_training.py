@@ -18,7 +18,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.training.replay import replay
 from d2plm.training.trainer import Trainer
-from tests.conftest import TINY_SIZES
+from tests.conftest import TINY_SIZES, MonkeyPatch
 from tests.unit.training.conftest import Build, Recorder
 
 
@@ -60,9 +60,8 @@ def taking(build: Build, tiny_store: SequenceStore) -> Build:
     return make
 
 
-def test_only_corrupted_tokens_are_aligned_in_training_and_in_the_bound(
-    taking: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_corrupted_tokens_are_aligned(taking: Build, monkeypatch: MonkeyPatch) -> None:
+    """In training and in the bound."""
     spy = mock.Mock(wraps=dit.align)
     monkeypatch.setattr(dit, "align", spy)
     trainer = taking(max_steps=2)

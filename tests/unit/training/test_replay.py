@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from d2plm.core.errors import CheckpointError, ConfigError
-from d2plm.data.store import SequenceStore
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
@@ -32,11 +31,10 @@ def replayed(
 
 @pytest.mark.parametrize("paradigm", [AbsorbingDiffusion, UniformFlowMatching])
 def test_replayed_steps_are_the_trained_ones_and_the_run_stays_as_it_was(
-    paradigm: Callable[[], Paradigm], tiny_store: SequenceStore, tmp_path: Path
+    paradigm: Callable[[], Paradigm], store: Path, tmp_path: Path
 ) -> None:
-    settings = {**SETTINGS, "paradigm": paradigm(), "log": False}
-    train(tiny_store.path, tmp_path, settings)
-    again = partial(replayed, tiny_store.path, tmp_path, paradigm=paradigm())
+    train(store, tmp_path, {**SETTINGS, "paradigm": paradigm(), "log": False})
+    again = partial(replayed, store, tmp_path, paradigm=paradigm())
     factor = cosine(9, settings=CosineSettings(warmup_ratio=0.1))
     before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
     for step in (1, 4, 9):
@@ -52,10 +50,8 @@ def test_replayed_steps_are_the_trained_ones_and_the_run_stays_as_it_was(
             again(step)
 
 
-def test_the_sequences_losses_and_the_gradients_make_up_the_steps(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
-    found = replayed(tiny_store.path, tmp_path, 2)
+def test_the_sequences_and_the_gradients_make_up_the_step(store: Path, tmp_path: Path) -> None:
+    found = replayed(store, tmp_path, 2)
     assert all(one.predicted <= one.residues <= 48 for one in found.sequences)
     maskable = sum(one.residues for one in found.sequences)
     nats = [one.nats for one in found.sequences]
@@ -65,9 +61,9 @@ def test_the_sequences_losses_and_the_gradients_make_up_the_steps(
     assert norm == pytest.approx(found.grad_norm, rel=1e-5)
 
 
-def test_a_step_of_two_ranks_is_replayed_on_one(tiny_store: SequenceStore, tmp_path: Path) -> None:
-    run(train, tiny_store.path, tmp_path, SETTINGS, world_size=2)
-    found = replayed(tiny_store.path, tmp_path, 7)
+def test_a_step_of_two_ranks_is_replayed_on_one(store: Path, tmp_path: Path) -> None:
+    run(train, store, tmp_path, SETTINGS, world_size=2)
+    found = replayed(store, tmp_path, 7)
     row = history(tmp_path)[6]
     expected = [row["loss"], row["grad_norm"]]
     assert [found.loss, found.grad_norm] == pytest.approx(expected, rel=1e-4, abs=1e-5)

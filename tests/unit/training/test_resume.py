@@ -237,9 +237,7 @@ def train_a_leg(
     "legs",
     ["one and two ranks", pytest.param("up to four ranks", marks=pytest.mark.thorough)],
 )
-def test_a_run_whose_plan_changes_equals_the_one_of_one_process(
-    legs: str, store: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_many_plans_equals_one_process_s(legs: str, store: Path, tmp_path: Path) -> None:
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     optimizer = build_adamw if "four" in legs else build_muon
     for number, (ranks, plan) in enumerate(LEGS[legs], 1):

@@ -157,9 +157,7 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(
     assert 0 < len(steps[3]) <= 7  # it logs
 
 
-def test_relatives_are_aligned_ahead_of_the_step(
-    tiny_store: SequenceStore, waits_of: WaitsOf
-) -> None:
+def test_relatives_are_aligned_ahead(tiny_store: SequenceStore, waits_of: WaitsOf) -> None:
     count = len(tiny_store)
     queries = np.arange(count)
     index = RelativesIndex.of_hits(count, queries, (queries + 1) % count, np.full(count, 0.4), 2)
@@ -215,16 +213,6 @@ def test_every_kind_of_wait_is_found() -> None:
         assert len(waits.found) == 1, name
 
 
-def test_what_stays_on_the_device_is_no_wait() -> None:
-    with counting() as waits:
-        x = torch.randn(4, 3, device="cuda", requires_grad=True)
-        y = torch.where(x > 0, x * 2.0, 0.0).sum() + torch.full((), 3.0, device="cuda")
-        y.backward()
-        torch.ones(3).to("cuda", non_blocking=True)
-        assert x.grad is not None and x.grad.is_cuda and x.grad.device == CUDA
-    assert waits.found == []
-
-
 class Reads(TorchDispatchMode):
     """Counts the numbers that Python takes out of tensors."""
 
@@ -253,9 +241,7 @@ def test_a_step_of_two_ranks_reads_no_number(store: Path, tmp_path: Path) -> Non
 # --- recompilations ------------------------------------------------------------------------------
 
 
-def test_all_blocks_are_one_graph_that_is_compiled_once(
-    build: Build, monkeypatch: MonkeyPatch
-) -> None:
+def test_all_blocks_are_one_graph_compiled_once(build: Build, monkeypatch: MonkeyPatch) -> None:
     # Graphs are captured before kernels are made of them, for which there may be no compiler.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
@@ -360,7 +346,7 @@ def groups_written_out(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_formula_is_what_torch_counts(
+def test_flops_are_what_torch_counts(
     model: str, proteins: list[Tokens], monkeypatch: MonkeyPatch
 ) -> None:
     """Σ over all matrix products of a forward and its backward; adaLN's are the formula's rest."""

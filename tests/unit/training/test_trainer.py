@@ -69,7 +69,7 @@ def cut(sequences: Sequence[np.ndarray], bins: int) -> GlobalBatch:
     )
 
 
-def test_a_step_is_plain_adamw_on_the_mean_loss_over_the_global_batch(
+def test_a_step_is_plain_adamw_on_the_mean_loss(
     make_trainer: Build, proteins: list[np.ndarray]
 ) -> None:
     """One step against cross-entropy, clipping and AdamW written out on a second model."""
@@ -195,7 +195,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("of", RESUMED)
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(
     of: str, store: Path, tmp_path: Path
 ) -> None:
     settings = {**RESUMED[of], "log": False, "max_steps": 6, "every": 1}
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_another_run_is_rejected(make_trainer: Build, tmp_path: 
         ({"token_budget": 100}, "token_budget"),
     ],
 )
-def test_impossible_settings_are_rejected_by_name(
+def test_impossible_settings_are_named(
     changes: dict[str, Any], argument: str, make_trainer: Build
 ) -> None:
     with pytest.raises(ConfigError, match=f"{argument}="):

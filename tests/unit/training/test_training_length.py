@@ -41,7 +41,7 @@ def steps_of(budget: Any, loader: PackedLoader) -> int:
 
 
 @pytest.mark.parametrize("by_cluster", [False, True])
-def test_the_budget_pays_for_the_batches_that_the_loader_packs(
+def test_the_budget_pays_for_the_packed_batches(
     by_cluster: bool, tiny_store: SequenceStore
 ) -> None:
     loader = loader_of(tiny_store, by_cluster)
@@ -56,8 +56,6 @@ def test_the_budget_pays_for_the_batches_that_the_loader_packs(
 
 
 @pytest.mark.parametrize("budget", [0, "much", float("nan"), float("inf"), 1e3])
-def test_a_budget_that_pays_for_no_step_is_rejected_by_name(
-    budget: Any, tiny_store: SequenceStore
-) -> None:
+def test_a_budget_that_pays_for_no_step_is_named(budget: Any, tiny_store: SequenceStore) -> None:
     with pytest.raises(ConfigError, match=r"^flops_budget="):
         steps_of(budget, loader_of(tiny_store))

@@ -167,7 +167,7 @@ def test_a_training_that_others_slow_down_reports_it_once(
 # --- the logger --------------------------------------------------------------------------------
 
 
-def test_a_row_contains_every_metric_and_the_run_the_peak(
+def test_a_row_contains_every_metric(
     build: Build, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registered("metric"), "longest", Entry(Settings, LongestSequence))
@@ -196,9 +196,7 @@ class LongestSequence(Metric):
         return {"longest": self.longest}
 
 
-def test_other_ranks_measure_and_write_nothing(
-    build: Build, tmp_path: Path, capsys: Captured
-) -> None:
+def test_other_ranks_write_nothing(build: Build, tmp_path: Path, capsys: Captured) -> None:
     run = mock.Mock(Runs)
     trainer = build(ProgressBar(), MetricLogger(settings=MetricsSettings(every=2), run=run))
     trainer.process = replace(trainer.process, rank=1, world_size=2)

@@ -66,7 +66,7 @@ def callback(variables: dict[str, str]) -> TrainJobStatus:
     return made
 
 
-def test_the_progress_is_sent_at_intervals_and_at_the_end(
+def test_progress_is_sent_at_intervals(
     build: Build, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainjob_status, "SECONDS", 0.25)
