@@ -1,7 +1,10 @@
 """The callbacks: what each does, and that a resumed run logs each row once."""
 
+import gc
+import gzip
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +18,26 @@ from d2plm.core.vocabulary import encode
 from d2plm.data.loader import Collection, PackedDataset
 from d2plm.data.packing import Bin
 from d2plm.data.store import SequenceStore
+from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition
 from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
-from d2plm.settings.callbacks import CheckpointSettings, EvaluationCallbackSettings, MetricsSettings
+from d2plm.settings.callbacks import (
+    CheckpointSettings,
+    EvaluationCallbackSettings,
+    GarbageCollectionSettings,
+    MetricsSettings,
+    ProfilerSettings,
+)
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.evaluation import Evaluate
+from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
+from d2plm.training.callbacks.profiler import Profiler
+from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
+from tests.conftest import Captured
 from tests.unit.training.conftest import Build, Recorder
 
 ALANINE = int(encode("A")[0])
@@ -134,3 +148,100 @@ def test_a_subclass_chooses_data_and_batches(build: Build, tiny_store: SequenceS
     assert trainer.batch is not None
     tokens = trainer.batch.micro_batches[0].tokens
     assert set(tokens[(tokens >= 4) & (tokens < 24)].tolist()) == {ALANINE}
+
+
+class Collections(Callback):
+    """Counts the collections in each step by generation, and looks at the collector's state."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.enabled: list[bool] = []
+        self.frozen: list[int] = []
+        self.step = 0
+
+    def note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self.seen.append((self.step, info["generation"]))
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        self.step = trainer.step + 1
+        self.enabled.append(gc.isenabled())
+        self.frozen.append(gc.get_freeze_count())
+        cycles: list[Any] = [[] for _ in range(5000)]  # enough for a collection at any other time
+        for cycle in cycles:
+            cycle.append(cycle)
+
+
+@pytest.fixture
+def collections() -> Iterator[Collections]:
+    collections = Collections()
+    gc.callbacks.append(collections.note)
+    yield collections
+    gc.callbacks.remove(collections.note)
+
+
+def test_it_collects_at_its_steps_and_is_given_back(build: Build, collections: Collections) -> None:
+    collector = GarbageCollection(GarbageCollectionSettings(every=2, generation=1))
+    with pytest.raises(KeyboardInterrupt):
+        build(collector, collections, Recorder(stop_after=5)).train()
+    assert [seen for seen in collections.seen if 0 < seen[0] < 5] == [(2, 1), (4, 1)]
+    assert not any(collections.enabled)
+    assert min(collections.frozen) > 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def spans(file: Path) -> list[str]:
+    """The names of everything in a trace."""
+    with gzip.open(file, "rt") as stream:
+        return [event.get("name", "") for event in json.load(stream)["traceEvents"]]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in (folder / "run" / "profile").iterdir())
+
+
+def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) -> None:
+    profiler = Profiler(ProfilerSettings(start=2, steps=2))
+    build(profiler, gradient_accumulation_steps=2, max_steps=5).train()
+    assert files(tmp_path) == ["rank0.step-2.json.gz", "rank0.step-2.txt"]
+    names = spans(tmp_path / "run" / "profile" / "rank0.step-2.json.gz")
+    steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
+    assert steps == ["ProfilerStep#2", "ProfilerStep#3"]
+    assert names.count("optimizer") == 2
+    assert names.count("forward") == names.count("backward") == 4
+    assert "Self CPU" in (tmp_path / "run" / "profile" / "rank0.step-2.txt").read_text()
+
+
+def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build(Profiler(ProfilerSettings(start=1, steps=100)), Recorder(stop_after=3)).train()
+    assert files(tmp_path) == ["rank0.step-1.json.gz", "rank0.step-1.txt"]
+    assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 2
+
+
+def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
+    tiny_store: SequenceStore, build: Build, capsys: Captured
+) -> None:
+    held_out = Evaluate(tiny_store, max_length=64, settings=EvaluationCallbackSettings(sequences=8))
+    alpha = fit_composition(tiny_store, 62)
+    counts = [counts_of(tokens[:62]) for tokens in held_out.sequences]
+    nats = sum(composition_nats(each, alpha) for each in counts)
+    expected = math.exp(nats / sum(each.sum() for each in counts))
+    assert held_out.reference_perplexity(tiny_store) == pytest.approx(expected)
+    bar = ProgressBar()
+    trainer = build(bar)
+    trainer.add_callback(held_out)
+    bar.on_train_begin(trainer)
+    bar.on_evaluate(trainer, {"validation_perplexity": 17.5})
+    bar.on_stop(trainer)
+    assert f"without order, gives {expected:.3f}" in capsys.readouterr().err
+
+
+def test_a_training_that_never_began_is_stopped_without_a_word(build: Build) -> None:
+    class Refuse(Callback):
+        def on_train_begin(self, trainer: Trainer) -> None:
+            raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        build(Refuse(), ProgressBar()).train()

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
+from d2plm.training.distributed import Process
 from d2plm.training.trainer import Trainer
 from tests.unit.training.conftest import Build
 
@@ -44,11 +46,14 @@ class Evaluations(Callback):
     ],
 )
 def test_training_ends_where_the_metric_no_longer_gets_better(
-    settings: dict[str, Any], values: list[float], ends_at: int, build: Build
+    settings: dict[str, Any], values: list[float], ends_at: int
 ) -> None:
-    trainer = build(Evaluations(values), EarlyStopping(EarlyStoppingSettings(**settings)))
-    trainer.train()
-    assert trainer.step == ends_at
+    stub, stopping = mock.Mock(process=Process()), EarlyStopping(EarlyStoppingSettings(**settings))
+    done = 0
+    while done < len(values) and not stub.end_training.called:
+        stopping.on_evaluate(stub, {"validation_nelbo": values[done]})
+        done += 1
+    assert done == ends_at
 
 
 def test_a_metric_that_is_not_evaluated_is_named(build: Build) -> None:

@@ -51,6 +51,7 @@ from tests.ranks import run
 from tests.runs import build as build_run
 from tests.synchronisations import CUDA, UnknownShape, Waits, counting
 from tests.trainers import make_trainer
+from tests.unit.model.test_attention import written_out
 from tests.unit.training.conftest import Build
 
 SIZES = {**TINY_SIZES, "num_hidden_layers": 1, "hidden_dropout_prob": 0.1}
@@ -328,12 +329,7 @@ def attention_written_out(
     q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
     """In matrix products that torch counts; the packed operator hides its own."""
-    lengths = cu_seqlens.diff().tolist()
-    parts = []
-    for q, k, v in zip(*(x.split(lengths) for x in (q_THK, k_THK, v_THK)), strict=True):
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        parts.append(torch.bmm((torch.bmm(q, k.mT) / q.shape[-1] ** 0.5).softmax(-1), v))
-    return torch.cat([part.transpose(0, 1) for part in parts])
+    return written_out(q_THK, k_THK, v_THK, cu_seqlens.diff().tolist())
 
 
 def groups_written_out(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
