@@ -26,8 +26,10 @@ def a_failed_step_is_kept_by_all_ranks_together(store: Path, output: Path) -> No
     assert (described["step"], described["rank"], described["world_size"]) == (3, rank, 2)
     assert trainer.batch is not None
     for found, packed in zip(described["micro_batches"], trainer.batch.micro_batches, strict=True):
-        assert found["sequence_ids"] == packed.sequence_ids[packed.real()].tolist()
-        assert found["segment_lengths"] == packed.sequence_lengths()
+        lengths = [len(sequence) for sequence in packed.split()]
+        assert found["segment_lengths"] == lengths
+        assert found["sequence_ids"] == packed.sequence_ids[: len(lengths)].tolist()
+        assert found["draw_ids"] == packed.draw_ids[: len(lengths)].tolist()
     gradients = json.loads((folder / "gradients.json").read_text())
     (poisoned,) = gradients["not_finite"]
     assert [name for name, norm in gradients["norms"].items() if norm == "inf"] == [poisoned]

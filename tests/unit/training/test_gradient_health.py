@@ -56,12 +56,6 @@ def test_nan_stops_before_it_reaches_the_weights(
     saved.assert_called_once_with(folder / "state")
     described = json.loads((folder / "batch.rank0.json").read_text())
     assert (described["step"], described["epoch"], described["bins"]) == (3, 0, 4)
-    assert trainer.batch is not None
-    for found, packed in zip(described["micro_batches"], trainer.batch.micro_batches, strict=True):
-        lengths = [len(sequence) for sequence in packed.split()]
-        assert found["segment_lengths"] == lengths
-        assert found["sequence_ids"] == packed.sequence_ids[: len(lengths)].tolist()
-        assert found["draw_ids"] == packed.draw_ids[: len(lengths)].tolist()
     gradients = json.loads((folder / "gradients.json").read_text(), parse_constant=pytest.fail)
     assert gradients["norms"].keys() == dict(trainer.model.named_parameters()).keys()
     assert gradients["not_finite"] == [next(iter(gradients["norms"]))]

@@ -15,9 +15,7 @@ from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, GlobalBatch, Position, framed
-from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
-from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.training import AdamWSettings, CosineSettings
@@ -29,6 +27,7 @@ from d2plm.training.trainer import Trainer
 from tests import runs
 from tests.conftest import EXPERTS, TINY_SIZES, MonkeyPatch, randomise
 from tests.unit.training.conftest import Build, Recorder
+from tests.unit.training.test_equality import RELATIVES, dense_model
 
 STEPS = 6
 
@@ -170,27 +169,15 @@ def test_events_come_in_order(make_trainer: Build) -> None:
 # --- resuming ----------------------------------------------------------------------------------
 
 
-def random_model() -> DiT:
-    model = DiT(DiTConfig(**runs.SIZES))
-    randomise(model)
-    return model
-
-
-def following(count: int) -> RelativesIndex:
-    """Each sequence's relative is the one after it."""
-    queries = np.arange(count)
-    return RelativesIndex.of_hits(count, queries, (queries + 1) % count, np.full(count, 0.4), 1)
-
-
 RESUMED: dict[str, dict[str, Any]] = {
     "dropout": {
         "sizes": {"hidden_dropout_prob": 0.2, "initial_gate": 1.0},
         "gradient_accumulation_steps": 2,
     },
     "experts": {"sizes": {**EXPERTS, "initial_gate": 1.0}},
-    "relatives": {"sizes": {"relatives_dim": 8}, "max_relatives": 1, "relatives": following},
-    "low rank": {"model": random_model, "lora_rank": 2},
-    "frozen": {"model": random_model, "freeze": ["*.modulation.*"]},
+    "relatives": RELATIVES,
+    "low rank": {"model": dense_model, "lora_rank": 2, "precision": "fp64"},
+    "frozen": {"model": dense_model, "freeze": ["*.modulation.*"], "precision": "fp64"},
 }
 
 
