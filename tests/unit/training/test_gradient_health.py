@@ -122,22 +122,18 @@ def test_looking_now_and_then_looks_before_what_is_saved_and_at_the_end(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("device", "settings", "loggers", "interval"),
-    [
+def test_by_default_it_never_waits_for_a_cuda_device_where_no_row_does() -> None:
+    cases: list[tuple[str, dict[str, Any], list[Callback], int]] = [
         ("cpu", {}, [LOGGER], 1),
         ("cuda", {}, [LOGGER], 7),
         ("cuda", {}, [], 20),
         ("cuda", {"max_skipped": 1}, [LOGGER], 1),
         ("cuda", {"every": 3}, [LOGGER], 3),
-    ],
-)
-def test_by_default_it_never_waits_for_a_cuda_device_where_no_row_does(
-    device: str, settings: dict[str, Any], loggers: list[Callback], interval: int
-) -> None:
-    health = GradientHealth(GradientHealthSettings(**settings))
-    process = SimpleNamespace(device=torch.device(device))
-    health.on_train_begin(SimpleNamespace(process=process, callbacks=loggers))  # type: ignore[arg-type]
-    assert health.interval == interval
+    ]
+    for device, settings, loggers, interval in cases:
+        health = GradientHealth(GradientHealthSettings(**settings))
+        process = SimpleNamespace(device=torch.device(device))
+        health.on_train_begin(SimpleNamespace(process=process, callbacks=loggers))  # type: ignore[arg-type]
+        assert health.interval == interval
     with pytest.raises(ConfigError, match=r"^every=2"):
         GradientHealth(GradientHealthSettings(every=2, max_skipped=1))

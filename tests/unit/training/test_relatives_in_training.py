@@ -22,22 +22,16 @@ from tests.conftest import TINY_SIZES, MonkeyPatch
 from tests.unit.training.conftest import Build, Recorder
 
 
-@pytest.mark.parametrize(
-    ("relatives_dim", "changes", "key"),
-    [
-        (None, {"max_relatives": 2}, "max_relatives=2"),
-        (8, {}, "max_relatives=null"),
-        (8, {"max_relatives": 0}, "max_relatives=0"),
-        (8, {"max_relatives": 2, "paradigm": UniformFlowMatching()}, "relatives_dim=8"),
-        (8, {"max_relatives": 2, "paradigm": AbsorbingDiffusion(shift=True)}, "relatives_dim=8"),
-    ],
-)
-def test_relatives_are_for_models_and_paradigms_that_take_them(
-    relatives_dim: int | None, changes: dict[str, Any], key: str, build: Build
-) -> None:
-    config = DiTConfig(**TINY_SIZES, relatives_dim=relatives_dim)
-    with pytest.raises(ConfigError, match=key):
-        build(model=config, **changes)
+def test_relatives_are_for_models_and_paradigms_that_take_them(build: Build) -> None:
+    taking = DiTConfig(**TINY_SIZES, relatives_dim=8)
+    for number, named in ((None, "null"), (0, "0")):
+        with pytest.raises(ConfigError, match=f"max_relatives={named}"):
+            build(model=taking, max_relatives=number)
+    with pytest.raises(ConfigError, match="max_relatives=2"):
+        build(max_relatives=2)
+    for paradigm in (UniformFlowMatching(), AbsorbingDiffusion(shift=True)):
+        with pytest.raises(ConfigError, match="relatives_dim=8"):
+            build(model=taking, max_relatives=2, paradigm=paradigm)
 
 
 @pytest.fixture

@@ -241,21 +241,12 @@ def test_a_checkpoint_of_another_run_is_rejected(make_trainer: Build, tmp_path: 
 # --- settings ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "argument"),
-    [
-        ({"max_steps": None}, "max_steps"),
-        ({"max_steps": 5, "max_epochs": 1}, "max_epochs"),
-        ({"max_length": 129}, "max_length"),
-        ({"max_length": "long"}, "max_length"),
-        ({"token_budget": 100}, "token_budget"),
-    ],
-)
-def test_impossible_settings_are_named(
-    changes: dict[str, Any], argument: str, make_trainer: Build
-) -> None:
-    with pytest.raises(ConfigError, match=f"{argument}="):
-        make_trainer(**changes)
+def test_impossible_settings_are_named(make_trainer: Build) -> None:
+    changes: list[dict[str, Any]] = [{"max_steps": None}, {"max_epochs": 1, "max_steps": 5}]
+    changes += [{"max_length": 129}, {"max_length": "long"}, {"token_budget": 100}]
+    for change in changes:
+        with pytest.raises(ConfigError, match=f"{next(iter(change))}="):
+            make_trainer(**change)
 
 
 # --- compilation -------------------------------------------------------------------------------
