@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from d2plm.settings import registry
-from tests.conftest import shared_folder
+from tests.conftest import MonkeyPatch, shared_folder
 from tests.docs.markdown import ROOT, blocks
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -41,7 +41,7 @@ class Followed:
 
 
 @pytest.fixture(autouse=True)
-def _registry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def _registry_of_its_own(monkeypatch: MonkeyPatch) -> None:
     """What a document registers is forgotten after its test."""
     entries = {group: dict(known) for group, known in registry._ENTRIES.items()}
     monkeypatch.setattr(registry, "_ENTRIES", entries)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import MonkeyPatch
 from tests.docs.conftest import Followed
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks
 
@@ -18,9 +19,7 @@ WITH_PYTHON = [
 
 
 @pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda d: str(d.relative_to(ROOT)))
-def test_python_blocks_run(
-    document: Path, followed: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_blocks_run(document: Path, followed: Followed, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(followed.folder)
     if not Path("examples").exists():  # the README's reader is in the clone
         Path("examples").symlink_to(ROOT / "examples")

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from google.protobuf.json_format import ParseDict
 from kfp.dsl.executor import Executor
 from kfp.pipeline_spec import pipeline_spec_pb2
 
 from pipelines import components, steps
+from tests.conftest import MonkeyPatch
 from tests.integration.conftest import Finished
 
 Outputs = dict[str, Any]
@@ -42,7 +42,7 @@ def execute(component: Any, folder: Path, **parameters: Any) -> tuple[Outputs, O
 
 
 def test_each_step_describes_its_results_in_artifacts(
-    copied: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Finished, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     work_dir = copied.work_dir
     (known,) = (work_dir / "pipeline_runs").glob("*.yaml")

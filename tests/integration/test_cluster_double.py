@@ -71,17 +71,6 @@ def test_two_pods_run_torchrun_as_one_group(
     )
 
 
-def test_deleting_a_job_ends_its_processes_also_those_that_do_not_listen(cluster: Cluster) -> None:
-    cluster.script(DEAF)
-    create(PYTORCHJOB)
-    alive = processes(cluster)
-    connect().delete(PYTORCHJOB, "run")
-    for pod in cluster.pods():
-        cluster.delete_pod(_name(pod), grace_seconds=1)
-    cluster.wait_for(lambda: not cluster.pods())
-    assert not any(map(is_running, alive))
-
-
 @pytest.mark.parametrize("owner", ["runtime", "job"])
 def test_a_trainjob_whose_runtime_goes_first_stays_until_the_runtime_is_back(
     cluster: Cluster, owner: str

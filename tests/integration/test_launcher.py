@@ -674,6 +674,7 @@ def test_a_step_that_cannot_ask_leaves_its_job_to_the_exit_handler(
     fault(cluster)
     evicted(cluster, step)
     assert sum("cannot read Workflow d2plm/mine" in line for line in caplog.messages) == 1
+    pipeline_steps.finish("run-2", str(tmp_path), "RUNNING")
     assert not is_gone(cluster)
     pipeline_steps.finish("run-1", str(tmp_path), "RUNNING")
     assert is_gone(cluster)

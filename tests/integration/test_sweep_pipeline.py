@@ -14,6 +14,7 @@ from d2plm.commands import compare
 from d2plm.config import compose, save
 from pipelines import pipeline
 from tests.commands import ROOT, d2plm
+from tests.conftest import MonkeyPatch
 from tests.integration.conftest import Prepared
 
 pytestmark = pytest.mark.thorough  # trains several models, each step in a new interpreter
@@ -41,7 +42,7 @@ SHARED = (
 
 @pytest.fixture
 def submitted(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> Callable[[], dict[str, str]]:
     """Runs the pipeline of the four runs; returns the summary and the runs that it executed."""
     package = tmp_path / "package"
@@ -81,7 +82,7 @@ def test_four_runs_of_which_two_are_killed_end_with_the_table_of_one_machine(
     prepared: Prepared,
     submitted: Callable[[], dict[str, str]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KILLED_SEED", "seed2")
     records = submitted()

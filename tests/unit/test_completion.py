@@ -9,6 +9,7 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.completion import candidates
+from tests.conftest import Captured, MonkeyPatch
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -36,7 +37,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_what_may_follow(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_follow(line: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "proteins.fasta").touch()
     (tmp_path / "data" / ".hidden").touch()
@@ -89,6 +90,6 @@ def test_bash_completes_after_what_it_takes_for_a_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_has_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_shell_has_a_script(shell: str, capsys: Captured) -> None:
     assert main(["completion", shell]) == 0
     assert "completion candidates" in capsys.readouterr().out

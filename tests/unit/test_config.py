@@ -31,6 +31,7 @@ from d2plm.settings.commands import SETTINGS
 from d2plm.settings.schema import Key, Settings, build, keys
 from d2plm.settings.training import AdamWSettings, MuonSettings, WsdSettings
 from d2plm.training.callbacks.callback import RunContext
+from tests.conftest import MonkeyPatch
 
 GROUPS = {
     group.name: sorted(file.stem for file in group.glob("*.yaml"))
@@ -258,7 +259,7 @@ def test_a_path_is_the_same_quoted_or_in_a_list(one: str, other: str) -> None:
     assert parse_overrides([f"name={quoted(one)}"])[0].value() == one
 
 
-def test_a_file_of_exactly_that_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_exactly_that_name_wins(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("[a]", "'q'", "a,b", "a=b"):
         (tmp_path / name).write_text(">p\nMK\n")
@@ -295,7 +296,7 @@ def test_a_configuration_from_a_stranger_does_not_read_the_environment(tmp_path:
 
 
 def test_choices_in_the_configs_folder_of_the_user_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     file = tmp_path / "configs" / "experiment" / "mine.yaml"
     file.parent.mkdir(parents=True)
@@ -317,9 +318,6 @@ def test_choices_in_the_configs_folder_of_the_user_are_found(
 REFUSED = {
     "train trainer.max_step=1": "did you mean 'trainer.max_steps'",
     "train +trainer.max_stepz=1": "did you mean 'trainer.max_steps'",
-    "train paradigm.schedulr=linear": "did you mean 'paradigm.schedule'",
-    "train modell=8m": "did you mean 'model'",
-    "train model=35n": "did you mean '35m'",
     "train optimizer=adamw optimizer.momentum=0.9": "'optimizer.momentum'",
     "train trainer.seed=1,2": "--multirun",
     "train debug": "key=value",
@@ -328,9 +326,7 @@ REFUSED = {
     "score": "input: is required",
     "score input=x model_dir=": "model_dir: is empty",
     "score --mutationz=v.csv": "did you mean '--mutations'",
-    "score --evaluation.sed 1": "did you mean '--evaluation.seed'",
     "score --mutations": "--mutations: needs a value",
-    "score --mutations output=o.csv": "--mutations: needs a value",
     "score --mutations --cfg": "--mutations: needs a value",
     "score --config-name=nope": "nope.yaml",
 }

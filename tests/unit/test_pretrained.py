@@ -12,6 +12,7 @@ from d2plm.evaluation.result import read_evaluation
 from d2plm.export.exported_model import load_export, weights_digest
 from d2plm.export.model_evaluation import load_scores
 from d2plm.settings.commands import PRETRAINED
+from tests.conftest import Captured, MonkeyPatch
 from tests.docs.markdown import ROOT
 
 SHIPPED = ROOT / PRETRAINED
@@ -45,7 +46,7 @@ def test_its_figures_are_those_of_the_readme() -> None:
 
 
 def test_commands_that_use_a_model_use_it_outside_the_clone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: MonkeyPatch, capfd: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "number=2", "length=30", "steps=4", "output=new.fasta"]) == 0

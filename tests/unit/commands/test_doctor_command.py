@@ -7,11 +7,12 @@ import pytest
 
 from d2plm.cli import main
 from tests.cluster.double import write_kube_config
+from tests.conftest import Captured, MonkeyPatch
 from tests.unit.doctor.api import NODES, Api, serving
 
 
 @pytest.fixture(autouse=True)
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     """A machine that knows of no cluster and no server."""
     for name in ("KUBECONFIG", "KFP_HOST", "MLFLOW_TRACKING_URI", "D2PLM_IMAGE"):
         monkeypatch.setenv(name, "")
@@ -23,7 +24,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_cluster_the_machine_alone_is_checked_and_nothing_is_left_behind(
-    machine: Path, capsys: pytest.CaptureFixture[str]
+    machine: Path, capsys: Captured
 ) -> None:
     assert main(["doctor", "tracking=none"]) == 0
     *lines, _, _ = capsys.readouterr().out.splitlines()
@@ -33,7 +34,7 @@ def test_without_a_cluster_the_machine_alone_is_checked_and_nothing_is_left_behi
 
 
 def test_json_is_a_list_for_machines_and_a_failure_exits_with_1(
-    machine: Path, capsys: pytest.CaptureFixture[str]
+    machine: Path, capsys: Captured
 ) -> None:
     (machine / "config").write_text("")
     words = ["doctor", "--json", "tracking.uri=http://127.0.0.1:9", "timeout_seconds=1"]
@@ -47,7 +48,7 @@ def test_json_is_a_list_for_machines_and_a_failure_exits_with_1(
 
 
 def test_a_cluster_that_is_configured_is_checked_too(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     api = Api()
     api.answers[NODES] = 403
@@ -61,7 +62,7 @@ def test_a_cluster_that_is_configured_is_checked_too(
 
 @pytest.mark.parametrize("word", ["cluster=false", "launcher=local"])
 def test_a_cluster_that_is_not_wanted_is_left_alone(
-    word: str, machine: Path, monkeypatch: pytest.MonkeyPatch
+    word: str, machine: Path, monkeypatch: MonkeyPatch
 ) -> None:
     api = Api()
     with serving(api) as address:

@@ -12,7 +12,7 @@ from d2plm.commands import multirun
 from d2plm.commands.multirun import collect, expand, folder_name, sweep_table
 from d2plm.config import flat, parse_arguments
 from d2plm.core.errors import ConfigError
-from tests.conftest import write_store
+from tests.conftest import MonkeyPatch, write_store
 
 
 def names(*words: str) -> list[str]:
@@ -65,7 +65,7 @@ def prepared(tmp_path: Path, proteins: list[Any]) -> Path:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, prepared: Path) -> list[dict[str, Any]]:
+def started(monkeypatch: MonkeyPatch, prepared: Path) -> list[dict[str, Any]]:
     """What would have been started, in place of starting it."""
     calls: list[dict[str, Any]] = []
 
@@ -129,7 +129,7 @@ def test_all_runs_are_checked_before_the_first_starts(
     assert not started
 
 
-def test_a_worker_does_not_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_does_not_sweep(sweep: Sweep, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(ConfigError, match="cannot run under torchrun"):
         sweep("trainer.seed=1,2")

@@ -16,6 +16,7 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError
 from d2plm.evaluation.scaling import Law
 from d2plm.model.flops import token_parameters, training_flops
+from tests.conftest import Captured, MonkeyPatch
 from tests.evaluations import invented_evaluation
 
 LENGTHS = np.random.default_rng(0).integers(40, 900, 500)
@@ -72,7 +73,7 @@ def test_sizes_must_differ(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def in_place_of_training(monkeypatch: MonkeyPatch) -> dict[str, Any]:
     """Runs that end at once, with the bounds of a known law."""
     seen: dict[str, Any] = {"masks": {}}
 
@@ -111,7 +112,7 @@ def in_place_of_training(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_every_run_is_trained_and_evaluated_and_the_law_is_written(
-    in_place_of_training: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    in_place_of_training: dict[str, Any], tmp_path: Path, capsys: Captured
 ) -> None:
     results = run(experiment(f"work_dir={tmp_path}"))
     assert in_place_of_training["commands"] == ("train", "evaluate")

@@ -367,16 +367,10 @@ def test_columns_may_be_named(scan: Scan, exports: Exports) -> None:
     [
         (None, "no such file"),
         ("", "is empty"),
-        ("mutant\n", "no rows"),
         ("a,b\nx,1\n", "(it has: 'a', 'b')"),
         ("mutant,d2plm_score\nM1A,1\n", "column d2plm_score"),
         ("mutant,x\nM1A,1\nM1A,K2G,1\n", "line 3: has 3 cells"),
-        ("mutant,x\nM1A,1\nM1A\n", "line 3: has 1 cells"),
-        ('mutant,x\nM1A,"1"2\n', "line 2: "),
-        ("mutant\nM1A\nM1\n", "line 3: 'M1'"),
         ("mutant\nM1B\n", "no variant to score"),
-        ("mutant\nK1A\nM1A\n", "line 2: K1A"),
-        ("mutant,score\nM1A,inf\nK2A,1\n", "line 2: score 'inf'"),
         ("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n", "line 3: 'K2G'"),
     ],
 )
@@ -391,9 +385,7 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
     ("records", "content", "message"),
     [
         (">P1\nMK\n>P2\nMK\n", "mutant\nM1A\n", "has 2 proteins"),
-        (">P1\nMK\n>P1\nMK\n", "mutant,name\nM1A,P1\n", "'P1' names the record on line 1"),
         (f">P1\n{'M' * 127}\n", "mutant\nM1A\n", "record 'P1' has 127 residues"),
-        ("", "mutant\nM1A\n", "is empty"),
     ],
 )
 def test_invalid_wild_types_are_rejected(

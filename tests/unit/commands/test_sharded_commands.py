@@ -16,7 +16,7 @@ from d2plm.assembly import generation
 from d2plm.cli import main
 from d2plm.commands import embed, score
 from d2plm.core.vocabulary import CANONICAL
-from tests.conftest import Exports
+from tests.conftest import Captured, Exports, MonkeyPatch
 
 RECORDS = 11
 
@@ -70,7 +70,7 @@ def test_embeddings_in_shards_are_those_of_one_process(
     format_: str,
     pooled: str,
     count: int,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 4 * 16 * 100)  # several files
     words = [f"input={fasta}", f"format={format_}", f"pooled={pooled}"]
@@ -88,7 +88,7 @@ def test_embeddings_in_shards_are_those_of_one_process(
 
 
 def test_a_shard_continues_after_its_last_file(
-    model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
     calls, compute = list[int](), embed.embeddings
@@ -107,7 +107,7 @@ def test_a_shard_continues_after_its_last_file(
 
 
 def test_a_second_joining_that_is_killed_is_repeated(
-    model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
     words = [f"input={fasta}", "shard=0/1"]
@@ -128,7 +128,7 @@ def test_a_second_joining_that_is_killed_is_repeated(
 
 
 def test_joining_leaves_the_files_of_others(
-    model: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     output = tmp_path / "out"
     (output / "part-a").mkdir(parents=True)
@@ -145,7 +145,7 @@ def test_joining_leaves_the_files_of_others(
 
 @pytest.mark.parametrize(("output", "shard"), [(".", "shard=0/1"), ("/", "shard=null")])
 def test_embeddings_need_a_folder_with_a_name(
-    model: Path, fasta: Path, output: str, shard: str, capsys: pytest.CaptureFixture[str]
+    model: Path, fasta: Path, output: str, shard: str, capsys: Captured
 ) -> None:
     assert run("embed", model, Path(output), f"input={fasta}", shard) == 2
     assert f"output='{output}'" in capsys.readouterr().err
@@ -161,7 +161,7 @@ def test_embeddings_need_a_folder_with_a_name(
     ],
 )
 def test_a_job_is_refused_what_its_pods_would_lose(
-    command: str, words: str, key: str, capsys: pytest.CaptureFixture[str]
+    command: str, words: str, key: str, capsys: Captured
 ) -> None:
     own = ["job", "show", f"command={command}", "shards=2", "launcher.name=mine", "model_dir=m"]
     assert main([*own, "input=a", "output=/workspace/e"]) == 0
@@ -171,7 +171,7 @@ def test_a_job_is_refused_what_its_pods_would_lose(
 
 @pytest.mark.parametrize("command", ["embed", "score", "generate"])
 def test_shards_of_other_precisions_are_not_mixed(
-    command: str, model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     read = [f"input={fasta}"] if command != "generate" else ["number=2", "steps=2"]
     own = [command, f"model_dir={model}", f"output={tmp_path / 'out'}", "device=cpu", *read]
@@ -203,7 +203,7 @@ def test_designs_in_shards_are_those_of_one_process(model: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("command", ["score", "generate"])
 def test_a_repeated_shard_reports_the_same_and_what_is_missing(
-    command: str, model: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, model: Path, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     read = [f"input={fasta}"] if command == "score" else ["number=2", "steps=2"]
     reports = []
@@ -229,8 +229,8 @@ def test_what_cannot_be_sharded_is_refused_by_key(
     fasta: Path,
     words: str,
     key: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: MonkeyPatch,
+    capsys: Captured,
 ) -> None:
     given = words.format(fasta=fasta).split()
     with fasta.open() as stream:

@@ -10,10 +10,11 @@ from mlflow import MlflowClient
 from d2plm.assembly.sweep import Sweep, one_run, run_sweep
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError
+from tests.conftest import Captured, MonkeyPatch
 
 
 @pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def executed(monkeypatch: MonkeyPatch) -> dict[str, Any]:
     """The runs that would have been started, in place of starting them."""
     found: dict[str, Any] = {}
 
@@ -43,7 +44,7 @@ def sweep(tmp_path: Path, *words: str) -> dict[str, Any]:
 
 
 def test_runs_and_results_are_tracked_below_one_run(
-    executed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    executed: dict[str, Any], tmp_path: Path, capsys: Captured
 ) -> None:
     assert sweep(tmp_path) == {"best": "diffusion"}
     assert capsys.readouterr().out == "| diffusion |\n"
@@ -58,7 +59,7 @@ def test_runs_and_results_are_tracked_below_one_run(
 
 
 def test_a_run_that_cannot_be_starts_none_and_leaves_no_tracking_run(
-    executed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executed: dict[str, Any], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     def forecast(config: Any) -> None:
         raise ConfigError("impossible")

@@ -16,6 +16,7 @@ from d2plm import __version__
 from d2plm.cli import main
 from tests.cluster.double import LAUNCHER_ROLE
 from tests.cluster.store import RESOURCES
+from tests.conftest import Captured
 from tests.manifests import (
     DEFINITIONS,
     K8S,
@@ -304,7 +305,7 @@ def test_the_secrets_folder_makes_every_secret_and_git_ignores_it(tmp_path: Path
     assert "/k8s/secrets/*.env" in ignored
 
 
-def test_the_settings_of_every_command_compose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_of_every_command_compose(capsys: Captured) -> None:
     found = set()
     for case in (*JOBS, "gpu", "multi-node", *OF_KIND):
         manifests = rendered(case, ())

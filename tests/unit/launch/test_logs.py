@@ -6,7 +6,6 @@ from itertools import count, repeat
 from pathlib import Path
 from unittest.mock import Mock
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from d2plm.launch import logs
 from d2plm.launch.client import PYTORCHJOB, lines
 from d2plm.launch.job_log import logged
 from d2plm.launch.logs import _Place, followed_log
+from tests.conftest import MonkeyPatch
 
 STAMPS = ["2026-01-02T03:04:05.1Z", "2026-01-02T03:04:05.12Z", "2026-01-02T03:04:06Z"]
 
@@ -53,7 +53,7 @@ def test_a_line_without_an_end_takes_no_memory() -> None:
 
 
 def test_nothing_follows_a_log_that_is_no_longer_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "DRAIN_SECONDS", 0.1)
     monkeypatch.setattr(logs, "_unread", lambda *_: map(str, count()))

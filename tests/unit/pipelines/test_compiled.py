@@ -13,6 +13,7 @@ from d2plm.cli import main as d2plm
 from d2plm.core.errors import ConfigError
 from pipelines import components, steps
 from pipelines.local import step_command
+from tests.conftest import MonkeyPatch
 
 STEPS = {"configure", "prepare", "train", "evaluate", "register", "generate"}
 Specification = dict[str, Any]
@@ -117,7 +118,7 @@ def test_tasks_are_never_cached_are_replaced_within_seconds_and_know_their_run(
     assert producer(inner["train"], "data_digest") == "prepare"
 
 
-def test_a_step_imports_the_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_imports_the_modules(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "parts_of_mine.py").write_text("raise RuntimeError('imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="parts_of_mine"):

@@ -12,6 +12,7 @@ import pytest
 
 from d2plm.core.errors import LaunchError
 from pipelines import local, steps
+from tests.conftest import Captured, MonkeyPatch
 
 RUN = """
 import signal, sys
@@ -40,13 +41,13 @@ print(f"saved after {len(received)} signal" + "." * 100_000, flush=True)
 
 def run_step(folder: Path, code: str, log: io.TextIOBase) -> None:
     words = [sys.executable, "-c", code]
-    with pytest.MonkeyPatch.context() as patch:
+    with MonkeyPatch.context() as patch:
         patch.setattr(local, "step_command", lambda *_: words)
         local._run_step("train", folder, log, "1", folder, {"OF_THE_STEP": "1"})  # type: ignore[arg-type]
 
 
 def test_what_a_step_and_its_processes_write_reaches_the_terminal_and_the_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     code = "import os; print('3/10', flush=True); os.system('echo $OF_THE_STEP worker >&2')"
     log = io.StringIO()
@@ -54,9 +55,7 @@ def test_what_a_step_and_its_processes_write_reaches_the_terminal_and_the_log(
     assert capsys.readouterr().out == log.getvalue() == "3/10\n1 worker\n"
 
 
-def test_output_continues_where_the_log_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_continues_where_the_log_cannot_be_written(tmp_path: Path, capsys: Captured) -> None:
     log = io.StringIO()
     log.close()
     run_step(tmp_path, "print('first'); print('second')", log)
@@ -64,7 +63,7 @@ def test_output_continues_where_the_log_cannot_be_written(
 
 
 def test_a_line_without_an_end_of_a_killed_step_is_shown_and_the_error_names_the_signal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Captured, monkeypatch: MonkeyPatch
 ) -> None:
     ended: list[tuple[str, ...]] = []
     monkeypatch.setattr(steps, "finish", lambda *words: ended.append(words))

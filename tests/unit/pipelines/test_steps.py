@@ -338,28 +338,6 @@ def test_the_steps_share_one_run_beside_those_that_kfps_plugin_makes_for_each(
         assert begun[0] in client.get_run(run_id).data.tags["mlflow.note.content"]
 
 
-def test_a_job_that_its_step_has_left_behind_is_deleted(
-    work: Path, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    from d2plm.assembly.training_job import job_name
-    from d2plm.launch.client import PYTORCHJOB, connect
-    from d2plm.launch.job_spec import TrainingJob, pytorchjob
-    from tests.cluster import Cluster, Script
-
-    file = steps.config_file("run-1", str(work))
-    assert file.is_file()
-    with Cluster(tmp_path / "cluster") as double:
-        monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
-        monkeypatch.setenv("KFP_POD_NAME", "finish")
-        double.script(Script(seconds=60))
-        name = job_name(compose("pipeline", []), file)
-        connect().create(PYTORCHJOB, pytorchjob(TrainingJob(name, "d2plm-trainer:1", ())))
-        steps.finish("run-2", str(work), "FAILED")
-        assert double.job(name) is not None
-        steps.finish("run-1", str(work), "FAILED")
-        double.wait_for(lambda: double.job(name) is None)
-
-
 def test_proteins_are_kept_where_the_report_on_them_fails(
     tmp_path: Path, monkeypatch: MonkeyPatch, configure: Configure
 ) -> None:

@@ -396,7 +396,6 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
         ([*DEBUG, "tolerations=gpu"], "tolerations="),
         ([*DEBUG, "prepare_memory=12Gx"], "prepare_memory="),
         ([*DEBUG, "evaluate_gpus=one"], "evaluate_gpus="),
-        ([*DEBUG, "claim=BAD_NAME"], "claim="),
         ([*DEBUG, "prepare_cpuu=1"], "did you mean 'prepare_cpu'"),
         ([*DEBUG, "output=d2plm.yaml"], "output:"),
         (["sweep=scalin"], "did you mean 'scaling'"),
@@ -405,7 +404,6 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
         ([*SWEEP, "launcher.name=mine"], "launcher.name="),
         (["sweep=train", *DEBUG, "data.input=/a,/b"], "data.input"),
         ([*SWEEP, "arms.c.trainer.max_step=2"], "arms.c: unknown key 'trainer.max_step'"),
-        (["sweep=scaling", "sizes.a.model.hidden=2"], "sizes.a: unknown key 'model.hidden'"),
     ],
 )
 def test_what_cannot_be_meant_is_rejected_before_the_server_is_asked(

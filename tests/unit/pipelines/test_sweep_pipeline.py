@@ -17,6 +17,7 @@ from d2plm.launch.job_log import job_log
 from d2plm.launch.kfp_server import POD_VARIABLE
 from d2plm.tracking.mlflow_run import begin_mlflow_run
 from pipelines import record, steps, sweep
+from tests.conftest import MonkeyPatch
 
 SWEEP = ["sweep=compare", "experiment=debug", "arms={a: {}, b: {trainer: {max_steps: 2}}}"]
 Specification = dict[str, Any]
@@ -72,7 +73,7 @@ def test_its_form_is_that_of_a_single_run_and_its_pods_have_the_same_surrounding
 
 
 @pytest.fixture
-def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def configured(tmp_path: Path, monkeypatch: MonkeyPatch) -> Callable[..., Path]:
     """Configures a sweep of two arms with two seeds; every run's settings and files are good."""
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
@@ -124,7 +125,7 @@ def test_runs_that_have_finished_with_the_same_settings_are_not_repeated(
 
 
 def test_each_run_names_the_log_of_its_own_job(
-    configured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    configured: Callable[..., Path], monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setenv(POD_VARIABLE, "a-pod")
     monkeypatch.setattr("d2plm.launch.client.where_to_train", lambda kind: "local")
@@ -137,7 +138,7 @@ def test_each_run_names_the_log_of_its_own_job(
 
 
 def test_what_the_runs_have_left_is_ended_and_listed(
-    configured: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configured: Callable[..., Path], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     ended: list[Path] = []
     monkeypatch.setattr(

@@ -20,10 +20,11 @@ from d2plm.settings.paradigm import DiffusionSettings
 from d2plm.settings.registry import find, load_modules, module_words, register
 from d2plm.settings.schema import key
 from tests.commands import ROOT, d2plm
+from tests.conftest import Captured, MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_before(monkeypatch: MonkeyPatch) -> Iterator[None]:
     """What a test registers and imports is forgotten after it."""
     entries = {group: dict(known) for group, known in registry._ENTRIES.items()}
     monkeypatch.setattr(registry, "_ENTRIES", entries)
@@ -63,7 +64,7 @@ def test_a_registered_paradigm_is_configured_saved_and_loaded(tmp_path: Path) ->
 
 
 def test_a_field_is_a_key_in_help_completion_documents_validation_and_the_constructor(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     register("paradigm", "mine", Mine, MineSettings)
     said = "strength of it (≥ 0 and ≤ 1)"

@@ -18,6 +18,7 @@ from d2plm.settings.commands import SETTINGS, SHORT_KEYS
 from d2plm.settings.launcher import LauncherSettings
 from d2plm.settings.schema import Settings, build, key, keys, section, with_defaults
 from d2plm.settings.tracking import TrackingSettings
+from tests.conftest import MonkeyPatch
 
 
 @pytest.mark.parametrize(
@@ -194,9 +195,7 @@ def test_paths_that_are_read_must_be_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["M" * 300, "~nobody/p.fasta", "deep/**/*.fasta"])
-def test_odd_paths_are_no_tracebacks(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_paths_are_no_tracebacks(path: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="no such file or folder"):
         check_paths("ingest", {"input": path}, ["input"])

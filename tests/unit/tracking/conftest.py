@@ -10,6 +10,8 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ErrorCode
 
+from tests.conftest import MonkeyPatch
+
 Refuse = Callable[..., None]
 
 
@@ -20,7 +22,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def client(store: str, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
+def client(store: str, monkeypatch: MonkeyPatch) -> MlflowClient:
     """A client of the store, which is also MLflow's own for the length of the test."""
     # MLflow writes both of these itself, for its child processes.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
@@ -30,7 +32,7 @@ def client(store: str, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
 
 
 @pytest.fixture
-def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
+def refuse(monkeypatch: MonkeyPatch) -> Refuse:
     """(method, error code) → that method of every client raises it from now on."""
 
     def make(method: str, code: str = "TEMPORARILY_UNAVAILABLE", message: str = "down") -> None:
@@ -42,7 +44,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     return make
 
 
-def repeat(monkeypatch: pytest.MonkeyPatch, store: type, method: str) -> None:
+def repeat(monkeypatch: MonkeyPatch, store: type, method: str) -> None:
     """Have a store do everything twice, as for a client whose first answer a proxy has lost."""
     once = getattr(store, method)
 

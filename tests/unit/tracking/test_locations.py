@@ -26,6 +26,7 @@ from d2plm.tracking.mlflow_run import open_client
 from d2plm.tracking.pyfunc_model import PyfuncModel
 from d2plm.tracking.registry import export_digest, register
 from d2plm.tracking.runs import tracking_run
+from tests.conftest import MonkeyPatch
 from tests.unit.model.test_esm import esm_like
 from tests.unit.tracking.test_registry import whole
 
@@ -111,7 +112,7 @@ def test_esm_2_is_a_model_as_any(esm: Path) -> None:
 
 
 def test_a_name_on_the_hub_is_fetched_without_code(
-    esm: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: dict[str, Any] = {}
 
@@ -129,9 +130,7 @@ def test_a_name_on_the_hub_is_fetched_without_code(
         open_model("facebook/esm2", key="model_dir")
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     def fail(*_: object, **__: object) -> str:
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong story")
 
@@ -145,7 +144,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(
     ("uri", "location"), [(None, "models:/a@champion"), ("sqlite:///none/other.db", "models:/a/3")]
 )
 def test_reading_a_registry_creates_none(
-    uri: str | None, location: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    uri: str | None, location: str, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TrackingError, match=r"there is no file .*\.db"):

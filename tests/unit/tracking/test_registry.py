@@ -21,6 +21,7 @@ from d2plm.tracking.registry import (
     register,
 )
 from d2plm.tracking.runs import tracking_run
+from tests.conftest import MonkeyPatch
 from tests.evaluations import invented_evaluation
 from tests.unit.tracking.conftest import repeat
 
@@ -162,7 +163,7 @@ class Killed(BaseException):
 
 
 def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_next(
-    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     export = whole(tmp_path / "model", 2.0, 3)
     left = 0
@@ -210,7 +211,7 @@ def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_nex
 
 
 def test_repeated_requests_register_one_version_of_one_model(
-    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     repeat(monkeypatch, tracking_store.SqlAlchemyStore, "create_logged_model")
     repeat(monkeypatch, registry_store.SqlAlchemyStore, "create_model_version")
@@ -244,7 +245,7 @@ def test_versions_that_a_user_has_made_of_the_same_model_are_kept(
 
 
 def test_copies_made_before_a_kill_are_deleted_by_the_next_registration(
-    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     export = whole(tmp_path / "model", 2.0, 3)
     digest = export_digest(export)
@@ -266,7 +267,7 @@ def test_copies_made_before_a_kill_are_deleted_by_the_next_registration(
 
 
 def test_a_version_that_the_search_does_not_show_yet_is_registered(
-    client: MlflowClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     export = whole(tmp_path / "model", 2.0, 3)
     monkeypatch.setattr(MlflowClient, "search_model_versions", lambda *_: [])
