@@ -41,7 +41,7 @@ def execute(component: Any, folder: Path, **parameters: Any) -> tuple[Outputs, O
     return written["parameterValues"], metadata, folder
 
 
-def test_each_step_describes_its_results_in_artifacts(
+def test_each_step_has_artifacts(
     copied: Finished, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     work_dir = copied.work_dir

@@ -74,7 +74,7 @@ def test_standard_output_that_is_full_or_closed_is_an_error(
     assert "Traceback" not in result.stderr
 
 
-def test_a_deleted_working_folder_is_an_error(
+def test_a_deleted_folder_is_an_error(
     tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     (tmp_path / "gone").mkdir()

@@ -57,9 +57,7 @@ def is_running(process: int) -> bool:
 
 
 @BOTH
-def test_two_pods_run_torchrun_as_one_group(
-    cluster: Cluster, kind: JobKind, tmp_path: Path
-) -> None:
+def test_two_pods_run_torchrun_as_a_group(cluster: Cluster, kind: JobKind, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     create(kind)
     cluster.wait_for(
@@ -94,9 +92,7 @@ def test_a_trainjob_whose_runtime_goes_first_stays_until_the_runtime_is_back(
     cluster.wait_for(lambda: cluster.job("run", "trainjobs") is None)
 
 
-def test_trainers_webhook_sees_a_runtime_a_little_later(
-    cluster: Cluster, monkeypatch: MonkeyPatch
-) -> None:
+def test_trainers_webhook_sees_a_runtime_later(cluster: Cluster, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(trainjob, "CACHE_SECONDS", 60)
     with pytest.raises(ClusterError, match="must be created before the TrainJob"):
         create(TRAINJOB, pause=0)

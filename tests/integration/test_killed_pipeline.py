@@ -84,7 +84,7 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_pipeline_that_is_killed_ends_as_the_uninterrupted_one(
+def test_a_killed_pipeline_ends_as_another(
     finished: Finished, tmp_path: Path, temporary: Path
 ) -> None:
     draw, work_dir = random.Random(0), tmp_path / "a run"

@@ -66,9 +66,7 @@ def workers(parent: int) -> list[int]:
         ),
     ],
 )
-def test_a_signal_to_the_entry_point_or_to_one_rank_saves_and_exits_with_143(
-    how: str, prepared: Prepared, tmp_path: Path
-) -> None:
+def test_a_signal_saves_and_exits_with_143(how: str, prepared: Prepared, tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
     endless = [*ENDLESS, "data.num_workers=1"] if how == "SIGTERM" else ENDLESS
     to_group = how.endswith("train")  # as service managers do; it passes the signal on as well
@@ -121,9 +119,7 @@ def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Pat
     assert text.count("RuntimeError: a rank of its own opinion") == 1, text
 
 
-def test_local_training_does_not_look_up_the_machines_own_name(
-    prepared: Prepared, tmp_path: Path
-) -> None:
+def test_local_training_needs_no_name_of_the_machine(prepared: Prepared, tmp_path: Path) -> None:
     """Under a name that does not resolve, where one may be given; else under its own."""
     namespaces = ["--uts"] if os.geteuid() == 0 else ["--uts", "--map-root-user"]
     nameless = ["unshare", *namespaces, "sh", "-c", 'hostname nosuchhost && exec "$@"', "sh"]
@@ -187,7 +183,7 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_
 
 
 @pytest.mark.xdist_group("pipeline")
-def test_a_step_is_replayed_and_checkpoints_are_listed_verified_and_converted(
+def test_a_run_is_replayed_listed_and_converted(
     finished: Finished, tmp_path: Path, capsys: Captured
 ) -> None:
     run = str(finished.output_dir)

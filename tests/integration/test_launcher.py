@@ -110,9 +110,7 @@ def is_gone(cluster: Cluster, kind: JobKind = PYTORCHJOB) -> bool:
 
 
 @BOTH
-def test_a_job_is_created_followed_line_by_line_and_succeeds(
-    cluster: Cluster, kind: JobKind
-) -> None:
+def test_a_job_is_followed_line_by_line_and_succeeds(cluster: Cluster, kind: JobKind) -> None:
     cluster.script(Script(lines=LINES, seconds=0.3))
     launch = Launch(kind)
     assert f"created {kind.name} d2plm/mine" in launch.finish()
@@ -131,7 +129,7 @@ def cut(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("disturb", [cut, Cluster.restart_api])
-def test_no_line_is_lost_or_doubled_where_connections_break(
+def test_no_broken_connection_loses_a_line(
     cluster: Cluster, disturb: Callable[[Cluster], None]
 ) -> None:
     cluster.script(Script(lines=LINES, seconds=1.5))  # ends before the server is back
@@ -143,9 +141,7 @@ def test_no_line_is_lost_or_doubled_where_connections_break(
 
 
 @BOTH
-def test_a_failure_reports_the_exit_code_and_the_log_of_the_pod_that_failed(
-    cluster: Cluster, kind: JobKind
-) -> None:
+def test_a_failure_reports_the_code_and_log_of_its_pod(cluster: Cluster, kind: JobKind) -> None:
     cluster.script(Script(lines=("worker 0 saves",), exit_code=143, seconds=600), worker=0)
     cluster.script(Script(lines=("no such key: 'modle'",), exit_code=2, seconds=0.2), worker=1)
     error = Launch(kind).failure()
@@ -191,9 +187,7 @@ def test_what_does_not_start_is_given_up_with_the_reason_reported_once(
 
 
 @BOTH
-def test_a_lost_node_is_named_by_the_job_its_cancellation_and_the_next_job(
-    cluster: Cluster, kind: JobKind, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_lost_node_is_named(cluster: Cluster, kind: JobKind, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(run_job, "STUCK_SECONDS", 1)
     monkeypatch.setattr(run_job, "REPORT_SECONDS", 1)
     job = replace(JOB, stall_deadline_seconds=3)
@@ -218,9 +212,7 @@ def test_a_lost_node_is_named_by_the_job_its_cancellation_and_the_next_job(
     assert following.steps()
 
 
-def test_fewer_nodes_train_on_without_a_lost_one_for_longer_than_the_deadline(
-    cluster: Cluster,
-) -> None:
+def test_fewer_nodes_train_on_for_longer_than_the_deadline(cluster: Cluster) -> None:
     cluster.script(Script(seconds=3), worker=0)
     cluster.script(LONG, Script(), worker=1)
     launch = Launch(job=replace(JOB, min_nodes=1, stall_deadline_seconds=1))
@@ -260,9 +252,7 @@ def test_a_log_that_hangs_holds_nothing_up(cluster: Cluster) -> None:
 
 
 @BOTH
-def test_a_missing_queue_ends_the_job_and_a_full_one_is_reported_once(
-    cluster: Cluster, kind: JobKind
-) -> None:
+def test_a_missing_queue_ends_the_job_and_a_full_one_waits(cluster: Cluster, kind: JobKind) -> None:
     message = "couldn't assign flavors to pod set worker: 50m more needed"
     cluster.kueue(research=message)
     text = str(Launch(kind, replace(JOB, queue="nope")).failure())
@@ -278,9 +268,7 @@ def test_a_missing_queue_ends_the_job_and_a_full_one_is_reported_once(
     assert launch.steps()
 
 
-def test_events_that_cannot_be_listed_delay_neither_the_end_nor_the_deadlines(
-    cluster: Cluster,
-) -> None:
+def test_unlisted_events_delay_neither_the_end_nor_the_deadlines(cluster: Cluster) -> None:
     cluster.fail_next(10_000, 500, "list", "events")
     cluster.script(Script(seconds=1))
     (failure,) = [line for line in Launch().finish() if "warnings cannot be reported" in line]
@@ -321,7 +309,7 @@ def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(cluster: Cl
 
 
 @BOTH
-def test_a_preparation_that_fails_is_not_tried_for_ever(cluster: Cluster, kind: JobKind) -> None:
+def test_a_failed_preparation_is_not_retried_for_ever(cluster: Cluster, kind: JobKind) -> None:
     words = "print('no such file: mine.fasta'); raise SystemExit(1)"
     error = Launch(kind, replace(JOB, nodes=1, preparation=("python", "-c", words))).failure()
     assert error.exit_code == 1 and "no such file: mine.fasta" in str(error)
@@ -341,9 +329,7 @@ def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: JobKi
 
 
 @BOTH
-def test_a_job_that_failed_is_replaced_when_its_step_is_tried_again(
-    cluster: Cluster, kind: JobKind
-) -> None:
+def test_a_failed_job_is_replaced_when_its_step_is_retried(cluster: Cluster, kind: JobKind) -> None:
     cluster.script(Script(exit_code=1), worker=0)
     cluster.script(Script(seconds=0.2), worker=1)
     Launch(kind).failure()
@@ -357,9 +343,7 @@ def test_a_job_that_failed_is_replaced_when_its_step_is_tried_again(
     ("plural", "policy"),
     [("trainjobs", "Background"), ("trainingruntimes", "Foreground"), ("workflows", "Foreground")],
 )
-def test_a_trainjob_goes_whatever_somebody_deletes_and_how(
-    cluster: Cluster, plural: str, policy: str
-) -> None:
+def test_a_trainjob_goes_whatever_is_deleted(cluster: Cluster, plural: str, policy: str) -> None:
     cluster.script(LONG)
     launch = Launch(TRAINJOB, replace(JOB, owners=[workflow(cluster)]))
     both_run(cluster)
@@ -397,7 +381,7 @@ def test_a_job_of_this_name_with_other_settings_is_left_alone(cluster: Cluster) 
     first.finish()
 
 
-def test_an_api_server_that_stays_away_is_given_up_and_the_job_left(
+def test_a_silent_api_server_is_given_up_not_the_job(
     cluster: Cluster, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
@@ -412,7 +396,7 @@ def test_an_api_server_that_stays_away_is_given_up_and_the_job_left(
 @pytest.mark.parametrize(
     ("verb", "resource"), [("create", "pytorchjobs"), ("watch", "pytorchjobs"), ("list", "pods")]
 )
-def test_a_missing_permission_is_one_line_that_names_it(
+def test_a_missing_permission_is_named_in_a_line(
     cluster: Cluster, verb: str, resource: str
 ) -> None:
     cluster.script(LONG)
@@ -422,9 +406,7 @@ def test_a_missing_permission_is_one_line_that_names_it(
     assert "\n" not in text
 
 
-def test_a_missing_operator_and_a_missing_namespace_are_distinguished(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_missing_operator_or_namespace_is_named(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     with Cluster(tmp_path, operators=["trainjobs"]) as double:
         monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
         assert "no pytorchjobs.kubeflow.org" in str(Launch().failure(ClusterError))
@@ -432,9 +414,7 @@ def test_a_missing_operator_and_a_missing_namespace_are_distinguished(
             train_in_cluster(connect("elsewhere"), TRAINJOB, JOB)
 
 
-def test_a_job_is_given_up_at_its_deadline_and_when_its_restarts_are_spent(
-    cluster: Cluster,
-) -> None:
+def test_a_job_ends_at_its_deadline_and_after_its_restarts(cluster: Cluster) -> None:
     cluster.script(LONG)
     assert "deadline" in str(Launch(job=replace(JOB, deadline_seconds=2)).failure())
     cluster.wait_for(lambda: is_gone(cluster))
@@ -498,9 +478,7 @@ def test_a_suspended_job_continues_when_its_step_is_tried_again(cluster: Cluster
     first.finish()
 
 
-def test_a_cancellation_that_is_rejected_for_a_time_is_repeated(
-    cluster: Cluster, caplog: Logged
-) -> None:
+def test_a_cancellation_that_is_rejected_is_repeated(cluster: Cluster, caplog: Logged) -> None:
     cluster.script(LONG)
     Launch()
     cluster.wait_for(lambda: cluster.job("mine"))
@@ -510,9 +488,7 @@ def test_a_cancellation_that_is_rejected_for_a_time_is_repeated(
     assert is_gone(cluster)
 
 
-def test_a_second_signal_reports_that_the_job_continues_and_how_to_delete_it(
-    cluster: Cluster, capfd: Captured
-) -> None:
+def test_a_second_signal_says_how_to_delete_the_job(cluster: Cluster, capfd: Captured) -> None:
     cluster.script(LONG)
 
     def act() -> None:
@@ -583,7 +559,7 @@ def test_the_job_belongs_to_the_pipelines_run_and_to_its_runtime(cluster: Cluste
     assert connect().workflow_of(name) == [owner]  # and not its other owners
 
 
-def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
+def test_each_run_has_a_job_of_its_own(
     cluster: Cluster, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     cluster.script(Script())
@@ -642,9 +618,7 @@ def terminate(cluster: Cluster, **spec: object) -> None:
         edited["spec"] = spec
 
 
-def test_a_step_whose_pod_is_evicted_leaves_its_job_and_one_whose_run_is_ended_deletes_it(
-    cluster: Cluster, step: str
-) -> None:
+def test_only_a_step_whose_run_is_ended_deletes_its_job(cluster: Cluster, step: str) -> None:
     terminate(cluster, activeDeadlineSeconds=3600)
     evicted(cluster, step)
     assert not is_gone(cluster)
@@ -680,9 +654,7 @@ def test_a_step_that_cannot_ask_leaves_its_job_to_the_exit_handler(
     assert is_gone(cluster)
 
 
-def test_a_steps_job_that_fails_leaves_its_log_and_its_report_on_the_volume(
-    cluster: Cluster, step: str, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_failed_job_leaves_its_log(cluster: Cluster, step: str, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(job_log, "MOST_BYTES", 2000)
     lines = tuple(f"step {number}" for number in range(2000))
     cluster.script(Script(lines=(*lines, f"{'9' * 3980} db://me:{'s' * 1000}@host"), exit_code=2))
@@ -715,9 +687,7 @@ def test_a_step_whose_training_is_complete_creates_no_job(
         assert len(cluster.store.list("pytorchjobs")) == more_steps
 
 
-def test_auto_is_a_job_in_a_step_of_a_clusters_pipeline_alone(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_auto_is_a_job_in_a_clusters_step_alone(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("KFP_POD_NAME", raising=False)
     assert where_to_train("auto") == "local"
     monkeypatch.setenv("KFP_POD_NAME", "step")
@@ -818,7 +788,7 @@ def test_a_deadline_names_what_is_missing(cluster: Cluster) -> None:
     assert "longer than specified deadline" in error and "shards 3 of 4 are missing" in error
 
 
-def test_a_killed_shard_gives_the_vectors_of_one_machine(
+def test_a_killed_shard_changes_no_vector(
     cluster: Cluster, tmp_path: Path, exports: Exports
 ) -> None:
     workspace, rng = tmp_path / "workspace", np.random.default_rng(0)

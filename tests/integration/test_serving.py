@@ -87,9 +87,7 @@ def rows(server: httpx.Client, inputs: Any, **params: Any) -> list[dict[str, Any
     return predictions
 
 
-def test_it_scores_as_the_command_does(
-    server: httpx.Client, finished: Finished, tmp_path: Path
-) -> None:
+def test_it_scores_as_the_command(server: httpx.Client, finished: Finished, tmp_path: Path) -> None:
     fasta, output = tmp_path / "one.fasta", tmp_path / "scores.csv"
     fasta.write_text(f">one\n{PROTEIN}\n")
     model = f"model_dir='{finished.work_dir / 'model'}'"
@@ -101,9 +99,7 @@ def test_it_scores_as_the_command_does(
         assert float(expected[name]) == pytest.approx(value, abs=1e-4)
 
 
-def test_on_sigterm_the_requests_that_have_begun_are_finished(
-    exports: Exports, tmp_path: Path
-) -> None:
+def test_on_sigterm_begun_requests_are_finished(exports: Exports, tmp_path: Path) -> None:
     slow = {"task": "generate", "number": 10, "steps": 1000}
     log = tmp_path / "log"
     with serving(str(exports.masked), log) as (client, process), ThreadPoolExecutor(2) as pool:
@@ -170,9 +166,7 @@ def memory(process: psutil.Process) -> int:
 
 
 @pytest.mark.thorough
-def test_a_thousand_odd_requests_delay_no_ping_and_take_no_memory(
-    exports: Exports, tmp_path: Path
-) -> None:
+def test_odd_requests_delay_no_ping_and_take_no_memory(exports: Exports, tmp_path: Path) -> None:
     rng, done = random.Random(15), threading.Event()
     slowest, most = 0.0, 0
 

@@ -38,9 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.thorough
-def test_it_runs_the_pipeline_and_uses_its_model_in_an_empty_folder(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_it_runs_the_pipeline_and_uses_its_model(installed: Path, tmp_path: Path) -> None:
     own = tmp_path / "configs" / "experiment" / "mine.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("# @package _global_\ndefaults: [debug]\nname: mine\nwork_dir: runs/mine\n")

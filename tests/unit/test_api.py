@@ -149,9 +149,7 @@ def test_it_scores_mutations_as_the_command_does(model: SequenceModel, tmp_path:
     assert alone == pytest.approx(scores[:1], abs=1e-5)
 
 
-def test_a_model_of_the_uniform_source_generates_fills_in_and_scores(
-    uniform: SequenceModel,
-) -> None:
+def test_a_model_of_the_uniform_source_generates_and_scores(uniform: SequenceModel) -> None:
     assert uniform.generate(2, length=9, steps=3, seed=1) == uniform.generate(
         2, length=9, steps=3, seed=1
     )

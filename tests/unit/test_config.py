@@ -295,9 +295,7 @@ def test_a_configuration_from_a_stranger_does_not_read_the_environment(tmp_path:
         read("train", file)
 
 
-def test_choices_in_the_configs_folder_of_the_user_are_found(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_users_configs_folder_is_found(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     file = tmp_path / "configs" / "experiment" / "mine.yaml"
     file.parent.mkdir(parents=True)
     file.write_text("# @package _global_\ndefaults:\n  - override /model: 8m\nname: mine\n")

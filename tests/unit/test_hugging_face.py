@@ -90,7 +90,7 @@ def test_one_import_alone_registers_the_classes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])
-def test_without_times_they_are_those_of_the_masks(
+def test_times_are_those_of_masks(
     kind: str, exports: Path, inputs: dict[str, torch.Tensor]
 ) -> None:
     model = AutoModelForMaskedLM.from_pretrained(exports / kind).eval()
@@ -206,9 +206,7 @@ def test_a_new_model_is_one_of_absorbing_diffusion(auto: Any, size: int, tmp_pat
             load_model(tmp_path)
 
 
-def test_every_file_is_asked_for_with_the_same_arguments(
-    exports: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_every_file_is_asked_for_in_one_way(exports: Path, monkeypatch: MonkeyPatch) -> None:
     place = {"revision": "v2", "token": "t", "cache_dir": "c", "local_files_only": True}
     asked: dict[str, dict[str, Any]] = {}
 
@@ -238,9 +236,7 @@ def model(exports: Path) -> Any:
     return AutoModelForMaskedLM.from_pretrained(exports / "diffusion")
 
 
-def test_a_trainer_trains_the_model_which_reloads(
-    exports: Path, model: Any, tmp_path: Path
-) -> None:
+def test_a_trainer_trains_the_model(exports: Path, model: Any, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exports / "diffusion")
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
@@ -303,9 +299,7 @@ def test_a_frozen_model_can_be_recomputed_with_an_adapter(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_an_adapter_on_any_layer_takes_effect_and_is_trained(
-    kind: str, tiny_dit: Callable[..., Any]
-) -> None:
+def test_an_adapter_on_any_layer_is_trained(kind: str, tiny_dit: Callable[..., Any]) -> None:
     dit = tiny_dit(**VARIANTS[kind])
     inputs = (*PACKED, RELATIVES) if kind == "relatives" else PACKED
     plain = dit(*inputs).detach()
@@ -359,7 +353,7 @@ def test_labels_of_which_none_is_at_a_mask_are_an_error(model: Any, labels: torc
         ({"relatives": RELATIVES}, ModelError, "without relatives"),
     ],
 )
-def test_what_forward_does_not_know_is_refused(
+def test_forward_refuses(
     wrong: dict[str, Any], error: type[Exception], message: str, model: Any
 ) -> None:
     with pytest.raises(error, match=message):

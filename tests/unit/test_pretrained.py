@@ -45,7 +45,7 @@ def test_its_figures_are_those_of_the_readme() -> None:
         assert f"{bound.perplexity.value:.3f}" in page
 
 
-def test_commands_that_use_a_model_use_it_outside_the_clone(
+def test_commands_use_it_anywhere(
     tmp_path: Path, monkeypatch: MonkeyPatch, capfd: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -126,7 +126,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
         (["general=nowhere.fasta"], DataError, "nowhere.fasta"),
     ],
 )
-def test_what_cannot_be_done_is_rejected(
+def test_bad_settings(
     words: list[str], error: type, message: str, configured: Callable[..., Any]
 ) -> None:
     with pytest.raises(error, match=message):
@@ -141,7 +141,7 @@ def test_a_family_of_copies_is_rejected(configured: Callable[..., Any], tmp_path
         run(configured(f"input={few}"))
 
 
-def test_variants_of_one_protein_are_refused_after_one_split_and_told_of_mutations(
+def test_variants_of_one_protein_are_refused(
     configured: Callable[..., Any], tmp_path: Path
 ) -> None:
     draw, file = np.random.default_rng(0), tmp_path / "variants.fasta"

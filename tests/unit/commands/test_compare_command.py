@@ -17,9 +17,7 @@ from d2plm.core.errors import ConfigError
         ("compare_shuffled", ["diffusion", "shuffled"]),
     ],
 )
-def test_every_arm_of_an_experiment_is_a_whole_configuration(
-    experiment: str, arms: list[str]
-) -> None:
+def test_every_arm_is_a_whole_configuration(experiment: str, arms: list[str]) -> None:
     config = compose("compare", [f"experiment={experiment}"])
     assert list(config.arms) == arms
     for arm in arms:
@@ -41,9 +39,7 @@ def test_changes_keep_the_rest_of_a_section_unless_its_type_changes() -> None:
 
 
 @pytest.mark.parametrize("override", ["seeds=[]", "seeds=[1,1]", "arms.x.paradigm.losss=mean"])
-def test_impossible_settings_are_rejected_before_anything_starts(
-    override: str, tmp_path: Path
-) -> None:
+def test_impossible_settings_start_nothing(override: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=override[:5].rstrip("=[.")):
         run(compose("compare", ["experiment=compare_losses", override, f"work_dir={tmp_path}"]))
     assert not any(tmp_path.iterdir())

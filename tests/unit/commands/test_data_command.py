@@ -90,7 +90,7 @@ def test_an_export_to_standard_output_is_that_of_a_file_and_nothing_else(
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_an_incomplete_store_is_rejected(
+def test_broken_stores_are_rejected(
     action: str, copy: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     def message(path: Path) -> str:

@@ -23,9 +23,7 @@ def machine(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_a_cluster_the_machine_alone_is_checked_and_nothing_is_left_behind(
-    machine: Path, capsys: Captured
-) -> None:
+def test_without_a_cluster_the_machine_alone_is_checked(machine: Path, capsys: Captured) -> None:
     assert main(["doctor", "tracking=none"]) == 0
     *lines, _, _ = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warning", "skipped"}
@@ -33,9 +31,7 @@ def test_without_a_cluster_the_machine_alone_is_checked_and_nothing_is_left_behi
     assert not any(machine.iterdir())
 
 
-def test_json_is_a_list_for_machines_and_a_failure_exits_with_1(
-    machine: Path, capsys: Captured
-) -> None:
+def test_json_is_a_list_and_a_failure_exits_with_1(machine: Path, capsys: Captured) -> None:
     (machine / "config").write_text("")
     words = ["doctor", "--json", "tracking.uri=http://127.0.0.1:9", "timeout_seconds=1"]
     assert main(words) == 1
@@ -47,7 +43,7 @@ def test_json_is_a_list_for_machines_and_a_failure_exits_with_1(
     assert captured.err.strip().startswith("d2plm: error: 1 of ")
 
 
-def test_a_cluster_that_is_configured_is_checked_too(
+def test_a_configured_cluster_is_checked(
     machine: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     api = Api()
@@ -61,7 +57,7 @@ def test_a_cluster_that_is_configured_is_checked_too(
 
 
 @pytest.mark.parametrize("word", ["cluster=false", "launcher=local"])
-def test_a_cluster_that_is_not_wanted_is_left_alone(
+def test_an_unwanted_cluster_is_left_alone(
     word: str, machine: Path, monkeypatch: MonkeyPatch
 ) -> None:
     api = Api()

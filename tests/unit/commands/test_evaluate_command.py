@@ -62,7 +62,7 @@ def run(
     return call
 
 
-def test_the_figures_are_written_and_used_again(
+def test_figures_are_used_again(
     export: Export, run: Callable[..., Evaluation], tmp_path: Path, capsys: Captured
 ) -> None:
     model = export()
@@ -146,7 +146,7 @@ def test_nothing_is_written_to_read_only_folders(
     assert of_a_demo(model, *words).model != found.model
 
 
-def test_another_export_is_scored_on_the_same_masks_and_again_when_it_has_changed(
+def test_a_rival_is_scored_on_the_same_masks(
     export: Export, run: Callable[..., Evaluation]
 ) -> None:
     model, other = export(), export("other", seed=3)

@@ -85,9 +85,7 @@ def test_the_missing_file_of_a_corpus_is_named(tmp_path: Path, corpora: Path) ->
 
 
 @pytest.mark.thorough
-def test_an_exported_model_is_evaluated_on_held_out_documents(
-    tmp_path: Path, corpora: Path
-) -> None:
+def test_a_model_is_evaluated_on_held_out_documents(tmp_path: Path, corpora: Path) -> None:
     config = tiny(tmp_path, corpora)
     run(config)
     settings = [f"model_dir={config.model_dir}", "evaluation.generated=0"]

@@ -97,9 +97,7 @@ def sweep(tmp_path: Path, started: list[dict[str, Any]]) -> Sweep:
     return call
 
 
-def test_runs_differ_in_what_varies_and_in_their_folders_alone(
-    sweep: Sweep, tmp_path: Path
-) -> None:
+def test_runs_differ_in_what_varies_and_in_their_folders(sweep: Sweep, tmp_path: Path) -> None:
     runs = sweep("optimizer.learning_rate=1e-3,4e-4", "trainer.max_steps=5")
     fast, slow = (runs[f"optimizer.learning_rate={rate}"] for rate in ("0.001", "0.0004"))
     differ = {key for key, value in flat(fast).items() if flat(slow)[key] != value}
@@ -121,7 +119,7 @@ def test_runs_differ_in_what_varies_and_in_their_folders_alone(
         (["trainer.seed=1,2", "model.hidden_sise=3"], "'model.hidden_size'"),
     ],
 )
-def test_all_runs_are_checked_before_the_first_starts(
+def test_all_runs_are_checked_first(
     words: list[str], message: str, sweep: Sweep, started: list[Any]
 ) -> None:
     with pytest.raises(ConfigError, match=message):

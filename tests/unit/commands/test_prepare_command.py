@@ -30,9 +30,7 @@ def written_texts(folder: Path) -> Path:
     ("more", "changed"),
     [("", "the input"), ("data.split_seed=1", "the settings"), ("data.window=9", "setting")],
 )
-def test_data_of_a_run_are_replaced_only_if_it_starts_anew(
-    tmp_path: Path, more: str, changed: str
-) -> None:
+def test_only_a_new_start_replaces_data_of_a_run(tmp_path: Path, more: str, changed: str) -> None:
     texts = written_texts(tmp_path)
     made = prepare(tmp_path)
     output_dir = tmp_path / "diffusion"
@@ -68,9 +66,7 @@ def test_the_data_of_any_run_in_the_work_folder_are_kept(tmp_path: Path, run_fol
     assert prepare(tmp_path, "paradigm=flow_matching")["key"] != made["key"]
 
 
-def test_the_same_sequences_from_another_file_or_with_another_setting_replace_nothing(
-    tmp_path: Path,
-) -> None:
+def test_the_same_sequences_from_another_file_replace_nothing(tmp_path: Path) -> None:
     texts, output_dir = written_texts(tmp_path), tmp_path / "diffusion"
     records = (f">{i}\n{line}\n" for i, line in enumerate(texts.read_text().split()))
     texts.write_text("".join(records))

@@ -57,7 +57,7 @@ def test_a_budget_in_flops_is_that_of_the_training() -> None:
         (["sizes.small.model.hidden_sizes=64"], "sizes.small: .*'model.hidden_sizes'"),
     ],
 )
-def test_what_gives_no_law_is_rejected_before_anything_is_computed(
+def test_what_gives_no_law_is_rejected_first(
     words: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -134,9 +134,7 @@ def test_every_run_is_trained_and_evaluated_and_the_law_is_written(
     assert (tmp_path / "scaling.png").is_file()
 
 
-def test_bounds_on_different_masks_make_no_law(
-    in_place_of_training: dict[str, Any], tmp_path: Path
-) -> None:
+def test_other_masks_make_no_law(in_place_of_training: dict[str, Any], tmp_path: Path) -> None:
     in_place_of_training["masks"]["medium"] = "others"
     with pytest.raises(ConfigError, match="different residues or masks"):
         run(experiment(f"work_dir={tmp_path}"))

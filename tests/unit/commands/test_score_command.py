@@ -46,7 +46,7 @@ def wild_type(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["fasta", "csv"])
-def test_names_are_shown_without_control_characters(
+def test_no_control_character_is_shown(
     exports: Exports, tmp_path: Path, form: str, capsys: Captured
 ) -> None:
     names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
@@ -73,7 +73,7 @@ def refusal(capsys: Captured, *words: str) -> str:
 # --- proteins --------------------------------------------------------------------------------
 
 
-def test_each_protein_has_a_row_in_the_order_of_the_file(
+def test_each_protein_has_a_row(
     exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     output = tmp_path / "new" / "scores.csv"
@@ -104,7 +104,7 @@ def test_each_protein_has_a_row_in_the_order_of_the_file(
     assert capsys.readouterr().out == output.read_text()
 
 
-def test_a_file_in_parts_is_scored_as_a_whole(
+def test_parts_are_a_whole(
     exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
@@ -128,9 +128,7 @@ def test_compressed_and_standard_input_are_read(
     assert capsys.readouterr().out == from_file
 
 
-def test_the_bound_alone_of_any_paradigm_whose_interval_needs_two_draws(
-    exports: Exports, fasta: Path, capsys: Captured
-) -> None:
+def test_the_bound_alone_of_any_paradigm(exports: Exports, fasta: Path, capsys: Captured) -> None:
     words = [f"model_dir={exports.uniform}", f"input={fasta}", "pseudo_log_likelihood=false"]
     assert main(["score", *words]) == 0
     row, *_ = csv.DictReader(io.StringIO(capsys.readouterr().out))
@@ -174,7 +172,7 @@ def test_a_run_that_fails_leaves_what_was_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["proteins.fasta", "scores.csv"]
 
 
-def test_what_cannot_be_written_and_what_is_read_are_no_output(
+def test_an_output_is_writable_and_not_read(
     exports: Exports, fasta: Path, capsys: Captured
 ) -> None:
     before, words = fasta.read_text(), (f"model_dir={exports.masked}", f"input={fasta}")
@@ -183,7 +181,7 @@ def test_what_cannot_be_written_and_what_is_read_are_no_output(
     assert fasta.read_text() == before
 
 
-def test_a_uniform_source_is_rejected_with_the_reason(
+def test_a_uniform_source_is_rejected(
     exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     words = [f"model_dir={exports.uniform}", f"input={fasta}"]
@@ -268,9 +266,7 @@ def test_a_table_of_variants_gets_a_column_of_scores(scan: Scan, exports: Export
     assert f"P1, d2plm_score: Spearman's rho {rho:.3f} (5 measured variants)" in said
 
 
-def test_variants_of_several_proteins_keep_their_order(
-    scan: Scan, exports: Exports, fasta: Path
-) -> None:
+def test_variants_of_proteins_keep_their_order(scan: Scan, exports: Exports, fasta: Path) -> None:
     scan.fasta = fasta
     rows, _ = scan.scored("name\tvariant\nP3\tW1A\nP1\tK2G:T3L\nP3\tW3C\nP1\tM1A\n")
     assert [row["variant"] for row in rows] == ["W1A", "K2G:T3L", "W3C", "M1A"]
@@ -299,9 +295,7 @@ DIALECTS = {
 
 
 @pytest.mark.parametrize("content", DIALECTS.values(), ids=DIALECTS)
-def test_a_table_of_any_dialect_gets_the_same_scores(
-    content: str, scan: Scan, exports: Exports
-) -> None:
+def test_any_dialect_gets_the_same_scores(content: str, scan: Scan, exports: Exports) -> None:
     rows, said = scan.scored(content)
     expected = effects_of(exports, "P1", ["M1A", "K2G", "R10W"])
     np.testing.assert_allclose(scores(rows), expected, atol=1e-6)
@@ -336,9 +330,7 @@ def test_two_proteins_have_offsets_of_their_own(scan: Scan) -> None:
     assert "mutation_offset='auto'" in scan.refused("name,mutant\nP00001,M25A\nQ2,M14A\n")
 
 
-def test_whole_sequences_of_other_lengths_are_compared_by_their_bounds(
-    scan: Scan, exports: Exports
-) -> None:
+def test_sequences_of_other_lengths_are_compared_by_bounds(scan: Scan, exports: Exports) -> None:
     sequences = ["MKTAYIAKQR", "MKTAYIAKQRW", "MKTAYIAKQRRRR", "TAYIAKQRKK"]
     rows, _ = scan.scored("\n".join(["mutant", *sequences]))
     exported = load_export(exports.masked)
@@ -374,7 +366,7 @@ def test_columns_may_be_named(scan: Scan, exports: Exports) -> None:
         ("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n", "line 3: 'K2G'"),
     ],
 )
-def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
+def test_a_bad_table_is_rejected_with_file_and_row(
     content: str | None, message: str, scan: Scan
 ) -> None:
     line = scan.refused(content)
@@ -388,8 +380,6 @@ def test_a_table_that_cannot_be_scored_is_rejected_with_file_and_row(
         (f">P1\n{'M' * 127}\n", "mutant\nM1A\n", "record 'P1' has 127 residues"),
     ],
 )
-def test_invalid_wild_types_are_rejected(
-    records: str, content: str, message: str, scan: Scan
-) -> None:
+def test_wild_types_are_checked(records: str, content: str, message: str, scan: Scan) -> None:
     scan.fasta.write_text(records)
     assert message in scan.refused(content)

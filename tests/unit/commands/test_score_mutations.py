@@ -54,9 +54,7 @@ def words(folder: Path, scan: Path, *more: str) -> list[str]:
     return ["score", f"model_dir={folder}", "precision=fp32", "device=cpu", *paths, *more]
 
 
-def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_scan(
-    folder: Path, scan: Path, capsys: Captured
-) -> None:
+def test_each_predictor_is_correlated(folder: Path, scan: Path, capsys: Captured) -> None:
     output = scan / "effects.csv"
     more = (f"relatives={scan / 'family.fasta'}", "max_relatives=2", f"output={output}")
     assert main(words(folder, scan, *more)) == 0
@@ -86,9 +84,7 @@ def test_profile_model_and_model_given_relatives_are_each_correlated_with_the_sc
     assert alone_rho.low < 0 < alone_rho.high  # random weights
 
 
-def test_the_correlations_are_numbers_for_another_program(
-    folder: Path, scan: Path, capsys: Captured
-) -> None:
+def test_the_correlations_are_numbers_in_json(folder: Path, scan: Path, capsys: Captured) -> None:
     assert main([*words(folder, scan), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     correlation, _ = document["correlations"]

@@ -87,7 +87,7 @@ def test_embeddings_in_shards_are_those_of_one_process(
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_shard_continues_after_its_last_file(
+def test_a_shard_continues(
     model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
@@ -106,7 +106,7 @@ def test_a_shard_continues_after_its_last_file(
     assert len(calls) == 1 + (RECORDS + 1) // 2
 
 
-def test_a_second_joining_that_is_killed_is_repeated(
+def test_a_killed_joining(
     model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
@@ -127,9 +127,7 @@ def test_a_second_joining_that_is_killed_is_repeated(
     assert len(vectors(tmp_path / "out", "parquet")[0]) == RECORDS
 
 
-def test_joining_leaves_the_files_of_others(
-    model: Path, fasta: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_other_files_are_left(model: Path, fasta: Path, tmp_path: Path, capsys: Captured) -> None:
     output = tmp_path / "out"
     (output / "part-a").mkdir(parents=True)
     (output / "part-list.txt").write_text("mine")
@@ -144,7 +142,7 @@ def test_joining_leaves_the_files_of_others(
 
 
 @pytest.mark.parametrize(("output", "shard"), [(".", "shard=0/1"), ("/", "shard=null")])
-def test_embeddings_need_a_folder_with_a_name(
+def test_a_folder_has_a_name(
     model: Path, fasta: Path, output: str, shard: str, capsys: Captured
 ) -> None:
     assert run("embed", model, Path(output), f"input={fasta}", shard) == 2
@@ -160,9 +158,7 @@ def test_embeddings_need_a_folder_with_a_name(
         ("embed", "input=a output=/workspace/../etc/e", "output"),
     ],
 )
-def test_a_job_is_refused_what_its_pods_would_lose(
-    command: str, words: str, key: str, capsys: Captured
-) -> None:
+def test_pods_lose_nothing(command: str, words: str, key: str, capsys: Captured) -> None:
     own = ["job", "show", f"command={command}", "shards=2", "launcher.name=mine", "model_dir=m"]
     assert main([*own, "input=a", "output=/workspace/e"]) == 0
     assert main([*own, *words.split()]) == 2
@@ -181,9 +177,7 @@ def test_shards_of_other_precisions_are_not_mixed(
         assert main([*own, f"shard={index}/2"]) == index
 
 
-def test_scores_in_shards_are_those_of_one_process(
-    model: Path, fasta: Path, tmp_path: Path
-) -> None:
+def test_scores_in_shards_are_of_one_process(model: Path, fasta: Path, tmp_path: Path) -> None:
     one, joined = tmp_path / "one.csv", tmp_path / "joined.csv"
     words = [f"input={fasta}", "evaluation.masks_per_sequence=2"]
     assert run("score", model, one, *words) == 0
@@ -225,12 +219,7 @@ def test_a_repeated_shard_reports_the_same_and_what_is_missing(
     ],
 )
 def test_what_cannot_be_sharded_is_refused_by_key(
-    model: Path,
-    fasta: Path,
-    words: str,
-    key: str,
-    monkeypatch: MonkeyPatch,
-    capsys: Captured,
+    model: Path, fasta: Path, words: str, key: str, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     given = words.format(fasta=fasta).split()
     with fasta.open() as stream:

@@ -43,7 +43,7 @@ def sweep(tmp_path: Path, *words: str) -> dict[str, Any]:
     return dict(run_sweep(listed))
 
 
-def test_runs_and_results_are_tracked_below_one_run(
+def test_runs_are_tracked_below_one(
     executed: dict[str, Any], tmp_path: Path, capsys: Captured
 ) -> None:
     assert sweep(tmp_path) == {"best": "diffusion"}
@@ -58,7 +58,7 @@ def test_runs_and_results_are_tracked_below_one_run(
     assert files == {f"results.{suffix}" for suffix in ("json", "md", "png")}
 
 
-def test_a_run_that_cannot_be_starts_none_and_leaves_no_tracking_run(
+def test_a_bad_run_starts_none(
     executed: dict[str, Any], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     def forecast(config: Any) -> None:

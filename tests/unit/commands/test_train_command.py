@@ -38,9 +38,7 @@ def tiny(tmp_path: Path, *more: str) -> Any:
     )
 
 
-def test_a_training_whose_folder_is_deleted_reports_it(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_deleted_training_folder_is_reported(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     chosen = Entry(CallbackSettings, DeleteFolder)
     monkeypatch.setitem(registry._ENTRIES["callback"], "delete_folder", chosen)
     more = ("callbacks.delete_folder={}", "trainer.max_steps=4")
@@ -103,16 +101,13 @@ def test_a_training_waits_for_another_one_in_its_folder(tmp_path: Path, caplog: 
         ("2", "distributed.timeout_seconds=0.2", "distributed.timeout_seconds=0.18"),
     ],
 )
-def test_a_training_that_waits_gives_up(
+def test_waiting_ends(
     tmp_path: Path, monkeypatch: MonkeyPatch, processes: str, more: str, limit: str
 ) -> None:
     monkeypatch.setattr("d2plm.commands.train.resolve_device", lambda _: "cuda")
     monkeypatch.setenv("WORLD_SIZE", processes)
     config = tiny(tmp_path, more)
-    with (
-        locked(Path(config.output_dir) / ".lock", "busy"),
-        pytest.raises(DataError, match=limit),
-    ):
+    with locked(Path(config.output_dir) / ".lock", "busy"), pytest.raises(DataError, match=limit):
         run(config)
 
 
@@ -124,9 +119,7 @@ def damage(name: str, model: Path) -> None:
         file.unlink()
 
 
-def test_a_damaged_export_of_a_complete_run_is_written_again(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_damaged_export_of_a_run_is_written_again(tmp_path: Path, capsys: Captured) -> None:
     config = tiny(tmp_path, "callbacks.export={}")
     run(config)
     model = Path(config.model_dir)

@@ -66,9 +66,7 @@ def verdicts(**changes: Any) -> Verdicts:
     return examine(one.checks(), limit_seconds=20)
 
 
-def test_in_a_healthy_cluster_nothing_is_amiss_and_looking_changes_nothing(
-    api: Api, address: str
-) -> None:
+def test_a_healthy_cluster_is_ok_and_not_changed(api: Api, address: str) -> None:
     api.answers[PODS] = {"items": [pod("train-0", {"running": {}}, "2026-01-01T00:00:00Z", "sha")]}
     found = verdicts(gpus=8, nodes=2, queue="team")
     assert {name: one.status for name, one in found.items()} == dict.fromkeys(found, "ok")
@@ -191,7 +189,7 @@ def policy(mode: str, namespace: str, **spec: Any) -> dict[str, Any]:
         ([], [], None),
     ],
 )
-def test_a_strict_peer_authentication_is_named(
+def test_strict_authentication(
     api: Api, own: list[str], of_mesh: list[str], strict: str | None
 ) -> None:
     api.answers[ISTIO] = {"preferredVersion": {"version": "v1"}}

@@ -70,9 +70,7 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_sqlite_store_answers_a_damaged_one_fails_and_a_missing_one_is_not_made(
-    tmp_path: Path, gone: str
-) -> None:
+def test_a_sqlite_store_is_read_and_not_made(tmp_path: Path, gone: str) -> None:
     file = tmp_path / "runs" / "mlflow.db"
     uri = f"sqlite:///{file}"
     assert mlflow(["mlflow"], uri, 1).status == "ok"
@@ -109,17 +107,13 @@ def experiment_at(location: str) -> str:
     return json.dumps({"experiment": {"experiment_id": "1", "artifact_location": location}})
 
 
-def test_the_environments_mlflow_server_wins_and_stores_an_empty_file(
-    serve: Serve, gone: str, monkeypatch: MonkeyPatch
-) -> None:
+def test_the_environments_server_wins(serve: Serve, gone: str, monkeypatch: MonkeyPatch) -> None:
     address = serve(200, JSON, experiment_at("mlflow-artifacts:/1"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     assert mlflow(["mlflow"], gone, 5).found == f"{address} answers and stores files"
 
 
-def test_an_mlflow_server_whose_files_stay_on_this_machine_is_reported(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_files_that_stay_on_this_machine_are_reported(serve: Serve, tmp_path: Path) -> None:
     for folder, status in (("/proc/mlflow/1", "failed"), (str(tmp_path), "warning")):
         found = mlflow(["mlflow"], serve(200, JSON, experiment_at(folder)), 5)
         assert found.status == status and folder in found.found
@@ -152,9 +146,7 @@ def test_a_pipeline_servers_token_is_used(serve: Serve, monkeypatch: MonkeyPatch
         *((address, "KFP_HOST") for address in ("gone", "silent", "kubeflow.invalid", "http://[")),
     ],
 )
-def test_what_is_not_the_pipeline_api_fails(
-    serve: Serve, gone: str, silent: str, answer: Any, said: str
-) -> None:
+def test_another_api_fails(serve: Serve, gone: str, silent: str, answer: Any, said: str) -> None:
     known = {"gone": gone, "silent": silent}
     address = known.get(answer, answer) if isinstance(answer, str) else serve(*answer)
     found = kubeflow_pipelines(address, 0.5)

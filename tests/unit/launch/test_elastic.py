@@ -57,9 +57,7 @@ def test_one_of_many_failures_is_the_cause(
     assert len(message.splitlines()) <= 1
 
 
-def test_an_error_is_left_where_torchrun_looks_for_it(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_an_error_is_left_where_torchrun_looks(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     file = tmp_path / "error.json"
     for quiet, path, is_left in (
         *(("1", "", False), ("", str(file), False)),  # under torchrun itself a worker prints it
@@ -75,9 +73,7 @@ def test_an_error_is_left_where_torchrun_looks_for_it(
     assert content["d2plm"]["exit_code"] == 3
 
 
-def test_nodes_that_cannot_be_reached_are_worth_another_try(
-    monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
+def test_absent_nodes_are_worth_another_try(monkeypatch: MonkeyPatch, capsys: Captured) -> None:
     lose = Mock(side_effect=RendezvousConnectionError("The connection to the store has failed."))
     monkeypatch.setattr(run, "main", lose)
     names = ("D2PLM_QUIET_WORKERS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
@@ -106,9 +102,7 @@ elastic.main()
 
 
 @pytest.mark.parametrize(("given", "expected"), [("auto", "1"), ("3", "3")])
-def test_a_pod_without_gpus_has_one_process_if_its_job_does_not_say(
-    given: str, expected: str
-) -> None:
+def test_a_pod_without_gpus_has_one_process(given: str, expected: str) -> None:
     environment = {**os.environ, "PET_NPROC_PER_NODE": given}
     shown = python_c(PROCESSES, environment=environment)
     assert shown.stdout.strip() == expected

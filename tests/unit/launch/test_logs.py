@@ -22,9 +22,7 @@ STAMPS = ["2026-01-02T03:04:05.1Z", "2026-01-02T03:04:05.12Z", "2026-01-02T03:04
     st.lists(st.sampled_from(range(3)), max_size=12).map(sorted),
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=4),
 )
-def test_every_line_comes_once_however_often_the_connection_breaks(
-    stamps: list[int], breaks: list[tuple[int, int]]
-) -> None:
+def test_every_line_comes_once(stamps: list[int], breaks: list[tuple[int, int]]) -> None:
     log = [f"{STAMPS[stamp]} line {number}" for number, stamp in enumerate(stamps)]
     place, read = _Place(), []
     for asked_again_from, broken_at in [*breaks, (0, len(log))]:
@@ -36,9 +34,7 @@ def test_every_line_comes_once_however_often_the_connection_breaks(
 
 
 @given(st.lists(st.binary(max_size=9)), st.none() | st.integers(1, 12))
-def test_lines_are_those_of_the_stream_up_to_their_bound(
-    parts: list[bytes], most: int | None
-) -> None:
+def test_lines_are_those_of_the_stream(parts: list[bytes], most: int | None) -> None:
     content = b"".join(parts)
     expected = content.removesuffix(b"\n").split(b"\n") if content else []
     read = lines(Mock(stream=lambda: parts), most)
@@ -52,9 +48,7 @@ def test_a_line_without_an_end_takes_no_memory() -> None:
     tracemalloc.stop()
 
 
-def test_nothing_follows_a_log_that_is_no_longer_followed(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_log_that_is_left_says_nothing(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "DRAIN_SECONDS", 0.1)
     monkeypatch.setattr(logs, "_unread", lambda *_: map(str, count()))
     said: list[str] = []

@@ -47,9 +47,7 @@ def unschedulable(message: str) -> PodState:
         ("something new.", "lower cpu", "uncordon"),
     ],
 )
-def test_a_pod_without_a_node_is_given_the_advice_that_its_message_asks_for(
-    message: str, advice: str, other: str
-) -> None:
+def test_advice_follows_the_schedulers_message(message: str, advice: str, other: str) -> None:
     state = unschedulable(message)
     assert state.waits_for is not None and not state.has_started
     said = state.waits_for.partition(f"Unschedulable: {message}")[2]
@@ -67,10 +65,7 @@ INITIALISING = container(waiting={"reason": "PodInitializing"})
     [
         (read("Running", [container(running={})]), None, True),
         (read("Pending", [container(waiting={"reason": "ContainerCreating"})]), None, False),
-        (
-            read("Pending", initContainerStatuses=[container("prepare", running={})]),
-            *(None, True),
-        ),
+        (read("Pending", initContainerStatuses=[container("prepare", running={})]), *(None, True)),
         (read("Pending", initContainerStatuses=[container("istio", running={})]), None, False),
         *(
             (read("Pending", **{key: [container(waiting=BACKING_OFF)]}), "no such tag", False)
@@ -78,9 +73,7 @@ INITIALISING = container(waiting={"reason": "PodInitializing"})
         ),
     ],
 )
-def test_what_a_pod_waits_for_and_whether_it_has_started(
-    state: PodState, waits_for: str | None, has_started: bool
-) -> None:
+def test_what_a_pod_waits_for(state: PodState, waits_for: str | None, has_started: bool) -> None:
     assert (state.has_started, state.ended) == (has_started, None)
     assert (state.waits_for is None) == (waits_for is None)
     assert (waits_for or "") in (state.waits_for or "")
@@ -110,9 +103,7 @@ def test_what_a_pod_waits_for_and_whether_it_has_started(
         (read("Failed"), "failed for an unknown reason", None),
     ],
 )
-def test_how_a_pod_has_ended_wherever_that_is_written(
-    state: PodState, ended: str | None, exit_code: int | None
-) -> None:
+def test_how_a_pod_has_ended(state: PodState, ended: str | None, exit_code: int | None) -> None:
     assert state.exit_code == exit_code
     assert (state.ended is None) == (ended is None)
     assert (state.ended or "").startswith(ended or "")

@@ -52,9 +52,7 @@ def containers(specification: Specification) -> dict[str, Specification]:
     return {name.removeprefix("exec-"): e["container"] for name, e in executors.items()}
 
 
-def test_it_loads_again_with_the_settings_as_its_defaults(
-    compiled: Path, specification: Specification
-) -> None:
+def test_it_has_the_settings_as_its_defaults(compiled: Path, specification: Specification) -> None:
     assert load_component_from_file(str(compiled)).name == "d2plm"
     parameters = specification["root"]["inputDefinitions"]["parameters"]
     defaults = {name: parameter["defaultValue"] for name, parameter in parameters.items()}
@@ -71,9 +69,7 @@ def test_it_loads_again_with_the_settings_as_its_defaults(
     assert (types["tolerations"], types["node_selector"]) == ("LIST", "STRUCT")
 
 
-def test_all_that_a_task_or_its_pod_asks_its_surroundings_for_is_there(
-    specification: Specification, pods: dict[str, Specification]
-) -> None:
+def test_every_input_is_there(specification: Specification, pods: dict[str, Specification]) -> None:
     handler = specification["components"]["comp-exit-handler-1"]
     assert set(handler["dag"]["tasks"]) == STEPS
     for component in (handler, specification["root"]):
@@ -94,9 +90,7 @@ def producer(task: Specification, name: str) -> str:
     return source
 
 
-def test_tasks_are_never_cached_are_replaced_within_seconds_and_know_their_run(
-    specification: Specification,
-) -> None:
+def test_tasks_are_not_cached_are_retried_and_know_their_run(specification: Specification) -> None:
     inner = {name: task for name, task in tasks(specification).items() if name in STEPS}
     finish = tasks(specification)["finish"]
     assert finish["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
@@ -125,9 +119,7 @@ def test_a_step_imports_the_modules(tmp_path: Path, monkeypatch: MonkeyPatch) ->
         components.evaluate.python_func("run.yaml", "parts_of_mine", "model", None, None)
 
 
-def test_the_images_are_parameters_of_the_registry_and_the_tag(
-    specification: Specification,
-) -> None:
+def test_images_are_parameters_of_registry_and_tag(specification: Specification) -> None:
     parameters = specification["root"]["inputDefinitions"]["parameters"]
     trainer, mmseqs2 = parameters["trainer_image"], parameters["mmseqs2_image"]
     assert trainer["defaultValue"] == "registry.example/us/d2plm-trainer:1.2"
@@ -141,9 +133,7 @@ def test_the_images_are_parameters_of_the_registry_and_the_tag(
     assert set(used.values()) == {of_trainer}
 
 
-def test_every_pod_has_the_volume_our_user_labels_and_what_may_be_absent(
-    pods: dict[str, Specification],
-) -> None:
+def test_every_pod_has_its_volume_user_labels_and_settings(pods: dict[str, Specification]) -> None:
     assert set(pods) == {*STEPS, "finish"}
     for pod in pods.values():
         (mount,), (secret,), (config,) = pod["pvcMount"], pod["secretAsEnv"], pod["configMapAsEnv"]
@@ -164,9 +154,7 @@ def test_every_pod_has_the_volume_our_user_labels_and_what_may_be_absent(
     assert None not in deadlines.values()
 
 
-def test_resources_are_parameters_but_of_the_steps_that_only_wait(
-    specification: Specification,
-) -> None:
+def test_resources_are_parameters_where_steps_compute(specification: Specification) -> None:
     used = {name: container["resources"] for name, container in containers(specification).items()}
     assert used["train"]["resourceMemoryLimit"] == "2Gi"
     assert "accelerator" not in used["train"]
@@ -178,9 +166,7 @@ def test_resources_are_parameters_but_of_the_steps_that_only_wait(
         assert "evaluate_gpus" in used[name]["accelerator"]["resourceCount"]
 
 
-def test_a_local_run_has_the_steps_of_the_compiled_pipeline_in_their_order(
-    specification: Specification,
-) -> None:
+def test_a_local_run_has_the_steps_in_their_order(specification: Specification) -> None:
     inner = specification["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     before = {name: set(task.get("dependentTasks", [])) for name, task in inner.items()}
     ordered = [name for name in TopologicalSorter(before).static_order() if name != "configure"]

@@ -46,9 +46,7 @@ def run_step(folder: Path, code: str, log: io.TextIOBase) -> None:
         local._run_step("train", folder, log, "1", folder, {"OF_THE_STEP": "1"})  # type: ignore[arg-type]
 
 
-def test_what_a_step_and_its_processes_write_reaches_the_terminal_and_the_log(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_output_reaches_the_terminal_and_the_log(tmp_path: Path, capsys: Captured) -> None:
     code = "import os; print('3/10', flush=True); os.system('echo $OF_THE_STEP worker >&2')"
     log = io.StringIO()
     run_step(tmp_path, code, log)
@@ -76,9 +74,7 @@ def test_a_line_without_an_end_of_a_killed_step_is_shown_and_the_error_names_the
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_group_reaches_a_step_once_and_its_last_lines_are_shown(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_reaches_a_step_once(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "step.py").write_text(STEP)
     run = subprocess.Popen(
         [sys.executable, "-c", RUN, tmp_path],

@@ -41,9 +41,7 @@ def configure(tmp_path: Path) -> Configure:
     return composed
 
 
-def test_parameters_and_further_settings_reach_the_configuration_whatever_characters_they_have(
-    configure: Configure, tmp_path: Path
-) -> None:
+def test_parameters_reach_the_configuration(configure: Configure, tmp_path: Path) -> None:
     expected = compose("pipeline", ["experiment=debug"])
     config = read("pipeline", Path(configure()))  # whose parameters are empty or 0
     assert (config.model, config.launcher.cpu) == (expected.model, expected.launcher.cpu)
@@ -60,9 +58,7 @@ def test_parameters_and_further_settings_reach_the_configuration_whatever_charac
     assert config.tracking.tags["pipeline.run"] == "run-1"
 
 
-def test_each_recurring_run_has_the_folder_of_its_time(
-    configure: Configure, tmp_path: Path
-) -> None:
+def test_a_recurring_run_has_the_folder_of_its_time(configure: Configure, tmp_path: Path) -> None:
     for day in ("2026-11-30", "2026-12-07"):
         template = str(tmp_path / "weekly-%Y-%m-%d")
         file = configure(work_dir=template, time=f"{day}T03:00:00Z")
@@ -99,9 +95,7 @@ INPUTS = ("data.input", "init_from", "data.tokenizer")
         *(({"overrides": f"{key}=/nope"}, f"{key}=/nope") for key in INPUTS),
     ],
 )
-def test_what_cannot_be_used_is_rejected_by_the_first_step(
-    configure: Configure, parameters: dict[str, str], key: str
-) -> None:
+def test_the_first_step_rejects(configure: Configure, parameters: dict[str, str], key: str) -> None:
     with pytest.raises(SystemExit) as refused:
         configure(**parameters)
     assert key in str(refused.value.__cause__)
@@ -161,7 +155,7 @@ def test_only_temporary_failures_are_tried_again_and_only_in_a_pod(
     assert once.call_count == 1 + is_repeated
 
 
-def test_a_copy_for_the_ui_that_fails_does_not_fail_or_repeat_the_step(
+def test_a_failed_copy_for_the_ui_is_a_warning(
     configure: Configure, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     monkeypatch.setenv("KFP_POD_NAME", "prepare")
@@ -212,9 +206,7 @@ def left_running(work: Path) -> tuple[MlflowClient, str]:
         ("RUNNING", "KILLED", "the run was cancelled"),
     ],
 )
-def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
-    work: Path, state: str, status: str, said: str
-) -> None:
+def test_a_run_is_marked_as_the_steps_ended(work: Path, state: str, status: str, said: str) -> None:
     client, run_id = left_running(work)
     record.note(steps.config_file("run-1", str(work)), "train", "failed", "exit code 137")
     steps.finish("run-1", str(work), state)
@@ -231,9 +223,7 @@ def test_a_run_that_was_left_running_is_marked_as_the_steps_ended(
         ("RUNNING", "cancelled:**\n\n```\nthe run was cancelled\n```\n"),
     ],
 )
-def test_the_exit_handler_says_what_failed_whether_or_not_there_is_a_configuration(
-    tmp_path: Path, state: str, said: str
-) -> None:
+def test_the_exit_handler_says_what_failed(tmp_path: Path, state: str, said: str) -> None:
     file = steps.config_file("run-1", str(tmp_path))
     record.note(file, "configure", "succeeded")
     record.note(file, "prepare", "failed", "/workspace/nope.fasta: no such file")
@@ -253,9 +243,7 @@ def test_the_exit_handler_says_what_failed_whether_or_not_there_is_a_configurati
 
 
 @pytest.mark.parametrize("state", ["COMPLETE", "SUCCEEDED", "RUNNING"])
-def test_after_steps_that_succeeded_nothing_is_ended_whatever_the_server_calls_it(
-    work: Path, state: str
-) -> None:
+def test_after_steps_that_succeeded_nothing_is_ended(work: Path, state: str) -> None:
     client, run_id = left_running(work)
     file = steps.config_file("run-1", str(work))
     for name in steps.STEPS:
@@ -267,9 +255,7 @@ def test_after_steps_that_succeeded_nothing_is_ended_whatever_the_server_calls_i
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "KILLED"])
-def test_a_run_whose_model_is_registered_or_that_ended_badly_stays_as_it_is(
-    work: Path, status: str
-) -> None:
+def test_a_run_that_is_registered_or_ended_badly_stays(work: Path, status: str) -> None:
     client, run_id = left_running(work)
     if status == "FINISHED":
         client.set_tag(run_id, VERSION_TAG, "1")
@@ -279,9 +265,7 @@ def test_a_run_whose_model_is_registered_or_that_ended_badly_stays_as_it_is(
 
 
 @pytest.mark.parametrize("pipeline", ["run-9", None])
-def test_a_run_of_another_pipeline_or_of_none_in_the_same_folder_is_left_alone(
-    work: Path, pipeline: str | None
-) -> None:
+def test_a_run_of_another_pipeline_is_left_alone(work: Path, pipeline: str | None) -> None:
     client, run_id = left_running(work)
     client.delete_tag(run_id, "pipeline.run")
     if pipeline is not None:
@@ -291,7 +275,7 @@ def test_a_run_of_another_pipeline_or_of_none_in_the_same_folder_is_left_alone(
     assert run.info.status == "RUNNING" and "pipeline.state" not in run.data.tags
 
 
-def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
+def test_errors_in_finishing_are_warnings(
     work: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     steps.finish("run-2", str(work / "none"), "RUNNING")  # cancelled before it wrote
@@ -338,7 +322,7 @@ def test_the_steps_share_one_run_beside_those_that_kfps_plugin_makes_for_each(
         assert begun[0] in client.get_run(run_id).data.tags["mlflow.note.content"]
 
 
-def test_proteins_are_kept_where_the_report_on_them_fails(
+def test_proteins_outlive_a_failed_report(
     tmp_path: Path, monkeypatch: MonkeyPatch, configure: Configure
 ) -> None:
     write = Mock(side_effect=lambda exported, settings, output, _: output.write_text(">a\nMKV\n"))

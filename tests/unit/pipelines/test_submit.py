@@ -57,9 +57,7 @@ def server(monkeypatch: MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
         yield double
 
 
-def test_a_submission_sends_the_compiled_pipeline_and_prints_the_runs_address_alone(
-    server: KfpServer, capsys: Captured
-) -> None:
+def test_a_submission_prints_the_address_alone(server: KfpServer, capsys: Captured) -> None:
     words = ("model=35m", "trainer.max_steps=7", "launcher.gpus=4", "data.max_length=256")
     assert d2plm([*SUBMIT, *words, "registry=registry.example/us", "claim=mine"]) == 0
     assert capsys.readouterr().out == f"{server.url}/#/runs/details/r1\n"
@@ -77,9 +75,7 @@ def test_a_submission_sends_the_compiled_pipeline_and_prints_the_runs_address_al
     assert form["parameters"]["experiment"]["defaultValue"] == "demo"
 
 
-def test_a_definition_is_uploaded_once_as_a_version_of_the_pipeline_or_not_at_all(
-    server: KfpServer,
-) -> None:
+def test_a_definition_is_uploaded_once_as_a_version_or_not_at_all(server: KfpServer) -> None:
     for words in (["trainer.max_steps=7"], [], ["tag=7"], ["once=true", "tag=8"]):
         assert d2plm([*SUBMIT, *words]) == 0
     assert [one["display_name"] for one in server.pipelines] == ["d2plm"]
@@ -150,9 +146,7 @@ def test_a_certificate_of_an_unknown_authority_is_reported_and_taken_with_its_au
     assert "Connection refused" in capsys.readouterr().err
 
 
-def test_waiting_reports_each_steps_changes_in_order_and_succeeds(
-    server: KfpServer, capsys: Captured
-) -> None:
+def test_waiting_reports_each_steps_changes(server: KfpServer, capsys: Captured) -> None:
     server.script = [
         {"state": "PENDING"},
         run("RUNNING", step("prepare", "RUNNING")),
@@ -304,7 +298,7 @@ def test_every_wait_for_a_pod_has_an_end_and_lines_about_it(
     assert said is None or f"no pod has {said}" in error
 
 
-def test_a_server_that_accepts_a_request_and_stays_silent_is_given_up(
+def test_a_silent_server_is_given_up(
     server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(kfp_server_module, "TIMEOUT_SECONDS", 0.2)
@@ -341,9 +335,7 @@ def test_following_ends_where_the_token_has_expired_or_patience_has(
     assert "the run itself continues" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_the_following_and_not_the_run(
-    server: KfpServer, capsys: Captured
-) -> None:
+def test_an_interrupt_ends_the_following_alone(server: KfpServer, capsys: Captured) -> None:
     server.script = [run("RUNNING", step("train", "RUNNING"))]
 
     def interrupt_when_followed() -> None:
@@ -371,9 +363,7 @@ def test_cancelling_asks_the_server_to_end_the_run(server: KfpServer, capsys: Ca
     assert f"d2plm: error: no run nope at {server.url}" in capsys.readouterr().err
 
 
-def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
-    server: KfpServer, capsys: Captured
-) -> None:
+def test_a_schedule_becomes_a_recurring_run(server: KfpServer, capsys: Captured) -> None:
     weekly = "/workspace/weekly-%Y-%m-%d"
     words = [f"work_dir={weekly}", "cron=0 0 3 * * 1", "service_account=mine"]
     assert d2plm([*SUBMIT, *words]) == 0
@@ -406,7 +396,7 @@ def test_a_schedule_becomes_a_recurring_run_one_at_a_time(
         ([*SWEEP, "arms.c.trainer.max_step=2"], "arms.c: unknown key 'trainer.max_step'"),
     ],
 )
-def test_what_cannot_be_meant_is_rejected_before_the_server_is_asked(
+def test_nonsense_is_not_sent(
     server: KfpServer, capsys: Captured, words: list[str], key: str
 ) -> None:
     assert d2plm(["pipeline", "submit", *words]) == 2
@@ -415,9 +405,7 @@ def test_what_cannot_be_meant_is_rejected_before_the_server_is_asked(
     assert not server.posted("/runs")
 
 
-def test_keys_that_vary_reach_the_pods_as_they_were_written(
-    server: KfpServer, capsys: Captured
-) -> None:
+def test_keys_that_vary_reach_the_pods_as_written(server: KfpServer, capsys: Captured) -> None:
     words = ["paradigm=diffusion,flow_matching", "trainer.seed=1,2"]
     given = ["sweep=train", "experiment=debug", "tracking=none", "launcher.nodes=2"]
     assert d2plm(["pipeline", "submit", *given, *words]) == 0
@@ -432,7 +420,7 @@ def test_keys_that_vary_reach_the_pods_as_they_were_written(
     ("words", "memory"),
     [(["experiment=demo"], None), (["model=nano"], "16Gi"), (["prepare_memory=2Gi"], "2Gi")],
 )
-def test_the_steps_ask_for_what_the_experiment_needs(
+def test_steps_ask_for_what_is_needed(
     server: KfpServer, words: list[str], memory: str | None
 ) -> None:
     assert d2plm(["pipeline", "submit", *words]) == 0
@@ -456,7 +444,7 @@ def test_steps_of_several_runs_are_numbered(server: KfpServer, capsys: Captured)
     assert said.err.endswith(": train 2: b,_seed_1: no memory\n")
 
 
-def test_a_proxy_is_not_used_for_this_machine_and_named_where_it_refuses(
+def test_a_proxy_that_refuses_is_named(
     server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     with kfp_server() as proxy:

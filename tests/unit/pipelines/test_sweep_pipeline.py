@@ -31,9 +31,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> list[Specification]:
     return list(yaml.safe_load_all(output.read_text()))
 
 
-def test_the_runs_are_a_loop_with_a_limit_between_one_preparation_and_one_table(
-    documents: list[Specification],
-) -> None:
+def test_the_runs_are_a_limited_loop(documents: list[Specification]) -> None:
     components = documents[0]["components"]
     tasks = components["comp-exit-handler-1"]["dag"]["tasks"]
     assert {*tasks} == {"configure", "prepare", "plan", "for-loop-2", "reduce"}
@@ -59,9 +57,7 @@ def test_the_runs_are_a_loop_with_a_limit_between_one_preparation_and_one_table(
     assert final["taskFinalStatus"]["producerTask"] == "exit-handler-1"
 
 
-def test_its_form_is_that_of_a_single_run_and_its_pods_have_the_same_surroundings(
-    documents: list[Specification],
-) -> None:
+def test_its_form_is_that_of_a_single_run(documents: list[Specification]) -> None:
     specification, platform = documents
     parameters = specification["root"]["inputDefinitions"]["parameters"]
     assert "launcher.queue=team" in parameters["overrides"]["defaultValue"]
@@ -99,9 +95,7 @@ def names(files: list[str]) -> list[str]:
     return [read("train", Path(file)).tracking.run_name for file in files]
 
 
-def test_runs_that_have_finished_with_the_same_settings_are_not_repeated(
-    configured: Callable[..., Path],
-) -> None:
+def test_finished_runs_are_not_repeated(configured: Callable[..., Path]) -> None:
     first = sweep.plan(str(configured("run-1", "tracking=none")))
     assert names(first) == ["a, seed 1", "b, seed 1", "a, seed 2", "b, seed 2"]
     one = read("train", Path(first[1]))
@@ -124,9 +118,7 @@ def test_runs_that_have_finished_with_the_same_settings_are_not_repeated(
     assert len(sweep.plan(str(again))) == 4
 
 
-def test_each_run_names_the_log_of_its_own_job(
-    configured: Callable[..., Path], monkeypatch: MonkeyPatch
-) -> None:
+def test_each_run_names_its_log(configured: Callable[..., Path], monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv(POD_VARIABLE, "a-pod")
     monkeypatch.setattr("d2plm.launch.client.where_to_train", lambda kind: "local")
     config = configured("run-1", "tracking=none")
@@ -137,7 +129,7 @@ def test_each_run_names_the_log_of_its_own_job(
     assert record.as_markdown(config).count("The log of a training job") == 4
 
 
-def test_what_the_runs_have_left_is_ended_and_listed(
+def test_left_runs_are_ended(
     configured: Callable[..., Path], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     ended: list[Path] = []

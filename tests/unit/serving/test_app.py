@@ -217,9 +217,7 @@ NO_TEXT = st.one_of(
     form=st.sampled_from(FORMS),
     cells=st.lists(PROTEIN | NO_PROTEIN | NO_TEXT, min_size=1, max_size=3),
 )
-def test_only_texts_of_residues_are_scored_whatever_the_form(
-    ask: Ask, form: str, cells: list[Any]
-) -> None:
+def test_only_residues_are_scored_in_any_form(ask: Ask, form: str, cells: list[Any]) -> None:
     body = in_form(form, {"sequence": cells}) | {"params": {"masks_per_sequence": 1}}
     status, document = ask(body)
     good = [
@@ -238,9 +236,7 @@ def test_only_texts_of_residues_are_scored_whatever_the_form(
 # Faults, time limits and requests at the same time
 
 
-def test_a_defect_is_the_server_s_and_shows_nothing_of_it(
-    ask: Ask, service: Service, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_defect_shows_nothing(ask: Ask, service: Service, monkeypatch: MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError(f"in {__file__}")
 
@@ -251,9 +247,7 @@ def test_a_defect_is_the_server_s_and_shows_nothing_of_it(
     assert "/" not in document["message"]
 
 
-def test_a_damaged_model_is_no_fault_of_the_request(
-    ask: Ask, service: Service, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_damaged_model_is_a_500(ask: Ask, service: Service, monkeypatch: MonkeyPatch) -> None:
     damaged = ModelError("the model's bound is not finite: it has diverged")
     work = Work("score", 0.0, lambda _: (_ for _ in ()).throw(damaged))
     monkeypatch.setattr(service, "work", lambda _: work)
@@ -277,7 +271,7 @@ def measured(service: Service, monkeypatch: MonkeyPatch) -> Service:
         table("sequence", "M" * 28 + "_" * 70, task="infill", number=9),
     ],
 )
-def test_work_that_would_not_be_done_in_time_is_refused_at_once(
+def test_work_that_would_be_late_is_refused_at_once(
     measured: Service, body: dict[str, Any]
 ) -> None:
     app = application(measured, 60)
@@ -335,9 +329,7 @@ class Blocked:
         return own.run(progress)
 
 
-def test_short_requests_and_pings_do_not_wait_for_long_ones(
-    service: Service, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_short_request_does_not_wait(service: Service, monkeypatch: MonkeyPatch) -> None:
     blocked = Blocked(service, monkeypatch)
     with asking(service) as ask, ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask, SCORE)
@@ -368,17 +360,13 @@ async def post(app: Any, gone: threading.Event, body: bytes = SCORE) -> int:
     return int(sent[0]["status"])
 
 
-def test_a_client_that_hangs_up_is_no_longer_computed_for(
-    service: Service, monkeypatch: MonkeyPatch
-) -> None:
+def test_hanging_up_ends_the_work(service: Service, monkeypatch: MonkeyPatch) -> None:
     blocked = Blocked(service, monkeypatch)
     assert asyncio.run(post(application(service, 60), blocked.entered)) == 400  # nobody reads it
     assert blocked.stopped.wait(10)
 
 
-def test_a_client_that_hangs_up_while_it_waits_is_not_computed_for(
-    service: Service, monkeypatch: MonkeyPatch
-) -> None:
+def test_hanging_up_in_the_queue_ends_the_work(service: Service, monkeypatch: MonkeyPatch) -> None:
     blocked, app = Blocked(service, monkeypatch), application(service, 60)
 
     async def two() -> tuple[int, int]:

@@ -90,9 +90,7 @@ def test_long_requests_keep_their_share_beside_short_ones_without_end() -> None:
 @pytest.mark.parametrize(
     ("seconds", "overtakes"), [(1, True), (4, True), (9, False), (20, False), (30, False)]
 )
-def test_a_long_request_is_overtaken_by_those_of_half_its_work(
-    seconds: float, overtakes: bool
-) -> None:
+def test_half_the_work_overtakes_a_long_request(seconds: float, overtakes: bool) -> None:
     it = Simulated()
     it.send("long", 20)
     it.arriving = [(10, "other", seconds)]  # half of the work is left, and less when it waits

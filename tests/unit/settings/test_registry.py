@@ -63,9 +63,7 @@ def test_a_registered_paradigm_is_configured_saved_and_loaded(tmp_path: Path) ->
         load_paradigm(tmp_path)
 
 
-def test_a_field_is_a_key_in_help_completion_documents_validation_and_the_constructor(
-    capsys: Captured,
-) -> None:
+def test_a_field_is_a_key_in_help_completion_documents_and_validation(capsys: Captured) -> None:
     register("paradigm", "mine", Mine, MineSettings)
     said = "strength of it (≥ 0 and ≤ 1)"
     assert main(["train", "--help", "--all"]) == 0
@@ -177,9 +175,7 @@ def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_pa
         assert str(caught.value).startswith(f"--module {name}: ")
 
 
-def test_every_process_of_a_training_and_what_loads_its_model_has_the_module(
-    research: list[str], tmp_path: Path
-) -> None:
+def test_every_process_has_the_module(research: list[str], tmp_path: Path) -> None:
     work_dir = tmp_path / "run"
     result = d2plm(
         *("train", *research, *CHOICES, f"work_dir={work_dir}", "tracking=none"),

@@ -70,9 +70,7 @@ def test_texts_have_a_form(
         ("claims", {"other": "/workspace", "b": "/workspace/data"}),
     ],
 )
-def test_a_mapping_that_the_cluster_takes_is_set_and_null_is_refused(
-    key: str, value: dict[str, str]
-) -> None:
+def test_a_mapping_is_set_and_null_is_refused(key: str, value: dict[str, str]) -> None:
     written = ", ".join(f"{name}: {text}" for name, text in value.items())
     composed, _ = compose_arguments("train", [f"launcher.{key}={{{written}}}"])
     assert getattr(composed.launcher, key) == yaml.safe_load(f"{{{written}}}")
@@ -263,9 +261,7 @@ def test_fields_are_keys_with_their_sentences_choices_and_defaults() -> None:
         ({"rates": [math.nan]}, "rates", "must be a list, [a number > 0, …]"),
     ],
 )
-def test_an_error_carries_the_key_and_the_reason(
-    values: dict[str, Any], key: str, reason: str
-) -> None:
+def test_an_error_carries_key_and_reason(values: dict[str, Any], key: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Outer, {"place": "x", **values})
     assert (list(caught.value.settings), caught.value.reason) == ([key], reason)

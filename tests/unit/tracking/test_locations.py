@@ -111,9 +111,7 @@ def test_esm_2_is_a_model_as_any(esm: Path) -> None:
     assert 50 <= len(model.generate(1, steps=2, seed=1)[0]) <= 126
 
 
-def test_a_name_on_the_hub_is_fetched_without_code(
-    esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_hub_gives_no_code(esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
 
     def fetch(name: str, allow_patterns: list[str]) -> str:
@@ -143,7 +141,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("uri", "location"), [(None, "models:/a@champion"), ("sqlite:///none/other.db", "models:/a/3")]
 )
-def test_reading_a_registry_creates_none(
+def test_reading_creates_nothing(
     uri: str | None, location: str, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

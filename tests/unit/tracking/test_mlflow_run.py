@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from d2plm.assembly.tracked_run import (
-    log_data,
-    log_settings,
-    tracked_run,
-    with_tags,
-)
+from d2plm.assembly.tracked_run import log_data, log_settings, tracked_run, with_tags
 from d2plm.config import compose
 from d2plm.core.redaction import HIDDEN, redacted_settings
 from d2plm.core.versions import git_revision
@@ -51,9 +46,7 @@ def data_of(client: MlflowClient, run_id: str) -> dict[str, Any]:
     return {f"{one.tags[0].value} {one.dataset.name}": one.dataset for one in inputs}
 
 
-def test_figures_of_the_whole_run_are_sent_again_only_where_they_have_changed(
-    client: MlflowClient, output_dir: Path
-) -> None:
+def test_only_changed_figures_are_sent_again(client: MlflowClient, output_dir: Path) -> None:
     for perplexity in (9.5, 9.5, 9.25):
         with tracking_run(output_dir) as run:
             run.log_metrics({"evaluation/perplexity": perplexity, "versus/uniform": 20.0})
@@ -64,9 +57,7 @@ def test_figures_of_the_whole_run_are_sent_again_only_where_they_have_changed(
     assert values == {"evaluation/perplexity": [9.5, 9.25], "versus/uniform": [20.0]}
 
 
-def test_every_key_of_a_configuration_is_taken_and_secrets_are_hidden(
-    client: MlflowClient, output_dir: Path
-) -> None:
+def test_any_key_is_taken_and_secrets_are_hidden(client: MlflowClient, output_dir: Path) -> None:
     with tracking_run(output_dir) as run:
         run.log_params({"key." + 300 * "k": 1, "arms.a+b=c": 2, "environment.HF_TOKEN": "s3cret"})
         run.set_tags({"api_token": "s3cret", "owner": "ada"})
@@ -76,9 +67,7 @@ def test_every_key_of_a_configuration_is_taken_and_secrets_are_hidden(
     assert len(logged.params) == 3
 
 
-def test_a_run_says_who_what_and_when_and_is_finished_when_nobody_writes_to_it(
-    client: MlflowClient, config: TrainSettings
-) -> None:
+def test_a_run_says_what_it_is_and_is_finished(client: MlflowClient, config: TrainSettings) -> None:
     tagged = with_tags(config, project="antibodies")
     with tracked_run(tagged, "train") as run:
         assert client.get_run(str(run.id)).info.status == "RUNNING"
@@ -91,9 +80,7 @@ def test_a_run_says_who_what_and_when_and_is_finished_when_nobody_writes_to_it(
     assert tags.get("mlflow.source.git.commit") == git_revision()
 
 
-def test_the_logged_configuration_contains_no_secret(
-    client: MlflowClient, config: TrainSettings, tmp_path: Path
-) -> None:
+def test_no_secret_is_logged(client: MlflowClient, config: TrainSettings, tmp_path: Path) -> None:
     secret = replace(config, init_from="s3://key:s3cret@bucket/model")
     with tracked_run(config, "train") as run:
         log_settings(run, secret, parameters=12)
@@ -103,7 +90,7 @@ def test_the_logged_configuration_contains_no_secret(
     assert (params["init_from"], params["parameters"]) == ("s3://***@bucket/model", "12")
 
 
-def test_every_split_is_an_input_of_the_run_once(
+def test_every_split_is_an_input_once(
     client: MlflowClient, output_dir: Path, tmp_path: Path
 ) -> None:
     folder = prepared(tmp_path / "data")
@@ -140,7 +127,7 @@ def test_of_a_mixture_the_members_are_trained_on_and_the_held_out_are_evaluated_
     assert client.get_run(str(run.id)).data.tags["data"] == "a + b"
 
 
-def test_the_machine_is_watched_and_no_thread_is_left(
+def test_no_thread_is_left(
     client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", raising=False)

@@ -14,12 +14,7 @@ from mlflow.store.tracking import sqlalchemy_store as tracking_store
 
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.evaluation.result import write_evaluation
-from d2plm.tracking.registry import (
-    MADE_HERE,
-    beats,
-    export_digest,
-    register,
-)
+from d2plm.tracking.registry import MADE_HERE, beats, export_digest, register
 from d2plm.tracking.runs import tracking_run
 from tests.conftest import MonkeyPatch
 from tests.evaluations import invented_evaluation
@@ -62,9 +57,7 @@ def test_a_better_model_of_other_training_data_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["masks", "validation"])
-def test_a_champion_evaluated_on_other_residues_or_masks_is_not_replaced(
-    what: str, tmp_path: Path
-) -> None:
+def test_a_champion_of_other_residues_or_masks_stays(what: str, tmp_path: Path) -> None:
     better, reason = beats(
         evaluated(tmp_path / "new", 1.0, **{what: "a"}),
         evaluated(tmp_path / "old", 2.0, **{what: "b"}),
@@ -99,9 +92,7 @@ def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
     return export
 
 
-def test_a_store_that_fails_makes_no_champion(
-    client: MlflowClient, refuse: Callable[..., None], tmp_path: Path
-) -> None:
+def test_a_failing_store(client: MlflowClient, refuse: Callable[..., None], tmp_path: Path) -> None:
     first, worse = whole(tmp_path / "first", 2.0, 1), whole(tmp_path / "worse", 3.0, 2)
     with tracking_run(tmp_path / "run") as run:
         run_id = str(run.id)
@@ -117,9 +108,7 @@ def test_a_store_that_fails_makes_no_champion(
     assert str(asked(client, "m", "candidate").version) != registered.version
 
 
-def test_run_model_and_version_link_to_one_another_with_the_figures_and_their_data(
-    client: MlflowClient, tmp_path: Path
-) -> None:
+def test_run_model_and_version_are_linked(client: MlflowClient, tmp_path: Path) -> None:
     export = whole(tmp_path / "model", 2.0, 3)
     (export / "provenance.json").write_text(json.dumps({"paradigm": "diffusion", "step": 40}))
     card = "---\nlibrary_name: d2plm\n---\n# A model\n\n" + "It is long.\n\n" * 1000
@@ -210,9 +199,7 @@ def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_nex
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
 
 
-def test_repeated_requests_register_one_version_of_one_model(
-    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
+def test_repeated_requests(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     repeat(monkeypatch, tracking_store.SqlAlchemyStore, "create_logged_model")
     repeat(monkeypatch, registry_store.SqlAlchemyStore, "create_model_version")
     export = whole(tmp_path / "model", 2.0, 3)
@@ -225,9 +212,7 @@ def test_repeated_requests_register_one_version_of_one_model(
     assert [model.status for model in of_run] == ["READY"]
 
 
-def test_versions_that_a_user_has_made_of_the_same_model_are_kept(
-    client: MlflowClient, tmp_path: Path
-) -> None:
+def test_versions_that_a_user_has_made_are_kept(client: MlflowClient, tmp_path: Path) -> None:
     export = whole(tmp_path / "model", 2.0, 3)
     digest = export_digest(export)
     with tracking_run(tmp_path / "run") as run:
@@ -244,9 +229,7 @@ def test_versions_that_a_user_has_made_of_the_same_model_are_kept(
     assert str(client.get_model_version_by_alias("by_hand", "champion").version) == "3"
 
 
-def test_copies_made_before_a_kill_are_deleted_by_the_next_registration(
-    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
+def test_copies_are_deleted(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     export = whole(tmp_path / "model", 2.0, 3)
     digest = export_digest(export)
 
@@ -266,9 +249,7 @@ def test_copies_made_before_a_kill_are_deleted_by_the_next_registration(
     assert made.version == str(version.version) == "2", "an alias is never lost"
 
 
-def test_a_version_that_the_search_does_not_show_yet_is_registered(
-    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_lagging_search(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     export = whole(tmp_path / "model", 2.0, 3)
     monkeypatch.setattr(MlflowClient, "search_model_versions", lambda *_: [])
     with tracking_run(tmp_path / "run") as run:

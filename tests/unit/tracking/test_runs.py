@@ -99,7 +99,7 @@ def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
     assert "cannot set the status FAILED of run" in caplog.text
 
 
-def test_a_run_is_marked_failed_although_its_metrics_are_rejected(
+def test_rejected_metrics_fail_a_run(
     client: MlflowClient, refuse: Refuse, output_dir: Path
 ) -> None:
     refuse("log_batch")
@@ -108,7 +108,7 @@ def test_a_run_is_marked_failed_although_its_metrics_are_rejected(
     assert client.get_run(str(run.id)).info.status == "FAILED"
 
 
-def test_a_passing_failure_of_the_store_begins_no_second_run(
+def test_a_failure_begins_no_second_run(
     client: MlflowClient, refuse: Refuse, output_dir: Path
 ) -> None:
     first = begun(output_dir)
@@ -138,9 +138,7 @@ def test_a_damaged_run_file_is_named(client: MlflowClient, output_dir: Path) -> 
             begun(output_dir)
 
 
-def test_an_output_folder_that_cannot_be_written_is_named_and_begins_no_run(
-    client: MlflowClient, tmp_path: Path
-) -> None:
+def test_an_unwritable_folder_begins_no_run(client: MlflowClient, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     folder = tmp_path / "file" / "run"
     with (
@@ -203,9 +201,7 @@ def closed_address(monkeypatch: MonkeyPatch) -> str:
     return address
 
 
-def test_an_absent_server_is_reported_after_one_warning(
-    closed_address: str, monkeypatch: MonkeyPatch, caplog: Logged
-) -> None:
+def test_an_absent_server(closed_address: str, monkeypatch: MonkeyPatch, caplog: Logged) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(mlflow_run.time, "sleep", lambda s: (pauses.append(s), pause(0.2)))
     with pytest.raises(TrackingError, match="refuses connections"):
@@ -214,9 +210,7 @@ def test_an_absent_server_is_reported_after_one_warning(
     assert [record.name for record in caplog.records] == ["d2plm.tracking.mlflow_run"]
 
 
-def test_a_server_that_is_starting_is_waited_for(
-    closed_address: str, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_starting_server_is_waited_for(closed_address: str, monkeypatch: MonkeyPatch) -> None:
     port = int(closed_address.rpartition(":")[2])
     servers: list[HTTPServer] = []
 
@@ -231,9 +225,7 @@ def test_a_server_that_is_starting_is_waited_for(
     servers[0].server_close()
 
 
-def test_after_a_slow_failure_full_batches_wait_before_they_are_sent_again(
-    output_dir: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_after_a_slow_failure_batches_wait(output_dir: Path, monkeypatch: MonkeyPatch) -> None:
     now, attempts = [0.0], []
 
     class Frozen:
@@ -279,7 +271,7 @@ def test_a_server_whose_files_are_folders_of_its_own_machine_is_reported(tmp_pat
     assert str(tmp_path / "1") in str(written_here(server, (tmp_path / "1").as_uri()))
 
 
-def test_many_parameters_are_kept_and_values_that_are_cut_are_marked(
+def test_many_parameters_are_kept_and_cuts_are_marked(
     client: MlflowClient, output_dir: Path
 ) -> None:
     with tracking_run(output_dir) as run:
@@ -292,7 +284,7 @@ def test_many_parameters_are_kept_and_values_that_are_cut_are_marked(
     assert logged.tags["exact"] == "z" * 8000 and logged.tags["a_b"] == "1"
 
 
-def test_a_repeated_request_begins_one_run(
+def test_repeated_requests(
     client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     repeat(monkeypatch, SqlAlchemyStore, "create_run")
@@ -304,9 +296,7 @@ def test_a_repeated_request_begins_one_run(
     ]
 
 
-def test_a_run_that_the_search_does_not_show_yet_is_the_one_created(
-    client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_lagging_search(client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(MlflowClient, "search_runs", lambda *_: [])
         run_id = begun(output_dir)
