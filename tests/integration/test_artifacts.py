@@ -41,9 +41,7 @@ def execute(component: Any, folder: Path, **parameters: Any) -> tuple[Outputs, O
     return written["parameterValues"], metadata, folder
 
 
-def test_each_step_has_artifacts(
-    copied: Finished, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_steps_have_artifacts(copied: Finished, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     work_dir = copied.work_dir
     (known,) = (work_dir / "pipeline_runs").glob("*.yaml")
     config, output_dir = str(known), work_dir / "diffusion"

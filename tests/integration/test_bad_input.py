@@ -74,9 +74,7 @@ def test_standard_output_that_is_full_or_closed_is_an_error(
     assert "Traceback" not in result.stderr
 
 
-def test_a_deleted_folder_is_an_error(
-    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_deleted_folder(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

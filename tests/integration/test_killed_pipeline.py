@@ -84,9 +84,7 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_killed_pipeline_ends_as_another(
-    finished: Finished, tmp_path: Path, temporary: Path
-) -> None:
+def test_kills_change_no_result(finished: Finished, tmp_path: Path, temporary: Path) -> None:
     draw, work_dir = random.Random(0), tmp_path / "a run"
     seconds = 45.0  # about what a run takes
     for kill in range(KILLS):

@@ -183,9 +183,7 @@ def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_
 
 
 @pytest.mark.xdist_group("pipeline")
-def test_a_run_is_replayed_listed_and_converted(
-    finished: Finished, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_run_is_replayed_and_listed(finished: Finished, tmp_path: Path, capsys: Captured) -> None:
     run = str(finished.output_dir)
     rows = [json.loads(line) for line in (finished.output_dir / "metrics.jsonl").open()]
     logged = next(row for row in rows if row["step"] == 2 and "loss" in row)

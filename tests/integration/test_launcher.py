@@ -129,9 +129,7 @@ def cut(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("disturb", [cut, Cluster.restart_api])
-def test_no_broken_connection_loses_a_line(
-    cluster: Cluster, disturb: Callable[[Cluster], None]
-) -> None:
+def test_breaks_lose_no_line(cluster: Cluster, disturb: Callable[[Cluster], None]) -> None:
     cluster.script(Script(lines=LINES, seconds=1.5))  # ends before the server is back
     launch = Launch()
     cluster.wait_for(lambda: running(cluster, 0))
@@ -381,9 +379,7 @@ def test_a_job_of_this_name_with_other_settings_is_left_alone(cluster: Cluster) 
     first.finish()
 
 
-def test_a_silent_api_server_is_given_up_not_the_job(
-    cluster: Cluster, monkeypatch: MonkeyPatch
-) -> None:
+def test_an_absent_api_server_is_given_up(cluster: Cluster, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
     cluster.script(LONG)
     launch = Launch()
@@ -396,9 +392,7 @@ def test_a_silent_api_server_is_given_up_not_the_job(
 @pytest.mark.parametrize(
     ("verb", "resource"), [("create", "pytorchjobs"), ("watch", "pytorchjobs"), ("list", "pods")]
 )
-def test_a_missing_permission_is_named_in_a_line(
-    cluster: Cluster, verb: str, resource: str
-) -> None:
+def test_a_missing_permission_is_named(cluster: Cluster, verb: str, resource: str) -> None:
     cluster.script(LONG)
     cluster.forbid(verb, resource)
     text = str(Launch().failure(ClusterError))
@@ -559,7 +553,7 @@ def test_the_job_belongs_to_the_pipelines_run_and_to_its_runtime(cluster: Cluste
     assert connect().workflow_of(name) == [owner]  # and not its other owners
 
 
-def test_each_run_has_a_job_of_its_own(
+def test_each_run_has_its_own_job(
     cluster: Cluster, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     cluster.script(Script())
@@ -788,9 +782,7 @@ def test_a_deadline_names_what_is_missing(cluster: Cluster) -> None:
     assert "longer than specified deadline" in error and "shards 3 of 4 are missing" in error
 
 
-def test_a_killed_shard_changes_no_vector(
-    cluster: Cluster, tmp_path: Path, exports: Exports
-) -> None:
+def test_a_killed_shard_is_run_again(cluster: Cluster, tmp_path: Path, exports: Exports) -> None:
     workspace, rng = tmp_path / "workspace", np.random.default_rng(0)
     workspace.mkdir()
     (workspace / "model").symlink_to(exports.masked)

@@ -90,9 +90,7 @@ def test_one_import_alone_registers_the_classes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])
-def test_times_are_those_of_masks(
-    kind: str, exports: Path, inputs: dict[str, torch.Tensor]
-) -> None:
+def test_times_follow_the_masks(kind: str, exports: Path, inputs: dict[str, torch.Tensor]) -> None:
     model = AutoModelForMaskedLM.from_pretrained(exports / kind).eval()
     times = model.times_of(inputs["input_ids"], inputs["attention_mask"].bool())
     fraction = model.paradigm.corrupted_fraction(times.double())

@@ -45,9 +45,7 @@ def test_its_figures_are_those_of_the_readme() -> None:
         assert f"{bound.perplexity.value:.3f}" in page
 
 
-def test_commands_use_it_anywhere(
-    tmp_path: Path, monkeypatch: MonkeyPatch, capfd: Captured
-) -> None:
+def test_commands_take_it_alone(tmp_path: Path, monkeypatch: MonkeyPatch, capfd: Captured) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "number=2", "length=30", "steps=4", "output=new.fasta"]) == 0
     assert main(["score", "new.fasta", "evaluation.masks_per_sequence=1", "output=s.csv"]) == 0

@@ -36,6 +36,7 @@ from tests.conftest import FASTA, MonkeyPatch
 
 FAMILY = FASTA.with_name("family_abc_importers.fasta.gz")
 LIMIT = 126
+Configured = Callable[..., Any]  # overrides → configuration
 TINY = (
     *("trainer.max_steps=3", "callbacks.evaluation.every=2", "callbacks.checkpoint.every=2"),
     *("data.token_budget=1024", "evaluation.masks_per_sequence=1", "generation.number=3"),
@@ -81,7 +82,7 @@ def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Calla
 
 
 def test_a_family_is_adapted_to_compared_and_grown(
-    configured: Callable[..., Any], base: Path, tmp_path: Path, monkeypatch: MonkeyPatch
+    configured: Configured, base: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     def train_here(file: Path, *_: object) -> None:
         assert main(["train", f"--config-file={file}"]) == 0
@@ -126,14 +127,12 @@ def test_a_family_is_adapted_to_compared_and_grown(
         (["general=nowhere.fasta"], DataError, "nowhere.fasta"),
     ],
 )
-def test_bad_settings(
-    words: list[str], error: type, message: str, configured: Callable[..., Any]
-) -> None:
+def test_bad_words(words: list[str], error: type, message: str, configured: Configured) -> None:
     with pytest.raises(error, match=message):
         run(configured(*words))
 
 
-def test_a_family_of_copies_is_rejected(configured: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_family_of_copies_is_rejected(configured: Configured, tmp_path: Path) -> None:
     few = tmp_path / "few.fasta"
     own = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPD"
     write_fasta(few, [(str(n), own) for n in range(60)])
@@ -141,9 +140,7 @@ def test_a_family_of_copies_is_rejected(configured: Callable[..., Any], tmp_path
         run(configured(f"input={few}"))
 
 
-def test_variants_of_one_protein_are_refused(
-    configured: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_variants_of_a_protein_are_refused(configured: Configured, tmp_path: Path) -> None:
     draw, file = np.random.default_rng(0), tmp_path / "variants.fasta"
     letters = [*"ACDEFGHIKLMNPQRSTVWY"]
     wild_type, records = draw.choice(letters, 90), [("longer", "".join(draw.choice(letters, 93)))]

@@ -90,9 +90,7 @@ def test_an_export_to_standard_output_is_that_of_a_file_and_nothing_else(
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_broken_stores_are_rejected(
-    action: str, copy: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_broken_store_is_named(action: str, copy: Path, tmp_path: Path, capsys: Captured) -> None:
     def message(path: Path) -> str:
         return refusal(capsys, 1, action, f"store={path}", *GIVEN.get(action, []))
 

@@ -43,9 +43,7 @@ def test_json_is_a_list_and_a_failure_exits_with_1(machine: Path, capsys: Captur
     assert captured.err.strip().startswith("d2plm: error: 1 of ")
 
 
-def test_a_configured_cluster_is_checked(
-    machine: Path, monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_cluster_is_checked(machine: Path, monkeypatch: MonkeyPatch, capsys: Captured) -> None:
     api = Api()
     api.answers[NODES] = 403
     with serving(api) as address:
@@ -57,9 +55,7 @@ def test_a_configured_cluster_is_checked(
 
 
 @pytest.mark.parametrize("word", ["cluster=false", "launcher=local"])
-def test_an_unwanted_cluster_is_left_alone(
-    word: str, machine: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_an_unwanted_cluster_is_left(word: str, machine: Path, monkeypatch: MonkeyPatch) -> None:
     api = Api()
     with serving(api) as address:
         monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))

@@ -23,6 +23,7 @@ from d2plm.paradigms.paradigm import Paradigm
 from tests.conftest import Captured, DiTFactory, MonkeyPatch, write_store
 
 Export = Callable[..., Path]
+Run = Callable[..., Evaluation]
 
 
 @pytest.fixture
@@ -45,9 +46,7 @@ def export(tmp_path: Path, tiny_dit: DiTFactory) -> Export:
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, stores: dict[str, SequenceStore], monkeypatch: MonkeyPatch
-) -> Callable[..., Evaluation]:
+def run(tmp_path: Path, stores: dict[str, SequenceStore], monkeypatch: MonkeyPatch) -> Run:
     monkeypatch.setattr(evaluate, "open_stores", lambda config: stores)
     # The figures are tested elsewhere, and take seconds.
     monkeypatch.setattr(evaluate, "plot", lambda *_: None)
@@ -62,9 +61,7 @@ def run(
     return call
 
 
-def test_figures_are_used_again(
-    export: Export, run: Callable[..., Evaluation], tmp_path: Path, capsys: Captured
-) -> None:
+def test_figures_are_used_again(export: Export, run: Run, tmp_path: Path, capsys: Captured) -> None:
     model = export()
     first = run(model)
     assert f'value="{first.model.nelbo.value}"' in (tmp_path / "out" / "report.html").read_text()
@@ -79,7 +76,7 @@ def test_figures_are_used_again(
 
 
 @pytest.fixture
-def of_a_demo(tmp_path: Path, run: Callable[..., Evaluation]) -> Callable[..., Evaluation]:
+def of_a_demo(tmp_path: Path, run: Run) -> Run:
     """Evaluates a model with the settings of a demo that has a run, which must stay as it is."""
     work = tmp_path / "demo"
     work.mkdir()
@@ -97,7 +94,7 @@ def of_a_demo(tmp_path: Path, run: Callable[..., Evaluation]) -> Callable[..., E
 
 @pytest.mark.parametrize("of_a_run", [True, False])
 def test_results_on_a_model_of_another_run_are_written_beside_that_model(
-    of_a_run: bool, export: Export, of_a_demo: Callable[..., Evaluation], tmp_path: Path
+    of_a_run: bool, export: Export, of_a_demo: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()
     if of_a_run:
@@ -111,11 +108,7 @@ def test_results_on_a_model_of_another_run_are_written_beside_that_model(
 
 
 def test_nothing_is_written_to_read_only_folders(
-    export: Export,
-    of_a_demo: Callable[..., Evaluation],
-    tmp_path: Path,
-    monkeypatch: MonkeyPatch,
-    capsys: Captured,
+    export: Export, of_a_demo: Run, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     model, prepared = export("other/model"), tmp_path / "prepared"
     prepared.mkdir()
@@ -146,9 +139,7 @@ def test_nothing_is_written_to_read_only_folders(
     assert of_a_demo(model, *words).model != found.model
 
 
-def test_a_rival_is_scored_on_the_same_masks(
-    export: Export, run: Callable[..., Evaluation]
-) -> None:
+def test_rivals_are_scored_on_the_same_masks(export: Export, run: Run) -> None:
     model, other = export(), export("other", seed=3)
     found = run(model, f"evaluation.compare_with=[{other}]")
     alone = run(other)
@@ -159,9 +150,7 @@ def test_a_rival_is_scored_on_the_same_masks(
     assert run(model, f"evaluation.compare_with=[{other}]").others != found.others
 
 
-def test_a_rival_of_the_uniform_source_brings_its_own_bound(
-    export: Export, run: Callable[..., Evaluation]
-) -> None:
+def test_a_uniform_rival_has_its_own_bound(export: Export, run: Run) -> None:
     other = export("other", UniformFlowMatching(), seed=3)
     found = run(export(), f"evaluation.compare_with=[{other}]")
     assert found.others[str(other)].estimator == "time-reversal bound"
@@ -169,7 +158,7 @@ def test_a_rival_of_the_uniform_source_brings_its_own_bound(
 
 
 def test_a_rival_that_takes_fewer_tokens_or_is_no_model_is_rejected(
-    export: Export, run: Callable[..., Evaluation], tmp_path: Path
+    export: Export, run: Run, tmp_path: Path
 ) -> None:
     export("short", max_position_embeddings=32)
     (tmp_path / "nothing").mkdir()
@@ -180,7 +169,7 @@ def test_a_rival_that_takes_fewer_tokens_or_is_no_model_is_rejected(
 
 @pytest.mark.parametrize("override", ["evaluation.split=tset", "generation.sampler=euler"])
 def test_what_is_impossible_is_rejected_before_anything_is_computed(
-    override: str, export: Export, run: Callable[..., Evaluation], monkeypatch: MonkeyPatch
+    override: str, export: Export, run: Run, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "fit_baselines", lambda *_, **__: pytest.fail("fitted"))
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
@@ -188,7 +177,7 @@ def test_what_is_impossible_is_rejected_before_anything_is_computed(
 
 
 def test_residues_that_are_not_protein_letters_are_not_scored(
-    export: Export, run: Callable[..., Evaluation], stores: dict[str, SequenceStore], tmp_path: Path
+    export: Export, run: Run, stores: dict[str, SequenceStore], tmp_path: Path
 ) -> None:
     stores["validation"] = write_store(
         tmp_path / "with_x", [encode("MKXXBVLU"), encode("GGAVLKR")], [0, 1]

@@ -119,9 +119,7 @@ def test_runs_differ_in_what_varies_and_in_their_folders(sweep: Sweep, tmp_path:
         (["trainer.seed=1,2", "model.hidden_sise=3"], "'model.hidden_size'"),
     ],
 )
-def test_all_runs_are_checked_first(
-    words: list[str], message: str, sweep: Sweep, started: list[Any]
-) -> None:
+def test_runs_are_checked(words: list[str], message: str, sweep: Sweep, started: list[Any]) -> None:
     with pytest.raises(ConfigError, match=message):
         sweep(*words)
     assert not started

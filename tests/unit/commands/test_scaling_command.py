@@ -57,9 +57,7 @@ def test_a_budget_in_flops_is_that_of_the_training() -> None:
         (["sizes.small.model.hidden_sizes=64"], "sizes.small: .*'model.hidden_sizes'"),
     ],
 )
-def test_what_gives_no_law_is_rejected_first(
-    words: list[str], message: str, tmp_path: Path
-) -> None:
+def test_what_gives_no_law_is_rejected(words: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         run(experiment(f"work_dir={tmp_path}", *words))
     assert not any(tmp_path.iterdir())

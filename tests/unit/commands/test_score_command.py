@@ -46,9 +46,7 @@ def wild_type(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["fasta", "csv"])
-def test_no_control_character_is_shown(
-    exports: Exports, tmp_path: Path, form: str, capsys: Captured
-) -> None:
+def test_names_are_printable(exports: Exports, tmp_path: Path, form: str, capsys: Captured) -> None:
     names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
     rows = [f"{name},MKT\n" if form == "csv" else f">{name} x\nMKT\n" for name in names]
     file.write_text("name,sequence\n" * (form == "csv") + "".join(rows))
@@ -73,9 +71,7 @@ def refusal(capsys: Captured, *words: str) -> str:
 # --- proteins --------------------------------------------------------------------------------
 
 
-def test_each_protein_has_a_row(
-    exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured) -> None:
     output = tmp_path / "new" / "scores.csv"
     words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
     assert main(["score", *words, f"output={output}"]) == 0
@@ -172,16 +168,14 @@ def test_a_run_that_fails_leaves_what_was_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["proteins.fasta", "scores.csv"]
 
 
-def test_an_output_is_writable_and_not_read(
-    exports: Exports, fasta: Path, capsys: Captured
-) -> None:
+def test_an_output_is_writable_and_new(exports: Exports, fasta: Path, capsys: Captured) -> None:
     before, words = fasta.read_text(), (f"model_dir={exports.masked}", f"input={fasta}")
     assert "cannot be written" in refusal(capsys, *words, f"output={fasta / 'scores.csv'}")
     assert "another file" in refusal(capsys, *words, f"output={fasta}")
     assert fasta.read_text() == before
 
 
-def test_a_uniform_source_is_rejected(
+def test_uniform_is_rejected(
     exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     words = [f"model_dir={exports.uniform}", f"input={fasta}"]
@@ -366,9 +360,7 @@ def test_columns_may_be_named(scan: Scan, exports: Exports) -> None:
         ("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n", "line 3: 'K2G'"),
     ],
 )
-def test_a_bad_table_is_rejected_with_file_and_row(
-    content: str | None, message: str, scan: Scan
-) -> None:
+def test_a_bad_table_is_named_with_its_row(content: str | None, message: str, scan: Scan) -> None:
     line = scan.refused(content)
     assert str(scan.table) in line and message in line
 

@@ -142,7 +142,7 @@ def test_other_files_are_left(model: Path, fasta: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(("output", "shard"), [(".", "shard=0/1"), ("/", "shard=null")])
-def test_a_folder_has_a_name(
+def test_a_name_is_wanted(
     model: Path, fasta: Path, output: str, shard: str, capsys: Captured
 ) -> None:
     assert run("embed", model, Path(output), f"input={fasta}", shard) == 2

@@ -12,6 +12,8 @@ from d2plm.config import compose
 from d2plm.core.errors import ConfigError
 from tests.conftest import Captured, MonkeyPatch
 
+Runs = dict[str, Any]
+
 
 @pytest.fixture
 def executed(monkeypatch: MonkeyPatch) -> dict[str, Any]:
@@ -43,9 +45,7 @@ def sweep(tmp_path: Path, *words: str) -> dict[str, Any]:
     return dict(run_sweep(listed))
 
 
-def test_runs_are_tracked_below_one(
-    executed: dict[str, Any], tmp_path: Path, capsys: Captured
-) -> None:
+def test_runs_have_a_parent(executed: Runs, tmp_path: Path, capsys: Captured) -> None:
     assert sweep(tmp_path) == {"best": "diffusion"}
     assert capsys.readouterr().out == "| diffusion |\n"
     tracking = [run.tracking for run in executed.values()]
@@ -58,9 +58,7 @@ def test_runs_are_tracked_below_one(
     assert files == {f"results.{suffix}" for suffix in ("json", "md", "png")}
 
 
-def test_a_bad_run_starts_none(
-    executed: dict[str, Any], tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_bad_runs_are_not_started(executed: Runs, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     def forecast(config: Any) -> None:
         raise ConfigError("impossible")
 
@@ -70,7 +68,7 @@ def test_a_bad_run_starts_none(
     assert not executed and not any(tmp_path.iterdir())
 
 
-def test_a_dry_run_executes_and_writes_nothing(executed: dict[str, Any], tmp_path: Path) -> None:
+def test_a_dry_run_executes_and_writes_nothing(executed: Runs, tmp_path: Path) -> None:
     forecasts = sweep(tmp_path, "dry_run=true")
     assert forecasts == {"diffusion": {"steps": "1"}, "flow_matching": {"steps": "1"}}
     assert not executed and not any(tmp_path.iterdir())

@@ -189,9 +189,7 @@ def policy(mode: str, namespace: str, **spec: Any) -> dict[str, Any]:
         ([], [], None),
     ],
 )
-def test_strict_authentication(
-    api: Api, own: list[str], of_mesh: list[str], strict: str | None
-) -> None:
+def test_strict_mtls(api: Api, own: list[str], of_mesh: list[str], strict: str | None) -> None:
     api.answers[ISTIO] = {"preferredVersion": {"version": "v1"}}
     for namespace, modes in (("mlflow", own), ("istio-system", of_mesh)):
         items = [policy(mode, namespace) for mode in modes]

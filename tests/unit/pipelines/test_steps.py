@@ -275,7 +275,7 @@ def test_a_run_of_another_pipeline_is_left_alone(work: Path, pipeline: str | Non
     assert run.info.status == "RUNNING" and "pipeline.state" not in run.data.tags
 
 
-def test_errors_in_finishing_are_warnings(
+def test_errors_at_the_end_are_warnings(
     work: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     steps.finish("run-2", str(work / "none"), "RUNNING")  # cancelled before it wrote

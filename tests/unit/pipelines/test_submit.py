@@ -298,9 +298,7 @@ def test_every_wait_for_a_pod_has_an_end_and_lines_about_it(
     assert said is None or f"no pod has {said}" in error
 
 
-def test_a_silent_server_is_given_up(
-    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
+def test_silence_is_given_up(server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setattr(kfp_server_module, "TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(follow, "PATIENCE_SECONDS", 0.0)
     for path, words in (("/runs/r1", ["wait=true"]), ("/runs", [])):
@@ -396,9 +394,7 @@ def test_a_schedule_becomes_a_recurring_run(server: KfpServer, capsys: Captured)
         ([*SWEEP, "arms.c.trainer.max_step=2"], "arms.c: unknown key 'trainer.max_step'"),
     ],
 )
-def test_nonsense_is_not_sent(
-    server: KfpServer, capsys: Captured, words: list[str], key: str
-) -> None:
+def test_words_are_checked(server: KfpServer, capsys: Captured, words: list[str], key: str) -> None:
     assert d2plm(["pipeline", "submit", *words]) == 2
     error = capsys.readouterr().err
     assert key in error and error.count("\n") == 1
@@ -420,7 +416,7 @@ def test_keys_that_vary_reach_the_pods_as_written(server: KfpServer, capsys: Cap
     ("words", "memory"),
     [(["experiment=demo"], None), (["model=nano"], "16Gi"), (["prepare_memory=2Gi"], "2Gi")],
 )
-def test_steps_ask_for_what_is_needed(
+def test_steps_ask_for_their_memory(
     server: KfpServer, words: list[str], memory: str | None
 ) -> None:
     assert d2plm(["pipeline", "submit", *words]) == 0

@@ -21,6 +21,7 @@ from tests.conftest import MonkeyPatch
 
 SWEEP = ["sweep=compare", "experiment=debug", "arms={a: {}, b: {trainer: {max_steps: 2}}}"]
 Specification = dict[str, Any]
+Configure = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_its_form_is_that_of_a_single_run(documents: list[Specification]) -> Non
 
 
 @pytest.fixture
-def configured(tmp_path: Path, monkeypatch: MonkeyPatch) -> Callable[..., Path]:
+def configured(tmp_path: Path, monkeypatch: MonkeyPatch) -> Configure:
     """Configures a sweep of two arms with two seeds; every run's settings and files are good."""
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
@@ -95,7 +96,7 @@ def names(files: list[str]) -> list[str]:
     return [read("train", Path(file)).tracking.run_name for file in files]
 
 
-def test_finished_runs_are_not_repeated(configured: Callable[..., Path]) -> None:
+def test_finished_runs_are_not_repeated(configured: Configure) -> None:
     first = sweep.plan(str(configured("run-1", "tracking=none")))
     assert names(first) == ["a, seed 1", "b, seed 1", "a, seed 2", "b, seed 2"]
     one = read("train", Path(first[1]))
@@ -118,7 +119,7 @@ def test_finished_runs_are_not_repeated(configured: Callable[..., Path]) -> None
     assert len(sweep.plan(str(again))) == 4
 
 
-def test_each_run_names_its_log(configured: Callable[..., Path], monkeypatch: MonkeyPatch) -> None:
+def test_each_run_names_its_log(configured: Configure, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv(POD_VARIABLE, "a-pod")
     monkeypatch.setattr("d2plm.launch.client.where_to_train", lambda kind: "local")
     config = configured("run-1", "tracking=none")
@@ -130,7 +131,7 @@ def test_each_run_names_its_log(configured: Callable[..., Path], monkeypatch: Mo
 
 
 def test_left_runs_are_ended(
-    configured: Callable[..., Path], tmp_path: Path, monkeypatch: MonkeyPatch
+    configured: Configure, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     ended: list[Path] = []
     monkeypatch.setattr(

@@ -271,9 +271,7 @@ def measured(service: Service, monkeypatch: MonkeyPatch) -> Service:
         table("sequence", "M" * 28 + "_" * 70, task="infill", number=9),
     ],
 )
-def test_work_that_would_be_late_is_refused_at_once(
-    measured: Service, body: dict[str, Any]
-) -> None:
+def test_work_that_would_be_late_is_refused(measured: Service, body: dict[str, Any]) -> None:
     app = application(measured, 60)
     with TestClient(app) as client:
         response = client.post("/invocations", json=body)

@@ -90,9 +90,7 @@ def test_no_secret_is_logged(client: MlflowClient, config: TrainSettings, tmp_pa
     assert (params["init_from"], params["parameters"]) == ("s3://***@bucket/model", "12")
 
 
-def test_every_split_is_an_input_once(
-    client: MlflowClient, output_dir: Path, tmp_path: Path
-) -> None:
+def test_each_split_is_an_input(client: MlflowClient, output_dir: Path, tmp_path: Path) -> None:
     folder = prepared(tmp_path / "data")
     for _ in ("prepared", "trained"):
         with tracking_run(output_dir) as run:
@@ -127,9 +125,7 @@ def test_of_a_mixture_the_members_are_trained_on_and_the_held_out_are_evaluated_
     assert client.get_run(str(run.id)).data.tags["data"] == "a + b"
 
 
-def test_no_thread_is_left(
-    client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_threads_end(client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", raising=False)
     before = {*threading.enumerate()}
     for _ in ("begun", "resumed"):

@@ -234,9 +234,7 @@ def test_an_exception_marks_the_wandb_run_failed_and_stays_in_sight(output_dir: 
 # --- several ranks -----------------------------------------------------------------------------
 
 
-def test_other_ranks_report_nothing(
-    output_dir: Path, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_other_ranks_are_silent(output_dir: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with tracking_run(output_dir, trackers=TRACKERS) as run:
         assert not run.runs
