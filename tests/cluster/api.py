@@ -30,18 +30,12 @@ _PATH = re.compile(
     r"(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<part>[^/]+))?"
 )
-_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
+_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
 @dataclass
 class Request:
-    """A request that was made.
-
-    Attributes:
-        verb: as RBAC names it, such as "list"; "discover" for what needs no permission.
-        resource: plural, such as "pytorchjobs" or "pods/log".
-        status: of the answer; 0 while there is none, or when the connection was cut before.
-    """
+    """A request that was made, its verb as RBAC names it or "discover"."""
 
     method: str
     path: str
@@ -51,7 +45,6 @@ class Request:
     namespace: str
     name: str
     body: Any = None
-    status: int = 0
 
 
 @dataclass
@@ -69,13 +62,7 @@ class _Fault:
 
 @dataclass
 class Faults:
-    """Faults of the API server that a test requests.
-
-    Attributes:
-        allowed: (resource, verb) pairs that the client has permission for; None: all.
-        forbidden: pairs that it has not, whatever `allowed` says.
-        cuts: how often streams of each kind were broken off.
-    """
+    """Faults of the API server that a test requests: permissions are (resource, verb) pairs."""
 
     allowed: frozenset[tuple[str, str]] | None = None
     forbidden: set[tuple[str, str]] = field(default_factory=set)
@@ -92,12 +79,7 @@ Admission = Callable[[str, Object, bool], None]  # plural name, object, whether 
 
 
 class ApiServer:
-    """Serves a store on 127.0.0.1; may be stopped and started again on the same port.
-
-    Args:
-        served: plural names of the resources that there are.
-        admit: refuses objects that may not be as they are, as schemas and webhooks do.
-    """
+    """Serves resources of a store on 127.0.0.1; may be stopped and started on the same port."""
 
     def __init__(self, store: Store, kubelet: Kubelet, served: set[str], admit: Admission) -> None:
         self.store, self.kubelet, self.admit = store, kubelet, admit
@@ -179,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
         match = _PATH.fullmatch(path)
         parts = match.groupdict(default="") if match else {}
         watching = query.get("watch", "").lower() in ("1", "true")
-        self.request_made = request = Request(
+        request = Request(
             method=self.command,
             path=path,
             query=query,
@@ -384,7 +366,6 @@ class _Handler(BaseHTTPRequestHandler):
         return not hung_up and not self.api.stopping
 
     def _begin_stream(self, kind: str) -> None:
-        self.request_made.status = 200
         self.send_response(200)
         self.send_header("Content-Type", kind)
         self.send_header("Transfer-Encoding", "chunked")
@@ -400,7 +381,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _send(self, code: int, body: Object | str) -> None:
-        self.request_made.status = code
         is_text = isinstance(body, str)
         content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(code)

@@ -30,13 +30,10 @@ JOBS = (*OPERATORS, "jobs")
 
 
 class Cluster:
-    """A Kubernetes cluster of one test; see the package's docstring.
+    """A Kubernetes cluster of one test with these operators; see the package's docstring.
 
-    Args:
-        folder: for the kube config, and the pods' own folders.
-        operators: of "pytorchjobs" and "trainjobs", those whose operator and CRDs are installed.
-        mounts: path in a container → folder of this machine.
-        role: (resource, verb) pairs that the client may; None: everything.
+    `mounts` are paths in containers → folders of this machine, `role` the (resource, verb) pairs
+    that the client may; None: everything.
     """
 
     def __init__(
@@ -150,12 +147,9 @@ class Cluster:
     # What workers do.
 
     def script(self, *scripts: Script, worker: int | None = None) -> None:
-        """Let workers run scripts in place of their command and init containers.
+        """Let a worker's pods to come run these scripts in turn, in place of their command.
 
-        Args:
-            scripts: for one worker: one for each of its pods to come, the last for all further
-                ones; for all workers, the first.
-            worker: its number; None: all that have none of their own.
+        The last one stays; without a number, the first is that of all workers without their own.
         """
         self.kubelet.scripts[worker] = list(scripts)
 
@@ -199,10 +193,7 @@ class Cluster:
         self.kubelet.runner(self.pod(pod)).kill(137, "Error", words)
 
     def lose_node(self, pod: str, answers: bool = True) -> None:
-        """Cut a pod off with its node, as the node controller sees it; it stays when deleted.
-
-        Its log is answered with an error, or (`answers=False`) not at all.
-        """
+        """Cut a pod off with its node; its log is answered with an error, or not at all."""
         known = self.pod(pod)
         self.kubelet.lost[known["metadata"]["uid"]] = answers
         with self.store.edit("pods", NAMESPACE, _name(known)) as edited:
@@ -253,10 +244,7 @@ class Cluster:
         self._have(oldest=self.store.version + 1)
 
     def restart_api(self, seconds: float = 2) -> None:
-        """Stop the API server at once and start it again after `seconds`; returns meanwhile.
-
-        Pods and operators continue.
-        """
+        """Stop the API server at once and start it again after `seconds`; returns meanwhile."""
         self.api.stop()
         self._restart = threading.Timer(seconds, self.api.start)
         self._restart.start()

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from d2plm.core.shards import format_indices, parse_indices
 from tests.cluster.kubelet import worker_of
 from tests.cluster.pytorchjob import is_true, set_condition
-from tests.cluster.store import Object, Store, delete_pod, now, owned_by, owner, suffix
+from tests.cluster.store import Object, Store, end_pods, now, owned_by, owner, suffix
 
 BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
 FAILURES = "cluster-double/failures"  # annotation: {index: [uid of each failed pod that counts]}
@@ -28,7 +28,7 @@ def reconcile(store: Store, job: Object) -> None:
         return
     pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
     if spec.get("suspend"):
-        _end(store, pods)
+        end_pods(store, pods)
         set_condition(status, "Suspended", "True", "JobSuspended", "Job suspended")
     else:
         if is_true(status, "Suspended"):
@@ -81,7 +81,7 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
             edited["metadata"].setdefault("annotations", {})[FAILURES] = json.dumps(failures)
     seconds = (datetime.now(UTC) - datetime.fromisoformat(status["startTime"])).total_seconds()
     if seconds > spec.get("activeDeadlineSeconds", seconds):
-        _end(store, pods)
+        end_pods(store, pods)
         text = "Job was active longer than specified deadline"
         set_condition(status, "Failed", "True", "DeadlineExceeded", text)
     elif len(done | failed) == spec["completions"]:
@@ -115,12 +115,6 @@ def _seconds_since_end(pod: Object) -> float:
         if at := known["state"].get("terminated", {}).get("finishedAt"):
             return (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
     return float("inf")
-
-
-def _end(store: Store, pods: list[Object]) -> None:
-    for pod in pods:
-        if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
-            delete_pod(store, pod)
 
 
 def _pod(job: Object, index: int) -> Object:

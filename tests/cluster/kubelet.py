@@ -33,19 +33,12 @@ REMOVAL_SECONDS = 0.2  # of a deleted pod that has ended
 
 @dataclass(frozen=True)
 class Script:
-    """What a worker does in place of its real command.
-
-    Attributes:
-        lines: to its standard output.
-        seconds: that it goes on after the last line; None: until it is ended.
-        exit_code: of its own ending.
-        on_terminate: exit code upon SIGTERM; None: it does not listen.
-    """
+    """What a worker does in place of its real command."""
 
     lines: tuple[str, ...] = ()
-    seconds: float | None = 0.0
+    seconds: float | None = 0.0  # after the last line; None: until it is ended
     exit_code: int = 0
-    on_terminate: int | None = 143
+    on_terminate: int | None = 143  # None: it does not listen to SIGTERM
 
     def command(self) -> list[str]:
         """A shell's."""
@@ -119,12 +112,7 @@ class _Deleted(Exception):  # noqa: N818  # a way out, no error
 
 
 class Kubelet:
-    """Runs every pod of the store, one thread each.
-
-    Args:
-        folder: the pods' own folders (working folder, HOME, TMPDIR) are made in it.
-        mounts: path in a container → folder of this machine.
-    """
+    """Runs every pod of the store, one thread and one folder each."""
 
     def __init__(self, store: Store, folder: Path, mounts: Mapping[str, Path]) -> None:
         self.store, self.folder, self.mounts = store, folder, dict(mounts)
@@ -254,10 +242,8 @@ class _Runner(threading.Thread):
         self._set_condition("PodScheduled", "True")
         with self._edited() as pod:
             pod["spec"]["nodeName"] = f"node-{self.worker}"
-        reason = (
-            "PodInitializing" if self.pod["spec"].get("initContainers") else "ContainerCreating"
-        )
-        self._set_waiting(reason)
+        prepares = self.pod["spec"].get("initContainers")
+        self._set_waiting("PodInitializing" if prepares else "ContainerCreating")
 
     def _until_pulled(self) -> None:
         while message := self.kubelet.faults.image_pull:

@@ -1,8 +1,6 @@
 """The double's training operator: elastic PyTorchJobs of Workers alone, as v1.9 treats them.
 
-Its rules were read in the operator's source, odd ones included: restarts under `restartPolicy:
-ExitCode` are not counted, so `backoffLimit` ends no job; `activeDeadlineSeconds` is looked at only
-when something else changes; a job fails by an exit code without a `completionTime`.
+Restarts under `restartPolicy: ExitCode` are not counted, so `backoffLimit` ends no job.
 """
 
 import copy
@@ -10,7 +8,7 @@ from collections import Counter
 from datetime import UTC, datetime
 
 from tests.cluster.kubelet import worker_of
-from tests.cluster.store import Object, Store, delete_pod, now, owned_by, owner
+from tests.cluster.store import Object, Store, as_env, delete_pod, end_pods, now, owned_by, owner
 
 PORT = 23456
 CONTAINER = "pytorch"
@@ -26,7 +24,8 @@ def reconcile(store: Store, job: Object) -> None:
         text = f"PyTorchJob {metadata['name']} is created."
         set_condition(status, "Created", "True", "PyTorchJobCreated", text)
     if is_true(status, "Succeeded") or is_true(status, "Failed"):
-        _clean_up(store, policy.get("cleanPodPolicy", "None"), pods)
+        if policy.get("cleanPodPolicy") == "Running":
+            end_pods(store, pods)
     elif policy.get("suspend"):
         _suspend(store, job, status, pods)
     else:
@@ -38,14 +37,6 @@ def reconcile(store: Store, job: Object) -> None:
     if status != job.get("status", {}):
         with store.edit("pytorchjobs", metadata["namespace"], metadata["name"]) as edited:
             edited["status"] = status
-
-
-def _clean_up(store: Store, policy: str, pods: list[Object]) -> None:
-    """After a job's end; the operator knows All, Running and None, and takes a typo for All."""
-    for pod in pods:
-        ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-        if policy != "None" and not (policy == "Running" and ended):
-            delete_pod(store, pod)
 
 
 def _suspend(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
@@ -60,8 +51,6 @@ def _suspend(store: Store, job: Object, status: Object, pods: list[Object]) -> N
 
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     name, policy = job["metadata"]["name"], job["spec"].get("runPolicy", {})
-    for pod in pods:
-        _tell_of_trouble(store, job, pod)
     if text := _limit(name, policy, status):
         for pod in pods:
             delete_pod(store, pod)
@@ -79,7 +68,7 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
 
 
 def _limit(name: str, policy: Object, status: Object) -> str | None:
-    """Why a job may not continue; restarts are not counted (see the module's docstring)."""
+    """Why a job may not continue."""
     seconds = policy.get("activeDeadlineSeconds")
     if seconds is not None and "startTime" in status:
         started = datetime.fromisoformat(status["startTime"])
@@ -91,9 +80,7 @@ def _limit(name: str, policy: Object, status: Object) -> str | None:
 def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
     """What a pod's end means for the job."""
     name = job["metadata"]["name"]
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    failed = pod.get("status", {}).get("phase") == "Failed"
-    if not failed or worker.get("restartPolicy") != "ExitCode":
+    if pod.get("status", {}).get("phase") != "Failed":
         return
     code = exit_code(pod, CONTAINER)
     if (NO_EXIT_CODE if code is None else code) >= 128:
@@ -124,13 +111,8 @@ def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
         text = f"PyTorchJob {job['metadata']['namespace']}/{name} is running."
         set_condition(status, "Running", "True", "PyTorchJobRunning", text)
     if failed and worker["replicas"] > succeeded + active:
-        if worker.get("restartPolicy") == "ExitCode":
-            text = f"PyTorchJob {name} is restarting because {failed} Worker replica(s) failed."
-            set_condition(status, "Restarting", "True", "PyTorchJobRestarting", text)
-        else:
-            text = f"PyTorchJob {name} is failed because {failed} Worker replica(s) failed."
-            status.setdefault("completionTime", now())
-            set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
+        text = f"PyTorchJob {name} is restarting because {failed} Worker replica(s) failed."
+        set_condition(status, "Restarting", "True", "PyTorchJobRestarting", text)
 
 
 def _worker(job: Object, index: int) -> Object:
@@ -150,50 +132,22 @@ def _worker(job: Object, index: int) -> Object:
     }
     template["spec"]["restartPolicy"] = "Never"
     for container in template["spec"]["containers"]:
-        variables = _variables(job)
-        container["env"] = [
-            *container.get("env", ()),
-            *({"name": key, "value": value} for key, value in variables.items()),
-        ]
+        container["env"] = [*container.get("env", ()), *as_env(_variables(job))]
     return {"metadata": metadata, "spec": template["spec"], "status": {"phase": "Pending"}}
 
 
 def _variables(job: Object) -> dict[str, str]:
     """What torchrun reads."""
     name, policy = job["metadata"]["name"], job["spec"]["elasticPolicy"]
-    replicas = job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
-    host = policy.get("rdzvHost", f"{name}-worker-0")
-    variables = {
+    return {
         "PYTHONUNBUFFERED": "1",
-        "PET_RDZV_ENDPOINT": f"{host}:{policy.get('rdzvPort', PORT)}",
-        "PET_RDZV_BACKEND": policy.get("rdzvBackend", "c10d"),
-        "PET_NNODES": str(replicas),
-        "PET_NPROC_PER_NODE": job["spec"].get("nprocPerNode", "auto"),
+        "PET_RDZV_ENDPOINT": f"{name}-worker-0:{PORT}",
+        "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+        "PET_NPROC_PER_NODE": job["spec"]["nprocPerNode"],
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PET_RDZV_CONF": ",".join(f"{one['key']}={one['value']}" for one in policy["rdzvConf"]),
     }
-    if "minReplicas" in policy:
-        variables["PET_NNODES"] = f"{policy['minReplicas']}:{policy['maxReplicas']}"
-    if "maxRestarts" in policy:
-        variables["PET_MAX_RESTARTS"] = str(policy["maxRestarts"])
-    if "rdzvId" in policy:
-        variables["PET_RDZV_ID"] = policy["rdzvId"]
-    if policy.get("rdzvConf"):
-        pairs = [f"{pair['key']}={pair['value']}" for pair in policy["rdzvConf"]]
-        variables["PET_RDZV_CONF"] = ",".join(pairs)
-    return variables
-
-
-def _tell_of_trouble(store: Store, job: Object, pod: Object) -> None:
-    """The operator's events about pods that cannot start."""
-    name, status = pod["metadata"]["name"], pod.get("status", {})
-    for container in status.get("containerStatuses", ()):
-        waiting = container["state"].get("waiting", {})
-        if waiting.get("message"):
-            text = f"Error pod {name} container {container['name']} waiting message: "
-            store.warn(job, waiting["reason"], text + waiting["message"])
-    for condition in status.get("conditions", ()) if "containerStatuses" not in status else ():
-        if condition["status"] != "True" and condition.get("message"):
-            text = f"Error pod {name} condition message: {condition['message']}"
-            store.warn(job, condition["reason"], text)
 
 
 def exit_code(pod: Object, container: str) -> int | None:

@@ -273,6 +273,18 @@ def mark_deleted(content: Object, grace_seconds: int) -> None:
     metadata.setdefault("deletionTimestamp", now())
 
 
+def end_pods(store: Store, pods: list[Object]) -> None:
+    """Delete the pods that have not ended."""
+    for pod in pods:
+        if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
+            delete_pod(store, pod)
+
+
+def as_env(variables: dict[str, str]) -> list[Object]:
+    """Variables as a container has them."""
+    return [{"name": key, "value": value} for key, value in variables.items()]
+
+
 def delete_pod(store: Store, pod: Object, grace_seconds: int | None = None) -> None:
     """Ask for a pod's end; the kubelet takes it away when its processes are gone."""
     metadata = pod["metadata"]

@@ -13,7 +13,9 @@ from tests.cluster.store import (
     Object,
     Refusal,
     Store,
+    as_env,
     delete_pod,
+    end_pods,
     owned_by,
     owner,
     suffix,
@@ -114,12 +116,8 @@ def _judge(
         rule["action"] == "FailJob" and _matches(rule.get("onExitCodes", {}), failed)
         for rule in rules.get("rules", ())
     )
-    policy = template.get("failurePolicy")
     name = f"{job['metadata']['name']}-{CONTAINER}-0"
-    if policy is None:
-        text = f"jobset failed due to one or more job failures (first failed job: {name})"
-        _fail(store, status, pods, "FailedJobs", text)
-    elif permanent and _fails_job_set(policy, "PodFailurePolicy"):
+    if permanent and _fails_job_set(template["failurePolicy"], "PodFailurePolicy"):
         action = "FailJobSet failure policy action"
         text = f"jobset failed due to {action} (first failed job: {name})"
         _fail(store, status, pods, "FailJobSetFailurePolicyAction", text)
@@ -128,12 +126,11 @@ def _judge(
 
 
 def _matches(codes: Object, pod: Object) -> bool:
-    """Whether a rule's exit codes are those of its container, or of any, if it names none."""
+    """Whether a container ended with one of a rule's exit codes."""
     status = pod.get("status", {})
     known = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
-    ended = {one["name"]: one["state"].get("terminated", {}).get("exitCode") for one in known}
-    chosen = [codes["containerName"]] if "containerName" in codes else list(ended)
-    return any(ended.get(name) in codes.get("values", ()) for name in chosen)
+    ended = [one["state"].get("terminated", {}).get("exitCode") for one in known]
+    return any(code in codes.get("values", ()) for code in ended)
 
 
 def _fails_job_set(policy: Object, reason: str) -> bool:
@@ -161,9 +158,7 @@ def _restart(
 
 def _fail(store: Store, status: Object, pods: list[Object], reason: str, message: str) -> None:
     set_condition(status, "Failed", "True", reason, message)
-    for pod in pods:
-        if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
-            delete_pod(store, pod)
+    end_pods(store, pods)
 
 
 def _is_late(job: Object) -> bool:
@@ -214,11 +209,7 @@ def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
         "PET_MASTER_ADDR": f"{name}-{CONTAINER}-0-0.{name}",
         "PET_MASTER_PORT": str(PORT),
     }
-    container["env"] = [
-        *container.get("env", ()),
-        *trainer.get("env", ()),
-        *({"name": key, "value": value} for key, value in variables.items()),
-    ]
+    container["env"] = [*container.get("env", ()), *trainer.get("env", ()), *as_env(variables)]
     return {"metadata": metadata, "spec": template["spec"], "status": {"phase": "Pending"}}
 
 
