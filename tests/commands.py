@@ -25,17 +25,9 @@ CLOSED_PIPE = "a closed pipe"
 def d2plm(
     *words: str, folder: Path = ROOT, seconds: float = 1200, stdout: str = "", **changes: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command as a user would.
+    """Run a command as a user would in `folder`, with `changes` of the environment.
 
-    Args:
-        words: of the command line.
-        folder: to run it in.
-        seconds: after which it is killed.
-        stdout: a device or `CLOSED_PIPE` in place of a file.
-        changes: of the environment.
-
-    Raises:
-        subprocess.TimeoutExpired: it took longer.
+    Its standard output may be a device or `CLOSED_PIPE` in place of a file.
     """
     environment = {**os.environ, **THREADS, **changes}
     return _forked(_command, ("d2plm", *words), folder, environment, seconds, stdout)

@@ -33,15 +33,10 @@ class KfpServer:
     """The double.
 
     Attributes:
-        url: its address.
-        multi_user: whether each user has a namespace.
         script: the states of a run, one for each question; the last one stays.
-        logs: node's id → log of its container.
-        refusals: what is answered in place of anything else to a request whose path begins so; a
-            refusal that has been given so often as its number says is over.
+        refusals: beginning of a path → how often its requests are answered so.
         silent: a path whose requests get no answer while the double is there.
         requests: method, path, query and body of all requests.
-        tokens: the `Authorization` of all requests.
     """
 
     url: str = ""

@@ -9,6 +9,7 @@ webhooks, and the restricted profile of Pod Security.
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import pytest
 import yaml
 from kubernetes_validate import utils
 
@@ -24,6 +26,10 @@ from tests.cluster.store import RESOURCES
 
 Manifest = dict[str, Any]
 
+NEEDS_KUBECTL = pytest.mark.skipif(
+    shutil.which("kubectl") is None and "CI" not in os.environ, reason="kubectl is not installed"
+)
+KUBERNETES = ("1.34", "1.37")  # what the kind workflow runs on
 K8S = Path(__file__).parents[1] / "k8s"
 DEFINITIONS = {  # kind: file in $D2PLM_CRD_DIR
     "PyTorchJob": "kubeflow.org_pytorchjobs.yaml.gz",

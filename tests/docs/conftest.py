@@ -25,14 +25,7 @@ SECONDS = 900
 
 @dataclass(frozen=True)
 class Followed:
-    """The tutorial, after its last block.
-
-    Attributes:
-        folder: where its user worked, in a copy of the tree.
-        output: what its commands printed.
-        exit_code: of the shell, which ends at the first command that fails.
-        left: processes of the shell's that went on after it.
-    """
+    """The tutorial after its last block: the user's folder, and how many processes were left."""
 
     folder: Path
     output: str
@@ -69,10 +62,8 @@ def runs(language: str, needs: str | None) -> bool:
 
 def copy_of_the_tree(folder: Path) -> Path:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    )  # git is looked up
-    for name in filter(None, listed.stdout.split("\0")):
+    listed = subprocess.check_output(command, cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
@@ -80,11 +71,7 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 def follow(script: str, folder: Path) -> dict[str, Any]:
-    """Run a script as in a terminal that ends at the first failure, on a port of its own.
-
-    Returns:
-        `output`, `exit_code` and `left` of `Followed`.
-    """
+    """Run a script as in a terminal that ends at the first failure, on a port of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -99,12 +86,8 @@ def follow(script: str, folder: Path) -> dict[str, Any]:
         shell = subprocess.Popen(
             ["bash", "-m", "-e", "-u", "-x", "-o", "pipefail"],  # noqa: S607
             cwd=folder,
-            env={
-                **os.environ,
-                "PATH": path,
-                "PYTHONPATH": str(folder),  # the copy's d2plm, not the installed one's
-                "OMP_NUM_THREADS": "1",
-            },
+            # The copy's d2plm, not the installed one's.
+            env={**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=stream,
             stderr=stream,

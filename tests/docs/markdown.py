@@ -21,15 +21,7 @@ _HEADING = re.compile(r"^#{1,6} +(?P<title>.+?) *$", re.M)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Attributes:
-        document: that it is in.
-        line: of its fence, from 1.
-        language: that the fence names, or nothing.
-        text: between the fences.
-        needs: what `<!-- needs: … -->` above it says that it needs; None where nothing does.
-    """
+    """A fenced block, its line, and what `<!-- needs: … -->` above it says that it needs."""
 
     document: Path
     line: int
@@ -40,7 +32,12 @@ class Block:
     @property
     def place(self) -> str:
         """Document and line, for messages."""
-        return f"{self.document.relative_to(ROOT)}:{self.line}"
+        return f"{of(self.document)}:{self.line}"
+
+
+def of(document: Path) -> str:
+    """Its path in the repository."""
+    return str(document.relative_to(ROOT))
 
 
 def blocks(document: Path) -> list[Block]:
@@ -94,8 +91,7 @@ def anchors(document: Path) -> set[str]:
     for match in _HEADING.finditer(_FENCE.sub("", document.read_text())):
         title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match["title"]).replace("`", "")
         slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        number = 1
-        unique = slug
+        number, unique = 1, slug
         while unique in found:
             unique = f"{slug}-{number}"
             number += 1

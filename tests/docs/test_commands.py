@@ -22,7 +22,7 @@ from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
 from pipelines.command import ACTIONS, parse
 from tests.docs.conftest import OWN
-from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code
+from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code, of
 
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}
 LEFT_OUT = ("…", "...")  # what a document leaves to the reader, as a word or as a value
@@ -37,10 +37,6 @@ MANNERS = ("--quiet", "--json")  # of any command, before or after its name
 # What may stand for a command's name in a sentence.
 GENERAL = {"<command>", "COMMAND"}
 WRITTEN = re.compile(r"^cat > configs/(\S+) <<'(\w+)'\n(.*?\n)\2$", re.M | re.S)
-
-
-def of(document: Path) -> str:
-    return str(document.relative_to(ROOT))
 
 
 def commands(text: str) -> Iterator[list[str]]:

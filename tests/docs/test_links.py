@@ -4,11 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import DOCUMENTS, ROOT, anchors, links
-
-
-def of(document: Path) -> str:
-    return str(document.relative_to(ROOT))
+from tests.docs.markdown import DOCUMENTS, ROOT, anchors, links, of
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import MonkeyPatch
 from tests.docs.conftest import Followed
-from tests.docs.markdown import DOCUMENTS, ROOT, blocks
+from tests.docs.markdown import DOCUMENTS, ROOT, blocks, of
 
 pytestmark = pytest.mark.thorough  # the tutorial trains a model
 
@@ -18,7 +18,7 @@ WITH_PYTHON = [
 ]
 
 
-@pytest.mark.parametrize("document", WITH_PYTHON, ids=lambda d: str(d.relative_to(ROOT)))
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=of)
 def test_python_blocks_run(document: Path, followed: Followed, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(followed.folder)
     if not Path("examples").exists():  # the README's reader is in the clone

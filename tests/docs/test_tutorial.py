@@ -17,7 +17,7 @@ def test_every_block_succeeds_and_the_server_ends(followed: Followed) -> None:
     assert followed.left == 0
 
 
-def test_every_block_is_run_or_says_what_it_needs() -> None:
+def test_a_block_is_run_or_says_what_it_needs() -> None:
     left_out = [b for b in blocks(TUTORIAL) if not runs(b.language, b.needs)]
     assert [block.text.strip() for block in left_out] == ["make setup && . .venv/bin/activate"]
 
@@ -29,11 +29,7 @@ def test_it_leaves_a_trained_evaluated_registered_model(followed: Followed) -> N
     assert (output / "model" / "model.safetensors").is_file()
     assert (output / "checkpoints" / "step-00000040").is_dir()
     assert "registered d2plm-diffusion version 1 as champion" in followed.output
-
-
-def test_it_leaves_a_report(followed: Followed) -> None:
-    report = followed.folder / "runs" / "mine" / "diffusion" / "report.html"
-    assert "<html" in report.read_text()
+    assert "<html" in (output / "report.html").read_text()
 
 
 def test_it_leaves_proteins_that_keep_the_scaffold(followed: Followed) -> None:
@@ -43,9 +39,8 @@ def test_it_leaves_proteins_that_keep_the_scaffold(followed: Followed) -> None:
     records = (folder / "designs.fasta").read_text().split(">")[1:]
     designs = ["".join(record.splitlines()[1:]) for record in records]
     assert len(designs) == 4
-    assert all(
-        re.fullmatch(r"MKTAYIAKQR[A-Z]{12}VKSHFSRQLEERLGLIEVQ", design) for design in designs
-    )
+    scaffold = re.compile(r"MKTAYIAKQR[A-Z]{12}VKSHFSRQLEERLGLIEVQ")
+    assert all(map(scaffold.fullmatch, designs))
     with (folder / "scores.csv").open() as stream:
         scores = list(csv.DictReader(stream))
     assert len(scores) == 4 and all(float(row["nats"]) > 0 for row in scores)

@@ -1,8 +1,10 @@
 """Prepared data, and one debug-size pipeline run through KFP's local runner, for many tests."""
 
 import gzip
+import os
 import shutil
 import sqlite3
+import subprocess
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +55,19 @@ def few_proteins(path: Path, records: int = RECORDS) -> Path:
                 break
             target.write(line)
     return path
+
+
+def start(words: list[str], log: Path, **environment: str) -> "subprocess.Popen[bytes]":
+    """Start a program in a session of its own; its output is added to `log`."""
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            words,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def steps(output: Path) -> int:

@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 from safetensors.numpy import load_file
 
-from tests.integration.conftest import REPOSITORY, Finished
+from tests.integration.conftest import Finished, start
 
 pytestmark = pytest.mark.thorough
 
@@ -25,17 +25,10 @@ KILLS = 4
 MODEL = "d2plm-diffusion"
 
 
-def start(finished: Finished, work_dir: Path, temporary: Path) -> "subprocess.Popen[bytes]":
+def begin(finished: Finished, work_dir: Path, temporary: Path) -> "subprocess.Popen[bytes]":
     words = ["experiment=debug", f"data.input={finished.input}", f"work_dir='{work_dir}'"]
-    log = work_dir.with_suffix(".log").open("ab")
-    return subprocess.Popen(
-        [sys.executable, "-m", "d2plm", "pipeline", "run", *words],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    program = [sys.executable, "-m", "d2plm", "pipeline", "run", *words]
+    return start(program, work_dir.with_suffix(".log"), TMPDIR=str(temporary))
 
 
 def processes_of(work_dir: Path) -> list[psutil.Process]:
@@ -88,7 +81,7 @@ def test_kills_change_no_result(finished: Finished, tmp_path: Path, temporary: P
     draw, work_dir = random.Random(0), tmp_path / "a run"
     seconds = 45.0  # about what a run takes
     for kill in range(KILLS):
-        process = start(finished, work_dir, temporary)
+        process = begin(finished, work_dir, temporary)
         try:
             process.wait((kill + draw.random()) / KILLS * seconds)  # early and late ones
         except subprocess.TimeoutExpired:
@@ -101,7 +94,7 @@ def test_kills_change_no_result(finished: Finished, tmp_path: Path, temporary: P
             time.sleep(0.1)
         assert not left, [process.cmdline() for process in left]
     log = work_dir.with_suffix(".log")
-    assert start(finished, work_dir, temporary).wait(600) == 0, log.read_text()[-3000:]
+    assert begin(finished, work_dir, temporary).wait(600) == 0, log.read_text()[-3000:]
     assert "Traceback" not in log.read_text()
     assert state(work_dir) == state(finished.work_dir)
     client = MlflowClient(f"sqlite:///{work_dir / 'mlflow.db'}")

@@ -14,7 +14,7 @@ from d2plm.cli import main
 from d2plm.training import checkpoint
 from tests.commands import d2plm
 from tests.conftest import Captured
-from tests.integration.conftest import REPOSITORY, Finished, Prepared, steps
+from tests.integration.conftest import REPOSITORY, Finished, Prepared, start, steps
 from tests.runs import wait_for
 
 ENTRY = [sys.executable, "-m", "d2plm.launch.elastic", "--standalone", "--nproc-per-node=2"]
@@ -27,18 +27,6 @@ def training(prepared: Prepared, output: Path, *more: str) -> list[str]:
         *(f"output_dir={output}", f"model_dir={output / 'model'}"),
         *("trainer.global_batch_tokens=4096", "callbacks.metrics.every=1", *more),
     ]
-
-
-def start(words: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    with log.open("wb") as stream:
-        return subprocess.Popen(
-            words,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 def workers(parent: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import random
 import signal
 import socket
@@ -25,7 +24,7 @@ from d2plm.cli import main
 from d2plm.commands import score
 from d2plm.config import compose
 from tests.conftest import Captured, Exports, MonkeyPatch
-from tests.integration.conftest import Finished
+from tests.integration.conftest import Finished, start
 
 JSON = "application/json"
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQ"
@@ -45,13 +44,7 @@ def serving(
     """`d2plm serve` of a model: a client of it, and its process."""
     port = a_free_port()
     command = [sys.executable, "-m", "d2plm", "serve", f"model_dir='{model}'", f"port={port}"]
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [*command, "device=cpu", "max_residues=2000", *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdout=stream,
-            stderr=stream,
-        )
+    process = start([*command, "device=cpu", "max_residues=2000", *words], log, **environment)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             deadline = time.monotonic() + 300

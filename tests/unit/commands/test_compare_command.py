@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from d2plm.commands.compare import run, run_settings
-from d2plm.config import changed, compose
+from d2plm.config import compose
 from d2plm.core.errors import ConfigError
 
 
@@ -27,15 +27,6 @@ def test_every_arm_is_a_whole_configuration(experiment: str, arms: list[str]) ->
         assert settings.trainer.max_steps == 1000
     tokens = {run_settings(config, arm, 0).data.token_budget for arm in arms}
     assert len(tokens) == 1, "equal budgets"
-
-
-def test_changes_keep_the_rest_of_a_section_unless_its_type_changes() -> None:
-    base = compose("train", ["optimizer.learning_rate=0.5", "trainer.seed=3"])
-    found = changed(base, {"optimizer": {"weight_decay": 0.25}}, "arms.x")
-    assert (found.optimizer.learning_rate, found.optimizer.weight_decay) == (0.5, 0.25)
-    assert base.optimizer.weight_decay != 0.25 and found.trainer == base.trainer
-    found = changed(base, {"optimizer": {"type": "muon"}}, "arms.x")
-    assert found == compose("train", ["optimizer=muon", "trainer.seed=3"])
 
 
 @pytest.mark.parametrize("override", ["seeds=[]", "seeds=[1,1]", "arms.x.paradigm.losss=mean"])

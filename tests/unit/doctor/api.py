@@ -31,20 +31,13 @@ Answer = dict[str, Any] | int  # an object, or the status of a refusal
 
 
 class Api:
-    """What the server answers.
-
-    Attributes:
-        answers: by path.
-        rejected: path → (status, message) of objects that may not be created there.
-        forbidden: (verb, resource) pairs that access reviews deny; a subresource after a slash.
-        asked: (method, path, body) of every request so far; a dry run's method is DRY-RUN.
-    """
+    """What the server answers, by path."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = healthy()
-        self.rejected: dict[str, tuple[int, str]] = {}
-        self.forbidden: set[tuple[str, str]] = set()
-        self.asked: list[tuple[str, str, Any]] = []
+        self.rejected: dict[str, tuple[int, str]] = {}  # where nothing may be created
+        self.forbidden: set[tuple[str, str]] = set()  # (verb, resource) that reviews deny
+        self.asked: list[tuple[str, str, Any]] = []  # method or DRY-RUN, path and body
 
     def answer(self, method: str, url: str, body: Any) -> tuple[int, Any]:
         """(status, object) of one request."""

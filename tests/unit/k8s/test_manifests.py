@@ -20,6 +20,8 @@ from tests.conftest import Captured
 from tests.manifests import (
     DEFINITIONS,
     K8S,
+    KUBERNETES,
+    NEEDS_KUBECTL,
     Manifest,
     allowed,
     compose,
@@ -32,15 +34,8 @@ from tests.manifests import (
     webhook_complaints,
 )
 
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which("kubectl") is None and "CI" not in os.environ,
-        reason="kubectl is not installed",
-    ),
-    pytest.mark.xdist_group("manifests"),  # each is rendered once
-]
+pytestmark = [NEEDS_KUBECTL, pytest.mark.xdist_group("manifests")]  # each is rendered once
 
-KUBERNETES = ("1.34", "1.37")  # what the kind workflow runs on
 COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 JOBS = ("pytorchjob.yaml", "trainjob.yaml")

@@ -1,8 +1,6 @@
 """The serving manifests: valid, restricted, and the same server with and without KServe."""
 
 import copy
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,8 @@ from d2plm import __version__
 from d2plm.config import compose
 from tests.manifests import (
     K8S,
+    KUBERNETES,
+    NEEDS_KUBECTL,
     Manifest,
     allowed,
     pod_security_complaints,
@@ -19,14 +19,11 @@ from tests.manifests import (
 )
 
 SERVING = K8S / "serving"
-KUBERNETES = ("1.34", "1.37")
 # What a predictor has beside the fields of a pod (KServe's ComponentExtensionSpec).
 EXTENSIONS = {"minReplicas", "maxReplicas", "timeout", "labels", "annotations"}
 SELECTED = {"app.kubernetes.io/name": "d2plm", "app.kubernetes.io/component": "serving"}
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("kubectl") is None and "CI" not in os.environ, reason="kubectl is not installed"
-)
+pytestmark = NEEDS_KUBECTL
 
 
 def rendered(folder: Path) -> dict[str, Manifest]:

@@ -26,9 +26,9 @@ from tests.unit.tracking.conftest import repeat
 Refuse = Callable[..., None]
 
 
-def begun(output_dir: Path) -> str:
+def begun(output_dir: Path, **settings: str) -> str:
     """The id of the run that belongs to a folder."""
-    with tracking_run(output_dir) as run:
+    with tracking_run(output_dir, **settings) as run:  # type: ignore[arg-type]  # by name
         assert run.id is not None
         return run.id
 
@@ -137,11 +137,8 @@ def test_a_damaged_run_file_is_named(client: MlflowClient, output_dir: Path) -> 
 def test_an_unwritable_folder_begins_no_run(client: MlflowClient, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     folder = tmp_path / "file" / "run"
-    with (
-        pytest.raises(DataError, match=f"{folder / RUN_FILE}: cannot be written"),
-        tracking_run(folder, experiment="unwritable"),
-    ):
-        pass
+    with pytest.raises(DataError, match=f"{folder / RUN_FILE}: cannot be written"):
+        begun(folder, experiment="unwritable")
     assert client.get_experiment_by_name("unwritable") is None
 
 
@@ -249,11 +246,8 @@ def test_a_deleted_run_is_replaced_and_a_deleted_experiment_names_its_restoring(
     experiment = client.create_experiment("deleted")
     client.delete_experiment(experiment)
     restoring = f"mlflow experiments restore --experiment-id {experiment}"
-    with (
-        pytest.raises(TrackingError, match=restoring),
-        tracking_run(output_dir / "x", experiment="deleted"),
-    ):
-        pass
+    with pytest.raises(TrackingError, match=restoring):
+        begun(output_dir / "x", experiment="deleted")
 
 
 def test_a_server_whose_files_are_folders_of_its_own_machine_is_reported(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def tell(run: Run, steps: range, folder: Path) -> None:
     file.write_text("changed later")
 
 
+def begin(folder: Path, **settings: Any) -> None:
+    with tracking_run(folder, **settings):
+        pass
+
+
 def history(client: MlflowClient, run_id: str, name: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
 
@@ -250,11 +255,8 @@ def test_other_ranks_are_silent(output_dir: Path, tmp_path: Path, monkeypatch: M
 def test_trackers_are_a_list(trackers: Any, output_dir: Path, monkeypatch: MonkeyPatch) -> None:
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with (
-            pytest.raises(ConfigError, match="trackers="),
-            tracking_run(output_dir, trackers=trackers),
-        ):
-            pass
+        with pytest.raises(ConfigError, match="trackers="):
+            begin(output_dir, trackers=trackers)
     assert not output_dir.exists()
 
 
@@ -263,11 +265,8 @@ def test_a_missing_package_is_named(name: str, output_dir: Path, monkeypatch: Mo
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard.writer", raising=False)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, name, None)
-    with (
-        pytest.raises(TrackingError, match=rf"install d2plm\[{name}\]"),
-        tracking_run(output_dir, trackers=[name]),
-    ):
-        pass
+    with pytest.raises(TrackingError, match=rf"install d2plm\[{name}\]"):
+        begin(output_dir, trackers=[name])
 
 
 def test_a_damaged_run_file_and_an_unwritable_folder_are_named(tmp_path: Path) -> None:
@@ -277,11 +276,8 @@ def test_a_damaged_run_file_and_an_unwritable_folder_are_named(tmp_path: Path) -
         (tmp_path / WANDB_RUN_FILE / "run", ["wandb"]),
         (tmp_path / WANDB_RUN_FILE / "run", ["tensorboard"]),
     ):
-        with (
-            pytest.raises(D2PLMError, match=WANDB_RUN_FILE),
-            tracking_run(folder, trackers=trackers),
-        ):
-            pass
+        with pytest.raises(D2PLMError, match=WANDB_RUN_FILE):
+            begin(folder, trackers=trackers)
 
 
 # --- a parent run ------------------------------------------------------------------------------
@@ -293,10 +289,8 @@ def test_runs_are_shown_under_their_parent(client: MlflowClient, tmp_path: Path)
         for name in ("a", "b"):
             config = compose("train", [f"tracking.parent_run_id='{parent.id}'"])
             arguments = {**tracking_arguments(config), "experiment": "sweeps", "run_name": name}
-            with tracking_run(tmp_path / name, **{**arguments, "parent_run_id": None}):
-                pass
-            with tracking_run(tmp_path / name, **{**arguments, "trackers": ["mlflow", "wandb"]}):
-                pass
+            begin(tmp_path / name, **{**arguments, "parent_run_id": None})
+            begin(tmp_path / name, **{**arguments, "trackers": ["mlflow", "wandb"]})
             assert [one.group for one in wandb_sessions(tmp_path / name)] == [parent.id]
     found = client.search_runs(
         [client.get_experiment_by_name("sweeps").experiment_id],
@@ -306,11 +300,8 @@ def test_runs_are_shown_under_their_parent(client: MlflowClient, tmp_path: Path)
 
 
 def test_an_unknown_parent_begins_no_run(client: MlflowClient, output_dir: Path) -> None:
-    with (
-        pytest.raises(TrackingError, match=r"parent_run_id=0+ "),
-        tracking_run(output_dir, experiment="orphans", parent_run_id="0" * 32),
-    ):
-        pass
+    with pytest.raises(TrackingError, match=r"parent_run_id=0+ "):
+        begin(output_dir, experiment="orphans", parent_run_id="0" * 32)
     assert client.get_experiment_by_name("orphans") is None
 
 
