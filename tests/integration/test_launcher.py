@@ -184,13 +184,12 @@ def test_what_does_not_start_is_given_up_with_the_reason_reported_once(
     cluster.wait_for(lambda: is_gone(cluster, kind))
 
 
-@BOTH
-def test_a_lost_node_is_named(cluster: Cluster, kind: JobKind, monkeypatch: MonkeyPatch) -> None:
+def test_a_lost_node_is_named(cluster: Cluster, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(run_job, "STUCK_SECONDS", 1)
     monkeypatch.setattr(run_job, "REPORT_SECONDS", 1)
     job = replace(JOB, stall_deadline_seconds=3)
     cluster.script(LONG)
-    launch = Launch(kind, job)
+    launch = Launch(job=job)
     name = both_run(cluster)[1]
     cluster.lose_node(name)
     force = f"kubectl delete pod {name} --namespace d2plm --force --grace-period=0"
@@ -201,8 +200,8 @@ def test_a_lost_node_is_named(cluster: Cluster, kind: JobKind, monkeypatch: Monk
     assert force in "\n".join(launch.said).partition("cancelled: ")[2]
     with monkeypatch.context() as patched:
         patched.setattr(run_job, "GONE_SECONDS", 1)
-        assert force in str(Launch(kind, job).failure(ClusterError))
-    following = Launch(kind, job)
+        assert force in str(Launch(job=job).failure(ClusterError))
+    following = Launch(job=job)
     cluster.wait_for(lambda: following.has_said(force))
     cluster.script(Script(lines=("step 1",)))
     cluster.delete_pod(name, grace_seconds=0)
@@ -313,26 +312,23 @@ def test_a_failed_preparation_is_not_retried_for_ever(cluster: Cluster, kind: Jo
     assert error.exit_code == 1 and "no such file: mine.fasta" in str(error)
 
 
-@BOTH
-def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster, kind: JobKind) -> None:
+def test_a_step_that_is_tried_again_adopts_its_job(cluster: Cluster) -> None:
     cluster.script(Script(lines=("step 1",), seconds=1.5))
-    first = Launch(kind)
+    first = Launch()
     cluster.wait_for(lambda: running(cluster, 0))
-    created = cluster.count("create", kind.plural)
-    second = Launch(kind)
-    for launch in (first, second, Launch(kind)):
+    second = Launch()
+    for launch in (first, second, Launch()):
         launch.finish()
     assert second.steps() == ["step 1"]
-    assert cluster.count("create", kind.plural) == created
+    assert cluster.count("create", "pytorchjobs") == 1
 
 
-@BOTH
-def test_a_failed_job_is_replaced_when_its_step_is_retried(cluster: Cluster, kind: JobKind) -> None:
+def test_a_failed_job_is_replaced_when_its_step_is_retried(cluster: Cluster) -> None:
     cluster.script(Script(exit_code=1), worker=0)
     cluster.script(Script(seconds=0.2), worker=1)
-    Launch(kind).failure()
+    Launch(TRAINJOB).failure()  # and its runtime
     cluster.script(Script(lines=("step 1",)), worker=0)
-    again = Launch(kind)
+    again = Launch(TRAINJOB)
     again.finish()
     assert again.steps()
 
@@ -773,13 +769,6 @@ def test_a_crash_is_retried_so_often_and_a_disruption_does_not_count(cluster: Cl
     assert error.exit_code == 137 and "shards 0 of 4 are missing" in str(error)
     crashed = [pod for pod in cluster.pods("mine") if pod["metadata"]["name"].startswith("mine-0-")]
     assert len(crashed) == 3
-
-
-def test_a_deadline_names_what_is_missing(cluster: Cluster) -> None:
-    cluster.script(WAITING, worker=3)
-    cluster.script(WELL)
-    error = str(Launch(INDEXED_JOB, replace(SHARDED, deadline_seconds=3)).failure())
-    assert "longer than specified deadline" in error and "shards 3 of 4 are missing" in error
 
 
 def test_a_killed_shard_is_run_again(cluster: Cluster, tmp_path: Path, exports: Exports) -> None:

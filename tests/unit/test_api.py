@@ -73,30 +73,16 @@ def test_it_generates_what_the_command_generates(
     model: SequenceModel, tmp_path: Path, settings: list[str], arguments: dict[str, Any]
 ) -> None:
     folder, output = model.exported.folder, tmp_path / "g.fasta"
-    command(
-        "generate",
-        f"model_dir='{folder}'",
-        f"output='{output}'",
-        *(f"generation.{setting}" for setting in [*settings, "steps=4"]),
-    )
+    own = [f"model_dir='{folder}'", f"output='{output}'"]
+    command("generate", *own, *(f"generation.{setting}" for setting in [*settings, "steps=4"]))
     assert model.generate(**arguments, steps=4) == sequences_in(output)
-
-
-def test_it_fills_in_what_the_command_fills_in(model: SequenceModel, tmp_path: Path) -> None:
     templates = fasta(tmp_path / "templates.fasta", TEMPLATES)
-    command(
-        "generate",
-        f"model_dir='{model.exported.folder}'",
-        f"output='{tmp_path / 'g.fasta'}'",
-        f"generation.templates='{templates}'",
-        *("generation.number=2", "generation.seed=3", "generation.steps=4"),
-    )
+    filling = [f"generation.{one}" for one in ("number=2", "seed=3", "steps=4")]
+    command("generate", *own, f"generation.templates='{templates}'", *filling)
     designs = model.infill(list(TEMPLATES.values()), number=2, seed=3, steps=4)
-    assert designs == sequences_in(tmp_path / "g.fasta")
+    assert designs == sequences_in(output)
     assert all(design[:3] == "MKT" and design[7:] == "GGLL" for design in designs[:2])
     assert [len(design) for design in designs] == [11, 11, 10, 10]
-    alone = model.infill(TEMPLATES["loop"], number=2, seed=3, steps=4)
-    assert [len(design) for design in alone] == [11, 11]
 
 
 def test_it_scores_as_the_command_scores(model: SequenceModel, tmp_path: Path) -> None:

@@ -190,7 +190,9 @@ def test_the_defaults_of_a_section_are_those_of_its_type() -> None:
     config = compose("train", ["+optimizer=muon"])
     assert config.optimizer == MuonSettings()
     assert compose("train", ["schedule.type=wsd"]).schedule == WsdSettings()
-    rest = changed(compose("train", ["optimizer.eps=0.5"]), {"optimizer": {"weight_decay": 0.5}}, "x")
+    rest = changed(
+        compose("train", ["optimizer.eps=0.5"]), {"optimizer": {"weight_decay": 0.5}}, "x"
+    )
     assert rest == compose("train", ["optimizer.eps=0.5", "optimizer.weight_decay=0.5"])
     arm = changed(config, {"optimizer": {"type": "adamw", "eps": 1e-6}}, "arms.a")
     assert arm.optimizer == AdamWSettings(eps=1e-6)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,12 +107,12 @@ def test_a_broken_store_is_named(action: str, copy: Path, tmp_path: Path, capsys
     assert "damaged" in message(copy / "validation_lmdb")
 
 
-def test_verify_finds_a_changed_residue(copy: Path, capsys: Captured) -> None:
-    change_a_residue(copy / "validation_lmdb")
-    assert str(copy / "validation_lmdb") in refusal(capsys, 1, "verify", f"store={copy}")
+def other_data(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("raw_lmdb"), folder)
 
 
-def test_verify_finds_a_store_of_other_data(copy: Path, capsys: Captured) -> None:
-    shutil.rmtree(copy / "validation_lmdb")
-    shutil.copytree(copy / "raw_lmdb", copy / "validation_lmdb")
+@pytest.mark.parametrize("damage", [change_a_residue, other_data])
+def test_verify_finds(damage: Callable[[Path], None], copy: Path, capsys: Captured) -> None:
+    damage(copy / "validation_lmdb")
     assert str(copy / "validation_lmdb") in refusal(capsys, 1, "verify", f"store={copy}")

@@ -69,13 +69,6 @@ def test_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
     assert [row["sequence"] for row in of_length] == given_lengths
 
 
-def test_a_row_without_a_length_gets_that_of_a_training_protein(ask: Ask) -> None:
-    settings = {"task": "generate", "number": 20, "steps": 2, "max_length": 35}
-    rows = rows_of(ask(table("length", 33.0, None, **settings)))
-    lengths = [{len(one["sequence"]) for one in rows if one["row"] == row} for row in (0, 1)]
-    assert lengths == [{33}, {10, 12}]
-
-
 def test_what_has_no_value_is_null_as_json_has_no_nan(ask: Ask) -> None:
     (row,) = rows_of(ask(table("sequence", "XX", masks_per_sequence=1)))
     assert row["residues"] == 0

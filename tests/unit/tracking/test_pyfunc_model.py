@@ -62,11 +62,6 @@ def test_it_takes_no_other_value_for_a_text(loaded: Any, rows: Any) -> None:
         loaded.predict(rows)
 
 
-def test_a_setting_of_another_task_is_rejected(loaded: Any) -> None:
-    with pytest.raises(DataError, match=r"params.steps: has no place in this request"):
-        loaded.predict(pd.DataFrame({"sequence": PROTEINS}), params={"steps": 5})
-
-
 def test_mlflow_s_server_is_refused(folder: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv(SERVER_TIMEOUT, "60")
     with pytest.raises(ConfigError, match="run d2plm serve model_dir="):
