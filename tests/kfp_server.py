@@ -54,9 +54,7 @@ class KfpServer:
 
     def posted(self, path: str) -> list[Any]:
         """The bodies posted to a path."""
-        return [
-            body for method, at, _, body in self.requests if (method, at) == ("POST", API + path)
-        ]
+        return [body for how, at, _, body in self.requests if (how, at) == ("POST", API + path)]
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> Answer:
         """What a server would say."""
@@ -118,9 +116,8 @@ def refused(given: dict[str, Any], body: dict[str, Any]) -> Answer | None:
     for key, value in body["runtime_config"].get("parameters", {}).items():
         if key not in parameters:
             return 400, {"code": 3, "message": f"{key} is no parameter of the pipeline"}
-        kind = pipeline_spec_pb2.ParameterType.ParameterTypeEnum.Name(
-            parameters[key].parameter_type
-        )
+        kinds = pipeline_spec_pb2.ParameterType.ParameterTypeEnum
+        kind = kinds.Name(parameters[key].parameter_type)
         if not isinstance(value, PYTHON_KINDS[kind]):
             return 400, {"code": 3, "message": f"{key}={value!r} is no {kind}"}
     return None

@@ -168,9 +168,7 @@ def pod_security_complaints(template: Manifest) -> list[str]:
     complaints = [key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
     complaints += ["hostProcess"] if pod.get("windowsOptions", {}).get("hostProcess") else []
     for volume in spec.get("volumes", ()):
-        complaints += [
-            f"a volume of {kind}" for kind in set(volume) - {"name"} - RESTRICTED_VOLUMES
-        ]
+        complaints += [f"a volume of {one}" for one in {*volume} - {"name"} - RESTRICTED_VOLUMES]
     for container in containers(template):
         own = container.get("securityContext", {})
         both = {**pod, **own}
@@ -187,9 +185,7 @@ def pod_security_complaints(template: Manifest) -> list[str]:
             "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is True,
             "hostPort": not any("hostPort" in port for port in container.get("ports", ())),
         }
-        complaints += [
-            f"{container['name']}: {key}" for key, passed in checks.items() if not passed
-        ]
+        complaints += [f"{container['name']}: {key}" for key, is_so in checks.items() if not is_so]
     return complaints
 
 

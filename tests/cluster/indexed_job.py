@@ -88,9 +88,7 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         if failed:
             set_condition(status, "Failed", "True", "FailedIndexes", "Job has failed indexes")
         else:
-            set_condition(
-                status, "Complete", "True", "CompletionsReached", "Reached expected number"
-            )
+            set_condition(status, "Complete", "True", "CompletionsReached", "Reached the number")
 
 
 def _action(policy: Object, pod: Object) -> str:

@@ -47,9 +47,8 @@ def test_it_leaves_proteins_that_keep_the_scaffold(followed: Followed) -> None:
 
 
 def test_its_server_scores_generates_and_fills_in(followed: Followed) -> None:
-    answers = [
-        json.loads(text) for text in re.findall(r'\{"predictions": ?.*?\]\}', followed.output)
-    ]
+    found = re.findall(r'\{"predictions": ?.*?\]\}', followed.output)
+    answers = [json.loads(text) for text in found]
     scored, generated, filled = (answer["predictions"] for answer in answers)
     assert scored[0]["residues"] == 22
     assert [row["length"] for row in generated] == [60, 60]

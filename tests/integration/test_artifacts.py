@@ -54,9 +54,8 @@ def test_steps_have_artifacts(copied: Finished, tmp_path: Path, monkeypatch: Mon
     assert json.loads((folder / "dataset").read_text()) == manifest
 
     after = {"config": config, "model_dir": str(output_dir / "model")}
-    trained, found, folder = execute(
-        components.train, tmp_path, config=config, data_digest=prepared["digest"]
-    )
+    given = {"config": config, "data_digest": prepared["digest"]}
+    trained, found, folder = execute(components.train, tmp_path, **given)
     assert trained["model_dir"] == found["model"]["folder"] == after["model_dir"]
     assert found["model"]["parameters"] > 1000 and found["model"]["steps"] > 0
     assert found["model"]["tokens_per_second"] > 0

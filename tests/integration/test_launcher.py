@@ -537,9 +537,8 @@ def test_the_job_belongs_to_the_pipelines_run_and_to_its_runtime(cluster: Cluste
     job = replace(JOB, owners=[owner])
     for kind in (PYTORCHJOB, TRAINJOB):
         Launch(kind, job).finish()
-    made: Any = [
-        cluster.job("mine", name) for name in ("pytorchjobs", "trainingruntimes", "trainjobs")
-    ]
+    plurals = ("pytorchjobs", "trainingruntimes", "trainjobs")
+    made: Any = [cluster.job("mine", plural) for plural in plurals]
     owners = [one["metadata"]["ownerReferences"] for one in made]
     assert owners[0] == owners[1] == [owner]
     assert [one["uid"] for one in owners[2]] == [made[1]["metadata"]["uid"]]

@@ -54,9 +54,8 @@ def test_tracking_contains_one_run_with_data_config_metrics_and_model(finished: 
     (run,) = client.search_runs([experiment.experiment_id])
     kept = json.loads((finished.output_dir / "tracking_run.json").read_text())
     assert (run.info.run_id, run.info.status) == (kept["run_id"], "FINISHED")
-    assert {d.dataset.name.split(":")[1] for d in run.inputs.dataset_inputs} == {
-        *("train", "validation")
-    }
+    splits = {one.dataset.name.split(":")[1] for one in run.inputs.dataset_inputs}
+    assert splits == {"train", "validation"}
     assert run.data.params["model.hidden_size"] == "32"
     evaluation = json.loads((finished.work_dir / "evaluation.json").read_text())
     perplexity = evaluation["model"]["perplexity"]["value"]
@@ -74,9 +73,8 @@ def test_the_registered_model_loads_by_alias_and_scores_the_same(finished: Finis
     registered = mlflow.pyfunc.load_model("models:/d2plm-diffusion@champion")
     exported = load_export(finished.output_dir / "model")
     proteins = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMLVAGGNPLKWE"]
-    table = registered.predict(
-        pandas.DataFrame({"sequence": proteins}), params={"masks_per_sequence": 3}
-    )
+    rows = pandas.DataFrame({"sequence": proteins})
+    table = registered.predict(rows, params={"masks_per_sequence": 3})
     scores = score_sequences(
         exported.denoiser(),
         exported.paradigm,

@@ -77,12 +77,8 @@ def test_bash_completes_after_what_it_takes_for_a_word(tmp_path: Path) -> None:
         cwd=REPOSITORY,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == [
-        "complete -o nospace -F _d2plm d2plm",
-        "[nano ]",
-        "[stats ]",
-        "[train ]",
-    ]
+    words = ["complete -o nospace -F _d2plm d2plm", "[nano ]", "[stats ]", "[train ]"]
+    assert ran.stdout.splitlines() == words
 
 
 def test_each_shell_has_a_script(capsys: Captured) -> None:

@@ -91,9 +91,8 @@ def test_a_family_is_adapted_to_compared_and_grown(
     words = ["trainer.lora_rank=2", "max_general_loss=9", "identity=0.7", "tracking=mlflow"]
     config = configured(*words)
     found, work = run(config), tmp_path / "work"
-    assert json.loads((work / "adaptation.json").read_text())["test"] == json.loads(
-        json.dumps(found["test"])
-    )
+    kept = json.loads((work / "adaptation.json").read_text())["test"]
+    assert kept == json.loads(json.dumps(found["test"]))
     names = {"unigram", "5-gram", "composition", BASE, f"{BASE}, alone", ADAPTED}
     assert names | {FAMILY_PROFILE, WITH_PAIRS} < set(found["test"])
     assert [row["share"] for row in found["shares"]] == [*INTERPOLATIONS]

@@ -38,9 +38,8 @@ def export(tmp_path: Path, tiny_dit: DiTFactory) -> Export:
     ) -> Path:
         lengths = LengthHistogram.of(np.array([20, 30]), sizes.get("max_position_embeddings", 128))
         model: Any = tiny_dit(seed, **sizes)
-        return save_export(
-            tmp_path / name, model, paradigm or AbsorbingDiffusion(), lengths, {"step": 1}
-        )
+        own = paradigm or AbsorbingDiffusion()
+        return save_export(tmp_path / name, model, own, lengths, {"step": 1})
 
     return make
 
@@ -179,7 +178,6 @@ def test_what_is_impossible_is_rejected_before_anything_is_computed(
 def test_residues_that_are_not_protein_letters_are_not_scored(
     export: Export, run: Run, stores: dict[str, SequenceStore], tmp_path: Path
 ) -> None:
-    stores["validation"] = write_store(
-        tmp_path / "with_x", [encode("MKXXBVLU"), encode("GGAVLKR")], [0, 1]
-    )
+    pieces = [encode("MKXXBVLU"), encode("GGAVLKR")]
+    stores["validation"] = write_store(tmp_path / "with_x", pieces, [0, 1])
     assert run(export()).residues == 11

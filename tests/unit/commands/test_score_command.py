@@ -196,9 +196,8 @@ def effects_of(exports: Exports, protein: str, mutants: list[str]) -> list[float
     exported, tokens = load_export(exports.masked), encode(PROTEINS[protein])
     assert isinstance(exported.paradigm, MaskedParadigm)
     variants = [place(parse_variant(mutant), PROTEINS[protein]) for mutant in mutants]
-    return mutational_effects(
-        exported.denoiser("fp64"), exported.paradigm, tokens, variants
-    ).tolist()
+    model = exported.denoiser("fp64")
+    return mutational_effects(model, exported.paradigm, tokens, variants).tolist()
 
 
 class Scan:
@@ -264,10 +263,8 @@ def test_variants_of_proteins_keep_their_order(scan: Scan, exports: Exports, fas
     scan.fasta = fasta
     rows, _ = scan.scored("name\tvariant\nP3\tW1A\nP1\tK2G:T3L\nP3\tW3C\nP1\tM1A\n")
     assert [row["variant"] for row in rows] == ["W1A", "K2G:T3L", "W3C", "M1A"]
-    third, first = (
-        effects_of(exports, "P3", ["W1A", "W3C"]),
-        effects_of(exports, "P1", ["K2G:T3L", "M1A"]),
-    )
+    third = effects_of(exports, "P3", ["W1A", "W3C"])
+    first = effects_of(exports, "P1", ["K2G:T3L", "M1A"])
     expected = [third[0], first[0], third[1], first[1]]
     np.testing.assert_allclose(scores(rows), expected, atol=1e-6)
 

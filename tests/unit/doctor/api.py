@@ -103,11 +103,8 @@ def healthy() -> dict[str, Answer]:
 
 def resources(version: str, *names: str) -> dict[str, Any]:
     """The resources of a version in the format of discovery."""
-    served = [
-        {"name": name, "singularName": "", "namespaced": True, "kind": "K", "verbs": []}
-        for name in names
-    ]
-    return {"groupVersion": version, "resources": served}
+    fixed = {"singularName": "", "namespaced": True, "kind": "K", "verbs": []}
+    return {"groupVersion": version, "resources": [{"name": name, **fixed} for name in names]}
 
 
 def claim(phase: str = "Bound", mode: str = "ReadWriteMany") -> dict[str, Any]:

@@ -210,13 +210,8 @@ def test_roles_allow_what_the_launcher_does_and_no_more(manifests: list[Manifest
 
 
 def test_everything_is_in_one_namespace(manifests: list[Manifest]) -> None:
-    found = {
-        manifest["metadata"].get("namespace")
-        for manifest in manifests
-        if manifest["kind"] != "Namespace"
-    }
-    assert len(found) == 1
-    (namespace,) = found
+    named = [one["metadata"] for one in manifests if one["kind"] != "Namespace"]
+    (namespace,) = {metadata.get("namespace") for metadata in named}
     for binding in of_kind(manifests, "RoleBinding"):
         assert {subject["namespace"] for subject in binding["subjects"]} == {namespace}
     for configuration in of_kind(manifests, "ConfigMap"):

@@ -58,6 +58,8 @@ BACKING_OFF = {"reason": "ImagePullBackOff", "message": "no such tag"}
 REMOVED = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
 REMOVED |= {"message": "PodGC: node no longer exists"}
 INITIALISING = container(waiting={"reason": "PodInitializing"})
+UNPREPARED = [container("prepare", terminated={"exitCode": 1})]
+OUT_OF_MEMORY = [container(terminated={"exitCode": 137, "reason": "OOMKilled"})]
 
 
 @pytest.mark.parametrize(
@@ -83,23 +85,10 @@ def test_what_a_pod_waits_for(state: PodState, waits_for: str | None, has_starte
     ("state", "ended", "exit_code"),
     [
         (read("Succeeded", [container(terminated={"exitCode": 0})]), None, None),
-        (
-            read("Failed", [container(terminated={"exitCode": 137, "reason": "OOMKilled"})]),
-            *("exit code 137 (OOMKilled); raise the job's memory", 137),
-        ),
-        (
-            read(
-                "Failed",
-                [INITIALISING],
-                initContainerStatuses=[container("prepare", terminated={"exitCode": 1})],
-            ),
-            *("exit code 1", 1),
-        ),
+        (read("Failed", OUT_OF_MEMORY), "exit code 137 (OOMKilled); raise the job's memory", 137),
+        (read("Failed", [INITIALISING], initContainerStatuses=UNPREPARED), "exit code 1", 1),
         (read("Failed", reason="Evicted", message="low on memory."), "Evicted: low on me", None),
-        (
-            read("Failed", [container(running={})], conditions=[REMOVED]),
-            *("DeletionByPodGC: PodGC: node no longer exists", None),
-        ),
+        (read("Failed", conditions=[REMOVED]), "DeletionByPodGC: PodGC: node no longer ", None),
         (read("Failed"), "failed for an unknown reason", None),
     ],
 )

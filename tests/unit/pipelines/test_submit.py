@@ -265,10 +265,8 @@ class Pods:
 
 def held(reason: str) -> dict[str, object]:
     condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "later"}
-    return {
-        "metadata": {"name": "pod", "uid": "1"},
-        "status": {"phase": "Pending", "conditions": [condition]},
-    }
+    status = {"phase": "Pending", "conditions": [condition]}
+    return {"metadata": {"name": "pod", "uid": "1"}, "status": status}
 
 
 @pytest.mark.parametrize(

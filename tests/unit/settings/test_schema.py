@@ -237,9 +237,7 @@ def test_fields_are_keys_with_their_sentences_choices_and_defaults() -> None:
     assert known["inner.mode"].choices == ["a", "b"]
     assert (known["place"].path, known["place"].default) == ("folder", "???")
     assert Outer(inner=Inner(size=2), place="x").inner.size == 2
-    assert build(Outer, {"inner": {"size": 2}, "place": "x"}) == Outer(
-        inner=Inner(size=2), place="x"
-    )
+    assert build(Outer, {"inner": {"size": 2}, "place": "x"}).inner == Inner(size=2)
     assert with_defaults(Outer, {"inner": {"mode": "a"}, "place": "x"}) == {
         "inner": {"size": 3, "mode": "a"},
         "rates": [0.5],

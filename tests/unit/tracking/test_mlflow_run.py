@@ -96,11 +96,7 @@ def test_each_split_is_an_input(client: MlflowClient, output_dir: Path, tmp_path
         with tracking_run(output_dir) as run:
             log_data(run, folder, {})
     data = data_of(client, str(run.id))
-    assert {*data} == {
-        "train mine.fasta:train",
-        "validation mine.fasta:validation",
-        "test mine.fasta:test",
-    }
+    assert {*data} == {f"{one} mine.fasta:{one}" for one in ("train", "validation", "test")}
     training = data["train mine.fasta:train"]
     assert training.digest == "mine.fasta-train".ljust(36, "0")
     assert json.loads(training.source)["uri"] == str(folder / "train_lmdb")

@@ -49,14 +49,7 @@ def test_it_designs_as_the_library_does(loaded: Any, exports: Exports) -> None:
     assert filled["sequence"].tolist() == library.infill("MK__GG", **settings)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pd.DataFrame({"sequence": ["MKT", None]}),
-        pd.DataFrame({"sequence": [float("nan")]}),
-        [{"sequence": None}],
-    ],
-)
+@pytest.mark.parametrize("rows", [pd.DataFrame({"sequence": ["MKT", None]}), [{"sequence": None}]])
 def test_it_takes_no_other_value_for_a_text(loaded: Any, rows: Any) -> None:
     with pytest.raises((MlflowException, DataError), match=r"valid string|Incompatible input"):
         loaded.predict(rows)

@@ -95,9 +95,7 @@ def test_each_tracker_alone_and_beside_the_others_contains_everything(
         assert logged.data.tags["mlflow.note.content"] == SHOWN
         assert history(client, kept, "train/loss") == losses(steps)
         assert history(client, kept, "perplexity") == [(0, 9.5)]
-        assert [file.path for file in client.list_artifacts(kept, "data")] == [
-            "data/a [1] file.txt"
-        ]
+        assert [a.path for a in client.list_artifacts(kept, "data")] == ["data/a [1] file.txt"]
     if "tensorboard" in trackers:
         events = tensorboard_events(output_dir)
         assert events.scalars == {
@@ -360,8 +358,7 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_continues_in_every_t
     assert client.get_run(run_id).data.params["tracking.trackers"] == str([*TRACKERS])
     sessions = wandb_sessions(output_dir)
     assert len({session.run_id for session in sessions}) == 1
-    assert {point for session in sessions for point in session.scalars.get("train/loss", ())} == {
-        *losses
-    }
+    points = {one for session in sessions for one in session.scalars.get("train/loss", ())}
+    assert points == {*losses}
     assert [session.exit_code for session in sessions] == [0, 0]
     assert {"config/config.yaml", "training/metrics.jsonl"} <= sessions[-1].files
