@@ -53,7 +53,6 @@ class KfpServer:
     versions: list[dict[str, Any]] = field(default_factory=list)
 
     def posted(self, path: str) -> list[Any]:
-        """The bodies posted to a path."""
         return [body for how, at, _, body in self.requests if (how, at) == ("POST", API + path)]
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> Answer:

@@ -49,7 +49,6 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def documents(text: str) -> list[Manifest]:
-    """The YAML documents of `text`, without empty ones."""
     return [document for document in yaml.load_all(text, _LOADER) if document]
 
 
@@ -153,7 +152,6 @@ def pod_templates(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, Man
 
 
 def containers(template: Manifest) -> list[Manifest]:
-    """All containers of a pod template."""
     spec = template["spec"]
     return [*spec.get("initContainers", ()), *spec["containers"]]
 

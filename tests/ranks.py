@@ -52,7 +52,6 @@ class Ranks:
         return [None if slow else _code(p) for p, slow in zip(self.processes, late, strict=True)]
 
     def kill(self) -> None:
-        """SIGKILL to all."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -112,7 +112,6 @@ class At(Callback):
 
 
 def interrupt(trainer: Trainer) -> None:
-    """Save and break off."""
     trainer.save()
     trainer.saver.wait()
     raise KeyboardInterrupt
@@ -131,7 +130,6 @@ def build(
     relatives: Callable[[int], RelativesIndex] | None = None,
     **changes: Any,
 ) -> Trainer:
-    """A tiny trainer on the CPU that keeps its history and saves `every` so many steps."""
     if log:
         output.mkdir(parents=True, exist_ok=True)
         rank = os.environ.get("RANK", 0)
@@ -165,12 +163,10 @@ def build(
 
 
 def train(store: Path, output: Path, settings: dict[str, Any] | None = None) -> None:
-    """Train to the limit."""
     build(store, output, **(settings or {})).train()
 
 
 def train_each(store: Path, output: Path, runs: dict[str, dict[str, Any]]) -> None:
-    """Several short trainings in one process, saved at their ends in folders of their names."""
     for name, settings in runs.items():
         train(store, output / name, {**SHORT, **settings})
 
@@ -197,7 +193,6 @@ def history(output: Path) -> list[dict[str, Any]]:
 
 
 def checkpoints(output: Path) -> list[str]:
-    """The checkpoints of a run by name."""
     return checkpoint.Root(str(output / "checkpoints")).names()
 
 

@@ -35,8 +35,6 @@ _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 @dataclass
 class Request:
-    """A request that was made, its verb as RBAC names it or "discover"."""
-
     method: str
     path: str
     query: dict[str, str]
@@ -70,7 +68,6 @@ class Faults:
     cuts: dict[str, int] = field(default_factory=lambda: {"watch": 0, "log": 0})
 
     def permits(self, resource: str, verb: str) -> bool:
-        """Whether RBAC does."""
         granted = self.allowed is None or (resource, verb) in self.allowed
         return granted and (resource, verb) not in self.forbidden
 
@@ -132,14 +129,11 @@ class _Server(Server):
 
 
 def drop(connection: socket.socket) -> None:
-    """Hang up, in the middle of whatever is being said."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
     api: ApiServer
     store: Store
@@ -206,7 +200,6 @@ class _Handler(BaseHTTPRequestHandler):
     # Answers.
 
     def _discover(self, path: str) -> Object:
-        """A group with its version, or the resources of one."""
         served = self.api.served.values()
         for resource in served:
             if path == f"/apis/{resource.group}":
@@ -400,7 +393,6 @@ _ACTIONS = {
 
 
 def merge(content: Any, patch: Any) -> Any:
-    """A JSON merge patch (RFC 7396)."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(content) if isinstance(content, dict) else {}

@@ -104,7 +104,6 @@ class Controllers:
 
 
 def _is_waiting(content: Object) -> bool:
-    """Whether it is being deleted in the foreground."""
     return FOREGROUND in content["metadata"].get("finalizers", ())
 
 

@@ -101,18 +101,15 @@ class Cluster:
         return found[0]
 
     def log(self, pod: str) -> str:
-        """What a pod's container has written so far."""
         known = self.pod(pod)
         name = known["spec"]["containers"][0]["name"]
         log = self.kubelet.log_of(known["metadata"]["uid"], name)
         return "" if log is None else log.text()
 
     def processes(self, pod: str) -> list[int]:
-        """Process ids of a pod."""
         return processes_of(self.pod(pod)["metadata"]["uid"])
 
     def events(self, regarding: str) -> list[Object]:
-        """Of the job or pod of a name."""
         events = self.store.list("events")
         return [event for event in events if event["involvedObject"]["name"] == regarding]
 
@@ -156,11 +153,9 @@ class Cluster:
     # What goes wrong with the nodes; of the first two, the last that was called counts.
 
     def full(self, message: str = FULL) -> None:
-        """No node takes pods."""
         self.kubelet.faults = NodeFaults(unschedulable=message)
 
     def without_image(self, message: str = NO_IMAGE) -> None:
-        """The image cannot be pulled."""
         self.kubelet.faults = NodeFaults(image_pull=message)
 
     def over_quota(self, message: str | None = QUOTA) -> None:
@@ -210,11 +205,9 @@ class Cluster:
         delete_pod(self.store, known)
 
     def delete_pod(self, pod: str, grace_seconds: int | None = None) -> None:
-        """As `kubectl delete pod` does."""
         delete_pod(self.store, self.pod(pod), grace_seconds)
 
     def delete(self, plural: str, name: str, policy: str = "Background") -> None:
-        """As another user does with `kubectl delete --cascade=…`."""
         self.store.delete(plural, NAMESPACE, name, policy)
 
     # What goes wrong with the API server.
@@ -226,17 +219,14 @@ class Cluster:
     def fail_next(
         self, times: int, status: int = 500, verb: str | None = None, resource: str | None = None
     ) -> None:
-        """Answer the next requests, or the next of a verb and resource, with an error."""
         self.api.faults.ordered.append(
             _Fault(times, Refusal(status, *_ERRORS[status]), verb, resource)
         )
 
     def cut_watches(self) -> None:
-        """Break off every watch."""
         self.api.faults.cuts["watch"] += 1
 
     def cut_logs(self) -> None:
-        """Break off every log that is streamed."""
         self.api.faults.cuts["log"] += 1
 
     def expire_watches(self) -> None:

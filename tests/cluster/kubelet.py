@@ -33,15 +33,12 @@ REMOVAL_SECONDS = 0.2  # of a deleted pod that has ended
 
 @dataclass(frozen=True)
 class Script:
-    """What a worker does in place of its real command."""
-
     lines: tuple[str, ...] = ()
     seconds: float | None = 0.0  # after the last line; None: until it is ended
     exit_code: int = 0
     on_terminate: int | None = 143  # None: it does not listen to SIGTERM
 
     def command(self) -> list[str]:
-        """A shell's."""
         trap = "''" if self.on_terminate is None else f"'exit {self.on_terminate}'"
         words = [f"trap {trap} TERM"]
         for line in self.lines:
@@ -57,8 +54,6 @@ def _sleep(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Of a container's output."""
-
     nanoseconds: int
     content: bytes
 
@@ -144,7 +139,6 @@ class Kubelet:
         return self._stopping.is_set()
 
     def runner(self, pod: Object) -> "_Runner":
-        """What runs a pod."""
         return self._runners[pod["metadata"]["uid"]]
 
     def log_of(self, uid: str, container: str) -> Log | None:
@@ -197,8 +191,6 @@ class Kubelet:
 
 
 class _Runner(threading.Thread):
-    """One pod, from its scheduling to its end."""
-
     def __init__(self, kubelet: Kubelet, pod: Object) -> None:
         super().__init__(daemon=True, name=pod["metadata"]["name"])
         self.kubelet, self.pod = kubelet, pod
@@ -264,7 +256,6 @@ class _Runner(threading.Thread):
             time.sleep(min(left, POLL_SECONDS))
 
     def _run_container(self, container: Object, statuses: str, script: Script | None) -> int:
-        """Run it to its end; gives its exit code."""
         name = container["name"]
         log = self.logs[name] = Log()
         started = now()
@@ -417,7 +408,6 @@ def set_condition(pod: Object, kind: str, value: str, reason: str = "", message:
 
 
 def worker_of(pod: Object) -> int:
-    """The number of a pod among its job's."""
     labels = pod["metadata"].get("labels", {})
     of_operator = labels.get("training.kubeflow.org/replica-index")
     return int(of_operator or labels.get("batch.kubernetes.io/job-completion-index") or 0)
@@ -434,7 +424,6 @@ def kill_all(uid: str) -> None:
 
 
 def processes_of(uid: str) -> list[int]:
-    """Process ids of a pod."""
     mark = f"{MARK}={uid}".encode()
     return [pid for pid in _processes() if mark in _environment(pid)]
 

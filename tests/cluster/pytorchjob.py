@@ -68,7 +68,6 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
 
 
 def _limit(name: str, policy: Object, status: Object) -> str | None:
-    """Why a job may not continue."""
     seconds = policy.get("activeDeadlineSeconds")
     if seconds is not None and "startTime" in status:
         started = datetime.fromisoformat(status["startTime"])
@@ -78,7 +77,6 @@ def _limit(name: str, policy: Object, status: Object) -> str | None:
 
 
 def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
-    """What a pod's end means for the job."""
     name = job["metadata"]["name"]
     if pod.get("status", {}).get("phase") != "Failed":
         return
@@ -116,7 +114,6 @@ def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
 
 
 def _worker(job: Object, index: int) -> Object:
-    """A worker's pod."""
     name = job["metadata"]["name"]
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     template = copy.deepcopy(worker["template"])
@@ -137,7 +134,6 @@ def _worker(job: Object, index: int) -> Object:
 
 
 def _variables(job: Object) -> dict[str, str]:
-    """What torchrun reads."""
     name, policy = job["metadata"]["name"], job["spec"]["elasticPolicy"]
     return {
         "PYTHONUNBUFFERED": "1",
@@ -151,7 +147,6 @@ def _variables(job: Object) -> dict[str, str]:
 
 
 def exit_code(pod: Object, container: str) -> int | None:
-    """Of a container that has ended."""
     for status in pod.get("status", {}).get("containerStatuses", ()):
         terminated = status["state"].get("terminated")
         if status["name"] == container and terminated is not None:
@@ -160,7 +155,6 @@ def exit_code(pod: Object, container: str) -> int | None:
 
 
 def is_true(status: Object, kind: str) -> bool:
-    """Whether a condition holds."""
     conditions = status.get("conditions", ())
     return any(c["type"] == kind and c["status"] == "True" for c in conditions)
 

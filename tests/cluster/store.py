@@ -64,7 +64,6 @@ class Refusal(Exception):  # noqa: N818  # the API's answer, which need not be a
         self.code, self.reason, self.message = code, reason, message
 
     def status(self) -> Object:
-        """The JSON body."""
         return {
             "kind": "Status",
             "apiVersion": "v1",
@@ -88,8 +87,6 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """An event of a watch."""
-
     version: int
     plural: str
     type: str
@@ -97,8 +94,6 @@ class Change:
 
 
 class Store:
-    """Namespaced objects by resource and name."""
-
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.version = 1000  # as in a cluster that has lived
@@ -139,7 +134,6 @@ class Store:
             self.warn(maker, reason, text)
 
     def age(self, content: Object) -> float:
-        """Seconds since it was created."""
         return time.monotonic() - self._made_at[content["metadata"]["uid"]]
 
     def get(self, plural: str, namespace: str, name: str) -> Object:
@@ -156,7 +150,6 @@ class Store:
         namespace: str | None = None,
         chosen: Callable[[Object], bool] = lambda _: True,
     ) -> list[Object]:
-        """Copies, in the order of their creation."""
         with self.changed:
             return [
                 copy.deepcopy(content)
@@ -255,7 +248,6 @@ def owner(of: Object) -> Object:
 
 
 def owned_by(uid: str) -> Callable[[Object], bool]:
-    """Chooses what belongs to the object with `uid`."""
 
     def chosen(content: Object) -> bool:
         owners = content["metadata"].get("ownerReferences", ())
@@ -274,14 +266,12 @@ def mark_deleted(content: Object, grace_seconds: int) -> None:
 
 
 def end_pods(store: Store, pods: list[Object]) -> None:
-    """Delete the pods that have not ended."""
     for pod in pods:
         if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
             delete_pod(store, pod)
 
 
 def as_env(variables: dict[str, str]) -> list[Object]:
-    """Variables as a container has them."""
     return [{"name": key, "value": value} for key, value in variables.items()]
 
 

@@ -48,7 +48,6 @@ def admit(store: Store, job: Object) -> None:
 
 
 def _runtime(job: Object) -> tuple[str, str, str]:
-    """Resource, namespace and name of a job's runtime."""
     reference, place = job["spec"]["runtimeRef"], job["metadata"]["namespace"]
     is_own = reference.get("kind") == "TrainingRuntime"
     own, shared = ("trainingruntimes", place), ("clustertrainingruntimes", "")
@@ -110,7 +109,6 @@ def _attempt(pod: Object) -> int:
 def _judge(
     store: Store, job: Object, status: Object, template: Object, pods: list[Object], failed: Object
 ) -> None:
-    """What a failed pod means: the end of the job, or another attempt."""
     rules = template["replicatedJobs"][0]["template"]["spec"].get("podFailurePolicy", {})
     permanent = any(
         rule["action"] == "FailJob" and _matches(rule.get("onExitCodes", {}), failed)
@@ -180,7 +178,6 @@ def _job(job: Object) -> Object:
 
 
 def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
-    """A node's pod."""
     name, place = job["metadata"]["name"], job["metadata"]["namespace"]
     replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
     template = copy.deepcopy(replicated["template"]["spec"]["template"])

@@ -24,7 +24,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(prepared: Path, tmp_path: Path) -> Path:
-    """The prepared data, to be damaged."""
     return Path(shutil.copytree(prepared, tmp_path / "prepared"))
 
 

@@ -60,7 +60,6 @@ def written(file: Path) -> list[dict[str, str]]:
 
 
 def refusal(capsys: Captured, *words: str) -> str:
-    """The error line of a rejected command."""
     assert main(["score", *words]) != 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
@@ -192,7 +191,6 @@ BLOSUM62 = "d2plm_blosum62_score"
 
 
 def effects_of(exports: Exports, protein: str, mutants: list[str]) -> list[float]:
-    """By the library, in fp64."""
     exported, tokens = load_export(exports.masked), encode(PROTEINS[protein])
     assert isinstance(exported.paradigm, MaskedParadigm)
     variants = [place(parse_variant(mutant), PROTEINS[protein]) for mutant in mutants]
@@ -215,7 +213,6 @@ class Scan:
         return [*own, "--mutations", str(self.table), f"--output={self.output}", *more]
 
     def scored(self, content: str | None, *more: str) -> tuple[list[dict[str, str]], str]:
-        """The rows that are written, and what is said."""
         assert main(["score", *self.words(content, more)]) == 0
         with open_table(self.output) as found:
             rows = [dict(zip(found.columns, cells, strict=True)) for _, cells in found.rows()]

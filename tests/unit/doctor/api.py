@@ -31,8 +31,6 @@ Answer = dict[str, Any] | int  # an object, or the status of a refusal
 
 
 class Api:
-    """What the server answers, by path."""
-
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = healthy()
         self.rejected: dict[str, tuple[int, str]] = {}  # where nothing may be created
@@ -40,7 +38,6 @@ class Api:
         self.asked: list[tuple[str, str, Any]] = []  # method or DRY-RUN, path and body
 
     def answer(self, method: str, url: str, body: Any) -> tuple[int, Any]:
-        """(status, object) of one request."""
         parts = urlsplit(url)
         path = parts.path.rstrip("/")  # the client asks for /version/
         query = parse_qs(parts.query)
@@ -65,7 +62,6 @@ class Api:
         return (wanted["verb"], resource) not in self.forbidden
 
     def lacks(self, *groups: str) -> None:
-        """Serve no more of these API groups."""
         for path in [one for one in self.answers if one.split("/")[2:3] in [[g] for g in groups]]:
             del self.answers[path]
 
@@ -84,7 +80,6 @@ def serving(api: Api) -> Iterator[str]:
 
 
 def healthy() -> dict[str, Answer]:
-    """A cluster that has all that d2plm needs."""
     version = dict.fromkeys(("buildDate", "compiler", "gitCommit", "gitTreeState", "platform"), "")
     version |= {"gitVersion": "v1.33.1", "goVersion": "", "major": "1", "minor": "33"}
     return {
@@ -102,13 +97,11 @@ def healthy() -> dict[str, Answer]:
 
 
 def resources(version: str, *names: str) -> dict[str, Any]:
-    """The resources of a version in the format of discovery."""
     fixed = {"singularName": "", "namespaced": True, "kind": "K", "verbs": []}
     return {"groupVersion": version, "resources": [{"name": name, **fixed} for name in names]}
 
 
 def claim(phase: str = "Bound", mode: str = "ReadWriteMany") -> dict[str, Any]:
-    """A PersistentVolumeClaim."""
     return {
         "metadata": {"name": "d2plm-workspace"},
         "spec": {"accessModes": [mode], "storageClassName": "shared"},
@@ -117,7 +110,6 @@ def claim(phase: str = "Bound", mode: str = "ReadWriteMany") -> dict[str, Any]:
 
 
 def node(name: str, gpus: int = 0) -> dict[str, Any]:
-    """A node."""
     allocatable = {"cpu": "16", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
     return {"metadata": {"name": name}, "status": {"allocatable": allocatable}}
 

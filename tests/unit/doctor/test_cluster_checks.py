@@ -77,7 +77,6 @@ def test_a_healthy_cluster_is_ok_and_not_changed(api: Api, address: str) -> None
 
 
 def dry_runs(api: Api) -> dict[str, Any]:
-    """The bodies of objects that were tried, by path."""
     return {path: body for method, path, body in api.asked if method == "DRY-RUN"}
 
 

@@ -47,13 +47,11 @@ def serve() -> Iterator[Serve]:
 
 
 def mlflow(trackers: list[str], uri: str, timeout_seconds: float) -> Verdict:
-    """The verdict as the doctor prints it."""
     check = partial(service_checks.mlflow, trackers, uri, "proteins", timeout_seconds)
     return examine({"MLflow": check}, 20)["MLflow"]
 
 
 def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
-    """The verdict as the doctor prints it."""
     check = partial(service_checks.kubeflow_pipelines, host, timeout_seconds)
     return examine({"KFP": check}, 20)["KFP"]
 

@@ -73,7 +73,6 @@ def rendered(name: str, components: tuple[str, ...]) -> list[Manifest]:
 
 @pytest.fixture(params=CASES, ids=lambda case: "+".join((case[0], *case[1])))
 def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
-    """An overlay, or a job, with components."""
     return rendered(*request.param)
 
 

@@ -35,14 +35,12 @@ def specification(compiled: Path) -> Specification:
 
 @pytest.fixture(scope="module")
 def pods(compiled: Path) -> dict[str, Specification]:
-    """What kfp-kubernetes says of each step."""
     _, platforms = yaml.safe_load_all(compiled.read_text())
     executors = platforms["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     return {name.removeprefix("exec-"): pod for name, pod in executors.items()}
 
 
 def tasks(specification: Specification) -> dict[str, Specification]:
-    """All tasks, of the pipeline and of its exit handler."""
     inner = specification["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     return {**specification["root"]["dag"]["tasks"], **inner}
 
@@ -85,7 +83,6 @@ def test_every_input_is_there(specification: Specification, pods: dict[str, Spec
 
 
 def producer(task: Specification, name: str) -> str:
-    """The task whose output an input is."""
     source: str = task["inputs"]["parameters"][name]["taskOutputParameter"]["producerTask"]
     return source
 

@@ -119,7 +119,6 @@ def test_a_step_that_fails_says_why_in_its_last_line_and_keeps_its_traceback_in_
 
 
 def chained(error: Exception, **links: Exception | None) -> Exception:
-    """An error with a `__cause__` or a `__context__`."""
     for name, value in links.items():
         setattr(error, f"__{name}__", value)
     return error

@@ -182,7 +182,6 @@ def test_a_request_for_too_much_is_rejected_before_the_work(
 
 
 def in_form(form: str, columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """A table in one of MLflow's forms."""
     names, rows = [*columns], [*zip(*columns.values(), strict=True)]
     if form.endswith("columns"):
         return {form.split()[0]: columns}

@@ -210,8 +210,6 @@ def test_a_configuration_that_another_command_wrote_serves_the_training(tmp_path
 
 @dataclass(frozen=True, kw_only=True)
 class Inner(Settings):
-    """A section."""
-
     size: int = key(3, low=1)
     """number of parts,
     in two lines"""
@@ -221,8 +219,6 @@ class Inner(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Outer(Settings):
-    """A command."""
-
     inner: Inner = section(Inner)
     rates: list[float] = key([0.5], above=0)
     """rates, each of a step"""

@@ -57,5 +57,4 @@ def repeat(monkeypatch: MonkeyPatch, store: type, method: str) -> None:
 
 @pytest.fixture
 def output_dir(tmp_path: Path) -> Path:
-    """Where the run writes; not there yet."""
     return tmp_path / "run"

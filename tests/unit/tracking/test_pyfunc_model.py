@@ -20,7 +20,6 @@ PROTEINS = ["MKTAYIAKQR", "GSHMLVAGG"]
 
 @pytest.fixture(scope="module")
 def folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model as it is registered."""
     folder = tmp_path_factory.mktemp("logged") / "model"
     mlflow.pyfunc.save_model(
         folder,

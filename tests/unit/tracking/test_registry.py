@@ -86,7 +86,6 @@ def test_the_digest_is_of_the_weights_and_the_evaluation(tmp_path: Path) -> None
 
 
 def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
-    """An evaluated export with weights."""
     export = evaluated(folder, nats_per_residue, seed=seed)
     (export / "model.safetensors").write_bytes(folder.name.encode())
     return export

@@ -27,7 +27,6 @@ Refuse = Callable[..., None]
 
 
 def begun(output_dir: Path, **settings: str) -> str:
-    """The id of the run that belongs to a folder."""
     with tracking_run(output_dir, **settings) as run:  # type: ignore[arg-type]  # by name
         assert run.id is not None
         return run.id

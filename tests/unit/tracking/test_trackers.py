@@ -41,7 +41,6 @@ def surroundings(client: MlflowClient, monkeypatch: MonkeyPatch) -> None:
 
 
 def tell(run: Run, steps: range, folder: Path) -> None:
-    """All that a command may say."""
     run.log_params(PARAMETERS)
     run.log_dataset("proteins:train", "0" * 40, "train", folder, {"num_rows": 5})
     run.set_tags({"data.digest": "0" * 64})
@@ -139,7 +138,6 @@ def surroundings_of_its_own() -> dict[str, str]:
 
 
 def script(*words: str, body: str, **environment: str) -> "CompletedProcess[str]":
-    """Run `body` in a process of its own."""
     prelude = (
         "import os, signal, sys; from pathlib import Path\n"
         "from d2plm.tracking.runs import tracking_run\n"
@@ -322,7 +320,6 @@ def config(tiny_store: SequenceStore, tmp_path: Path, monkeypatch: MonkeyPatch) 
 
 
 def rows(output_dir: Path) -> list[tuple[int, float]]:
-    """(step, loss) of `metrics.jsonl`."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in lines if "loss" in row]
 
