@@ -770,6 +770,13 @@ def test_a_crash_is_retried_so_often_and_a_disruption_does_not_count(cluster: Cl
     assert len(crashed) == 3
 
 
+def test_a_deadline_names_what_is_missing(cluster: Cluster) -> None:
+    cluster.script(WAITING, worker=3)
+    cluster.script(WELL)
+    error = str(Launch(INDEXED_JOB, replace(SHARDED, deadline_seconds=3)).failure())
+    assert "longer than specified deadline" in error and "shards 3 of 4 are missing" in error
+
+
 def test_a_killed_shard_is_run_again(cluster: Cluster, tmp_path: Path, exports: Exports) -> None:
     workspace, rng = tmp_path / "workspace", np.random.default_rng(0)
     workspace.mkdir()

@@ -155,6 +155,8 @@ def test_a_model_of_the_uniform_source_generates_and_scores(uniform: SequenceMod
         (lambda m: m.generate(seed=TABLE), ConfigError, "^seed="),
         (lambda m: m.infill("_" * 127), ModelError, "template 0 has 127 residues"),
         (lambda m: m.score(["MKT", "MK1"]), DataError, "sequence 1: .*'1'"),
+        (lambda m: m.score("M" * 127), ModelError, "sequence 0 has 127 residues"),
+        (lambda m: m.score("MKT", seed=-1), ConfigError, "^seed=-1"),
         (
             lambda m: m.score_mutations("MKT", ["M1A", "K1R"], mutation_offset=0),
             *(DataError, "variant 1: K1R"),

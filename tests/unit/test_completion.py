@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 LINES = {
     "d2plm tr": ["train "],
+    "d2plm --json dat": ["data "],
     "d2plm data ": ["--help ", "export ", "head ", "stats ", "verify "],
     "d2plm pipeline can": ["cancel "],
     "d2plm train trainer.max_st": ["trainer.max_steps="],
@@ -29,6 +30,7 @@ LINES = {
     "d2plm score --input data/p": ["data/proteins.fasta "],
     "d2plm evaluate model_dir=da": ["model_dir=data/"],
     "d2plm score input=data/.": ["input=data/.hidden "],
+    "d2plm score 'input=data/p": ["input=data/proteins.fasta "],
 }
 
 

@@ -320,6 +320,7 @@ def test_a_users_configs_folder_is_found(tmp_path: Path, monkeypatch: MonkeyPatc
 REFUSED = {
     "train trainer.max_step=1": "did you mean 'trainer.max_steps'",
     "train +trainer.max_stepz=1": "did you mean 'trainer.max_steps'",
+    "train modell=8m": "did you mean 'model'",
     "train optimizer=adamw optimizer.momentum=0.9": "'optimizer.momentum'",
     "train trainer.seed=1,2": "--multirun",
     "train debug": "key=value",
@@ -329,6 +330,7 @@ REFUSED = {
     "score input=x model_dir=": "model_dir: is empty",
     "score --mutationz=v.csv": "did you mean '--mutations'",
     "score --mutations": "--mutations: needs a value",
+    "score --mutations output=o.csv": "--mutations: needs a value",
     "score --mutations --cfg": "--mutations: needs a value",
     "score --config-name=nope": "nope.yaml",
 }

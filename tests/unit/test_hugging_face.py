@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -202,6 +203,39 @@ def test_a_new_model_is_one_of_absorbing_diffusion(auto: Any, size: int, tmp_pat
     else:
         with pytest.raises(ModelError, match=r"no provenance\.json"):
             load_model(tmp_path)
+
+
+@pytest.fixture
+def cached(exports: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
+    """A cache of the Hub with lab/model: diffusion on main, cosine on v2, there also in `sub`."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    repository = tmp_path / "cache" / "models--lab--model"
+    (repository / "refs").mkdir(parents=True)
+    for branch, kind, commit in (("main", "diffusion", 40 * "a"), ("v2", "cosine", 40 * "b")):
+        shutil.copytree(exports / kind, repository / "snapshots" / commit)
+        (repository / "refs" / branch).write_text(commit)
+    shutil.copytree(exports / "uniform", repository / "snapshots" / commit / "sub")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ({}, "diffusion"),
+        ({"revision": "v2"}, "cosine"),
+        ({"revision": "v2", "subfolder": "sub"}, "uniform"),
+    ],
+)
+def test_every_file_is_of_the_place_that_is_named(
+    place: dict[str, Any], kind: str, cached: Path, exports: Path
+) -> None:
+    model = AutoModelForMaskedLM.from_pretrained("lab/model", cache_dir=cached, **place)
+    expected = AutoModelForMaskedLM.from_pretrained(exports / kind)
+    assert model.paradigm.settings == expected.paradigm.settings
+    assert model.companions == expected.companions
+    loaded = load_model("lab/model", cache_dir=cached, **place).exported
+    assert loaded.paradigm.settings == expected.paradigm.settings
 
 
 def test_every_file_is_asked_for_in_one_way(exports: Path, monkeypatch: MonkeyPatch) -> None:

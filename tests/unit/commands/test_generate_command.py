@@ -94,6 +94,7 @@ def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) 
     ("settings", "error", "message"),
     [
         (["length=127"], ConfigError, "generation.length=127"),
+        (["length=[10,0]"], ConfigError, "generation.length=[10, 0]"),
         (["length=[]"], ConfigError, "generation.length=[]"),
         (["length=10", "max_length=20"], ConfigError, "generation.max_length=20"),
         (["min_length=20", "max_length=10"], ConfigError, "from 20 to 126"),

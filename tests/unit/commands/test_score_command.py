@@ -347,10 +347,12 @@ def test_columns_may_be_named(scan: Scan, exports: Exports) -> None:
     [
         (None, "no such file"),
         ("", "is empty"),
+        ("mutant\n", "no rows"),
         ("a,b\nx,1\n", "(it has: 'a', 'b')"),
         ("mutant,d2plm_score\nM1A,1\n", "column d2plm_score"),
         ("mutant,x\nM1A,1\nM1A,K2G,1\n", "line 3: has 3 cells"),
         ("mutant\nM1B\n", "no variant to score"),
+        ("mutant\nK1A\nM1A\n", "line 2: K1A"),
         ("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n", "line 3: 'K2G'"),
     ],
 )

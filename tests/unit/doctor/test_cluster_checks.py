@@ -129,6 +129,7 @@ WAITS: Any = {PODS: {"items": [PULLED, pod("old", CANNOT_PULL, "2026-01-01T00:00
         ("job", {}, {"rejected": {CREATE_PYTORCHJOB: (403, "forbidden")}}, "failed", "access.yaml"),
         ("job", {}, {"rejected": {CREATE_PYTORCHJOB: (422, "spec.np")}}, "failed", "spec.np"),
         ("job", {"kind": "trainjob"}, {"rejected": NO_RUNTIME}, "ok", "TrainJob"),  # of a dry run
+        ("job", {"kind": "trainjob"}, {"rejected": {CREATE_TRAINJOB: (403, "x")}}, "failed", "x"),
         ("job", {"kind": "pytorchjob"}, {"lacks": ["kubeflow.org"]}, "failed", "no pytorchjobs"),
         ("job", {}, {"lacks": ["kubeflow.org", "trainer.kubeflow.org"]}, "failed", "neither"),
         ("job", {}, {"answers": ONLY_KATIB}, "ok", "TrainJob"),
@@ -137,6 +138,7 @@ WAITS: Any = {PODS: {"items": [PULLED, pod("old", CANNOT_PULL, "2026-01-01T00:00
         ("pod", {}, {"forbidden": {("create", "pods")}}, "skipped", ""),
         # Permissions.
         ("permissions", {"kind": "pytorchjob"}, {"forbidden": OF_JOBS}, "failed", "get pods/log"),
+        ("permissions", {"kind": "trainjob"}, {"forbidden": OF_TRAINJOBS}, "failed", "trainjobs"),
         ("permissions", {"kind": "pytorchjob"}, {"forbidden": OF_TRAINJOBS}, "ok", ""),
         ("permissions", {}, {"forbidden": {("create", "pods")}}, "ok", ""),
         ("permissions", {}, {"answers": {NAMESPACE: 404}}, "failed", "no namespace d2plm"),
@@ -150,11 +152,13 @@ WAITS: Any = {PODS: {"items": [PULLED, pod("old", CANNOT_PULL, "2026-01-01T00:00
         (CLAIM_CHECK, {}, {"answers": {CLAIM: claim("Pending")}}, "warning", "Pending"),
         (CLAIM_CHECK, {}, {"answers": {CLAIM: claim(mode="ReadWriteOnce")}}, "warning", "Bound"),
         (CLAIM_CHECK, {}, {"answers": {CLAIM: TWO_MODES}}, "ok", "ReadWriteMany"),
+        ("claim extra", {"claims": {"d2plm-workspace": "/w", "extra": "/e"}}, {}, "failed", ""),
         # GPUs, queues and images.
         ("GPUs", {"gpus": 8, "nodes": 2}, {"answers": ONE_NODE}, "warning", "8 nvidia.com/gpu; 2 "),
         ("GPUs", {"gpus": 4, "nodes": 2, "same_node": True}, {"answers": TWO_NODES}, "ok", ""),
         ("GPUs", {"gpus": 8, "nodes": 2, "same_node": True}, {"answers": TWO_NODES}, "warning", ""),
         ("GPUs", {"gpus": 1}, {"answers": NO_GPUS}, "warning", ""),
+        ("GPUs", {}, {"answers": NO_GPUS}, "ok", ""),
         ("Kueue", {"queue": "absent"}, {}, "failed", "no LocalQueue absent"),
         ("Kueue", {}, {"lacks": ["kueue.x-k8s.io"]}, "skipped", ""),
         ("Kueue", {"queue": "team"}, {"lacks": ["kueue.x-k8s.io"]}, "failed", ""),

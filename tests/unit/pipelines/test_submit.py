@@ -382,6 +382,7 @@ def test_a_schedule_becomes_a_recurring_run(server: KfpServer, capsys: Captured)
         ([*DEBUG, "tolerations=gpu"], "tolerations="),
         ([*DEBUG, "prepare_memory=12Gx"], "prepare_memory="),
         ([*DEBUG, "evaluate_gpus=one"], "evaluate_gpus="),
+        ([*DEBUG, "claim=BAD_NAME"], "claim="),
         ([*DEBUG, "prepare_cpuu=1"], "did you mean 'prepare_cpu'"),
         ([*DEBUG, "output=d2plm.yaml"], "output:"),
         (["sweep=scalin"], "did you mean 'scaling'"),

@@ -97,6 +97,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "row 1: the sequence holds 'J'": table("sequence", "MKT", "MJT"),
     "row 1: the sequence is empty": table("sequence", "MKT", ""),
     "row 0: the sequence has 127 residues": table("sequence", "M" * 127),
+    "params.masks_per_sequence=9999: ": table("sequence", "MKT", masks_per_sequence=9999),
+    "params.seed=True: ": table("sequence", "MKT", seed=True),
     "params.seed=9223372036854775808: ": table("sequence", "MKT", seed=2**63),
     "params.temprature: ": table("sequence", "MKT", temprature=1.0),
     "template of row 0: nothing to fill in": table("sequence", "MKT", task="infill"),
@@ -131,6 +133,7 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
     (b"[" * 100_000, JSON, 400, "recursion limit exceeded"),
     (json.dumps("junk " * 100_000).encode(), JSON, 400, "should be an object"),
     (b'{"inputs": {"sequence": ["MKT"]}, "params": {"seed": NaN}}', JSON, 400, "params.seed=nan"),
+    (b'{"inputs": {"length": [1e999]}, "params": {"task": "generate"}}', JSON, 400, "length=inf"),
     (b'{"inputs": {"length": [' + b"9" * 5000 + b"]}}", JSON, 400, "number out of range"),
     (
         b'{"inputs": [{"sequence": "M"}], "params": {%s}}'
@@ -168,6 +171,7 @@ def test_a_hostile_request_is_rejected_in_a_short_answer(
         table("sequence", "M" * 60, "M" * 41),
         table("sequence", "M_" * 17, task="infill", number=3),
         table("length", 60, 41, task="generate"),
+        table("length", None, task="generate", number=10**30),
     ],
 )
 def test_a_request_for_too_much_is_rejected_before_the_work(

@@ -67,6 +67,8 @@ def test_templates_are_filled_in_as_by_the_library(ask: Ask, library: SequenceMo
         ({"relatives": "MKT"}, "params.relatives='MKT': "),
         ({"relatives": ["MKT", "MJT"]}, "relative 1: the sequence holds 'J'"),
         ({"relatives": ["XX"]}, "there are no relatives"),
+        ({"relatives": [""] * 250_000}, "params.relatives=['', '', "),
+        ({"relatives": FAMILY, "max_relatives": 17}, "params.max_relatives=17: "),
         ({"relatives": ["M" * 40_000] * 2}, "relatives: the request has"),
         ({"max_relatives": 3}, "max_relatives=3: "),
     ],

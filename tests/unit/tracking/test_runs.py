@@ -145,6 +145,9 @@ def test_an_unwritable_folder_begins_no_run(client: MlflowClient, tmp_path: Path
     "text, shown",
     [
         ("http://ada:s3cret@host:5000/x", "http://***@host:5000/x"),
+        ("https://token@host", "https://***@host"),
+        ("hf://datasets/name@main/file", "hf://datasets/name@main/file"),
+        ("sk-learn and MKTAYIAKQRQISFVKSHFSRQ", "sk-learn and MKTAYIAKQRQISFVKSHFSRQ"),
         ("to http://a:b@h/ and http://c:d@i/", "to http://***@h/ and http://***@i/"),
         ("postgresql+psycopg://ada:pa/ss@host/db", "postgresql+psycopg://***@host/db"),
         ("http://host:5000/a@b", "http://host:5000/a@b"),
