@@ -1,5 +1,6 @@
 """HTTP servers for tests: to them, a client that hangs up is no error."""
 
+import socket
 import ssl
 import sys
 import threading
@@ -17,6 +18,12 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # of a handler
             super().handle_error(request, client_address)
+
+
+def free_port() -> int:
+    """A port to which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as freed:
+        return int(freed.getsockname()[1])
 
 
 @contextmanager

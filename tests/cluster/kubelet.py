@@ -415,8 +415,7 @@ def worker_of(pod: Object) -> int:
 
 def kill_all(uid: str) -> None:
     """SIGKILL to every process that a pod has started, whatever its parent or session is."""
-    mark = f"{MARK}={uid}".encode()
-    while alive := [pid for pid in _processes() if mark in _environment(pid)]:
+    while alive := processes_of(uid):
         for pid in alive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -424,15 +423,11 @@ def kill_all(uid: str) -> None:
 
 
 def processes_of(uid: str) -> list[int]:
-    mark = f"{MARK}={uid}".encode()
-    return [pid for pid in _processes() if mark in _environment(pid)]
+    mark, known = f"{MARK}={uid}".encode(), [entry.name for entry in Path("/proc").iterdir()]
+    return [int(name) for name in known if name.isdigit() and mark in _environment(name)]
 
 
-def _processes() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _environment(pid: int) -> list[bytes]:
+def _environment(pid: str) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")  # a zombie's is empty
     except OSError:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 from d2plm.settings import registry
 from tests.conftest import MonkeyPatch, shared_folder
 from tests.docs.markdown import ROOT, blocks
+from tests.http_server import free_port
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 OWN = "my_parts.py"  # module that docs/python.md has its reader write
@@ -72,9 +72,6 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 def follow(script: str, folder: Path) -> dict[str, Any]:
     """Run a script as in a terminal that ends at the first failure, on a port of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     programs = folder.parent / "bin"
     programs.mkdir()
     (programs / "d2plm").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m d2plm "$@"\n')
@@ -96,7 +93,7 @@ def follow(script: str, folder: Path) -> dict[str, Any]:
         )
         session = os.getsid(shell.pid)
         try:
-            shell.communicate(script.replace("8080", str(port)), timeout=SECONDS)
+            shell.communicate(script.replace("8080", str(free_port())), timeout=SECONDS)
         except subprocess.TimeoutExpired:
             shell.kill()
             shell.wait()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from d2plm.cli import main
@@ -31,17 +32,8 @@ def training(prepared: Prepared, output: Path, *more: str) -> list[str]:
 
 def workers(parent: int) -> list[int]:
     """The processes that torchrun, `parent`, has started, by rank."""
-    ranks = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            environment = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        rank = next((v[5:] for v in environment if v.startswith(b"RANK=")), None)
-        if rank is not None and int(stat[1]) == parent:
-            ranks[int(rank)] = int(folder.name)
-    return [ranks[rank] for rank in sorted(ranks)]
+    ranks = {one.environ().get("RANK", ""): one.pid for one in psutil.Process(parent).children()}
+    return [ranks[rank] for rank in sorted(filter(None, ranks))]
 
 
 @pytest.mark.parametrize(

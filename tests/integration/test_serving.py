@@ -24,17 +24,11 @@ from d2plm.cli import main
 from d2plm.commands import score
 from d2plm.config import compose
 from tests.conftest import Captured, Exports, MonkeyPatch
+from tests.http_server import free_port
 from tests.integration.conftest import Finished, start
 
 JSON = "application/json"
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQ"
-
-
-def a_free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 @contextmanager
@@ -42,7 +36,7 @@ def serving(
     model: str, log: Path, *words: str, **environment: str
 ) -> Iterator[tuple[httpx.Client, "subprocess.Popen[bytes]"]]:
     """`d2plm serve` of a model: a client of it, and its process."""
-    port = a_free_port()
+    port = free_port()
     command = [sys.executable, "-m", "d2plm", "serve", f"model_dir='{model}'", f"port={port}"]
     process = start([*command, "device=cpu", "max_residues=2000", *words], log, **environment)
     try:

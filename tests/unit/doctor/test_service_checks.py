@@ -16,7 +16,7 @@ from d2plm.doctor import service_checks
 from d2plm.doctor.verdicts import Verdict, examine
 from d2plm.tracking.sqlite_store import create_store
 from tests.conftest import MonkeyPatch
-from tests.http_server import JSON, listening
+from tests.http_server import JSON, free_port, listening
 
 HTML = "text/html; charset=utf-8"
 Serve = Callable[..., str]
@@ -58,8 +58,7 @@ def kubeflow_pipelines(host: str | None, timeout_seconds: float) -> Verdict:
 
 @pytest.fixture
 def gone() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as freed:
-        return f"http://127.0.0.1:{freed.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

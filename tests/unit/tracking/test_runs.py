@@ -21,6 +21,7 @@ from d2plm.tracking import mlflow_run
 from d2plm.tracking.mlflow_run import KEY_TAG, RUN_FILE, MLflowRun, open_client, written_here
 from d2plm.tracking.runs import Run, Runs, tracking_run
 from tests.conftest import Logged, MonkeyPatch
+from tests.http_server import free_port
 from tests.unit.tracking.conftest import repeat
 
 Refuse = Callable[..., None]
@@ -187,8 +188,7 @@ def test_a_server_that_never_answers_is_reported_soon(monkeypatch: MonkeyPatch) 
 @pytest.fixture
 def closed_address(monkeypatch: MonkeyPatch) -> str:
     """An address that refuses connections, as the tracking store; it is waited for briefly."""
-    with socket.create_server(("127.0.0.1", 0)) as port:
-        address = f"http://127.0.0.1:{port.getsockname()[1]}"
+    address = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.setattr(mlflow_run, "START_SECONDS", 0.5)
     return address
