@@ -74,8 +74,8 @@ def nearly(points: list[tuple[int, float]]) -> Any:
     return [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
 
 
-@pytest.mark.parametrize("trackers", [*zip(TRACKERS), TRACKERS], ids="+".join)
-def test_each_tracker_alone_and_beside_the_others_contains_everything(
+@pytest.mark.parametrize("trackers", [("tensorboard",), TRACKERS], ids="+".join)
+def test_each_chosen_tracker_contains_everything(
     trackers: Sequence[str], client: MlflowClient, output_dir: Path, tmp_path: Path
 ) -> None:
     steps = range(1, 6)
