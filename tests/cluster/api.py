@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif request.verb == "watch":
             self._watch(request, resource)
         else:
-            code, body = _ACTIONS[request.verb](self, request, resource)
+            code, body = getattr(self, f"_{request.verb}")(request, resource)
             self._send(code, body)
 
     # Answers.
@@ -381,15 +381,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-
-
-_ACTIONS = {
-    "create": _Handler._create,
-    "get": _Handler._get,
-    "list": _Handler._list,
-    "patch": _Handler._patch,
-    "delete": _Handler._delete,
-}
 
 
 def merge(content: Any, patch: Any) -> Any:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from d2plm.core.shards import format_indices, parse_indices
 from tests.cluster.kubelet import worker_of
 from tests.cluster.pytorchjob import is_true, set_condition
-from tests.cluster.store import Object, Store, end_pods, now, owned_by, owner, suffix
+from tests.cluster.store import Object, Store, as_env, end_pods, made_pod, now, owned_by, suffix
 
 BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
 FAILURES = "cluster-double/failures"  # annotation: {index: [uid of each failed pod that counts]}
@@ -117,16 +117,12 @@ def _seconds_since_end(pod: Object) -> float:
 
 def _pod(job: Object, index: int) -> Object:
     name = job["metadata"]["name"]
-    template = copy.deepcopy(job["spec"]["template"])
-    metadata = template.setdefault("metadata", {})
-    metadata |= {"name": f"{name}-{index}-{suffix()}", "namespace": job["metadata"]["namespace"]}
-    metadata["ownerReferences"] = [owner(job)]
-    metadata["labels"] = {
-        **metadata.get("labels", {}),
+    labels = {
         "batch.kubernetes.io/job-name": name,
         "batch.kubernetes.io/job-completion-index": str(index),
     }
-    for container in template["spec"]["containers"]:
-        own = {"name": "JOB_COMPLETION_INDEX", "value": str(index)}
-        container["env"] = [*container.get("env", ()), own]
-    return {"metadata": metadata, "spec": template["spec"], "status": {"phase": "Pending"}}
+    pod = made_pod(job, job["spec"]["template"], f"{name}-{index}-{suffix()}", labels)
+    for container in pod["spec"]["containers"]:
+        own = as_env({"JOB_COMPLETION_INDEX": str(index)})
+        container["env"] = [*container.get("env", ()), *own]
+    return pod

@@ -8,7 +8,7 @@ from collections import Counter
 from datetime import UTC, datetime
 
 from tests.cluster.kubelet import worker_of
-from tests.cluster.store import Object, Store, as_env, delete_pod, end_pods, now, owned_by, owner
+from tests.cluster.store import Object, Store, as_env, delete_pod, end_pods, made_pod, now, owned_by
 
 PORT = 23456
 CONTAINER = "pytorch"
@@ -115,22 +115,18 @@ def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
 
 def _worker(job: Object, index: int) -> Object:
     name = job["metadata"]["name"]
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    template = copy.deepcopy(worker["template"])
-    metadata = template.setdefault("metadata", {})
-    metadata |= {"name": f"{name}-worker-{index}", "namespace": job["metadata"]["namespace"]}
-    metadata["ownerReferences"] = [owner(job)]
-    metadata["labels"] = {
-        **metadata.get("labels", {}),
+    labels = {
         "training.kubeflow.org/operator-name": "pytorchjob-controller",
         "training.kubeflow.org/job-name": name,
         "training.kubeflow.org/replica-type": "worker",
         "training.kubeflow.org/replica-index": str(index),
     }
-    template["spec"]["restartPolicy"] = "Never"
-    for container in template["spec"]["containers"]:
+    template = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    pod = made_pod(job, template, f"{name}-worker-{index}", labels)
+    pod["spec"]["restartPolicy"] = "Never"
+    for container in pod["spec"]["containers"]:
         container["env"] = [*container.get("env", ()), *as_env(_variables(job))]
-    return {"metadata": metadata, "spec": template["spec"], "status": {"phase": "Pending"}}
+    return pod
 
 
 def _variables(job: Object) -> dict[str, str]:

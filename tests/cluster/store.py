@@ -265,6 +265,15 @@ def mark_deleted(content: Object, grace_seconds: int) -> None:
     metadata.setdefault("deletionTimestamp", now())
 
 
+def made_pod(job: Object, template: Object, name: str, labels: dict[str, str]) -> Object:
+    """A pod that a job's controller makes of a template."""
+    made = copy.deepcopy(template)
+    known = made.get("metadata", {})
+    metadata = {**known, "name": name, "namespace": job["metadata"]["namespace"]}
+    metadata |= {"ownerReferences": [owner(job)], "labels": {**known.get("labels", {}), **labels}}
+    return {"metadata": metadata, "spec": made["spec"], "status": {"phase": "Pending"}}
+
+
 def end_pods(store: Store, pods: list[Object]) -> None:
     for pod in pods:
         if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):

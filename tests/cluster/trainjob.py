@@ -16,8 +16,8 @@ from tests.cluster.store import (
     as_env,
     delete_pod,
     end_pods,
+    made_pod,
     owned_by,
-    owner,
     suffix,
 )
 
@@ -178,23 +178,20 @@ def _job(job: Object) -> Object:
 
 
 def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
-    name, place = job["metadata"]["name"], job["metadata"]["namespace"]
+    name, number = job["metadata"]["name"], {"batch.kubernetes.io/job-completion-index": str(index)}
     replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
-    template = copy.deepcopy(replicated["template"]["spec"]["template"])
-    metadata = template.setdefault("metadata", {})
-    metadata |= {"name": f"{name}-{CONTAINER}-0-{index}-{suffix()}", "namespace": place}
-    metadata["ownerReferences"] = [owner(job)]
-    metadata.setdefault("annotations", {})["batch.kubernetes.io/job-completion-index"] = str(index)
-    metadata["labels"] = {
-        **metadata.get("labels", {}),
+    labels = {
         "jobset.sigs.k8s.io/jobset-name": name,
         "jobset.sigs.k8s.io/replicatedjob-name": CONTAINER,
         "jobset.sigs.k8s.io/job-index": "0",
         "jobset.sigs.k8s.io/restart-attempt": str(attempt),
         "batch.kubernetes.io/job-name": f"{name}-{CONTAINER}-0",
-        "batch.kubernetes.io/job-completion-index": str(index),
+        **number,
     }
-    container = next(c for c in template["spec"]["containers"] if c["name"] == CONTAINER)
+    template = replicated["template"]["spec"]["template"]
+    pod = made_pod(job, template, f"{name}-{CONTAINER}-0-{index}-{suffix()}", labels)
+    pod["metadata"].setdefault("annotations", {}).update(number)
+    container = next(c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
     trainer = job["spec"].get("trainer", {})
     container |= {key: trainer[key] for key in ("image", "command", "args") if key in trainer}
     if "resourcesPerNode" in trainer:
@@ -207,7 +204,7 @@ def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
         "PET_MASTER_PORT": str(PORT),
     }
     container["env"] = [*container.get("env", ()), *trainer.get("env", ()), *as_env(variables)]
-    return {"metadata": metadata, "spec": template["spec"], "status": {"phase": "Pending"}}
+    return pod
 
 
 def _automatic(trainer: Object) -> str:
