@@ -36,11 +36,9 @@ class Script:
     lines: tuple[str, ...] = ()
     seconds: float | None = 0.0  # after the last line; None: until it is ended
     exit_code: int = 0
-    on_terminate: int | None = 143  # None: it does not listen to SIGTERM
 
     def command(self) -> list[str]:
-        trap = "''" if self.on_terminate is None else f"'exit {self.on_terminate}'"
-        words = [f"trap {trap} TERM"]
+        words = ["trap 'exit 143' TERM"]
         for line in self.lines:
             words += [f"printf '%s\\n' {shlex.quote(line)}"]
         words += [_sleep(self.seconds), f"exit {self.exit_code}"]

@@ -1,6 +1,5 @@
 """The cluster's test double behaves as a real cluster was seen to."""
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from tests.conftest import MonkeyPatch
 RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 JOB = TrainingJob("run", "image:1", ("/workspace/rank.py",), nodes=2)
 BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
-DEAF = Script(seconds=None, on_terminate=None)
 
 
 @pytest.fixture
@@ -33,27 +31,8 @@ def create(kind: JobKind, pause: float = 2 * trainjob.CACHE_SECONDS) -> None:
         time.sleep(pause)
 
 
-def processes(cluster: Cluster) -> list[int]:
-    """Those of two pods, once both run."""
-
-    def find() -> list[int]:
-        by_pod = [cluster.processes(_name(pod)) for pod in cluster.pods()]
-        return by_pod[0] + by_pod[1] if len(by_pod) == 2 and all(by_pod) else []
-
-    found: list[int] = cluster.wait_for(find)
-    return found
-
-
 def _name(pod: dict[str, dict[str, str]]) -> str:
     return pod["metadata"]["name"]
-
-
-def is_running(process: int) -> bool:
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 @BOTH
@@ -96,16 +75,3 @@ def test_trainers_webhook_sees_a_runtime_later(cluster: Cluster, monkeypatch: Mo
     monkeypatch.setattr(trainjob, "CACHE_SECONDS", 60)
     with pytest.raises(ClusterError, match="must be created before the TrainJob"):
         create(TRAINJOB, pause=0)
-
-
-def test_nothing_outlives_the_double(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    before = set(threading.enumerate())
-    with Cluster(tmp_path) as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kube_config))
-        cluster.script(DEAF)
-        create(PYTORCHJOB)
-        alive = processes(cluster)
-        states = connect().states(PYTORCHJOB, "run")
-        next(states)
-    assert alive and not any(map(is_running, alive))
-    assert {t for t in set(threading.enumerate()) - before if not t.daemon} == set()
