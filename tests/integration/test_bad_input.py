@@ -18,8 +18,8 @@ GOOD = ">a\nMKTAYIAKQR\n>b\nGSHMLVAGGN\n"
 @pytest.mark.parametrize(
     "words",
     [
-        *("", "train --help", "train --cfg --json", "data stats store={store} --json"),
-        *("ingest input={fasta} output={new}", "data export store={store} output=-"),
+        *("", "train --help", "data stats store={store} --json"),
+        "data export store={store} output=-",
         "score {fasta} model_dir={model} evaluation.masks_per_sequence=1",
     ],
 )
@@ -29,7 +29,6 @@ def test_standard_output_that_is_full_or_closed_is_an_error(
     (tmp_path / "in.fasta").write_text(GOOD)
     places = {
         "fasta": tmp_path / "in.fasta",
-        "new": tmp_path / "new",
         "store": f"'{prepared.work_dir / 'data' / 'train_lmdb'}'",
         "model": exports.masked,
     }

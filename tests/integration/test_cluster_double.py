@@ -39,13 +39,11 @@ def _name(pod: dict[str, dict[str, str]]) -> str:
 def test_two_pods_run_torchrun_as_a_group(cluster: Cluster, kind: JobKind, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     create(kind)
-    cluster.wait_for(
-        lambda: (
-            sorted("".join(cluster.log(_name(pod)) for pod in cluster.pods()).splitlines())
-            == ["rank 0 of 2", "rank 1 of 2"]
-        ),
-        300,
-    )
+
+    def lines() -> list[str]:
+        return "".join(cluster.log(_name(pod)) for pod in cluster.pods()).splitlines()
+
+    cluster.wait_for(lambda: sorted(lines()) == ["rank 0 of 2", "rank 1 of 2"], 300)
 
 
 @pytest.mark.parametrize("owner", ["runtime", "job"])

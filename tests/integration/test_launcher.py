@@ -548,7 +548,7 @@ def test_the_job_belongs_to_the_pipelines_run_and_to_its_runtime(cluster: Cluste
     assert connect().workflow_of(name) == [owner]  # and not its other owners
 
 
-def test_each_run_has_its_own_job(
+def test_a_pipelines_step_trains_in_a_job_of_its_runs_own_name(
     cluster: Cluster, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     cluster.script(Script())

@@ -116,7 +116,7 @@ def test_a_second_run_reuses_what_is_unchanged(copied: Finished) -> None:
     assert len(client.search_model_versions("name = 'd2plm-diffusion'")) == 1
 
 
-def test_changed_settings_do_not_resume(
+def test_changed_settings_do_not_continue_from_the_old_checkpoint(
     finished: Finished, tmp_path: Path, capsys: Captured
 ) -> None:
     copy = tmp_path / "copy"

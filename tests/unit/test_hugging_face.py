@@ -385,7 +385,7 @@ def test_labels_of_which_none_is_at_a_mask_are_an_error(model: Any, labels: torc
         ({"relatives": RELATIVES}, ModelError, "without relatives"),
     ],
 )
-def test_forward_refuses(
+def test_what_forward_does_not_know_is_refused(
     wrong: dict[str, Any], error: type[Exception], message: str, model: Any
 ) -> None:
     with pytest.raises(error, match=message):

@@ -99,7 +99,7 @@ def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys
     assert capsys.readouterr().out == output.read_text()
 
 
-def test_parts_are_a_whole(
+def test_a_file_in_parts_is_scored_as_a_whole(
     exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
@@ -174,7 +174,7 @@ def test_an_output_is_writable_and_new(exports: Exports, fasta: Path, capsys: Ca
     assert fasta.read_text() == before
 
 
-def test_uniform_is_rejected(
+def test_a_uniform_source_is_rejected_with_the_reason(
     exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     words = [f"model_dir={exports.uniform}", f"input={fasta}"]

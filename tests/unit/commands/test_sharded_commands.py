@@ -87,7 +87,7 @@ def test_embeddings_in_shards_are_those_of_one_process(
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_shard_continues(
+def test_a_shard_continues_after_its_last_file(
     model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
@@ -106,7 +106,7 @@ def test_a_shard_continues(
     assert len(calls) == 1 + (RECORDS + 1) // 2
 
 
-def test_a_killed_joining(
+def test_a_second_joining_that_is_killed_is_repeated(
     model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
@@ -142,7 +142,7 @@ def test_other_files_are_left(model: Path, fasta: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(("output", "shard"), [(".", "shard=0/1"), ("/", "shard=null")])
-def test_a_name_is_wanted(
+def test_embeddings_need_a_folder_with_a_name(
     model: Path, fasta: Path, output: str, shard: str, capsys: Captured
 ) -> None:
     assert run("embed", model, Path(output), f"input={fasta}", shard) == 2

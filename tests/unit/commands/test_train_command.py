@@ -101,7 +101,7 @@ def test_a_training_waits_for_another_one_in_its_folder(tmp_path: Path, caplog: 
         ("2", "distributed.timeout_seconds=0.2", "distributed.timeout_seconds=0.18"),
     ],
 )
-def test_waiting_ends(
+def test_a_training_that_waits_gives_up(
     tmp_path: Path, monkeypatch: MonkeyPatch, processes: str, more: str, limit: str
 ) -> None:
     monkeypatch.setattr("d2plm.commands.train.resolve_device", lambda _: "cuda")

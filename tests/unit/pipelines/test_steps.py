@@ -154,7 +154,7 @@ def test_only_temporary_failures_are_tried_again_and_only_in_a_pod(
     assert once.call_count == 1 + is_repeated
 
 
-def test_a_failed_copy_for_the_ui_is_a_warning(
+def test_a_copy_for_the_ui_that_fails_does_not_fail_or_repeat_the_step(
     configure: Configure, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     monkeypatch.setenv("KFP_POD_NAME", "prepare")
@@ -274,7 +274,7 @@ def test_a_run_of_another_pipeline_is_left_alone(work: Path, pipeline: str | Non
     assert run.info.status == "RUNNING" and "pipeline.state" not in run.data.tags
 
 
-def test_errors_at_the_end_are_warnings(
+def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(
     work: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     steps.finish("run-2", str(work / "none"), "RUNNING")  # cancelled before it wrote
@@ -321,7 +321,7 @@ def test_the_steps_share_one_run_beside_those_that_kfps_plugin_makes_for_each(
         assert begun[0] in client.get_run(run_id).data.tags["mlflow.note.content"]
 
 
-def test_proteins_outlive_a_failed_report(
+def test_proteins_are_kept_where_the_report_on_them_fails(
     tmp_path: Path, monkeypatch: MonkeyPatch, configure: Configure
 ) -> None:
     write = Mock(side_effect=lambda exported, settings, output, _: output.write_text(">a\nMKV\n"))

@@ -415,7 +415,7 @@ def test_keys_that_vary_reach_the_pods_as_written(server: KfpServer, capsys: Cap
     ("words", "memory"),
     [(["experiment=demo"], None), (["model=nano"], "16Gi"), (["prepare_memory=2Gi"], "2Gi")],
 )
-def test_steps_ask_for_their_memory(
+def test_the_steps_ask_for_what_the_experiment_needs(
     server: KfpServer, words: list[str], memory: str | None
 ) -> None:
     assert d2plm(["pipeline", "submit", *words]) == 0
@@ -439,7 +439,7 @@ def test_steps_of_several_runs_are_numbered(server: KfpServer, capsys: Captured)
     assert said.err.endswith(": train 2: b,_seed_1: no memory\n")
 
 
-def test_a_proxy_that_refuses_is_named(
+def test_a_proxy_is_not_used_for_this_machine_and_named_where_it_refuses(
     server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     with kfp_server() as proxy:

@@ -130,7 +130,7 @@ def test_each_run_names_its_log(configured: Configure, monkeypatch: MonkeyPatch)
     assert record.as_markdown(config).count("The log of a training job") == 4
 
 
-def test_left_runs_are_ended(
+def test_what_the_runs_have_left_is_ended_and_listed(
     configured: Configure, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     ended: list[Path] = []

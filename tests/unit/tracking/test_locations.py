@@ -141,7 +141,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("uri", "location"), [(None, "models:/a@champion"), ("sqlite:///none/other.db", "models:/a/3")]
 )
-def test_reading_creates_nothing(
+def test_reading_a_registry_creates_none(
     uri: str | None, location: str, monkeypatch: MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,7 @@ from d2plm.tracking.registry import MADE_HERE, beats, export_digest, register
 from d2plm.tracking.runs import tracking_run
 from tests.conftest import MonkeyPatch
 from tests.evaluations import invented_evaluation
-from tests.unit.tracking.conftest import repeat
+from tests.unit.tracking.conftest import Refuse, repeat
 
 SEQUENCES, RESIDUES = 200, 100
 
@@ -91,7 +91,7 @@ def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
     return export
 
 
-def test_a_failing_store(client: MlflowClient, refuse: Callable[..., None], tmp_path: Path) -> None:
+def test_a_failure_makes_no_champion(client: MlflowClient, refuse: Refuse, tmp_path: Path) -> None:
     first, worse = whole(tmp_path / "first", 2.0, 1), whole(tmp_path / "worse", 3.0, 2)
     with tracking_run(tmp_path / "run") as run:
         run_id = str(run.id)
@@ -198,7 +198,9 @@ def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_nex
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
 
 
-def test_repeated_requests(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
+def test_requests_may_be_repeated(
+    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
+) -> None:
     repeat(monkeypatch, tracking_store.SqlAlchemyStore, "create_logged_model")
     repeat(monkeypatch, registry_store.SqlAlchemyStore, "create_model_version")
     export = whole(tmp_path / "model", 2.0, 3)
@@ -248,7 +250,7 @@ def test_copies_are_deleted(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_
     assert made.version == str(version.version) == "2", "an alias is never lost"
 
 
-def test_a_lagging_search(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
+def test_the_search_may_lag(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     export = whole(tmp_path / "model", 2.0, 3)
     monkeypatch.setattr(MlflowClient, "search_model_versions", lambda *_: [])
     with tracking_run(tmp_path / "run") as run:

@@ -282,7 +282,7 @@ def test_a_request_twice(client: MlflowClient, output_dir: Path, monkeypatch: Mo
     ]
 
 
-def test_a_lagging_search(client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch) -> None:
+def test_searches_may_lag(client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(MlflowClient, "search_runs", lambda *_: [])
         run_id = begun(output_dir)
