@@ -52,9 +52,7 @@ def test_a_value_of_another_type_or_range_is_rejected_by_its_key(word: str) -> N
         (TrackingSettings, "experiment", ["lab/kinases"], ["", " x", "a\nb", "a" * 501]),
     ],
 )
-def test_text_forms(
-    kind: type[Settings], key: str, right: list[str | None], wrong: list[str]
-) -> None:
+def test_texts(kind: type[Settings], key: str, right: list[str | None], wrong: list[str]) -> None:
     for value in right:
         assert getattr(kind(**{key: value}), key) == value
     for value in wrong:

@@ -198,9 +198,7 @@ def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_nex
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
 
 
-def test_requests_may_be_repeated(
-    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_repeated_request(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     repeat(monkeypatch, tracking_store.SqlAlchemyStore, "create_logged_model")
     repeat(monkeypatch, registry_store.SqlAlchemyStore, "create_model_version")
     export = whole(tmp_path / "model", 2.0, 3)
