@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from d2plm.core.errors import ClusterError
-from d2plm.launch.client import OBJECTS, PYTORCHJOB, TRAINJOB, JobKind, connect
+from d2plm.launch.client import OBJECTS, TRAINJOB, connect
 from d2plm.launch.job_spec import TrainingJob
 from tests.cluster import NAMESPACE, Cluster, Script, trainjob
 from tests.cluster.store import owner as owner_of
@@ -15,7 +15,6 @@ from tests.conftest import MonkeyPatch
 
 RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 JOB = TrainingJob("run", "image:1", ("/workspace/rank.py",), nodes=2)
-BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
 
 
 @pytest.fixture
@@ -25,23 +24,18 @@ def cluster(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def create(kind: JobKind, pause: float = 2 * trainjob.CACHE_SECONDS) -> None:
-    for resource, make in OBJECTS[kind]:
+def create(pause: float = 2 * trainjob.CACHE_SECONDS) -> None:
+    for resource, make in OBJECTS[TRAINJOB]:
         connect().create(resource, make(JOB))
         time.sleep(pause)
 
 
-def _name(pod: dict[str, dict[str, str]]) -> str:
-    return pod["metadata"]["name"]
-
-
-@BOTH
-def test_two_pods_run_torchrun_as_a_group(cluster: Cluster, kind: JobKind, tmp_path: Path) -> None:
+def test_two_pods_of_a_trainjob_run_torchrun_as_a_group(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    create(kind)
+    create()
 
     def lines() -> list[str]:
-        return "".join(cluster.log(_name(pod)) for pod in cluster.pods()).splitlines()
+        return "".join(cluster.log(pod["metadata"]["name"]) for pod in cluster.pods()).splitlines()
 
     cluster.wait_for(lambda: sorted(lines()) == ["rank 0 of 2", "rank 1 of 2"], 300)
 
@@ -51,7 +45,7 @@ def test_a_trainjob_whose_runtime_goes_first_stays_until_the_runtime_is_back(
     cluster: Cluster, owner: str
 ) -> None:
     cluster.script(Script(seconds=None))
-    create(TRAINJOB)
+    create()
     cluster.wait_for(lambda: len(cluster.pods("run")) == 2)
     kinds = ["trainingruntimes", "trainjobs"][:: 1 if owner == "runtime" else -1]
     runtime = cluster.store.get("trainingruntimes", NAMESPACE, "run")
@@ -72,4 +66,4 @@ def test_a_trainjob_whose_runtime_goes_first_stays_until_the_runtime_is_back(
 def test_trainers_webhook_sees_a_runtime_later(cluster: Cluster, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(trainjob, "CACHE_SECONDS", 60)
     with pytest.raises(ClusterError, match="must be created before the TrainJob"):
-        create(TRAINJOB, pause=0)
+        create(pause=0)

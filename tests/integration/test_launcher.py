@@ -777,6 +777,7 @@ def test_a_deadline_names_what_is_missing(cluster: Cluster) -> None:
     assert "longer than specified deadline" in error and "shards 3 of 4 are missing" in error
 
 
+@pytest.mark.thorough
 def test_a_killed_shard_is_run_again(cluster: Cluster, tmp_path: Path, exports: Exports) -> None:
     workspace, rng = tmp_path / "workspace", np.random.default_rng(0)
     workspace.mkdir()
