@@ -23,14 +23,14 @@ CLOSED_PIPE = "a closed pipe"
 
 
 def d2plm(
-    *words: str, folder: Path = ROOT, seconds: float = 1200, stdout: str = "", **changes: str
+    *words: str, seconds: float = 1200, stdout: str = "", **changes: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command as a user would in `folder`, with `changes` of the environment.
+    """Run a command as a user would, with `changes` of the environment.
 
     Its standard output may be a device or `CLOSED_PIPE` in place of a file.
     """
     environment = {**os.environ, **THREADS, **changes}
-    return _forked(_command, ("d2plm", *words), folder, environment, seconds, stdout)
+    return _forked(_command, ("d2plm", *words), environment, seconds, stdout)
 
 
 def python_c(
@@ -38,20 +38,19 @@ def python_c(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program as `python -c` does, in this environment or another one."""
     given = {**(os.environ if environment is None else environment), **THREADS}
-    return _forked(_program, (program, *words), ROOT, given, seconds)
+    return _forked(_program, (program, *words), given, seconds)
 
 
 def _forked(
     function: Callable[..., object],
     words: tuple[str, ...],
-    folder: Path,
     environment: Mapping[str, str],
     seconds: float,
     stdout: str = "",
 ) -> "subprocess.CompletedProcess[str]":
     with tempfile.TemporaryDirectory() as name:
         output = [Path(name, "stdout"), Path(name, "stderr")]
-        arguments = (function, words, folder, environment, output, stdout)
+        arguments = (function, words, environment, output, stdout)
         process = context().Process(target=_run, args=arguments)
         process.start()
         process.join(seconds)
@@ -78,7 +77,6 @@ def _program(program: str, *_: str) -> None:
 def _run(
     function: Callable[..., object],
     words: tuple[str, ...],
-    folder: Path,
     environment: Mapping[str, str],
     output: list[Path],
     stdout: str,
@@ -93,7 +91,7 @@ def _run(
         os.dup2(os.open(stdout, os.O_WRONLY), 1)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(folder)
+    os.chdir(ROOT)
     torch.set_num_threads(1)  # the environment's number was read with torch
     tempfile.tempdir = None  # to be looked up in this environment
     sys.argv[:] = words

@@ -190,14 +190,7 @@ def pod_security_complaints(template: Manifest) -> list[str]:
 def allowed(
     manifests: Sequence[Manifest], source: str | None, target: str | None, port: int
 ) -> bool:
-    """Whether the network policies let pods of one component connect to another's.
-
-    Args:
-        manifests: all of a namespace.
-        source: a component; None: a pod of another namespace.
-        target: a component; None: something outside of the cluster.
-        port: TCP, of the target.
-    """
+    """Whether a namespace's policies let a component (None: outside) connect to another's port."""
     policies = [manifest["spec"] for manifest in manifests if manifest["kind"] == "NetworkPolicy"]
     return _one_way(policies, "Egress", source, target, port) and _one_way(
         policies, "Ingress", target, source, port

@@ -23,12 +23,7 @@ def context() -> Any:
 
 
 class Ranks:
-    """Processes that were started together.
-
-    Args:
-        function: importable; called with `arguments` in each process.
-        world_size: how many; 1 is a process outside any group.
-    """
+    """Processes that were started together; one alone is outside any group."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, world_size: int = 1) -> None:
         # Listening before they start, as torchrun does: a port that was only looked up may be

@@ -155,12 +155,12 @@ class Cluster:
     def full(self, message: str = FULL) -> None:
         self.kubelet.faults = NodeFaults(unschedulable=message)
 
-    def without_image(self, message: str = NO_IMAGE) -> None:
-        self.kubelet.faults = NodeFaults(image_pull=message)
+    def without_image(self) -> None:
+        self.kubelet.faults = NodeFaults(image_pull=NO_IMAGE)
 
-    def over_quota(self, message: str | None = QUOTA) -> None:
-        """Controllers may create no pods; with None they may again."""
-        self._have(quota=message)
+    def over_quota(self) -> None:
+        """Controllers may create no pods."""
+        self._have(quota=QUOTA)
 
     def kueue(self, **queues: str) -> None:
         """Install Kueue with these queues, and why each admits no job; an empty text: it does."""
@@ -176,9 +176,9 @@ class Cluster:
         """Kill a pod for its memory: exit code 137, reason OOMKilled."""
         self.kubelet.runner(self.pod(pod)).kill(137, "OOMKilled")
 
-    def evict(self, pod: str, message: str = "The node was low on resource: memory.") -> None:
+    def evict(self, pod: str) -> None:
         """End a pod as a kubelet under pressure does: phase Failed, reason Evicted."""
-        known = self.pod(pod)
+        known, message = self.pod(pod), "The node was low on resource: memory."
         self.store.warn(known, "Evicted", message)
         self.kubelet.runner(known).kill(137, "Error", {"reason": "Evicted", "message": message})
 

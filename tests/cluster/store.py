@@ -179,14 +179,7 @@ class Store:
             if found is not None:
                 self._tell(plural, "DELETED", found)
 
-    def delete(
-        self,
-        plural: str,
-        namespace: str,
-        name: str,
-        policy: str = "Background",
-        grace_seconds: int | None = None,
-    ) -> None:
+    def delete(self, plural: str, namespace: str, name: str, policy: str = "Background") -> None:
         """What the API server does upon a deletion; the garbage collector sees to what it owns.
 
         In the background an object goes at once, unless it has finalizers, and what it owns after
@@ -195,7 +188,7 @@ class Store:
         with self.changed:
             found = self.get(plural, namespace, name)
             if plural == "pods":
-                delete_pod(self, found, grace_seconds)
+                delete_pod(self, found)
             elif policy != "Foreground" and not found["metadata"].get("finalizers"):
                 self.remove(plural, namespace, name)
             else:
