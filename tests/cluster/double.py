@@ -219,9 +219,8 @@ class Cluster:
     def fail_next(
         self, times: int, status: int = 500, verb: str | None = None, resource: str | None = None
     ) -> None:
-        self.api.faults.ordered.append(
-            _Fault(times, Refusal(status, *_ERRORS[status]), verb, resource)
-        )
+        refusal = Refusal(status, *_ERRORS[status])
+        self.api.faults.ordered.append(_Fault(times, refusal, verb, resource))
 
     def cut_watches(self) -> None:
         self.api.faults.cuts["watch"] += 1

@@ -169,9 +169,8 @@ def test_a_run_is_replayed_and_listed(finished: Finished, tmp_path: Path, capsys
     logged = next(row for row in rows if row["step"] == 2 and "loss" in row)
     output = tmp_path / "step.json"
     assert main(["replay", run, "--step", "2", f"output={output}"]) == 0
-    assert json.loads(output.read_text())["grad_norm"] == pytest.approx(
-        logged["grad_norm"], rel=1e-6
-    )
+    found = json.loads(output.read_text())["grad_norm"]
+    assert found == pytest.approx(logged["grad_norm"], rel=1e-6)
     capsys.readouterr()
     assert main(["checkpoint", "list", run]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]

@@ -87,13 +87,8 @@ def test_it_generates_what_the_command_generates(
 
 def test_it_scores_as_the_command_scores(model: SequenceModel, tmp_path: Path) -> None:
     proteins, output = fasta(tmp_path / "p.fasta", PROTEINS), tmp_path / "scores.csv"
-    command(
-        "score",
-        f"model_dir='{model.exported.folder}'",
-        f"input='{proteins}'",
-        f"output='{output}'",
-        *("evaluation.masks_per_sequence=4", "evaluation.seed=5"),
-    )
+    own = [f"model_dir='{model.exported.folder}'", f"input='{proteins}'", f"output='{output}'"]
+    command("score", *own, "evaluation.masks_per_sequence=4", "evaluation.seed=5")
     sequences = list(PROTEINS.values())
     scores = model.score(sequences, masks_per_sequence=4, seed=5)
     pseudo = model.pseudo_log_likelihood(sequences)
@@ -117,13 +112,8 @@ def test_it_scores_mutations_as_the_command_does(model: SequenceModel, tmp_path:
     table, output = tmp_path / "variants.csv", tmp_path / "scores.csv"
     table.write_text("mutant\n" + "\n".join(variants) + "\n")
     wild_type = fasta(tmp_path / "w.fasta", {"one": PROTEINS["one"]})
-    command(
-        "score",
-        f"model_dir='{model.exported.folder}'",
-        f"input='{wild_type}'",
-        f"mutations='{table}'",
-        f"output='{output}'",
-    )
+    own = [f"model_dir='{model.exported.folder}'", f"input='{wild_type}'"]
+    command("score", *own, f"mutations='{table}'", f"output='{output}'")
     scores = model.score_mutations(PROTEINS["one"], variants)
     expected = [float(row["d2plm_score"]) for row in rows(output)]
     assert scores == pytest.approx(expected, abs=1e-6)

@@ -52,9 +52,8 @@ def test_completion_help_and_a_wrong_key_import_nothing_that_is_slow() -> None:
         "slow = {'torch', 'hydra', 'omegaconf', 'numpy', 'rich', 'mlflow'} & set(sys.modules)\n"
         "assert not slow and len(sys.modules) < 300, (slow, len(sys.modules))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY
-    )
+    words = [sys.executable, "-c", program]
+    ran = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY)
     assert ran.returncode == 0, ran.stderr
     assert "trainer.max_steps=\n" in ran.stdout and "transformers" in ran.stdout
     assert "did you mean 'trainer.max_steps'?" in ran.stderr

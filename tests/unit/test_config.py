@@ -190,10 +190,9 @@ def test_the_defaults_of_a_section_are_those_of_its_type() -> None:
     config = compose("train", ["+optimizer=muon"])
     assert config.optimizer == MuonSettings()
     assert compose("train", ["schedule.type=wsd"]).schedule == WsdSettings()
-    rest = changed(
-        compose("train", ["optimizer.eps=0.5"]), {"optimizer": {"weight_decay": 0.5}}, "x"
-    )
-    assert rest == compose("train", ["optimizer.eps=0.5", "optimizer.weight_decay=0.5"])
+    words = ["optimizer.eps=0.5", "optimizer.weight_decay=0.5"]
+    more = changed(compose("train", words[:1]), {"optimizer": {"weight_decay": 0.5}}, "arms.a")
+    assert more == compose("train", words)
     arm = changed(config, {"optimizer": {"type": "adamw", "eps": 1e-6}}, "arms.a")
     assert arm.optimizer == AdamWSettings(eps=1e-6)
     with pytest.raises(ConfigError, match=r"^arms.a: unknown key 'model.width'"):
@@ -395,9 +394,8 @@ def test_wrong_words_are_rejected_before_torch_is_imported(tmp_path: Path) -> No
         "for words in sys.argv[1:]: assert main(words.split()) in (1, 2), words\n"
         "assert 'omegaconf' in sys.modules and 'torch' not in sys.modules"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, *WRONG], cwd=tmp_path, capture_output=True, text=True
-    )
+    words = [sys.executable, "-c", program, *WRONG]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("d2plm: error")]
     for line, message in zip(lines, WRONG.values(), strict=True):

@@ -58,10 +58,8 @@ def test_a_better_model_of_other_training_data_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["masks", "validation"])
 def test_a_champion_of_other_residues_or_masks_stays(what: str, tmp_path: Path) -> None:
-    better, reason = beats(
-        evaluated(tmp_path / "new", 1.0, **{what: "a"}),
-        evaluated(tmp_path / "old", 2.0, **{what: "b"}),
-    )
+    new = evaluated(tmp_path / "new", 1.0, **{what: "a"})
+    better, reason = beats(new, evaluated(tmp_path / "old", 2.0, **{what: "b"}))
     assert not better
     assert "other data or masks" in reason
 
@@ -126,9 +124,8 @@ def test_run_model_and_version_are_linked(client: MlflowClient, tmp_path: Path) 
     model = client.get_logged_model(version.source.removeprefix("models:/"))
     assert (version.run_id, model.source_run_id) == (run.id, run.id)
     found = client.get_run(str(run.id))
-    assert [(out.model_id, out.step) for out in found.outputs.model_outputs] == [
-        (model.model_id, 40)
-    ]
+    (made_of,) = found.outputs.model_outputs
+    assert (made_of.model_id, made_of.step) == (model.model_id, 40)
     assert model.name == "diffusion-step40"
     assert model.params["seed"] == "1"
     figures = {metric.key: (metric.value, metric.dataset_name) for metric in model.metrics}

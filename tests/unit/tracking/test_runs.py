@@ -277,9 +277,8 @@ def test_a_request_twice(client: MlflowClient, output_dir: Path, monkeypatch: Mo
     run_id = begun(output_dir)
     run = client.get_run(run_id)
     same = f"tags.`{KEY_TAG}` = '{run.data.tags[KEY_TAG]}'"
-    assert [one.info.run_id for one in client.search_runs([run.info.experiment_id], same)] == [
-        run_id
-    ]
+    (found,) = client.search_runs([run.info.experiment_id], same)
+    assert found.info.run_id == run_id
 
 
 def test_searches_may_lag(client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch) -> None:

@@ -102,13 +102,8 @@ def test_each_chosen_tracker_contains_everything(
             "train/evaluation_loss": [(step, 2.0 * step) for step in steps],
             "perplexity": [(0, 9.5)],
         }
-        assert events.parameters == {
-            "lr": 0.1,
-            "layers": "[1, 2]",
-            "uri": "http://***@host",
-            "off": "None",
-            "on": True,
-        }
+        told = {"lr": 0.1, "layers": "[1, 2]", "uri": "http://***@host", "off": "None", "on": True}
+        assert events.parameters == told
         assert events.texts["tags/data.digest"] == "0" * 64
         assert events.texts["description"] == SHOWN
         assert json.loads(events.texts["data/train/proteins:train"])["num_rows"] == 5
