@@ -203,7 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
         served = self.api.served.values()
         for resource in served:
             if path == f"/apis/{resource.group}":
-                return {"kind": "APIGroup", "apiVersion": "v1", **_group(resource)}
+                version = {"groupVersion": resource.api_version, "version": resource.version}
+                known = {"versions": [version], "preferredVersion": version}
+                return {"kind": "APIGroup", "apiVersion": "v1", "name": resource.group, **known}
         of_path = [
             r
             for r in served
@@ -407,8 +409,3 @@ def _chosen(request: Request) -> Callable[[Object], bool]:
     by_label = by_labels(request.query.get("labelSelector", ""))
     by_field = by_fields(request.query.get("fieldSelector", ""))
     return lambda content: by_label(content) and by_field(content)
-
-
-def _group(resource: Resource) -> Object:
-    version = {"groupVersion": resource.api_version, "version": resource.version}
-    return {"name": resource.group, "versions": [version], "preferredVersion": version}

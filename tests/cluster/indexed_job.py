@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 from d2plm.core.shards import format_indices, parse_indices
 from tests.cluster.kubelet import worker_of
-from tests.cluster.pytorchjob import is_true, set_condition
+from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
 from tests.cluster.store import Object, Store, as_env, end_pods, made_pod, now, owned_by, suffix
 
 BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
@@ -93,12 +93,7 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
 
 def _action(policy: Object, pod: Object) -> str:
     """Of the first rule that fits a failed pod; without one, its failure counts."""
-    status = pod["status"]
-    codes = {
-        known["state"].get("terminated", {}).get("exitCode")
-        for key in ("initContainerStatuses", "containerStatuses")
-        for known in status.get(key, ())
-    }
+    status, codes = pod["status"], exit_codes(pod, *ALL)
     for rule in policy.get("rules", ()):
         of_codes = {*rule.get("onExitCodes", {}).get("values", ())}
         of_conditions = rule.get("onPodConditions", ())

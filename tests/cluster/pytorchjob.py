@@ -11,7 +11,7 @@ from tests.cluster.kubelet import worker_of
 from tests.cluster.store import Object, Store, as_env, delete_pod, end_pods, made_pod, now, owned_by
 
 PORT = 23456
-CONTAINER = "pytorch"
+ALL = ("initContainerStatuses", "containerStatuses")
 NO_EXIT_CODE = 0xBEEF  # the operator's value for an unknown exit code
 
 
@@ -80,8 +80,7 @@ def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
     name = job["metadata"]["name"]
     if pod.get("status", {}).get("phase") != "Failed":
         return
-    code = exit_code(pod, CONTAINER)
-    if (NO_EXIT_CODE if code is None else code) >= 128:
+    if max(exit_codes(pod, "containerStatuses"), default=NO_EXIT_CODE) >= 128:
         delete_pod(store, pod)
         text = f"job {name} is restarting because Worker replica(s) failed."
         store.warn(job, "PyTorchJobRestarting", text)
@@ -142,12 +141,10 @@ def _variables(job: Object) -> dict[str, str]:
     }
 
 
-def exit_code(pod: Object, container: str) -> int | None:
-    for status in pod.get("status", {}).get("containerStatuses", ()):
-        terminated = status["state"].get("terminated")
-        if status["name"] == container and terminated is not None:
-            return int(terminated["exitCode"])
-    return None
+def exit_codes(pod: Object, *kinds: str) -> set[int]:
+    """Of the containers that have ended, under these keys of the pod's status."""
+    known = [one for kind in kinds for one in pod.get("status", {}).get(kind, ())]
+    return {ended["exitCode"] for one in known if (ended := one["state"].get("terminated"))}
 
 
 def is_true(status: Object, kind: str) -> bool:

@@ -7,7 +7,7 @@ unless its `podFailurePolicy` says that the exit code is permanent.
 import copy
 from datetime import UTC, datetime
 
-from tests.cluster.pytorchjob import is_true, set_condition
+from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
 from tests.cluster.store import (
     RESOURCES,
     Object,
@@ -109,33 +109,15 @@ def _attempt(pod: Object) -> int:
 def _judge(
     store: Store, job: Object, status: Object, template: Object, pods: list[Object], failed: Object
 ) -> None:
-    rules = template["replicatedJobs"][0]["template"]["spec"].get("podFailurePolicy", {})
-    permanent = any(
-        rule["action"] == "FailJob" and _matches(rule.get("onExitCodes", {}), failed)
-        for rule in rules.get("rules", ())
-    )
+    policy = template["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]
+    fatal = {code for rule in policy["rules"] for code in rule["onExitCodes"]["values"]}
     name = f"{job['metadata']['name']}-{CONTAINER}-0"
-    if permanent and _fails_job_set(template["failurePolicy"], "PodFailurePolicy"):
+    if exit_codes(failed, *ALL) & fatal:
         action = "FailJobSet failure policy action"
         text = f"jobset failed due to {action} (first failed job: {name})"
         _fail(store, status, pods, "FailJobSetFailurePolicyAction", text)
     else:
         _restart(store, job, status, template, pods)
-
-
-def _matches(codes: Object, pod: Object) -> bool:
-    """Whether a container ended with one of a rule's exit codes."""
-    status = pod.get("status", {})
-    known = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
-    ended = [one["state"].get("terminated", {}).get("exitCode") for one in known]
-    return any(code in codes.get("values", ()) for code in ended)
-
-
-def _fails_job_set(policy: Object, reason: str) -> bool:
-    return any(
-        rule["action"] == "FailJobSet" and reason in rule.get("onJobFailureReasons", [reason])
-        for rule in policy.get("rules", ())
-    )
 
 
 def _restart(
