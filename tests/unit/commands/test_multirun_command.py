@@ -56,32 +56,19 @@ def test_a_run_s_folder_is_its_name_where_that_is_safe() -> None:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, proteins: list[Any]) -> Path:
-    """Prepared data, as far as training needs them."""
-    folder = tmp_path / "run" / "data"
-    for split, chosen in (("train", proteins[:20]), ("validation", proteins[20:25])):
-        write_store(folder / f"{split}_lmdb", chosen)
-    return folder
-
-
-@pytest.fixture
-def started(monkeypatch: MonkeyPatch, prepared: Path) -> list[dict[str, Any]]:
-    """What would have been started, in place of starting it."""
+def started(monkeypatch: MonkeyPatch, tmp_path: Path, proteins: list[Any]) -> list[dict[str, Any]]:
+    """What would have been started on prepared data, in place of starting it."""
     calls: list[dict[str, Any]] = []
+    chosen = {"train": proteins[:20], "validation": proteins[20:25]}
+    stores = {name: write_store(tmp_path / name, some) for name, some in chosen.items()}
 
     def record(runs: dict[str, Any], commands: list[str], parallel: int) -> None:
         assert (list(commands), parallel) == (["train"], 1)
         calls.append(runs)
 
     monkeypatch.setattr("d2plm.assembly.sweep._run_here", record)
-    monkeypatch.setattr("d2plm.assembly.training_run.open_stores", lambda config: stores(prepared))
+    monkeypatch.setattr("d2plm.assembly.training_run.open_stores", lambda config: stores)
     return calls
-
-
-def stores(folder: Path) -> Any:
-    from d2plm.data.store import SequenceStore
-
-    return {split: SequenceStore(folder / f"{split}_lmdb") for split in ("train", "validation")}
 
 
 Sweep = Callable[..., Any]

@@ -38,13 +38,6 @@ def fasta(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def wild_type(tmp_path: Path) -> Path:
-    file = tmp_path / "wildtype.fasta"
-    file.write_text(f">P1\n{PROTEINS['P1']}\n")
-    return file
-
-
 @pytest.mark.parametrize("form", ["fasta", "csv"])
 def test_names_are_printable(exports: Exports, tmp_path: Path, form: str, capsys: Captured) -> None:
     names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
@@ -226,8 +219,10 @@ class Scan:
 
 
 @pytest.fixture
-def scan(exports: Exports, wild_type: Path, capsys: Captured) -> Scan:
-    return Scan(exports, wild_type, capsys)
+def scan(exports: Exports, tmp_path: Path, capsys: Captured) -> Scan:
+    file = tmp_path / "wildtype.fasta"
+    file.write_text(f">P1\n{PROTEINS['P1']}\n")
+    return Scan(exports, file, capsys)
 
 
 def scores(rows: list[dict[str, str]]) -> list[float]:

@@ -126,19 +126,13 @@ def test_each_chosen_tracker_contains_everything(
         assert copy.read_text() == "content"
 
 
-def surroundings_of_its_own() -> dict[str, str]:
-    """An environment without the address of this process's W&B service, which a child would use."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    return {**kept, "WANDB_MODE": "offline"}
-
-
 def script(*words: str, body: str, **environment: str) -> "CompletedProcess[str]":
-    prelude = (
-        "import os, signal, sys; from pathlib import Path\n"
-        "from d2plm.tracking.runs import tracking_run\n"
-    )
-    own = {**surroundings_of_its_own(), **environment}
-    return python_c(prelude + body, *words, environment=own, seconds=120)
+    imports = "import os, signal, sys; from pathlib import Path\n"
+    imports += "from d2plm.tracking.runs import tracking_run\n"
+    # Without the address of this process's W&B service, which a child would use.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    own = {**kept, "WANDB_MODE": "offline", **environment}
+    return python_c(imports + body, *words, environment=own, seconds=120)
 
 
 def test_a_killed_run_continues_in_the_same_runs(client: MlflowClient, output_dir: Path) -> None:
