@@ -59,8 +59,9 @@ def test_a_run_s_folder_is_its_name_where_that_is_safe() -> None:
 def started(monkeypatch: MonkeyPatch, tmp_path: Path, proteins: list[Any]) -> list[dict[str, Any]]:
     """What would have been started on prepared data, in place of starting it."""
     calls: list[dict[str, Any]] = []
+    folder = tmp_path / "run" / "data"
     chosen = {"train": proteins[:20], "validation": proteins[20:25]}
-    stores = {name: write_store(tmp_path / name, some) for name, some in chosen.items()}
+    stores = {name: write_store(folder / f"{name}_lmdb", some) for name, some in chosen.items()}
 
     def record(runs: dict[str, Any], commands: list[str], parallel: int) -> None:
         assert (list(commands), parallel) == (["train"], 1)
