@@ -58,29 +58,27 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize(
-    ("settings", "arguments"),
-    [
-        (["number=4", "max_length=12", "seed=7"], {"number": 4, "max_length": 12, "seed": 7}),
-        (["number=2", "length=[9,14]"], {"number": 2, "length": [9, 14]}),
-        (
-            ["number=1", "length=20", "sampler=remdm", "top_k=4", "temperature=0.7"],
-            {"length": 20, "sampler": "remdm", "top_k": 4, "temperature": 0.7},
-        ),
-    ],
-)
-def test_it_generates_what_the_command_generates(
-    model: SequenceModel, tmp_path: Path, settings: list[str], arguments: dict[str, Any]
-) -> None:
-    folder, output = model.exported.folder, tmp_path / "g.fasta"
-    own = [f"model_dir='{folder}'", f"output='{output}'"]
-    command("generate", *own, *(f"generation.{setting}" for setting in [*settings, "steps=4"]))
-    assert model.generate(**arguments, steps=4) == sequences_in(output)
+GENERATED: list[dict[str, Any]] = [
+    {"number": 4, "max_length": 12, "seed": 7},
+    {"number": 2, "length": [9, 14]},
+    {"number": 1, "length": 20, "sampler": "remdm", "top_k": 4, "temperature": 0.7},
+]
+
+
+def test_it_designs_what_the_command_designs(model: SequenceModel, tmp_path: Path) -> None:
+    output = tmp_path / "g.fasta"
+
+    def designed(**given: Any) -> list[str]:
+        own = [f"model_dir='{model.exported.folder}'", f"output='{output}'"]
+        command("generate", *own, *(f"generation.{key}={value}" for key, value in given.items()))
+        return sequences_in(output)
+
+    for settings in GENERATED:
+        assert model.generate(**settings, steps=4) == designed(**settings, steps=4)
     templates = fasta(tmp_path / "templates.fasta", TEMPLATES)
-    filling = [f"generation.{one}" for one in ("number=2", "seed=3", "steps=4")]
-    command("generate", *own, f"generation.templates='{templates}'", *filling)
-    designs = model.infill(list(TEMPLATES.values()), number=2, seed=3, steps=4)
-    assert designs == sequences_in(output)
+    sampling: Any = {"number": 2, "seed": 3, "steps": 4}
+    designs = model.infill(list(TEMPLATES.values()), **sampling)
+    assert designs == designed(templates=f"'{templates}'", **sampling)
     assert all(design[:3] == "MKT" and design[7:] == "GGLL" for design in designs[:2])
     assert [len(design) for design in designs] == [11, 11, 10, 10]
 
