@@ -46,10 +46,10 @@ def in_any_order(command: str, model: Path, output: Path, count: int, *words: st
     assert output.exists()
 
 
-def vectors(folder: Path, format_: str) -> tuple[list[str], list[Any]]:
+def vectors(folder: Path, form: str) -> tuple[list[str], list[Any]]:
     names, found = list[str](), list[Any]()
-    for file in sorted(folder.glob(f"part-*.{format_}")):
-        if format_ == "parquet":
+    for file in sorted(folder.glob(f"part-*.{form.split()[0]}")):
+        if form.startswith("parquet"):
             table = pq.read_table(file)
             names += table["name"].to_pylist()
             found += [np.array(one) for one in table["embedding"].to_pylist()]
@@ -60,27 +60,21 @@ def vectors(folder: Path, format_: str) -> tuple[list[str], list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("format_", "pooled", "count"),
-    [("parquet", "true", 3), ("parquet", "false", 13), ("safetensors", "false", 3)],
+    ("form", "count"),
+    [("parquet pooled=true", 3), ("parquet pooled=false", 13), ("safetensors pooled=false", 3)],
 )
 def test_embeddings_in_shards_are_those_of_one_process(
-    model: Path,
-    fasta: Path,
-    tmp_path: Path,
-    format_: str,
-    pooled: str,
-    count: int,
-    monkeypatch: MonkeyPatch,
+    model: Path, fasta: Path, tmp_path: Path, form: str, count: int, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 4 * 16 * 100)  # several files
-    words = [f"input={fasta}", f"format={format_}", f"pooled={pooled}"]
+    words = [f"input={fasta}", *f"format={form}".split()]
     one, joined = tmp_path / "one", tmp_path / "joined"
     assert run("embed", model, one, *words) == 0
     in_any_order("embed", model, joined, count, *words)
     assert [f.name for f in sorted(joined.iterdir())] == [f.name for f in sorted(one.iterdir())]
     assert len([*one.glob("part-*")]) > 1
     assert (joined / "manifest.json").read_text() == (one / "manifest.json").read_text()
-    (names, found), (expected_names, expected) = vectors(joined, format_), vectors(one, format_)
+    (names, found), (expected_names, expected) = vectors(joined, form), vectors(one, form)
     assert names == expected_names
     assert len(found) == RECORDS
     for own, other in zip(found, expected, strict=True):

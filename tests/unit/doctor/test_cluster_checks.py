@@ -48,15 +48,11 @@ def address(api: Api, tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[str]
 
 
 def cluster_for(
-    kind: str = "auto",
-    timeout_seconds: float = 5,
-    image: str = IMAGE,
-    tracking_uri: str | None = None,
-    **changes: Any,
+    kind: str = "auto", timeout_seconds: float = 5, tracking_uri: str | None = None, **changes: Any
 ) -> ClusterChecks:
     """The checks for a launcher's job, which is as shipped but for `changes`."""
     whole = {"claims": {"d2plm-workspace": "/workspace"}, **changes}
-    job = TrainingJob("doctor", image, (), **whole)
+    job = TrainingJob("doctor", IMAGE, (), **whole)
     return ClusterChecks(kind, job, timeout_seconds, tracking_uri)
 
 

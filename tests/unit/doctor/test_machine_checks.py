@@ -40,25 +40,20 @@ def test_a_package_that_does_not_fit_fails_by_name(monkeypatch: MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("driver", "build", "wanted", "status"),
     [
-        (False, None, "cpu", "ok"),
-        (False, None, "cuda", "failed"),
+        (False, "", "cpu", "ok"),
+        (False, "", "cuda", "failed"),
         (False, "13.0", "auto", "ok"),
-        (True, None, "cpu", "warning"),
+        (True, "", "cpu", "warning"),
         (True, "13.0", "auto", "failed"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_reported(
-    tmp_path: Path,
-    monkeypatch: MonkeyPatch,
-    driver: bool,
-    build: str | None,
-    wanted: str,
-    status: str,
+    tmp_path: Path, monkeypatch: MonkeyPatch, driver: bool, build: str, wanted: str, status: str
 ) -> None:
     if driver:
         (tmp_path / "version").write_text("580.1\n")
     monkeypatch.setattr(machine_checks, "NVIDIA_DRIVER", tmp_path / "version")
-    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.version, "cuda", build or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = machine_checks.torch_and_device(wanted)
     assert found.status == status

@@ -101,34 +101,28 @@ def test_the_token_is_sent_and_the_namespace_to_a_server_that_has_one_for_each_u
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "body", "said"),
+    ("path", "answer", "said"),
     [
-        ("/", 401, {"message": "Request header error"}, ["401 Request header error", "KFP_TOKEN"]),
-        ("/", 404, LOGIN, ["404", "KFP_HOST"]),
-        ("/", 503, "<html>no healthy upstream</html>", ["503", "ml-pipeline"]),
-        ("/", 200, LOGIN, ["a web page instead of data", "KFP_TOKEN"]),
-        ("/", 200, {}, ["another server"]),
-        ("/runs", 403, {"message": "alice may not"}, ["403 alice may not", "KFP_NAMESPACE"]),
+        ("/", (401, {"message": "Request header"}), ["401 Request header", "KFP_TOKEN"]),
+        ("/", (404, LOGIN), ["404", "KFP_HOST"]),
+        ("/", (503, "<html>no healthy upstream</html>"), ["503", "ml-pipeline"]),
+        ("/", (200, LOGIN), ["a web page instead of data", "KFP_TOKEN"]),
+        ("/", (200, {}), ["another server"]),
+        ("/runs", (403, {"message": "alice may not"}), ["403 alice may not", "KFP_NAMESPACE"]),
     ],
 )
 def test_a_refusal_is_one_line_with_what_was_said_and_what_to_set(
-    server: KfpServer,
-    monkeypatch: MonkeyPatch,
-    capsys: Captured,
-    path: str,
-    status: int,
-    body: object,
-    said: list[str],
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured, path: str, answer: Any, said: Any
 ) -> None:
     monkeypatch.setenv("KFP_TOKEN", "secret")
-    server.refusals[path] = (1000, (status, body))
+    server.refusals[path] = (1000, answer)
     assert d2plm([*SUBMIT, "wait=true"]) == 1
     output, error = capsys.readouterr()
     assert error.count("\n") == 1 and not output
     for text in [f"d2plm: error: Kubeflow Pipelines at {server.url}", *said]:
         assert text in error
     assert "html" not in error and "secret" not in error
-    assert len(server.requests) == 1 or path != "/" or body == {}  # it does not hammer
+    assert len(server.requests) == 1 or path != "/" or answer[1] == {}  # it does not hammer
 
 
 def test_a_certificate_of_an_unknown_authority_is_reported_and_taken_with_its_authority(
@@ -279,11 +273,7 @@ def held(reason: str) -> dict[str, object]:
     ],
 )
 def test_every_wait_for_a_pod_has_an_end_and_lines_about_it(
-    server: KfpServer,
-    monkeypatch: MonkeyPatch,
-    capsys: Captured,
-    answers: list[dict[str, object] | int],
-    said: str | None,
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured, answers: Any, said: str | None
 ) -> None:
     monkeypatch.setattr(follow, "REPORT_SECONDS", 0.1)
     monkeypatch.setattr("d2plm.launch.client.is_configured", lambda: True)
@@ -305,15 +295,11 @@ def test_silence_is_given_up(server: KfpServer, monkeypatch: MonkeyPatch, capsys
         assert "Read timed out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("report_seconds", "reports"), [(60.0, 1), (0.0, 3)])
+@pytest.mark.parametrize(("seconds", "reports"), [(60.0, 1), (0.0, 3)])
 def test_a_server_that_is_away_for_a_while_is_asked_again_and_reported_in_every_interval(
-    server: KfpServer,
-    monkeypatch: MonkeyPatch,
-    capsys: Captured,
-    report_seconds: float,
-    reports: int,
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured, seconds: float, reports: int
 ) -> None:
-    monkeypatch.setattr(follow, "REPORT_SECONDS", report_seconds)
+    monkeypatch.setattr(follow, "REPORT_SECONDS", seconds)
     server.script = [run("SUCCEEDED", step("prepare", "SUCCEEDED"))]
     server.refusals["/runs/r1"] = (3, (502, "<html>bad gateway</html>"))
     assert d2plm([*SUBMIT, "wait=true"]) == 0
