@@ -115,6 +115,7 @@ def test_local_training_needs_no_name_of_the_machine(prepared: Prepared, tmp_pat
     assert "host" not in log.read_text(), "no library warns of the name"
 
 
+@pytest.mark.thorough  # the daily tests have its exit code and torchrun's failures apart
 def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
     process = start([*ENTRY, "-m", "d2plm", *training(prepared, output, *ENDLESS)], log)

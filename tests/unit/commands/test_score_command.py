@@ -16,12 +16,7 @@ from d2plm.cli import main
 from d2plm.commands import score
 from d2plm.core.vocabulary import encode
 from d2plm.data.tables import open_table
-from d2plm.evaluation.scoring import (
-    bound_draws,
-    bound_interval,
-    mutational_effects,
-    pseudo_log_likelihoods,
-)
+from d2plm.evaluation import scoring
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.families.variants import parse_variant, place
 from d2plm.paradigms.masked import MaskedParadigm
@@ -75,12 +70,12 @@ def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys
 
     model, sequences = load_export(exports.masked), [encode(s) for s in PROTEINS.values()]
     assert isinstance(model.paradigm, MaskedParadigm)
-    draws = bound_draws(model.denoiser("fp64"), model.paradigm, sequences)
+    draws = scoring.bound_draws(model.denoiser("fp64"), model.paradigm, sequences)
     for column, values in {
         "nats": draws.mean(axis=1),
-        "nats_low": bound_interval(draws)[0],
-        "nats_high": bound_interval(draws)[1],
-        "pseudo_log_likelihood": pseudo_log_likelihoods(
+        "nats_low": scoring.bound_interval(draws)[0],
+        "nats_high": scoring.bound_interval(draws)[1],
+        "pseudo_log_likelihood": scoring.pseudo_log_likelihoods(
             model.denoiser("fp64"), model.paradigm, sequences
         ),
     }.items():
@@ -188,7 +183,7 @@ def effects_of(exports: Exports, protein: str, mutants: list[str]) -> list[float
     assert isinstance(exported.paradigm, MaskedParadigm)
     variants = [place(parse_variant(mutant), PROTEINS[protein]) for mutant in mutants]
     model = exported.denoiser("fp64")
-    return mutational_effects(model, exported.paradigm, tokens, variants).tolist()
+    return scoring.mutational_effects(model, exported.paradigm, tokens, variants).tolist()
 
 
 class Scan:
@@ -318,7 +313,7 @@ def test_sequences_of_other_lengths_are_compared_by_bounds(scan: Scan, exports: 
     rows, _ = scan.scored("\n".join(["mutant", *sequences]))
     exported = load_export(exports.masked)
     every = [encode(one) for one in sequences]  # the first is the wild type, scored once
-    nats = bound_draws(exported.denoiser("fp64"), exported.paradigm, every).mean(axis=1)
+    nats = scoring.bound_draws(exported.denoiser("fp64"), exported.paradigm, every).mean(axis=1)
     per_residue = nats * len(every[0]) / [len(one) for one in every]
     np.testing.assert_allclose(scores(rows), per_residue[0] - per_residue, atol=1e-6)
 
