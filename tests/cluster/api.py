@@ -197,8 +197,6 @@ class _Handler(BaseHTTPRequestHandler):
             code, body = getattr(self, f"_{request.verb}")(request, resource)
             self._send(code, body)
 
-    # Answers.
-
     def _discover(self, path: str) -> Object:
         served = self.api.served.values()
         for resource in served:
@@ -266,8 +264,6 @@ class _Handler(BaseHTTPRequestHandler):
         place, name, plural = request.namespace, request.name, resource.plural
         self.store.delete(plural, place, name, options.get("propagationPolicy", "Background"))
         return 200, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
-
-    # Streams.
 
     def _watch(self, request: Request, resource: Resource) -> None:
         chosen = _chosen(request)

@@ -74,8 +74,6 @@ class Cluster:
         if own and error is None:
             raise own[0]
 
-    # What there is.
-
     def count(self, verb: str, resource: str) -> int:
         """How many requests there were, such as ("create", "pytorchjobs")."""
         return sum((r.verb, r.resource) == (verb, resource) for r in self.api.requests)
@@ -141,8 +139,6 @@ class Cluster:
             lines.append(f"{event['involvedObject']['name']}: {event['reason']} {event['message']}")
         return "\n".join(lines)
 
-    # What workers do.
-
     def script(self, *scripts: Script, worker: int | None = None) -> None:
         """Let a worker's pods to come run these scripts in turn, in place of their command.
 
@@ -150,7 +146,7 @@ class Cluster:
         """
         self.kubelet.scripts[worker] = list(scripts)
 
-    # What goes wrong with the nodes; of the first two, the last that was called counts.
+    # Of `full` and `without_image`, the last that was called counts.
 
     def full(self, message: str = FULL) -> None:
         self.kubelet.faults = NodeFaults(unschedulable=message)
@@ -209,8 +205,6 @@ class Cluster:
 
     def delete(self, plural: str, name: str, policy: str = "Background") -> None:
         self.store.delete(plural, NAMESPACE, name, policy)
-
-    # What goes wrong with the API server.
 
     def forbid(self, verb: str, resource: str) -> None:
         """Take a permission away: 403, such as for ("create", "pytorchjobs")."""

@@ -316,8 +316,6 @@ class _Runner(threading.Thread):
             return None
         return int(known["metadata"]["deletionGracePeriodSeconds"])
 
-    # What the node puts in place of the cluster's own.
-
     def _localised(self, container: Object) -> tuple[list[str], dict[str, str]]:
         folder = str(self.kubelet.folder / self.pod["metadata"]["uid"])
         environment = {
@@ -356,8 +354,6 @@ class _Runner(threading.Thread):
         if master := environment.get("PET_MASTER_ADDR"):
             port = self.kubelet.local_port(f"{master}:{environment.get('PET_MASTER_PORT')}")
             environment |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
-
-    # The node's report on the pod.
 
     def _edited(self) -> Any:
         metadata = self.pod["metadata"]

@@ -519,9 +519,6 @@ def test_a_neighbours_death_is_one_line(cluster: Cluster, tmp_path: Path) -> Non
     assert "Traceback" not in log.text()
 
 
-# --- in a pipeline ------------------------------------------------------------------------------
-
-
 def workflow(cluster: Cluster) -> dict[str, str]:
     """The `ownerReferences` entry of an existing pipeline run."""
     made = cluster.store.create("workflows", {"metadata": {"name": "mine", "namespace": NAMESPACE}})
@@ -716,8 +713,6 @@ def test_training_on_two_workers_is_preempted_resumes_and_succeeds(
     assert sorted({row["step"] for row in rows if "loss" in row}) == list(range(1, 31))
     assert (output / "model" / "model.safetensors").is_file()
 
-
-# --- work in shards -----------------------------------------------------------------------------
 
 SHARDED = ShardedJob("mine", "d2plm-trainer:1", ("embed",), shards=range(4), count=4)
 WELL, WRONG, CRASHED = Script(), Script(("no such file",), exit_code=1), Script(exit_code=137)

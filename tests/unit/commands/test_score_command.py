@@ -55,9 +55,6 @@ def refusal(capsys: Captured, *words: str) -> str:
     return lines[0]
 
 
-# --- proteins --------------------------------------------------------------------------------
-
-
 def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured) -> None:
     output = tmp_path / "new" / "scores.csv"
     words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
@@ -170,8 +167,6 @@ def test_a_uniform_source_is_rejected_with_the_reason(
     (tmp_path / "any.csv").write_text(f"name,mutant\n{next(iter(PROTEINS))},M1A\n")
     assert "no masked prediction" in refusal(capsys, *words, f"mutations={tmp_path}/any.csv")
 
-
-# --- mutations -------------------------------------------------------------------------------
 
 MUTANTS = ["M1A", "K2G:T3L", "WT", "T3T", "M1C", "K2G,T3Y", "R10W"]
 MEASURED = ["0.5", "-1.0", "1", "", "0.25", "NA", "-2e-1"]

@@ -225,9 +225,6 @@ def test_only_residues_are_scored_in_any_form(ask: Ask, form: str, cells: list[A
         assert any(place in document["message"] for place in places)
 
 
-# Faults, time limits and requests at the same time
-
-
 def test_a_defect_shows_nothing(ask: Ask, service: Service, monkeypatch: MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError(f"in {__file__}")

@@ -221,9 +221,6 @@ def test_an_exception_marks_the_wandb_run_failed_and_stays_in_sight(output_dir: 
     assert tensorboard_events(output_dir).scalars == {"train/loss": [(1, 1.0)]}
 
 
-# --- several ranks -----------------------------------------------------------------------------
-
-
 def test_other_ranks_are_silent(output_dir: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with tracking_run(output_dir, trackers=TRACKERS) as run:
@@ -231,9 +228,6 @@ def test_other_ranks_are_silent(output_dir: Path, tmp_path: Path, monkeypatch: M
         assert run.id is None
         tell(run, range(1, 3), tmp_path)
     assert not output_dir.exists()
-
-
-# --- the configuration -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trackers", [["mlflow", "wanb"], "mlflow", None, ["wandb", "wandb"]])
@@ -265,9 +259,6 @@ def test_a_damaged_run_file_and_an_unwritable_folder_are_named(tmp_path: Path) -
             begin(folder, trackers=trackers)
 
 
-# --- a parent run ------------------------------------------------------------------------------
-
-
 def test_runs_are_shown_under_their_parent(client: MlflowClient, tmp_path: Path) -> None:
     with tracking_run(tmp_path / "sweep", experiment="sweeps") as parent:
         assert parent.id is not None
@@ -288,9 +279,6 @@ def test_an_unknown_parent_begins_no_run(client: MlflowClient, output_dir: Path)
     with pytest.raises(TrackingError, match=r"parent_run_id=0+ "):
         begin(output_dir, experiment="orphans", parent_run_id="0" * 32)
     assert client.get_experiment_by_name("orphans") is None
-
-
-# --- training ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
