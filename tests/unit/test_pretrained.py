@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from d2plm import load_model
 from d2plm.cli import main
 from d2plm.config import compose
