@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARADIGM ?= diffusion
+SEED ?= 0
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' d2plm/__init__.py)
 
 # Images. REGISTRY is a prefix of their names, such as registry.example/you; it may be empty. d2plm
@@ -68,8 +69,8 @@ $(TOOLS): $(STAMP)
 demo: $(STAMP) ## Prepare, train, evaluate, register and generate with 8,000 proteins (PARADIGM=diffusion|flow_matching)
 	$(BIN)/d2plm pipeline run experiment=demo paradigm=$(PARADIGM)
 
-pretrained: $(STAMP) ## Train and evaluate examples/pretrained, the shipped model, again (an hour or two; then make results)
-	$(BIN)/d2plm pipeline run experiment=pretrained
+pretrained: $(STAMP) ## Train and evaluate examples/pretrained, the shipped model, again (an hour or two; SEED=0; then make results)
+	$(BIN)/d2plm pipeline run experiment=pretrained trainer.seed=$(SEED) work_dir=runs/pretrained/seed$(SEED) data.prepared_dir=runs/pretrained/data
 
 test: $(TOOLS) ## Run all tests except the long matrices
 	$(PYTEST) -m 'not thorough and not matrix'
@@ -84,6 +85,7 @@ bench: $(TOOLS) ## Measure the tables of docs/performance.md on this machine (an
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
 	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
 	$(BIN)/python -m benchmarks.step --model 2m --threads 1 --turns 30 --output $(BENCH)/step.json
+	$(BIN)/python -m benchmarks.latency --output $(BENCH)/latency.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --turns 8 --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as lightning
 import torch
-from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -37,18 +38,26 @@ from d2plm.core.precision import resolve_precision
 from d2plm.core.vocabulary import PAD
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, Sequences, pack_all
 from d2plm.data.manifest import open_prepared
+from d2plm.data.prepare import prepare
 from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.paradigm import Paradigm, denoise
-from d2plm.settings.training import AdamWSettings
+from d2plm.settings.training import AdamWSettings, MuonSettings, OptimizerSettings, TrainerSettings
 from d2plm.training.ema import EMA
 from d2plm.training.learning_rate import Schedule, cosine
+from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import in_precision, reshard
 from d2plm.training.shards import LocalParameters, own_shard, sharded_like
+from d2plm.training.training_length import flops_per_step, number_of_steps
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], type[OptimizerSettings]]] = {
+    "adamw": (build_adamw, AdamWSettings),
+    "muon": (build_muon, MuonSettings),
+}  # of sharded parameters: AdamW alone
 
 
 class SequenceModule(lightning.LightningModule):
@@ -87,6 +96,10 @@ class SequenceModule(lightning.LightningModule):
         schedule = LambdaLR(optimizer, self.schedule(self.trainer.max_steps))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
+    def on_fit_start(self) -> None:
+        flops = flops_per_step(self.trainer.datamodule.loader, self.model.config)
+        self.flops_per_batch = round(flops / self.trainer.world_size)  # for ThroughputMonitor
+
     def denoiser(self) -> Callable[..., Tensor]:
         return in_precision(self.model, resolve_precision(self.precision, self.device))
 
@@ -111,6 +124,10 @@ class SequenceModule(lightning.LightningModule):
         nelbo = (nats / max(count, 1)).float()
         self.log("validation_nelbo", nelbo, prog_bar=True, batch_size=count, sync_dist=True)
 
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.log("gradient_norm", whole(norm))  # before clipping
+
 
 class SequenceData(lightning.LightningDataModule):
     """Packed batches of prepared sequences, epoch after epoch without end.
@@ -119,12 +136,14 @@ class SequenceData(lightning.LightningDataModule):
 
     Args:
         prepared: folder of the prepared stores.
+        source: proteins to prepare there; None if it is prepared.
         sequences: number of validation sequences, a fixed random choice.
     """
 
     def __init__(
         self,
         prepared: Path,
+        source: Path | None = None,
         *,
         token_budget: int = 8192,
         max_length: int = 1024,
@@ -132,19 +151,25 @@ class SequenceData(lightning.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.prepared, self.sequences, self.seed = prepared, sequences, seed
+        self.prepared, self.source, self.sequences, self.seed = prepared, source, sequences, seed
         self.sizes: dict[str, Any] = {"token_budget": token_budget, "max_length": max_length}
         self.position = Position()
+
+    def prepare_data(self) -> None:
+        if self.source is not None:
+            prepare(self.source, self.prepared)
 
     def open_stores(self) -> Mapping[str, Sequences]:
         return open_prepared(self.prepared).splits
 
     def setup(self, stage: str) -> None:
         """Open the stores and plan this device's part of the training stream."""
-        self.stores, self.ranks = self.open_stores(), self.trainer.world_size
-        ours = {"world_size": self.ranks, "rank": self.trainer.global_rank}
-        train = Collection(self.stores["train"])
-        self.loader = PackedLoader([train], seed=self.seed, **ours, **self.sizes)
+        self.stores, trainer = self.open_stores(), self.trainer
+        self.ranks, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
+        train, sizes = Collection(self.stores["train"]), self.sizes
+        self.loader = PackedLoader(
+            [train], seed=self.seed, world_size=self.ranks, rank=rank, **sizes
+        )
 
     def train_dataloader(self) -> Iterator[GlobalBatch]:
         return self.loader.stream(self.position)
@@ -155,8 +180,9 @@ class SequenceData(lightning.LightningDataModule):
             return []
         order = torch.randperm(len(store), generator=torch.Generator().manual_seed(0))
         batches = pack_all([store[int(i)] for i in order[: self.sequences]], **self.sizes)
-        padding = np.full_like(batches[0].tokens.numpy(), PAD)
-        empty = PackedBatch.of_row(padding, np.zeros(0, dtype=int))
+        empty = PackedBatch.of_row(
+            np.full_like(batches[0].tokens.numpy(), PAD), np.zeros(0, dtype=int)
+        )
         batches += [empty] * (-len(batches) % self.ranks)
         return [DataLoader(batches[self.loader.rank :: self.ranks], batch_size=None)]
 
@@ -219,9 +245,12 @@ def main() -> None:
     add = parser.add_argument
     add("prepared", type=Path, help="folder that d2plm prepare wrote")
     add("output", type=Path, help="folder of the logs, the checkpoints and the model")
+    add("--source", type=Path, help="proteins to prepare into that folder first")
     add("--steps", type=int, default=1000)
+    add("--flops-budget", type=float, help="model FLOPs, in place of --steps")
     add("--token-budget", type=int, default=8192, help="tokens of a device's batch")
     add("--max-length", type=int, default=1024, help="tokens of a sequence")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw")
     add("--learning-rate", type=float, default=4e-4)
     add("--devices", type=int, default=1)
     add("--strategy", choices=("auto", "ddp", "fsdp2"), default="auto")
@@ -230,23 +259,29 @@ def main() -> None:
     options = parser.parse_args()
 
     sizes = {"token_budget": options.token_budget, "max_length": options.max_length}
-    data = SequenceData(options.prepared, **sizes)
-    train = data.open_stores()["train"]
-    paradigm = AbsorbingDiffusion()
-    paradigm.vocabulary = train.vocabulary
+    data = SequenceData(options.prepared, options.source, **sizes)
+    data.prepare_data()
+    data.setup("fit")
+    vocabulary = data.stores["train"].vocabulary
     config = DiTConfig(
-        vocab_size=train.vocabulary.size,
-        max_position_embeddings=options.max_length,
-        initial_gate=1.0,
+        vocab_size=vocabulary.size, max_position_embeddings=options.max_length, initial_gate=1.0
     )
+    steps = options.steps
+    if options.flops_budget is not None:
+        budget = options.flops_budget / options.devices
+        steps = number_of_steps(data.loader, config, TrainerSettings(flops_budget=budget))
     model = DiT(config)
     model.initialise(seed=0)
-    adamw = AdamWSettings(learning_rate=options.learning_rate)
-    module = SequenceModule(model, paradigm, optimizer=partial(build_adamw, settings=adamw))
-    fsdp2, every, average = options.strategy == "fsdp2", options.every, MovingAverage()
-    folder = options.output / "checkpoints"
+    build, settings = OPTIMIZERS[options.optimizer]
+    optimizer = partial(build, settings=settings(learning_rate=options.learning_rate))
+    paradigm = AbsorbingDiffusion()
+    paradigm.vocabulary = vocabulary
+    module = SequenceModule(model, paradigm, optimizer=optimizer)
+    fsdp2 = options.strategy == "fsdp2"
+    folder, every = options.output / "checkpoints", options.every
+    average = MovingAverage()
     trainer = lightning.Trainer(
-        max_steps=options.steps,
+        max_steps=steps,
         devices=options.devices,
         strategy=ModelParallelStrategy(options.devices, 1) if fsdp2 else options.strategy,
         gradient_clip_val=1.0,
@@ -258,13 +293,14 @@ def main() -> None:
         callbacks=[
             average,
             LearningRateMonitor("step"),
+            ThroughputMonitor(lambda batch: batch.num_tokens),  # an item is a token
             ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, save_last=True),
         ],
     )
     trainer.fit(module, datamodule=data, ckpt_path=options.resume)
     weights = average.weights()
     if trainer.is_global_zero:
-        lengths = LengthHistogram.of(train.lengths, options.max_length - 2)
+        lengths = LengthHistogram.of(data.stores["train"].lengths, options.max_length - 2)
         at = {"step": trainer.global_step}
         save_export(options.output / "model", DiT(config), paradigm, lengths, at, weights)
 

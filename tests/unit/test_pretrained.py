@@ -1,6 +1,9 @@
 """The shipped model: its files belong together, and commands without another model use it."""
 
+import json
 from pathlib import Path
+
+import pytest
 
 from d2plm import load_model
 from d2plm.cli import main
@@ -41,6 +44,8 @@ def test_its_figures_are_those_of_the_readme() -> None:
     bounds = [row.model for row in evaluation.given_relatives.below]
     for bound in (evaluation.model, best, *bounds):
         assert f"{bound.perplexity.value:.3f}" in page
+    seeds = json.loads((SHIPPED / "seeds.json").read_text())
+    assert seeds["0"]["alone"] == pytest.approx(evaluation.model.perplexity.value, abs=1e-3)
 
 
 def test_commands_take_it_alone(tmp_path: Path, monkeypatch: MonkeyPatch, capfd: Captured) -> None:
