@@ -52,11 +52,10 @@ class Evaluates(Callback):
 
 
 def test_a_bias_moves_by_the_sign_of_what_training_alone_counts(build: Build) -> None:
-    config = DiTConfig(**TINY_SIZES, **EXPERTS, auxiliary_loss=0.1)
+    config = DiTConfig(**TINY_SIZES, **EXPERTS)
     loads = Loads()
     changes = {"model": config, "gradient_accumulation_steps": 2, "global_batch_tokens": 1024}
-    trainer = build(loads, Evaluates(), **changes)
-    trainer.train()
+    build(loads, Evaluates(), **changes).train()
     expected = torch.zeros(2, 5)
     for biases, load, tokens in loads.steps:
         assert load.sum(-1).tolist() == [2 * tokens] * 2
@@ -64,8 +63,6 @@ def test_a_bias_moves_by_the_sign_of_what_training_alone_counts(build: Build) ->
         expected = expected + moves - moves.mean(-1, keepdim=True)
         torch.testing.assert_close(torch.stack(biases), expected.float())
     assert expected.any()
-    past = torch.stack([router.past_load for router in balanced(trainer)])
-    torch.testing.assert_close(past.double(), load.double() / load.sum(-1, keepdim=True))
 
 
 def test_the_bias_of_a_frozen_router_stays(build: Build) -> None:
