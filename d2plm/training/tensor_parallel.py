@@ -4,6 +4,9 @@ The heads and the feed-forward's width of a block are shared (Shoeybi et al., ar
 layers whose outputs are split receive the tokens of all ranks of the group, layers whose inputs are
 split return to each rank its own tokens of the sum. FSDP sees the parts as parameters of their own;
 optimizers, checkpoints and exports see whole matrices.
+
+`torch.distributed.tensor.parallel` (2.13) would need the rows of the fused matrices in another
+order: its `_StridedShard` of q, k and v is wrong under two FSDP shards, and DCP rejects it.
 """
 
 from collections.abc import Iterator
