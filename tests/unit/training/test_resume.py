@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -172,6 +174,37 @@ def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
     left = {entry.name for entry in (broken / "checkpoints").iterdir()}
     assert left == set(checkpoints(broken))
     assert len(left) == 2
+
+
+DEBIAN = "/usr/bin/python3.11"
+
+
+@pytest.mark.thorough
+def test_a_run_that_was_killed_resumes_under_a_python_that_pickles_enums_by_name(
+    store: Path, tmp_path: Path
+) -> None:
+    # Only such an interpreter pickles in that form, and it takes this one's packages, compiled for
+    # 3.11. Both forms are read everywhere: test_metadata_are_read_whichever_python_pickled_them.
+    version = "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 11, 4))"
+    is_there = Path(DEBIAN).exists() and not subprocess.run([DEBIAN, "-c", version]).returncode
+    if sys.version_info[:2] != (3, 11) or not is_there:
+        pytest.skip(f"needs Python 3.11, and {DEBIAN} of 3.11.0 to 3.11.3, as in Debian 12")
+    own = (".zip", "lib/python3.11", "lib-dynload")
+    packages = os.pathsep.join(path for path in sys.path if not path.endswith(own))
+    environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
+    broken, unbroken, settings = tmp_path / "broken", tmp_path / "unbroken", {"max_steps": 8}
+    both = f"Path({str(store)!r}), Path({str(broken)!r}), {settings}"
+
+    def run_there(call: str) -> int:
+        code = f"from tests.unit.training.test_resume import *; {call}"
+        return subprocess.run([DEBIAN, "-c", code], env=environment, timeout=240).returncode
+
+    assert run_there(f"train_until({both}, 'after_the_rename', 2)") == -signal.SIGKILL
+    assert checkpoints(broken) == ["step-00000002", "step-00000004"]
+    assert run_there(f"train({both})") == 0
+    assert history(broken)[4]["pid"] != history(broken)[3]["pid"]
+    run(train, store, unbroken, settings)
+    assert_same_run(broken, unbroken)
 
 
 # The manifest and the rename are rank 0's.
