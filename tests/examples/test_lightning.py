@@ -4,7 +4,6 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from benchmarks.workload import LEARNING_RATE, Workload, workload_of
+from benchmarks.workload import OPTIMIZER, Workload, workload_of
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.settings.training import AdamWSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.learning_rate import constant
-from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
 from tests.conftest import FASTA, TINY_SIZES, prepare_few
 from tests.ranks import run
@@ -57,7 +54,6 @@ class Keep(lightning.Callback):
 def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
     tiny_workload: Workload, tmp_path: Path
 ) -> None:
-    adamw = partial(build_adamw, settings=AdamWSettings(learning_rate=LEARNING_RATE))
     kept, theirs, model = KeepLosses(), Keep(), tiny_workload.new_model()
     settings = {"device": "cpu", "precision": "fp32", "ema_decay": 0.5}
     ours = tiny_workload.trainer(callbacks=(kept,), max_steps=STEPS, **settings)
@@ -84,7 +80,7 @@ def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
         enable_model_summary=False,
     ).fit(
         example["SequenceModule"](
-            model, AbsorbingDiffusion(), precision="fp32", optimizer=adamw, schedule=constant
+            model, AbsorbingDiffusion(), precision="fp32", optimizer=OPTIMIZER, schedule=constant
         ),
         datamodule=Data(tmp_path, sequences=8, **SIZES),
     )

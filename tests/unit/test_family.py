@@ -122,7 +122,7 @@ def test_a_table_of_relatives_is_joined_by_names_in_headers(tmp_path: Path, capl
     assert "1 row without a sequence left out (lines 7)" in caplog.text
     with pytest.raises(DataError, match="'P02185' names record 1 and record 2"):
         read_families(table, 8, [*names[:1], "tr|P02185|P02185_CATMA"], "in.fasta")
-    with pytest.raises(DataError, match="'plain' names record 2 and record 3,"):
+    with pytest.raises(DataError, match="'plain' names record 2 and record 3 and is"):
         read_families(table, 8, [*names[:2], "plain"], "in.fasta")
 
 
