@@ -89,8 +89,11 @@ class Process:
         return self.device.type + (f" × {self.world_size}" if self.world_size > 1 else "")
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all rows, of each once."""
-        return self.sum_over_ranks(value) / (self.row_ranks * self.pipeline_ranks)
+        """The sum of a tensor over all rows, of each once; in place if there are several."""
+        if self.mesh is not None:
+            dist.all_reduce(value)
+            value /= self.row_ranks * self.pipeline_ranks
+        return value
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum over all ranks a tensor computed from each rank's own tokens; in place."""
