@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.measure import PROTEINS, SPAWN, BenchError, Row, parser, publish, say
+from benchmarks.measure import PROTEINS, SPAWN, BenchError, Row, measuring_parser, publish, say
 from d2plm.core.vocabulary import CANONICAL, ESM2_TOKENS, decode
 from d2plm.data.fasta import read_fasta
 from d2plm.data.ingest import ingest
@@ -230,7 +230,7 @@ def _prepare(inputs: Path, output: Path, mmseqs: Path) -> None:
 
 
 if __name__ == "__main__":
-    made = parser("data", __doc__)
+    made = measuring_parser("data", __doc__)
     made.add_argument("--sequences", type=int, default=100_000, help="random ones")
     made.add_argument("--many-sequences", type=int, default=1_000_000, help="for their memory")
     made.add_argument("--planned", type=int, default=60_000_000, help="lengths to plan an epoch of")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import say
+from benchmarks.measure import parser, run_script, say
 from d2plm.core.estimate import Estimate
 from d2plm.core.table import Table
 from d2plm.core.vocabulary import decode
@@ -57,10 +57,16 @@ def cells(result: Path) -> list[str]:
     return [f"{counts['train']} / {counts['test']}", *perplexities, f"{difference:+.3f}"]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the families and print the table."""
+    parser("families", __doc__).parse_args()
     head = ["family", "training / test", *COLUMNS, "adapted − profile, nats/residue"]
     rows = []
     for name, values in families():
         rows.append([name, *values, *[""] * (len(head) - 1 - len(values))])
         say(" ".join(rows[-1]))
     print(Table(head, rows).markdown())
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from statistics import quantiles
 
-from benchmarks.measure import BenchError, Row, parser, publish, ratio_row, say
+from benchmarks.measure import BenchError, Row, measuring_parser, publish, ratio_row, say
 
 COMMANDS = {  # (words, exit code, goal in CPU seconds)
     "d2plm --help": (("--help",), 0, 0.2),
@@ -41,7 +41,7 @@ def cpu_seconds(*words: str, code: int | None = 0) -> float:
 
 def main() -> None:
     """Measure and print every row."""
-    made = parser("latency", __doc__)
+    made = measuring_parser("latency", __doc__)
     made.add_argument("--turns", type=int, default=10, help="turns of each")
     options = made.parse_args()
     rows = []

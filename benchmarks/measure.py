@@ -109,13 +109,26 @@ def _number(value: float) -> str:
 # --- scripts -----------------------------------------------------------------------------------
 
 
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script; an error of D2PLM is one line."""
+    try:
+        main()
+    except D2PLMError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
 def parser(script: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with the arguments that every benchmark takes."""
-    made = argparse.ArgumentParser(
+    """A parser of a script of this folder."""
+    return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{script}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def measuring_parser(script: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of a benchmark that publishes rows."""
+    made = parser(script, description)
     made.add_argument("--output", type=Path, help="JSON file of rows, settings and machine")
     return made
 
@@ -124,7 +137,7 @@ def training_parser(
     script: str, description: str | None, **defaults: Any
 ) -> argparse.ArgumentParser:
     """A parser of a benchmark that measures on batches of a training step."""
-    made = parser(script, description)
+    made = measuring_parser(script, description)
     made.add_argument("--token-budget", type=int, default=8192, help="tokens of a step")
     made.add_argument("--max-length", type=int, default=1024, help="tokens of a sequence")
     made.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))

@@ -6,6 +6,7 @@ python -m benchmarks.speedrun.fortieth
 
 from pathlib import Path
 
+from benchmarks.measure import parser, run_script
 from d2plm.cli import main as d2plm
 from d2plm.core.vocabulary import decode
 from d2plm.data.fasta import write_fasta
@@ -14,7 +15,12 @@ from d2plm.data.manifest import is_prepared, open_prepared
 EVERY = 40
 FOLDER = Path("runs/fortieth")
 
-if __name__ == "__main__" and not is_prepared(FOLDER / "data"):
+
+def main() -> None:
+    """Write the proteins and prepare them, unless that is done."""
+    parser("speedrun.fortieth", __doc__).parse_args()
+    if is_prepared(FOLDER / "data"):
+        return
     splits = open_prepared(Path("runs/uniprot_20k/data")).splits
     chosen = {"validation": 1, "train": EVERY}
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -36,3 +42,7 @@ if __name__ == "__main__" and not is_prepared(FOLDER / "data"):
         f"data.prepared_dir={FOLDER}/data",
     ]
     raise SystemExit(d2plm(["prepare", *words]))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -29,10 +29,9 @@ import numpy as np
 import yaml
 from scipy.optimize import curve_fit
 
-from benchmarks.measure import SPAWN, BenchError, parser, say
+from benchmarks.measure import SPAWN, BenchError, parser, run_script, say
 from benchmarks.speedrun import autoregressive
 from d2plm.config import compose
-from d2plm.core.errors import D2PLMError
 from d2plm.core.estimate import interval_text
 from d2plm.core.machine import machine
 from d2plm.core.table import Table
@@ -161,9 +160,12 @@ def run(name: str, overrides: Sequence[str], seed: int) -> Result:
 
 
 def read_results() -> list[Result]:
-    """All lines of the results."""
+    """All lines of the results; `BenchError` if one is incomplete."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return [json.loads(line) for line in lines]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise BenchError(f"{RESULTS}: remove the incomplete line ({error})") from None
 
 
 def runs_of(entries: Mapping[str, Sequence[str]]) -> Runs:
@@ -254,7 +256,7 @@ def main() -> None:
                 file.write(json.dumps(result) + "\n")
             say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")
     runs = runs_of(known)
-    if options.table:
+    if options.table or not (entries or options.difference or options.curve):
         print(table(runs))
     if options.difference:
         print(difference(runs, options.difference))
@@ -263,7 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except D2PLMError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_script(main)
