@@ -83,7 +83,6 @@ test-matrix: $(TOOLS) ## Train with every three settings of parallelism, memory,
 
 bench: $(TOOLS) ## Measure the tables of docs/performance.md on this machine (an hour; BENCH=output folder)
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
-	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
 	$(BIN)/python -m benchmarks.step --model 2m --threads 1 --turns 30 --output $(BENCH)/step.json
 	$(BIN)/python -m benchmarks.latency --output $(BENCH)/latency.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
