@@ -90,7 +90,6 @@ bench: $(TOOLS) ## Measure the loader, a training step and trainers that pad on 
 
 speedrun: $(STAMP) ## Run the entries missing from benchmarks/speedrun/results.jsonl and print the table of docs/performance.md (hours)
 	$(BIN)/d2plm prepare experiment=uniprot_20k
-	$(BIN)/python -m benchmarks.speedrun.fortieth
 	$(BIN)/python -m benchmarks.speedrun.run --all --table
 
 lint: $(TOOLS) ## Check format, style, types and Dockerfiles
