@@ -42,7 +42,7 @@ TOOLS := $(VENV)/.tools
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools demo pretrained test test-thorough test-matrix bench speedrun families lint format docs mlflow-ui serve results compile-pipeline submit-pipeline manifests secrets \
+.PHONY: help setup tools demo pretrained test test-thorough test-matrix bench speedrun lint format docs mlflow-ui serve results compile-pipeline submit-pipeline manifests secrets \
 	dist check-wheel images image-trainer image-mmseqs2 image-mlflow \
 	check-images check-trainer check-mmseqs2 check-mlflow check-pipeline \
 	kind-up kind-smoke kind-down lock clean
@@ -81,23 +81,16 @@ test-thorough: $(TOOLS) ## Run the long matrices, and the property tests on many
 test-matrix: $(TOOLS) ## Train with every three settings of parallelism, memory, model and optimizer
 	$(PYTEST) -m matrix
 
-bench: $(TOOLS) ## Measure the tables of docs/performance.md on this machine (an hour; BENCH=output folder)
+bench: $(TOOLS) ## Measure the loader, a training step and trainers that pad on this machine (an hour; BENCH=output folder)
 	$(BIN)/python -m benchmarks.data --output $(BENCH)/data.json
-	$(BIN)/python -m benchmarks.attention --threads 1 --output $(BENCH)/attention.json
 	$(BIN)/python -m benchmarks.step --model 2m --threads 1 --turns 30 --output $(BENCH)/step.json
-	$(BIN)/python -m benchmarks.latency --output $(BENCH)/latency.json
 	$(BIN)/python -m benchmarks.peers --output $(BENCH)/peers.json
 	$(BIN)/python -m benchmarks.peers --longest-protein 700 --esm --turns 8 --output $(BENCH)/peers_short.json
 	$(BIN)/python -m benchmarks.peers --turns 8 --precision fp32 --esm --output $(BENCH)/peers_fp32.json
 
 speedrun: $(STAMP) ## Run the entries missing from benchmarks/speedrun/results.jsonl and print the table of docs/performance.md (hours)
 	$(BIN)/d2plm prepare experiment=uniprot_20k
-	$(BIN)/python -m benchmarks.speedrun.fortieth
 	$(BIN)/python -m benchmarks.speedrun.run --all --table
-
-families: $(STAMP) ## Adapt the model of uniprot_20k to its ten largest families and print the table of docs/family.md (40 minutes)
-	$(BIN)/d2plm pipeline run experiment=uniprot_20k
-	$(BIN)/python -m benchmarks.families
 
 lint: $(TOOLS) ## Check format, style, types and Dockerfiles
 	$(BIN)/ruff format --check .

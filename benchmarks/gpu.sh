@@ -1,11 +1,11 @@
 #!/bin/sh
 # Measures training on one NVIDIA GPU in under ten minutes: the step at 450 M and 150 M
-# parameters, with its variants, forced synchronisations, recompilations, kernels, and memory against
-# the forecast; attention; trainers that pad. Stages run one after another, each with a time limit; a
-# failed stage does not affect the others.
+# parameters, with its variants, forced synchronisations, recompilations, and memory against the
+# forecast; trainers that pad. Stages run one after another, each with a time limit; a failed stage
+# does not affect the others.
 #
 #   benchmarks/gpu.sh                             # writes gpu/*.json, gpu/*.txt and gpu/*.log
-#   OUTPUT=h200 ONLY='step attention' benchmarks/gpu.sh
+#   OUTPUT=h200 ONLY='step-150m peers' benchmarks/gpu.sh
 #
 # Needs a C compiler, a CUDA build of torch 2.11 or newer, and `pip install -e .`, or at least numpy,
 # transformers, diffusers, accelerate, safetensors, einops, lmdb and pyyaml. PYTHON chooses the
@@ -34,8 +34,7 @@ stage() {
 
 nvidia-smi -q >"$OUTPUT/nvidia-smi.txt" 2>&1 || echo "nvidia-smi failed: see $OUTPUT/nvidia-smi.txt"
 stage step-450m 230 step --model 450m --token-budget 65536 --max-length 1024 --turns 12 --steps 2
-stage attention 70 attention --heads 16 --token-budget 65536
-stage step-150m 90 step --model 150m --token-budget 65536 --max-length 1024 --turns 0 --profiled-steps 0
+stage step-150m 90 step --model 150m --token-budget 65536 --max-length 1024 --turns 0
 # All arms are in memory at once; those that pad to 1,024 have 2.5 positions per token. 8,192 tokens
 # take more than an H200's 140 GiB.
 stage peers 240 peers --model 150m --token-budget 2048 --turns 6

@@ -11,7 +11,6 @@ end.
 """
 
 import argparse
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from unittest.mock import patch
 
 import torch
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import (
     PROTEINS,
@@ -42,7 +40,6 @@ from benchmarks.measure import (
 )
 from benchmarks.workload import Workload, model_settings, workload_of
 from d2plm.core.precision import resolve_device
-from d2plm.core.spans import span
 from d2plm.data.loader import GlobalBatch, Position
 from d2plm.data.prefetch import prefetch
 from d2plm.model.flops import training_flops
@@ -61,15 +58,6 @@ WARM_UP = 5  # steps, after which nothing may be compiled again
 WATCHED = 3  # steps in which forced synchronisations are counted
 SAME_LOSSES = 1e-4  # relative, of variants with the same arithmetic
 LOW_PRECISION = 2e-2  # of bf16 against fp32: 8 bits of mantissa, averaged over a batch
-# Of a step on a CPU: beginnings of the names of operators and spans; the first part that fits.
-PARTS = {
-    "attention": ("d2plm::packed_attention",),
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
-    "sums over segments": ("d2plm::sum_segments",),
-    "optimizer, clipping, EMA": ("optimizer", "ema", "aten::_foreach", "aten::linalg_"),
-    "loader": ("load",),
-    "elementwise and other operators": ("aten::", "Torch-Compiled", "CompiledFunction", "## Call"),
-}
 
 
 def bench_step(given: argparse.Namespace) -> list[Row]:
@@ -99,9 +87,6 @@ def bench_step(given: argparse.Namespace) -> list[Row]:
         trainer = main.trainer
         if not torch.isfinite(trainer.loss):
             raise BenchError(f"the loss of step {trainer.step} is {float(trainer.loss)}")
-        if given.profiled_steps:
-            say(f"profile of {given.profiled_steps} steps")
-            rows += _profile(main, given.profiled_steps)
         if place.type == "cuda":  # the forecast compiles, and must follow all measurements
             forecast = memory_per_rank(
                 trainer.model.config,
@@ -248,43 +233,12 @@ def _synchronisations(run: Run) -> Row:
     return Row("forced synchronisations in a step", sum(found) / WATCHED, "", 0, at_most=True)
 
 
-def _profile(run: Run, steps: int) -> list[Row]:
-    """Percentages of a step by the operators that each part calls; on a GPU, prints its kernels."""
-    cuda = run.trainer.process.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as profiler:
-        began = time.perf_counter()
-        for _ in range(steps):
-            with span("load"):
-                batch = next(run.batches)
-            run.trainer.train_step(batch)
-        microseconds = 1e6 * (time.perf_counter() - began)
-        if cuda:
-            torch.cuda.synchronize()
-    if cuda:
-        kernels = profiler.key_averages()
-        print(kernels.table("self_device_time_total", row_limit=25, max_name_column_width=80))
-        return []
-    spent = dict.fromkeys(PARTS, 0.0)
-    for event in profiler.events():
-        names, caller = [], event
-        while caller is not None:
-            names.append(caller.name)
-            caller = caller.cpu_parent
-        for part, starts in PARTS.items():
-            if any(name.startswith(starts) for name in names):
-                spent[part] += event.self_cpu_time_total
-                break
-    spent["the rest, Python"] = microseconds - sum(spent.values())
-    return [Row(f"profile: {part}", 100 * took / microseconds, "%") for part, took in spent.items()]
-
-
 if __name__ == "__main__":
     smaller = {"token_budget": 4096, "max_length": 512, "turns": 20, "steps": 3}
     made = training_parser("step", __doc__, **smaller)
     made.add_argument("--model", default="2m", help="a file of configs/model")
     made.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     made.add_argument("--steady-steps", type=int, default=50, help="consecutive, for the rates")
-    made.add_argument("--profiled-steps", type=int, default=3, help="for the profile")
     given = made.parse_args()
     torch.set_num_threads(given.threads or torch.get_num_threads())
     publish(given, bench_step(given))

@@ -17,33 +17,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cache
-from math import exp, log
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import yaml
-from scipy.optimize import curve_fit
 
-from benchmarks.measure import SPAWN, BenchError, parser, run_script, say
-from benchmarks.speedrun import autoregressive
+from benchmarks.measure import BenchError, parser, run_script, say
 from d2plm.config import compose
-from d2plm.core.estimate import interval_text
 from d2plm.core.machine import machine
 from d2plm.core.table import Table
 from d2plm.data.cache import digest_of
 from d2plm.data.store import SequenceStore, clusters_of
 from d2plm.evaluation.baselines import fit_baselines
-from d2plm.evaluation.comparison import seed_interval
 from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
 from d2plm.export.exported_model import load_export
 
 FOLDER = Path(__file__).parent
-OWN_MODULE = autoregressive.__name__  # registers the control's paradigm
 ENTRIES, RESULTS = FOLDER / "entries.yaml", FOLDER / "results.jsonl"
 SETTINGS = ("data", "model", "paradigm", "trainer", "optimizer", "schedule")
 NOT_IN_DIGEST = (  # of the data: places, and what other alphabets use
@@ -70,7 +63,7 @@ def train(overrides: Sequence[str], seed: int, folder: Path) -> tuple[float, flo
     words = [*ALONE, *overrides, f"trainer.seed={seed}", f"work_dir={folder}"]
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "d2plm", "train", "--module", OWN_MODULE, *words],
+        [sys.executable, "-m", "d2plm", "train", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
@@ -135,8 +128,7 @@ def run(name: str, overrides: Sequence[str], seed: int) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         cpu_seconds, seconds = train(overrides, seed, Path(folder))
         model_dir = Path(folder) / config.paradigm.name / "model"
-        with ProcessPoolExecutor(1, SPAWN) as alone:  # the control makes its process causal
-            nats, residues, longest = alone.submit(bound, model_dir, prepared).result()
+        nats, residues, longest = bound(model_dir, prepared)
     counted = counted_nats(prepared, longest)
     clusters = clusters_of(held_out)
     estimate = corpus_estimate(nats, residues, clusters).exp()
@@ -191,60 +183,17 @@ def table(runs: Runs) -> str:
     return Table(heads, [cells for _, cells in sorted(rows)[::-1]]).markdown()
 
 
-def difference(runs: Runs, pair: Sequence[str]) -> str:
-    """Mean difference of log perplexity of two entries over their common seeds, in nats.
-
-    The interval is Student's t over the seeds.
-
-    Raises:
-        BenchError: if the entries have no seed in common.
-    """
-    first, second = ({r["seed"]: log(r["perplexity"]) for r in runs[name]} for name in pair)
-    differences = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
-    if not differences:
-        raise BenchError(f"{' and '.join(pair)} have no results with the same seed; run them")
-    interval = interval_text(seed_interval(differences), "+.3f")
-    return f"{' − '.join(pair)}: {mean(differences):+.3f} nats {interval}, {len(differences)} seeds"
-
-
-def curve(runs: Runs, names: Sequence[str], at: Sequence[float]) -> str:
-    """The curve log perplexity = L + a·C^-b through entries, C their CPU seconds, at other C.
-
-    Raises:
-        BenchError: fewer than three entries, or one without results.
-    """
-    own = [runs[name] for name in names]
-    if len(own) < 3 or not all(own):
-        raise BenchError(f"a curve needs results of at least three entries, not {' '.join(names)}")
-    seconds = np.array([mean(r["cpu_seconds"] for r in each) for each in own])
-    nats = np.log([mean(r["perplexity"] for r in each) for each in own])
-
-    def law(c: Values, limit: float, scale: float, power: float) -> Values:
-        return np.asarray(limit + scale * (c / seconds[0]) ** -power)
-
-    constants, _ = curve_fit(law, seconds, nats, (nats.min(), np.ptp(nats), 0.5), ftol=1e-14)
-    limit, _, power = constants
-    lines = [f"{len(own)} entries: L = {limit:.3f} nats ({exp(limit):.2f}), b = {power:.2f}"]
-    points = np.array([*seconds, *at])
-    for point, value in zip(points, law(points, *constants), strict=True):
-        lines.append(f"{point:,.0f} CPU seconds: {exp(value):.3f}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Run the named entries, or print the table."""
     made = parser("speedrun.run", __doc__)
     made.add_argument("entries", nargs="*", help="names in entries.yaml")
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--all", action="store_true", help="run every entry")
-    made.add_argument("--difference", nargs=2, metavar="ENTRY", help="print the first − the second")
-    made.add_argument("--curve", nargs="+", metavar="ENTRY", help="fit bound to CPU seconds")
-    made.add_argument("--at", nargs="+", type=float, default=[], help="CPU seconds for --curve")
     made.add_argument("--table", action="store_true", help="print the results")
     options = made.parse_args()
     known = yaml.safe_load(ENTRIES.read_text())
     entries = [*known] if options.all else options.entries
-    for name in [*entries, *(options.difference or ()), *(options.curve or ())]:
+    for name in entries:
         if name not in known:
             raise BenchError(f"there is no entry {name!r}; the entries are {', '.join(known)}")
     for seed in options.seeds:
@@ -255,13 +204,8 @@ def main() -> None:
             with RESULTS.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             say(f"{name}, seed {seed}: {result['perplexity']:.3f} in {result['cpu_seconds']:.0f} s")
-    runs = runs_of(known)
-    if options.table or not (entries or options.difference or options.curve):
-        print(table(runs))
-    if options.difference:
-        print(difference(runs, options.difference))
-    if options.curve:
-        print(curve(runs, options.curve, options.at))
+    if options.table or not entries:
+        print(table(runs_of(known)))
 
 
 if __name__ == "__main__":

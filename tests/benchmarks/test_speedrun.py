@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -54,17 +53,6 @@ def test_the_table_has_the_mean_of_the_seeds_and_the_best_last() -> None:
     assert good_row.startswith("| good | 2.0 | 100 | **17.050** | 17.000 17.100 |")
 
 
-def test_two_entries_are_compared_over_their_common_seeds() -> None:
-    # Differences of 0.1 and 0.3: mean 0.2, standard error 0.1, t(1) 12.706.
-    runs = {"good": [line("good", seed, 17.0, "now") for seed in (0, 1, 2)]}
-    pairs = ((0, 0.1), (1, 0.3))
-    runs["bad"] = [line("bad", seed, 17.0 * np.exp(x), "now") for seed, x in pairs]
-    shown = speedrun.difference(runs, ("bad", "good"))
-    assert shown == "bad − good: +0.200 nats [-1.071, +1.471], 2 seeds"
-    with pytest.raises(BenchError, match="seed"):
-        speedrun.difference({**runs, "bad": []}, ("bad", "good"))
-
-
 def test_only_what_is_missing_is_run(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speedrun, "run", lambda name, overrides, seed: line(name, seed, 17.2))
     monkeypatch.setattr(sys, "argv", ["run", "--all", "--seeds", "0", "1", "--table"])
@@ -81,16 +69,3 @@ def test_results_of_other_proteins_are_reported_before_a_run(
     monkeypatch.setattr(speedrun, "SequenceStore", lambda path: SimpleNamespace(digest="others"))
     with pytest.raises(BenchError, match="held-out"):
         speedrun.run("good", GOOD["good"], 1)
-
-
-def test_a_curve_is_the_one_that_its_entries_lie_on() -> None:
-    seconds = (100.0, 400.0, 1600.0)
-    runs = {
-        f"{c:.0f}": [{"cpu_seconds": c, "perplexity": float(np.exp(2.8 + 0.5 * c**-0.5))}]
-        for c in seconds
-    }
-    first, *_, last = speedrun.curve(runs, [*runs], [10_000]).splitlines()
-    assert first == "3 entries: L = 2.800 nats (16.44), b = 0.50"
-    assert last == f"10,000 CPU seconds: {np.exp(2.805):.3f}"
-    with pytest.raises(BenchError, match="three"):
-        speedrun.curve(runs, ["100", "400"], [])
