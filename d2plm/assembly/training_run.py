@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from d2plm.core.files import nearest_path
 from d2plm.core.vocabulary import PROTEIN, Vocabulary, open_vocabulary
 from d2plm.data.loader import Collection
 from d2plm.data.manifest import is_prepared, open_prepared, require_no_homologs_of
-from d2plm.data.megatron import DATA, INDEX, MegatronSequences
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import ShuffledSequences, SyntheticSequences, plausible_lengths
 from d2plm.export.exported_model import is_whole_export, read_provenance, weights_digest
@@ -28,7 +27,7 @@ from d2plm.model.dit_config import DiTConfig
 from d2plm.model.esm import is_esm, load_esm
 from d2plm.paradigms.paradigm import Paradigm
 from d2plm.settings.commands import PipelineSettings
-from d2plm.settings.data import DataSettings, LoaderSettings
+from d2plm.settings.data import LoaderSettings
 from d2plm.settings.model import ModelSettings
 from d2plm.settings.registry import find
 from d2plm.settings.schema import part
@@ -72,16 +71,13 @@ trainer_keys = partial(within, "trainer", KEYS)
 
 @within("data")
 def open_stores(config: PipelineSettings) -> dict[str, SequenceStore]:
-    """Open the prepared stores, or Megatron corpora: training, validation and, if present, test.
+    """Open the prepared stores: training, validation and, if present, test.
 
     Raises:
         ConfigError: if they were prepared with another vocabulary than the configured one.
         DataError: if a store is missing or damaged.
     """
     data, folder = config.data, Path(config.data.prepared_dir)
-    if _has_corpora(folder):
-        tested = ("test",) if _has_corpora(folder, "test") else ()
-        return {split: _corpus(data, folder, split) for split in ("train", "validation", *tested)}
     stores = open_prepared(folder).splits
     prepared, alphabet = stores["train"].vocabulary, data.alphabet
     # Prepared data contain their tokenizer, so it need not be configured.
@@ -93,28 +89,6 @@ def open_stores(config: PipelineSettings) -> dict[str, SequenceStore]:
             {"data.alphabet": alphabet},
         )
     return stores
-
-
-def _has_corpora(folder: Path, split: str = "train") -> bool:
-    return any((folder / f"{split}{ending}").is_file() for ending in (INDEX, DATA))
-
-
-def _corpus(data: DataSettings, folder: Path, split: str) -> MegatronSequences:
-    """Open a corpus that is read in place, in the configured vocabulary."""
-    _warn_of_leakage(folder)
-    with within("data"):
-        return MegatronSequences(
-            folder / split, build_vocabulary(data), data.window, data.end_of_document
-        )
-
-
-@cache
-def _warn_of_leakage(folder: Path) -> None:
-    log.warning(
-        "%s: whether its training texts resemble held-out ones is not checked; d2plm prepare "
-        "data.input=… splits a corpus so that they do not",
-        folder,
-    )
 
 
 def _settings_of(vocabulary: Vocabulary) -> str:
@@ -157,14 +131,10 @@ def training_collections(config: PipelineSettings, stores: Stores) -> list[Colle
         fits = known and isinstance(member["prepared_dir"], str)
         require(fits, f"data.mixture.{name}", member, wanted)
         folder = Path(member["prepared_dir"])
-        store: SequenceStore
-        if _has_corpora(folder):
-            store = _corpus(data, folder, "train")
-        else:
-            for split, held_out in stores.items():
-                if split != "train" and type(held_out) is SequenceStore:
-                    require_no_homologs_of(held_out, folder)
-            store = SequenceStore(folder / "train_lmdb")
+        for split, held_out in stores.items():
+            if split != "train" and isinstance(held_out, SequenceStore):
+                require_no_homologs_of(held_out, folder)
+        store = SequenceStore(folder / "train_lmdb")
         alphabet = stores["train"].vocabulary
         if store.vocabulary != alphabet:
             raise ConfigError(

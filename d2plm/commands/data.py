@@ -13,7 +13,6 @@ from d2plm.core.progress import Progress
 from d2plm.core.terminal import JSON, aligned, output_modes, result
 from d2plm.data.fasta_export import export_sequences, first_records
 from d2plm.data.manifest import TRAIN_RELATIVES, is_prepared, open_prepared
-from d2plm.data.megatron import DATA, INDEX, export_megatron
 from d2plm.data.records import ALIAS_SEPARATOR
 from d2plm.data.statistics import PICTURES, plot, store_statistics, table
 from d2plm.data.store import SequenceStore
@@ -82,12 +81,8 @@ def run_head(config: HeadSettings) -> list[dict[str, Any]]:
 
 def run_export(config: ExportDataSettings) -> dict[str, Any]:
     store, output = _one_store(Path(config.store)), config.output
-    changed = 0
     with Progress("exporting", len(store), unit="sequences") as progress:
-        if config.format == "megatron" or Path(output).suffix in (INDEX, DATA):
-            export_megatron(store, Path(output), config.end_of_document, progress.update)
-        else:
-            changed = export_sequences(store, Path(output), progress.update)
+        changed = export_sequences(store, Path(output), progress.update)
     if changed:
         log.info("replaced blanks by _ in the names of %s sequences", f"{changed:,}")
     # Logged, not printed, because the sequences may go to standard output.

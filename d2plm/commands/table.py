@@ -74,7 +74,7 @@ COMMANDS = {
                 "d2plm data head store=prepared/train_lmdb number=5",
             ),
             "export": _of_store(
-                "write all sequences as FASTA, texts as JSON lines, or either as a Megatron corpus",
+                "write all sequences as FASTA, or texts as JSON lines",
                 "d2plm data export store=prepared/train_lmdb output=train.fasta.gz",
             ),
         },

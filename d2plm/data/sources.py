@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import numpy as np
 
 from d2plm.core.errors import DataError, first_line, require_number
 from d2plm.core.files import nearest_path, shipped
 from d2plm.core.number_text import counted
 from d2plm.core.terminal import first_few
-from d2plm.core.vocabulary import CANONICAL, PROTEIN, Tokenised, Vocabulary
+from d2plm.core.vocabulary import CANONICAL, PROTEIN, Vocabulary
 from d2plm.data.compressed import STDIN, open_input, without_pyarrow
 from d2plm.data.documents import Document, in_blocks, read_documents, skip_byte_order_mark
 from d2plm.data.fasta import FastaRecord, read_fasta_blocks, tokenised
-from d2plm.data.megatron import DATA, INDEX, MegatronSequences, is_megatron
+from d2plm.data.megatron import DATA, INDEX, is_megatron, read_megatron
 from d2plm.data.record_checks import checked
 from d2plm.data.records import ALIAS_SEPARATOR, WITHOUT_CONTROL, RawRecords, shown
 from d2plm.data.store import MANIFEST, SequenceStore
@@ -653,24 +652,6 @@ def _name_and_text(
     )
 
 
-def _read_megatron(given: _Input) -> Iterator[RawRecords]:
-    end = given.reading.end_of_document
-    documents = MegatronSequences(given.path, given.vocabulary, end_of_document=end)
-    for block, names in zip(documents.blocks(), documents.name_blocks(), strict=True):
-        illegal = np.zeros(len(block), dtype=np.bool_)
-        yield RawRecords(
-            names,
-            sequences=[],
-            where=partial(_document_place, given.path, names),
-            done=(block.first + len(block)) / len(documents),
-            tokens=Tokenised(block.tokens, block.bounds[:-1], np.diff(block.bounds), illegal),
-        )
-
-
-def _document_place(path: Path, names: list[bytes], record: int, offset: int | None) -> str:
-    return f"{path}, {names[record].decode()}"
-
-
 def _one_line(name: bytes) -> bytes:
     return b" ".join(name.translate(WITHOUT_CONTROL).replace(ALIAS_SEPARATOR, b" ").split())
 
@@ -704,7 +685,9 @@ _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "paragraphs": lambda given: read_documents(
         given.path, given.in_parts, lambda line: not line.strip()
     ),
-    "megatron": _read_megatron,
+    "megatron": lambda given: read_megatron(
+        given.path, given.vocabulary, given.reading.end_of_document
+    ),
 }
 # Description of each format and an example of the settings, for docs/data.md.
 FORMS = {

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from d2plm.core.vocabulary import FIRST, PROTEIN, Tokens, Vocabulary
-from d2plm.data.store import SequenceStore, Windows, copy_spans
+from d2plm.data.store import SequenceStore, Windows
 
 _POOL = 1 << 20
 
@@ -54,7 +54,10 @@ class SyntheticSequences:
 
     def copy_into(self, row: Tokens, windows: Windows) -> None:
         first = windows.indices * 7919 % _POOL + windows.starts
-        copy_spans(self._pool, first, row, windows.places, windows.counts)
+        pool, target = self._pool.data, row.data  # slices of memoryviews cost half as much
+        columns = (first.tolist(), windows.places.tolist(), windows.counts.tolist())
+        for start, place, count in zip(*columns, strict=True):
+            target[place : place + count] = pool[start : start + count]
 
 
 class ShuffledSequences:

@@ -190,11 +190,7 @@ class ExportDataSettings(StoreSettings):
     store: str = key(path="folder")
     """folder of a store"""
     output: str = key(path="any")
-    """proteins.fasta, texts.jsonl (also .gz), - for standard output, or a corpus's PREFIX.idx"""
-    format: Literal["auto", "megatron"] = key("auto")
-    """format; auto: FASTA or JSON lines; a Megatron corpus if output is PREFIX.idx"""
-    end_of_document: int | None = key(None, low=0)
-    """id to write after each document of a Megatron corpus; null: none"""
+    """proteins.fasta, texts.jsonl (also .gz), or - for standard output"""
 
 
 @dataclass(frozen=True, kw_only=True)
