@@ -502,14 +502,6 @@ class Trainer:
         self.notify("on_save", location)
         return location
 
-    def save_state(self, folder: Path) -> None:
-        """Write the current state to a separate folder, as its only checkpoint."""
-        self.saver.finish()
-        root, group = checkpoint.Root(str(folder)), self.saver.group
-        saver = checkpoint.Saver(root, self.process, keep=1, group=group)
-        saver.save(self.step, *self._state())
-        saver.wait()
-
     def load(self, location: str, verified: bool = False) -> None:
         """Continue from a checkpoint written by any number of processes.
 

@@ -41,8 +41,8 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def test_what_cannot_be_converted_is_rejected(store: Path, tmp_path: Path) -> None:
     trainer = build(store, tmp_path / "run", log=False)
-    trainer.save_state(tmp_path / "state")
-    source = str(tmp_path / "state" / "step-00000000")
+    source = trainer.save()
+    trainer.saver.wait()
     to_safetensors(source, tmp_path / "converted")
     with pytest.raises(CheckpointError, match="already exists"):
         to_safetensors(source, tmp_path / "converted")
