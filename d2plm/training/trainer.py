@@ -390,7 +390,7 @@ class Trainer:
         self._seed_dropout(key)
         corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
         factor, count = self.loss_normaliser([c.count for c in corrupted])
-        self.experts.begin_step(factor)
+        self.experts.begin_step()
         if self.pipeline is None:
             loss = self.accumulate_gradients(batch.micro_batches, corrupted, factor)
         else:
