@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -520,17 +520,11 @@ class Trainer:
             )
         )
         changed = difference(saved["identity"], self.identity)
-        if _has_other_data(saved["identity"], self.identity):
-            raise CheckpointError(
-                f"checkpoint {location} was trained on other data: they have changed since this "
-                f"run ({changed}); to continue it, prepare the earlier input again, or set "
-                "data.prepared_dir to its data; to train on the present data, start anew with "
-                "resume=none, or choose another output_dir"
-            )
         if changed is not None:
             raise CheckpointError(
-                f"checkpoint {location} belongs to a run with other settings ({changed}); restore "
-                "them, start anew with resume=none, or choose another output_dir, where "
+                f"checkpoint {location} belongs to a run with other settings or data ({changed}); "
+                "restore them (data: prepare the earlier input again, or set data.prepared_dir to "
+                "its data), start anew with resume=none, or choose another output_dir, where "
                 "init_from=… with this run's exported model trains it further"
             )
         with checkpoint.fitting(location):
@@ -637,14 +631,3 @@ class Trainer:
 
     def _request_stop(self, _signal: int, _frame: object) -> None:
         self.stop_requested = True
-
-
-def _has_other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the data of two runs differ; a digest on one side only belongs to a setting."""
-    old_data, new_data = (one.get("data", {}).get("collections", ()) for one in (before, now))
-    pairs = zip(old_data, new_data, strict=False)
-    return any(
-        old[name] != new[name] and None not in (old[name], new[name])
-        for old, new in pairs
-        for name in ("digest", "clusters")
-    )
