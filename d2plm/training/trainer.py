@@ -54,7 +54,7 @@ from d2plm.training.parallelise import (
     shard_model,
     synchronise_gradients,
 )
-from d2plm.training.pipeline_parallel import Pipeline
+from d2plm.training.pipeline_parallel import Pipeline, Stage
 from d2plm.training.plan import Plan, packed_loader
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
 from d2plm.training.tensor_parallel import splits_of
@@ -242,17 +242,17 @@ class Trainer:
         self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
         if self.plan.pipeline > 1:
-            self.pipeline = Pipeline(self.model, self.process, self.plan, rows, self.dtype)
-        self.units = [self.model] if self.pipeline is None else self.pipeline.stages
-        for unit in self.units if self.process.mesh is not None else ():
-            shard_model(unit, unit.blocks, self.process, self.plan, self.dtype)
+            self.pipeline = Pipeline(self.model, self.process, rows, self.dtype)
+        self.unit: DiT | Stage = self.model if self.pipeline is None else self.pipeline.stage
+        if self.process.mesh is not None:
+            shard_model(self.unit, self.unit.blocks, self.process, self.plan, self.dtype)
 
     def materialise(self) -> None:
         """Allocate this rank's shards, with a new model's weights or the given ones."""
         home = torch.device("cpu") if self.plan.cpu_offload else self.device
         is_new = any(parameter.is_meta for parameter in self.model.parameters())
-        for unit in self.units:  # of FSDP; else uneven shards would be replaced later
-            unit.to_empty(device=home) if is_new else unit.to(home)
+        # The unit of FSDP; else uneven shards would be replaced later.
+        self.unit.to_empty(device=home) if is_new else self.unit.to(home)
         if is_new:
             self.draw_weights()
         self.denoiser = self.pipeline or in_precision(self.model, self.dtype)
@@ -479,8 +479,7 @@ class Trainer:
         try:
             yield self.denoiser
         finally:
-            for unit in self.units:
-                reshard(unit)
+            reshard(self.unit)
             self.model.train()
 
     def log(self, metrics: dict[str, float]) -> None:

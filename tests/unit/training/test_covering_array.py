@@ -63,7 +63,6 @@ FACTORS: dict[str, list[Any]] = {
     "context": [1, 2],
     "tensor": [1, 2],
     "pipeline": [1, 2],
-    "pipeline_stages_per_rank": [1, 2],
     "expert": [1, 2],
     "micro_batches": [1, 2],
     "activation_checkpointing": [0, 1, 2],
@@ -83,10 +82,9 @@ def cost_of(row: dict[str, Any]) -> int:
 
 def is_possible(row: dict[str, Any]) -> bool:
     """Whether the plan fits four processes and the model, and can be rejected by none."""
-    has_experts, stages = row["model"] == "experts", row["pipeline_stages_per_rank"]
+    has_experts = row["model"] == "experts"
     return (
         ranks_of(row) <= 4
-        and (row["pipeline"] == 2 or stages == 1)
         and (row["pipeline"] == 1 or not has_experts)
         and (row["pipeline"] == 1 or row["micro_batches"] == 2)
         and (row["pipeline"] == 1 or "between" not in row["speed"])
@@ -120,7 +118,7 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any]:
 def train_rows(store: Path, output: Path, rows: dict[str, dict[str, Any]]) -> None:
     """On one process without a plan or options, on many with those of the rows."""
     for name, row in rows.items():
-        plan = {key: row[key] for key in (*DIMENSIONS, "pipeline_stages_per_rank", "expert")}
+        plan = {key: row[key] for key in (*DIMENSIONS, "expert")}
         plan |= {"activation_checkpointing": row["activation_checkpointing"], **SPEED[row["speed"]]}
         more = {"plan": plan, "gradient_accumulation_steps": row["micro_batches"]}
         settings = {**settings_of(row), **({} if output.name == "one" else more)}
