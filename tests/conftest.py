@@ -51,12 +51,7 @@ ESM: dict[str, Any] = {
     "token_dropout": True,
     "head": "esm",
 }
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "shared_expert_size": 24,
-    "balance_rate": 0.01,
-    "auxiliary_loss": 0.01,
-}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "shared_expert_size": 24, "balance_rate": 0.01}
 # Blocks that differ from a DiT's own in all that can be chosen at once; over the time embedding's
 # width of the sizes.
 LLAMA: dict[str, Any] = {

@@ -8,7 +8,7 @@ from d2plm.core.files import nearest_path
 from d2plm.core.terminal import done, result
 from d2plm.settings.commands import CheckpointsSettings, ConvertSettings
 from d2plm.training.checkpoint import Root, manifest, verify
-from d2plm.training.conversion import to_checkpoint, to_safetensors
+from d2plm.training.conversion import to_safetensors
 
 
 def run_list(config: CheckpointsSettings) -> list[dict[str, Any]]:
@@ -49,13 +49,9 @@ def run_verify(config: CheckpointsSettings) -> list[dict[str, Any]]:
 
 
 def run_convert(config: ConvertSettings) -> dict[str, Any]:
-    source, output = config.checkpoint, config.output
-    if config.to == "safetensors":
-        number = to_safetensors(source, Path(output), config.max_shard_bytes)
-    else:
-        number = to_checkpoint(Path(source), output)
-    done(f"wrote {number} tensors to {output}")
-    return {"output": output, "tensors": number}
+    number = to_safetensors(config.checkpoint, Path(config.output), config.max_shard_bytes)
+    done(f"wrote {number} tensors to {config.output}")
+    return {"output": config.output, "tensors": number}
 
 
 def _root(location: str) -> Root:

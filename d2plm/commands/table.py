@@ -194,7 +194,7 @@ COMMANDS = {
                 "d2plm checkpoint verify runs/demo/diffusion",
             ),
             "convert": Command(
-                "convert a checkpoint to a folder of safetensors, or back (to=checkpoint)",
+                "convert a checkpoint to a folder of safetensors",
                 "d2plm checkpoint convert runs/demo/diffusion/checkpoints/step-00000750 "
                 "output=step750",
                 first_key="checkpoint",

@@ -166,7 +166,7 @@ class DiT(PreTrainedModel):
             shifts_scales_gates = torch.zeros(2, 3, self.config.hidden_size)
             shifts_scales_gates[:, 2] = self.config.initial_gate
             return shifts_scales_gates.flatten()
-        if name.endswith((".bias", ".past_load")) or ".modulation." in name or name in ZERO:
+        if name.endswith(".bias") or ".modulation." in name or name in ZERO:
             return torch.zeros(shape)
         std = self.config.initializer_range
         if std is None:
@@ -213,8 +213,8 @@ def load_dit(folder: str | Path) -> DiT:
             f"(first: {(wrong or sorted(report['mismatched_keys']))[0]}): export it again"
         )
     for router in (module for module in model.modules() if isinstance(module, Router)):
-        for state in router.states().values():
-            state.requires_grad_(False)  # `from_pretrained` lets every parameter have a gradient
+        if router.bias is not None:
+            router.bias.requires_grad_(False)  # as `from_pretrained` lets all have a gradient
     return model.eval()
 
 

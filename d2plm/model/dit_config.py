@@ -25,8 +25,7 @@ class DiTConfig(PretrainedConfig):
         if values["num_experts"] is not None:
             values["experts_per_token"] = values["experts_per_token"] or 2
             if values["balance_rate"] is None:
-                values["balance_rate"] = 0.0 if values["auxiliary_loss"] else 0.01
-            values["auxiliary_loss"] = values["auxiliary_loss"] or 0.0
+                values["balance_rate"] = 0.01
         if values["rope_frequencies"] is not None:
             values["rope_frequencies"] = list(values["rope_frequencies"])
         for name, value in values.items():

@@ -38,44 +38,27 @@ class Router(nn.Module):
 
     The scores are s = sigmoid(W·x). A token goes to the K experts with the largest s + bias (ties:
     the first); its gates are their s, divided by the sum (DeepSeek-V3, arXiv:2412.19437, equations
-    12 to 16). The loads are balanced in one or both of two ways:
-
-    - The bias, which affects only the choice, is adjusted by the load after every optimizer step
-      (Wang et al., arXiv:2408.15664); see `d2plm.training.load_balancing`.
-    - The auxiliary loss of a token is E·Σᵢ fᵢ·pᵢ, with p = s / Σ s, and f the experts' fractions of
-      the load (Fedus et al., arXiv:2101.03961, equation 4). f is that of the previous step's global
-      batch: the loss is then a sum over tokens, independent of micro-batches and ranks. It
-      contributes gradients only, and is not part of the reported loss.
-
-    Both states are parameters without a gradient, so that whatever saves, averages or distributes
-    parameters includes them.
+    12 to 16). To balance the loads, the bias, which affects only the choice, is adjusted by the
+    load after every optimizer step (Wang et al., arXiv:2408.15664); see
+    `d2plm.training.load_balancing`. It is a parameter without a gradient, so that whatever saves,
+    averages or distributes parameters includes it.
 
     Attributes:
         load: int64 [E], the number of tokens of each expert in the last forward in training mode.
         z: 0-d, Σ logsumexp(W·x)² of these tokens (the z-loss of Zoph et al., arXiv:2202.08906).
-        auxiliary_factor: 0-d, factor of the auxiliary loss, summed over tokens, in the backward;
-            None disables it.
     """
 
     load: Tensor
     z: Tensor
     bias: nn.Parameter | None
-    past_load: nn.Parameter | None
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         assert config.num_experts is not None
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
         self.weight = nn.Parameter(torch.zeros(self.num_experts, config.hidden_size))
-        for name, used in (("bias", config.balance_rate), ("past_load", config.auxiliary_loss)):
-            state = nn.Parameter(torch.zeros(self.num_experts), requires_grad=False)
-            self.register_parameter(name, state if used else None)
-        self.auxiliary_factor: Tensor | None = None
-
-    def states(self) -> dict[str, nn.Parameter]:
-        """`bias` and `past_load`, if used."""
-        both = {"bias": self.bias, "past_load": self.past_load}
-        return {name: state for name, state in both.items() if state is not None}
+        bias = nn.Parameter(torch.zeros(self.num_experts), requires_grad=False)
+        self.register_parameter("bias", bias if config.balance_rate else None)
 
     def forward(self, x_TD: Tensor, real_T: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token, int64 [T, K], and their gates [T, K], the largest first."""
@@ -92,26 +75,7 @@ class Router(nn.Module):
         if self.training:  # assigned, not accumulated, because recomputation repeats it
             self.load = count(chosen_TK, real_T, self.num_experts)
             self.z = torch.where(real_T, logits_TE.detach().logsumexp(-1).square(), 0.0).sum()
-            if self.past_load is not None and self.auxiliary_factor is not None:
-                share_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-                loss_T = self.num_experts * (share_TE @ self.past_load.to(dtype))
-                loss = torch.where(real_T, loss_T, 0.0).sum()
-                gates_TK = WithLoss.apply(gates_TK, loss, self.auxiliary_factor)
         return chosen_TK, gates_TK
-
-
-class WithLoss(torch.autograd.Function):
-    """Returns `value`; the backward adds the gradient of `factor · loss`."""
-
-    @staticmethod
-    def forward(ctx, value: Tensor, loss: Tensor, factor: Tensor) -> Tensor:  # type: ignore[no-untyped-def]  # torch's API
-        ctx.save_for_backward(factor.to(loss.dtype))
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]  # torch's API
-        (factor,) = ctx.saved_tensors
-        return grad, factor, None
 
 
 class Experts(nn.Module):

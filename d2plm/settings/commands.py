@@ -376,11 +376,9 @@ class ConvertSettings(Settings):
     """d2plm checkpoint convert."""
 
     checkpoint: str = key(path="any")
-    """checkpoint, or with to=checkpoint the output of an earlier conversion"""
+    """checkpoint to convert"""
     output: str = key(path="any")
-    """new folder; with to=checkpoint it must be named step-NNNNNNNN"""
-    to: Literal["safetensors", "checkpoint"] = key("safetensors")
-    """format to convert to"""
+    """new folder"""
     max_shard_bytes: int = key(5_000_000_000, low=1)
     """maximum size of a safetensors file"""
 

@@ -7,7 +7,7 @@ from d2plm.core.errors import require
 from d2plm.settings.schema import Settings, key
 
 PROTEIN_TOKENS = 33  # of ESM-2's vocabulary
-OF_EXPERTS = ("experts_per_token", "shared_expert_size", "balance_rate", "auxiliary_loss")
+OF_EXPERTS = ("experts_per_token", "shared_expert_size", "balance_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,7 @@ class ModelSettings(Settings):
     shared_expert_size: int | None = key(None, low=1)
     """width of an expert that all tokens pass; null: none"""
     balance_rate: float | None = key(None, low=0)
-    """step of the bias that balances loads; 0: none; null: 0.01 without auxiliary_loss"""
-    auxiliary_loss: float | None = key(None, low=0)
-    """coefficient of a loss that balances the experts' loads; null: none"""
+    """step of the bias that balances loads; 0: none; null: 0.01"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -59,16 +59,10 @@ class TrainerSettings(Settings):
     """number of newest checkpoints to keep"""
     save_top_k: int = key(0, low=0)
     """number of checkpoints of lowest validation bound also kept"""
-    on_save_error: Literal["stop", "continue"] = key("stop")
-    """action if a checkpoint cannot be written"""
     freeze: list[str] = key([])
     """patterns of parameters not to train, such as [token_embedding.*, blocks.0.*]"""
     lora_rank: int | None = key(None, low=1)
     """rank of LoRA updates of the blocks' matrices, which alone are trained; null: no LoRA"""
-
-
-# Sizes that divide the work if they are above 1.
-DIMENSIONS = ("replicate", "tensor", "context", "expert", "pipeline", "pipeline_stages_per_rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +78,7 @@ class Parallelism(Settings):
     tensor: int = key(1, low=1)
     """processes that share each block's heads and feed-forward width; divides both"""
     pipeline: int = key(1, low=1)
-    """processes that share the blocks; micro-batches pass through their stages (1F1B)"""
-    pipeline_stages_per_rank: int = key(1, low=1)
-    """stages per process; more (interleaved 1F1B) idle less and communicate more"""
+    """processes that share the blocks, each a stage that micro-batches pass through (1F1B)"""
     expert: int = key(1, low=1)
     """processes of a replica that share the experts of each layer; divides both"""
     reshard_after_forward: bool = key(True)
@@ -102,11 +94,6 @@ class Parallelism(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pipeline_stages_per_rank > 1 and self.pipeline == 1:
-            raise ConfigError(
-                "there is no pipeline; set pipeline above 1, or this to 1",
-                {"pipeline_stages_per_rank": self.pipeline_stages_per_rank},
-            )
         if self.pipeline > 1 and self.reshard_between_micro_batches:
             raise ConfigError(
                 f"pipeline={self.pipeline} computes several micro-batches at once and keeps "

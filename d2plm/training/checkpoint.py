@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import fsspec  # type: ignore[import-untyped]  # ships no types
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.dirfs import DirFileSystem  # type: ignore[import-untyped]
 from torch import Tensor
@@ -134,24 +133,16 @@ class Root:
 class Saver:
     """Writes the checkpoints of a run, one at a time, while training continues.
 
-    Every method except `failed` is called by all ranks at the same step.
+    Every method is called by all ranks at the same step.
 
     Args:
         keep: number of newest checkpoints to keep.
         keep_best: number of checkpoints with the lowest `monitored` value to keep in addition.
-        group: gloo group for the ranks' threads, from an idle saver, or None for a new one.
     """
 
-    def __init__(
-        self,
-        root: Root,
-        process: Process,
-        keep: int = 3,
-        keep_best: int = 0,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, root: Root, process: Process, keep: int = 3, keep_best: int = 0) -> None:
         self.root, self.process, self.keep, self.keep_best = root, process, keep, keep_best
-        self.group = process.new_host_group() if group is None else group
+        self.group = process.new_host_group()
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
@@ -173,11 +164,6 @@ class Saver:
         )
         self._thread.start()
         return self.root.of(name)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the save in progress is known on this rank to have failed."""
-        return self._error is not None
 
     def wait(self) -> None:
         """Wait for the save in progress; raises CheckpointError if it failed."""

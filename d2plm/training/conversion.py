@@ -1,8 +1,7 @@
-"""Conversion of complete checkpoints: `torch.distributed.checkpoint` ↔ safetensors.
+"""Conversion of complete checkpoints of `torch.distributed.checkpoint` to safetensors.
 
 Weights, EMA and optimizer state of all ranks become whole tensors in a few safetensors files, with
-the manifest's run state; converted back, training resumes from them. The conversion to safetensors
-holds the tensors of one file in memory at a time, the reverse conversion all of them.
+the manifest's run state. The tensors of one file are in memory at a time.
 """
 
 import json
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -20,7 +19,6 @@ from d2plm.core.batch import under_budget
 from d2plm.core.errors import CheckpointError, DataError, require_number
 from d2plm.core.files import written_beside
 from d2plm.training import checkpoint
-from d2plm.training.distributed import Process
 
 INDEX = "tensors.index.json"
 SEPARATOR = "/"  # in a tensor's path: optimizer/blocks.0.norm.weight/exp_avg
@@ -57,39 +55,6 @@ def to_safetensors(location: str, output: Path, max_shard_bytes: int = 5_000_000
             (partial / INDEX).write_text(json.dumps(content, indent=2))
     except (DataError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {output}: {error}") from error
-    return len(files)
-
-
-def to_checkpoint(folder: Path, output: str) -> int:
-    """Convert the output of `to_safetensors` to a checkpoint; returns the number of tensors.
-
-    Args:
-        output: location of the checkpoint, whose name is `step-` and the step with eight digits.
-
-    Raises:
-        CheckpointError: if the folder is incomplete, or the name is that of another step.
-    """
-    try:
-        content = json.loads((folder / INDEX).read_text())
-        run_state, files = content["run_state"], content["tensors"]
-        tensors: dict[str, Any] = {}
-        for file in sorted(set(files.values())):
-            with safe_open(folder / file, framework="pt") as opened:
-                for place in opened.keys():  # noqa: SIM118  # no mapping
-                    _put(tensors, place.split(SEPARATOR), opened.get_tensor(place))
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder} is not a whole converted checkpoint ({error}); convert it again"
-        ) from error
-    root, name = checkpoint.split_location(output)
-    if name != checkpoint.name_of(run_state["step"]):
-        raise CheckpointError(
-            f"output={output}: a checkpoint of step {run_state['step']} is named "
-            f"{checkpoint.name_of(run_state['step'])}"
-        )
-    saver = checkpoint.Saver(root, Process(), keep=len(root.names()) + 1)
-    saver.save(run_state["step"], tensors, run_state)
-    saver.wait()
     return len(files)
 
 

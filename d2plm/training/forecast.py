@@ -89,8 +89,9 @@ def memory_per_rank(
         activations = _activations(
             model, plan, tokens=tokens, segments=segments, dtype=dtype, compile=compile
         )
-    stage = -(-len(model.blocks) // plan.stages) * plan.stages // plan.pipeline / len(model.blocks)
-    activations = int(activations * _in_flight(plan, micro_batches) / plan.stages)
+    stage = -(-len(model.blocks) // plan.pipeline) / len(model.blocks)
+    # On the first rank as many forwards as there are stages wait for their backward.
+    activations = int(activations * min(plan.pipeline, micro_batches) / plan.pipeline)
 
     def kept_here() -> tuple[int, int]:
         """(number of this rank's parameters, number of them outside the blocks)."""
@@ -171,13 +172,6 @@ def _row_mesh(plan: Plan) -> Iterator[DeviceMesh | None]:
     finally:
         for name in groups:
             _unregister_process_group(name)  # type: ignore[arg-type]  # the same
-
-
-def _in_flight(plan: Plan, micro_batches: int) -> int:
-    """Maximum number of forwards of a stage awaiting their backward on a pipeline's first rank."""
-    ranks, each = plan.pipeline, plan.pipeline_stages_per_rank
-    warm_up = ranks if each == 1 else 2 * (ranks - 1) + (each - 1) * ranks + 1
-    return min(warm_up, micro_batches * each)
 
 
 def _activations(model: DiT, plan: Plan, **sizes: Any) -> int:

@@ -1,4 +1,4 @@
-"""Load balancing of experts: their loads in each step, and the updates of the routers' states.
+"""Load balancing of experts: their loads in each step, and the updates of the routers' biases.
 
 Loads are integers summed over the micro-batches and ranks of the global batch, so the biases are
 bitwise identical however the batch is distributed. Loads from evaluations and recomputed forwards
@@ -17,9 +17,9 @@ from d2plm.training.shards import own_shard
 
 
 class LoadBalancer:
-    """Sums the loads of a step and updates the routers' states; does nothing for a dense model.
+    """Sums the loads of a step and updates the routers' biases; does nothing for a dense model.
 
-    The states of routers with frozen weights do not change.
+    The biases of routers with frozen weights do not change.
 
     Args:
         parameters: this rank's shards by name.
@@ -36,19 +36,17 @@ class LoadBalancer:
         self._routers = list(routers.values())
         self.layers = [name.removesuffix(".feed_forward.router") for name in routers]
         self.load = self.z = torch.zeros(())
-        # (layer, this rank's shard of the state), and indices of the experts in the shards.
-        self._states: dict[str, list[tuple[int, Tensor]]] = {"bias": [], "past_load": []}
+        # (layer, this rank's shard of its bias), and indices of the experts in the shards.
+        self._biases: list[tuple[int, Tensor]] = []
         for layer, (name, router) in enumerate(routers.items()):
-            for kind, state in router.states().items() if router.weight.requires_grad else ():
-                self._states[kind].append((layer, parameters[f"{name}.{kind}"]))
-                self._own = own_shard(torch.arange(len(state), device=state.device), state)
+            bias = router.bias
+            if bias is not None and router.weight.requires_grad:
+                self._biases.append((layer, parameters[f"{name}.bias"]))
+                self._own = own_shard(torch.arange(len(bias), device=bias.device), bias)
 
-    def begin_step(self, factor: Tensor) -> None:
-        """Call before the forwards of a step, with the backward's factor of the summed loss."""
+    def begin_step(self) -> None:
+        """Call before the forwards of a step."""
         self._seen: list[tuple[Tensor, Tensor]] = []
-        if self.config.auxiliary_loss:
-            for router in self._routers:
-                router.auxiliary_factor = self.config.auxiliary_loss * factor
 
     def see(self) -> None:
         """Call after the forward of each micro-batch."""
@@ -63,20 +61,17 @@ class LoadBalancer:
             self.z = torch.stack(zs).sum(0)
 
     def move(self) -> None:
-        """Move the biases towards equal loads, and store the loads for the auxiliary loss.
+        """Move the biases towards equal loads.
 
         A bias moves by `balance_rate`, up if its expert's load is below the mean and down if above
         (Wang et al., arXiv:2408.15664, algorithm 1). Only differences matter, so the mean over the
         experts is subtracted: small biases stay precise if parameters are cast to bf16.
         """
-        if not any(self._states.values()):
+        if not self._biases:
             return
         load = self.load.to(self._own.device)  # parameters may be offloaded
         total = load.sum(-1, keepdim=True)
         steps = self.config.balance_rate * (total - load.shape[-1] * load).sign().double()
         steps = (steps - steps.mean(-1, keepdim=True))[:, self._own]
-        for layer, bias in self._states["bias"]:
+        for layer, bias in self._biases:
             bias.add_(steps[layer])
-        shares = (load.double() / total.clamp(min=1))[:, self._own]
-        for layer, past_load in self._states["past_load"]:
-            past_load.copy_(shares[layer])

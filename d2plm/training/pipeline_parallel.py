@@ -1,11 +1,10 @@
-"""Pipeline parallelism: processes that hold consecutive blocks of the model, called stages.
+"""Pipeline parallelism: each process holds consecutive blocks of the model, a stage.
 
-Micro-batches pass through the stages one after another, by the schedules of
-`torch.distributed.pipelining`: 1F1B (Harlap et al., arXiv:1806.03377), or with several stages on
-each process interleaved 1F1B (Narayanan et al., arXiv:2104.04473). A stage receives the hidden
-states and any time embedding, whose parameters only the first stage has, and computes the layout of
-the row itself. It sends little, but waits: of M micro-batches on P processes with V stages each, a
-part of (P − 1)/(V·M + P − 1) of the time is idle where all stages take equally long.
+Micro-batches pass through the stages one after another, by the schedule 1F1B (Harlap et al.,
+arXiv:1806.03377) of `torch.distributed.pipelining`. A stage receives the hidden states and any time
+embedding, whose parameters only the first stage has, and computes the layout of the row itself. It
+sends little, but waits: of M micro-batches on P processes, a part of (P − 1)/(M + P − 1) of the
+time is idle where all stages take equally long.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError
@@ -22,7 +21,6 @@ from d2plm.model.dit import DiT
 from d2plm.paradigms.paradigm import Corrupted, Paradigm
 from d2plm.training.context_parallel import ContextParallel
 from d2plm.training.distributed import Process
-from d2plm.training.plan import Plan
 
 
 class Stage(nn.Module):
@@ -70,7 +68,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """The stages of this process, and the way of micro-batches through all stages.
+    """The stage of this process, and the way of micro-batches through all stages.
 
     Parameters of other stages are removed from `model`; those that stay keep their names.
 
@@ -79,33 +77,28 @@ class Pipeline:
         dtype: dtype of the hidden states.
 
     Attributes:
-        stages: those of this process.
+        stage: that of this process.
         elsewhere: the names of the parameters that only other processes have.
     """
 
     def __init__(
-        self,
-        model: DiT,
-        process: Process,
-        plan: Plan,
-        rows: ContextParallel | None,
-        dtype: torch.dtype,
+        self, model: DiT, process: Process, rows: ContextParallel | None, dtype: torch.dtype
     ) -> None:
         assert process.pipeline_group is not None
         self.group, self.device = process.pipeline_group, process.device
-        self.config, self.count, self.rows, self.dtype = model.config, plan.stages, rows, dtype
-        own = range(self.group.rank(), self.count, plan.pipeline)
-        stages = [Stage(model, number, self.count) for number in range(self.count)]
+        self.config, self.rows, self.dtype = model.config, rows, dtype
+        ranks = self.group.size()
+        stages = [Stage(model, number, ranks) for number in range(ranks)]
         _require_trainable(stages)
-        self.stages = [stages[number] for number in own]
+        self.stage = stages[self.group.rank()]
         names = {name for name, _ in model.named_parameters()}
-        kept = {model.blocks, *(module for stage in self.stages for module in stage.modules())}
+        kept = {model.blocks, *self.stage.modules()}
         for parent in (model, model.blocks):
             for name, child in list(parent.named_children()):
                 if child not in kept:
                     delattr(parent, name)  # not `del`, which would number the blocks anew
         self.elsewhere = names - {name for name, _ in model.named_parameters()}
-        self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
+        self._schedule: Schedule1F1B | None = None
         self._loss: Callable[[Tensor, int], Tensor]  # of the current step
 
     def step(
@@ -153,26 +146,24 @@ class Pipeline:
         """Logits as of the whole model, on every process, without gradients."""
         row = self._padded(tokens, cu_seqlens, max_seqlen, times)
         tokens, cu_seqlens, max_seqlen, times = row
-        rank, ranks = self.group.rank(), self.group.size()
-        logits = self._logits(row, self.device)
-        for stage in self.stages:
-            sent = self._sent(row) if stage.number > 0 else ()
-            received = [torch.empty_like(each, device=self.device) for each in sent]
-            for each in received:
-                dist.recv(each, group=self.group, group_src=(rank - 1) % ranks)
-            out = stage(
-                *received,
-                tokens=tokens[None],
-                cu_seqlens=cu_seqlens[None],
-                max_seqlen=max_seqlen,
-                times=times[None],
-            )
-            if stage.head is not None:
-                logits = out
-            else:
-                for each in out:
-                    dist.send(each.contiguous(), group=self.group, group_dst=(rank + 1) % ranks)
-        dist.broadcast(logits, group=self.group, group_src=ranks - 1)
+        number = self.stage.number
+        received = [torch.empty_like(each, device=self.device) for each in self._received(row)]
+        for each in received:
+            dist.recv(each, group=self.group, group_src=number - 1)
+        out = self.stage(
+            *received,
+            tokens=tokens[None],
+            cu_seqlens=cu_seqlens[None],
+            max_seqlen=max_seqlen,
+            times=times[None],
+        )
+        if self.stage.head is not None:
+            logits = out
+        else:
+            logits = self._logits(row, self.device)
+            for each in out:
+                dist.send(each.contiguous(), group=self.group, group_dst=number + 1)
+        dist.broadcast(logits, group=self.group, group_src=self.group.size() - 1)
         return self._cut(logits)
 
     def _padded(self, *row: Any) -> tuple[Any, ...]:
@@ -191,35 +182,32 @@ class Pipeline:
         settings: dict[str, Any] = {"dtype": self.dtype, "device": "meta", "requires_grad": True}
         return tuple(torch.empty(*shape, **settings) for shape in shapes)
 
+    def _received(self, row: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """What this process's stage receives of a row, without memory."""
+        return self._sent(row) if self.stage.number > 0 else ()
+
     def _logits(self, row: tuple[Any, ...], device: torch.device | str) -> Tensor:
         """Room for the logits of a row, as the last stage returns them."""
         dtype = torch.promote_types(self.dtype, torch.float32)
         return torch.empty((len(row[0]), self.config.vocab_size), dtype=dtype, device=device)
 
-    def _new_schedule(
-        self, micro_batches: int, row: tuple[Any, ...]
-    ) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        sent, logits = self._sent(row), self._logits(row, "meta")
-        stages = [
-            PipelineStage(
-                stage,
-                stage.number,
-                self.count,
-                self.device,
-                input_args=sent if stage.number > 0 else (),
-                output_args=sent if stage.head is None else (logits,),
-                group=self.group,
-            )
-            for stage in self.stages
-        ]
-        settings: dict[str, Any] = {
-            "n_microbatches": micro_batches,
-            "loss_fn": lambda logits, number: self._loss(logits, int(number)),
-            "scale_grads": False,
-        }
-        if len(stages) == 1:
-            return Schedule1F1B(stages[0], **settings)
-        return ScheduleInterleaved1F1B([*stages], **settings)
+    def _new_schedule(self, micro_batches: int, row: tuple[Any, ...]) -> Schedule1F1B:
+        is_last = self.stage.head is not None
+        stage = PipelineStage(
+            self.stage,
+            self.stage.number,
+            self.group.size(),
+            self.device,
+            input_args=self._received(row),
+            output_args=(self._logits(row, "meta"),) if is_last else self._sent(row),
+            group=self.group,
+        )
+        return Schedule1F1B(
+            stage,
+            micro_batches,
+            loss_fn=lambda logits, number: self._loss(logits, int(number)),
+            scale_grads=False,
+        )
 
 
 def _require_trainable(stages: Sequence[Stage]) -> None:

@@ -39,11 +39,6 @@ class Plan(Parallelism):
         """The processes that share one row."""
         return self.context * self.tensor
 
-    @property
-    def stages(self) -> int:
-        """The parts into which the blocks are divided."""
-        return self.pipeline * self.pipeline_stages_per_rank
-
     def resolved(self, world_size: int) -> "Plan":
         """The plan with the number of shards filled in.
 
@@ -81,12 +76,12 @@ class Plan(Parallelism):
     def require_fits(self, config: DiTConfig) -> None:
         """Raise `ConfigError` unless a model of this `config` can be spread as planned."""
         heads, ranks, layers = config.num_attention_heads, self.row_ranks, config.num_hidden_layers
-        staged = self._named("pipeline", "pipeline_stages_per_rank")
+        staged = self._named("pipeline")
         named = self._named("context", "tensor")
-        if self.stages > layers:
+        if self.pipeline > layers:
             raise ConfigError(
-                f"the model's num_hidden_layers={layers} cannot be divided into {self.stages} "
-                f"stages; use a product of at most {layers}",
+                f"the model's num_hidden_layers={layers} cannot be divided into {self.pipeline} "
+                f"stages; use at most {layers}",
                 staged,
             )
         if staged and config.num_experts is not None:
@@ -137,10 +132,9 @@ class Plan(Parallelism):
 
     def require_micro_batches(self, number: int) -> None:
         """Raise `ConfigError` unless this number of micro-batches of a step fills the pipeline."""
-        if number < self.pipeline or (self.stages > self.pipeline and number % self.pipeline):
-            few = "at least" if self.stages == self.pipeline else "a multiple of"
+        if number < self.pipeline:
             raise ConfigError(
-                f"a step has {number} micro-batches, and needs {few} {self.pipeline}; change "
+                f"a step has {number} micro-batches, and needs at least {self.pipeline}; change "
                 "global_batch_tokens or gradient_accumulation_steps",
                 {"pipeline": self.pipeline},
             )

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ from d2plm.training.parallelise import (
     shard_model,
     synchronise_gradients,
 )
-from d2plm.training.pipeline_parallel import Pipeline
+from d2plm.training.pipeline_parallel import Pipeline, Stage
 from d2plm.training.plan import Plan, packed_loader
 from d2plm.training.shards import LocalParameters, local, norms, own_shard, sharded_like
 from d2plm.training.tensor_parallel import splits_of
@@ -67,8 +67,6 @@ from d2plm.training.trainer_settings import (
 from d2plm.training.training_length import flops_per_step, number_of_steps
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# Reported by a rank to the others after a step, in ascending priority.
-_NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
 
 log = logging.getLogger(__name__)
 
@@ -242,17 +240,17 @@ class Trainer:
         self.compiled = compile_blocks(self.model.blocks, compile, self.device, flops)
         checkpoint_activations(self.model.blocks, self.plan.activation_checkpointing)
         if self.plan.pipeline > 1:
-            self.pipeline = Pipeline(self.model, self.process, self.plan, rows, self.dtype)
-        self.units = [self.model] if self.pipeline is None else self.pipeline.stages
-        for unit in self.units if self.process.mesh is not None else ():
-            shard_model(unit, unit.blocks, self.process, self.plan, self.dtype)
+            self.pipeline = Pipeline(self.model, self.process, rows, self.dtype)
+        self.unit: DiT | Stage = self.model if self.pipeline is None else self.pipeline.stage
+        if self.process.mesh is not None:
+            shard_model(self.unit, self.unit.blocks, self.process, self.plan, self.dtype)
 
     def materialise(self) -> None:
         """Allocate this rank's shards, with a new model's weights or the given ones."""
         home = torch.device("cpu") if self.plan.cpu_offload else self.device
         is_new = any(parameter.is_meta for parameter in self.model.parameters())
-        for unit in self.units:  # of FSDP; else uneven shards would be replaced later
-            unit.to_empty(device=home) if is_new else unit.to(home)
+        # The unit of FSDP; else uneven shards would be replaced later.
+        self.unit.to_empty(device=home) if is_new else self.unit.to(home)
         if is_new:
             self.draw_weights()
         self.denoiser = self.pipeline or in_precision(self.model, self.dtype)
@@ -333,7 +331,7 @@ class Trainer:
                 with silent_ranks_named(self.process, lambda: self.step):
                     self.notify("on_train_begin")
                     self._train_to_the_limit()
-                    self._settle_save()
+                    self.saver.wait()
                     self.notify("on_train_end")
             finally:
                 self.saver.finish()
@@ -353,12 +351,8 @@ class Trainer:
             self.train_step(batch)
             if self.step == self.first_step + 1:  # reject unsupported state before the first save
                 optimizer_state.collect(self.optimizer, self.parameters)
-            failed = _SAVE_FAILED if self.saver.failed else _NOTHING
-            agreed = agreement.exchange(_STOP if self.stop_requested else failed)
-            if agreed == _STOP:
+            if agreement.exchange(int(self.stop_requested)):
                 self._stop_here()
-            elif agreed == _SAVE_FAILED:
-                self._settle_save()
         agreement.finish()
 
     def batches(self) -> Iterator[GlobalBatch]:
@@ -390,7 +384,7 @@ class Trainer:
         self._seed_dropout(key)
         corrupted = [self.paradigm.corrupt(packed, key) for packed in batch.micro_batches]
         factor, count = self.loss_normaliser([c.count for c in corrupted])
-        self.experts.begin_step(factor)
+        self.experts.begin_step()
         if self.pipeline is None:
             loss = self.accumulate_gradients(batch.micro_batches, corrupted, factor)
         else:
@@ -479,8 +473,7 @@ class Trainer:
         try:
             yield self.denoiser
         finally:
-            for unit in self.units:
-                reshard(unit)
+            reshard(self.unit)
             self.model.train()
 
     def log(self, metrics: dict[str, float]) -> None:
@@ -495,20 +488,15 @@ class Trainer:
         self.notify("on_evaluate", metrics)
 
     def save(self) -> str:
-        """Start writing a checkpoint of the current step; returns its location."""
-        self._settle_save()
+        """Start writing a checkpoint of the current step; returns its location.
+
+        Raises:
+            CheckpointError: if the previous save failed, on all ranks alike.
+        """
         location = self.saver.save(self.step, *self._state())
         self._saved_step = self.step
         self.notify("on_save", location)
         return location
-
-    def save_state(self, folder: Path) -> None:
-        """Write the current state to a separate folder, as its only checkpoint."""
-        self.saver.finish()
-        root, group = checkpoint.Root(str(folder)), self.saver.group
-        saver = checkpoint.Saver(root, self.process, keep=1, group=group)
-        saver.save(self.step, *self._state())
-        saver.wait()
 
     def load(self, location: str, verified: bool = False) -> None:
         """Continue from a checkpoint written by any number of processes.
@@ -528,17 +516,11 @@ class Trainer:
             )
         )
         changed = difference(saved["identity"], self.identity)
-        if _has_other_data(saved["identity"], self.identity):
-            raise CheckpointError(
-                f"checkpoint {location} was trained on other data: they have changed since this "
-                f"run ({changed}); to continue it, prepare the earlier input again, or set "
-                "data.prepared_dir to its data; to train on the present data, start anew with "
-                "resume=none, or choose another output_dir"
-            )
         if changed is not None:
             raise CheckpointError(
-                f"checkpoint {location} belongs to a run with other settings ({changed}); restore "
-                "them, start anew with resume=none, or choose another output_dir, where "
+                f"checkpoint {location} belongs to a run with other settings or data ({changed}); "
+                "restore them (data: prepare the earlier input again, or set data.prepared_dir to "
+                "its data), start anew with resume=none, or choose another output_dir, where "
                 "init_from=… with this run's exported model trains it further"
             )
         with checkpoint.fitting(location):
@@ -626,33 +608,13 @@ class Trainer:
             tensors["loss_scale"] = self.loss_scale.tensors()
         return tensors
 
-    def _settle_save(self) -> None:
-        """Wait for the save in progress; a failure ends training or is logged."""
-        try:
-            self.saver.wait()
-        except CheckpointError as error:
-            if self.settings.on_save_error == "stop":
-                raise
-            log.error("%s; training continues, as on_save_error=continue", error)
-
     def _stop_here(self) -> None:
         if self._saved_step != self.step:
             self.save()
-        self._settle_save()
+        self.saver.wait()
         log.info("stopped by a signal at step %d; the same command continues", self.step)
         end_together(self.process)
         raise SystemExit(128 + signal.SIGTERM)
 
     def _request_stop(self, _signal: int, _frame: object) -> None:
         self.stop_requested = True
-
-
-def _has_other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the data of two runs differ; a digest on one side only belongs to a setting."""
-    old_data, new_data = (one.get("data", {}).get("collections", ()) for one in (before, now))
-    pairs = zip(old_data, new_data, strict=False)
-    return any(
-        old[name] != new[name] and None not in (old[name], new[name])
-        for old, new in pairs
-        for name in ("digest", "clusters")
-    )

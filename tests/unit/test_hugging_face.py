@@ -45,7 +45,7 @@ PROTEINS = ["MKTA<mask>IAKQR", "GS", "<mask>W<mask>A"]
 TO_LEARN = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMLEDPVAGGLLMKWYNE", "ACDEFGHIKLMNPQRSTVWY"] * 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "esm": ESM,
-    "experts": {"num_experts": 4, "shared_expert_size": 16, "auxiliary_loss": 0.01},
+    "experts": {"num_experts": 4, "shared_expert_size": 16},
     "relatives": {"relatives_dim": 16},
 }
 IDS = torch.tensor([[0, 20, 32, 11, 32, 2], [0, 6, 32, 2, 1, 1]])

@@ -94,7 +94,7 @@ def test_a_dry_run_knows_the_processes_that_share_rows(tmp_path: Path) -> None:
 
 def test_a_run_of_any_plan_is_taken_up_by_one_process(tmp_path: Path) -> None:
     sizes = ("processes", "replicate", "tensor", "context", "expert", "pipeline")
-    spread = [f"distributed.{key}=2" for key in (*sizes, "pipeline_stages_per_rank")]
+    spread = [f"distributed.{key}=2" for key in sizes]
     trainer = built(on_one_process(configuration(tmp_path, *spread)))
     assert trainer.plan == Plan(shard=1)
 

@@ -53,14 +53,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "pipeline=2: a model with num_experts": lambda: fits({"num_experts": 4}, pipeline=2),
     "pipeline=2: a model with relatives_dim": lambda: fits({"relatives_dim": 12}, pipeline=2),
     "pipeline=6: the model's num_hidden_layers=5": lambda: fits(PIPELINE, pipeline=6),
-    "pipeline=2, pipeline_stages_per_rank=3": (
-        lambda: fits(PIPELINE, pipeline=2, pipeline_stages_per_rank=3)
-    ),
-    "pipeline_stages_per_rank=2": lambda: Plan(pipeline_stages_per_rank=2),
     "pipeline=4: a step has 2": lambda: Plan(pipeline=4).require_micro_batches(2),
-    "pipeline=2: a step has 3": (
-        lambda: Plan(pipeline=2, pipeline_stages_per_rank=2).require_micro_batches(3)
-    ),
     "reshard_between_micro_batches=True": (
         lambda: Plan(pipeline=2, reshard_between_micro_batches=True)
     ),

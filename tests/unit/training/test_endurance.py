@@ -28,8 +28,6 @@ class Measure(Callback):
         self.found: list[dict[str, int]] = []
 
     def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.step % 70 == 0:
-            trainer.save_state(trainer.output_dir / "state")
         if trainer.step not in self.steps:
             return
         trainer.saver.finish()

@@ -15,7 +15,7 @@ from tests.ranks import run
 from tests.runs import SHAREABLE, SHORT, build, newest, rows, tensors
 
 SIZES = {**SHAREABLE, "num_hidden_layers": 5}
-PLANS = {"sharded": {}, "stages": {"pipeline": 2, "pipeline_stages_per_rank": 2}}
+PLANS = {"sharded": {}, "stages": {"pipeline": 2}}
 
 
 def train_measured(store: Path, output: Path, plans: dict[str, dict[str, int]]) -> None:

@@ -243,10 +243,9 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
 
 # --- other plans ---------------------------------------------------------------------------------
 
-INTERLEAVED = {"pipeline": 2, "pipeline_stages_per_rank": 2}
 LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "one and two ranks": [
-        *((1, {}), (2, {"context": 2}), (2, {"tensor": 2}), (2, INTERLEAVED), (2, {}), (1, {}))
+        *((1, {}), (2, {"context": 2}), (2, {"tensor": 2}), (2, {"pipeline": 2}), (2, {}), (1, {}))
     ],
     "up to four ranks": [
         *((4, {}), (1, {}), (4, {"context": 2, "tensor": 2}), (4, {"replicate": 2})),

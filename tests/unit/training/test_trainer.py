@@ -197,7 +197,6 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(
     if of == "experts":
         kept = runs.tensors(runs.newest(broken))
         assert kept["model/blocks.0.feed_forward.router.bias"].any()
-        assert kept["model/blocks.0.feed_forward.router.past_load"].sum() == pytest.approx(1)
 
 
 def test_dropout_is_on_in_training(make_trainer: Build, tmp_path: Path) -> None:
