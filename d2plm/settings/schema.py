@@ -240,12 +240,6 @@ class Key:
         known = " | ".join(self.choices) or limits
         return f"{self.help} ({known})" if known else self.help
 
-    @property
-    def type(self) -> str:
-        """The type and range in words."""
-        kinds = _alternatives(self.field.type)
-        return " or ".join(dict.fromkeys(_wanted(kind, self.field.metadata) for kind in kinds))
-
 
 def keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
     """All keys of a class of settings by dotted name, including every type of a section."""

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 from d2plm import load_model
 from d2plm.core.vocabulary import decode
-from d2plm.data.fasta import read_fasta, write_fasta
+from d2plm.data.fasta import write_fasta
 from d2plm.data.manifest import open_prepared
 from d2plm.evaluation.tables import as_markdown
 from d2plm.export.exported_model import load_export
@@ -32,7 +32,6 @@ from tests.conftest import FASTA, Exports, Tokens, shared_folder
 EXAMPLES = FASTA.parents[1]
 ROOT = EXAMPLES.parent
 SMALL = ["--token-budget", "400", "--max-length", "100"]
-SCAFFOLD = next(iter(read_fasta(EXAMPLES / "data" / "osteocalcin.fasta")))
 
 Run = Callable[..., str]
 
@@ -89,34 +88,9 @@ def test_without_hydra_leaves_an_evaluated_model_that_knows_its_data(trained: Pa
     assert int(exported.lengths.counts.sum()) == len(prepared.splits["train"])
 
 
-def test_a_scaffold_is_filled_in_around_its_motif(trained: Path, tmp_path: Path, run: Run) -> None:
-    options = ["--model", trained / "model", "--number", 3, "--steps", 4, "--keep", "5,60-80"]
-    run("infill_scaffold.py", EXAMPLES / "data" / "osteocalcin.fasta", tmp_path, *options)
-    natural = decode(SCAFFOLD.tokens)
-    designs = [decode(record.tokens) for record in read_fasta(tmp_path / "designs.fasta")]
-    written = (tmp_path / "designs.fasta").read_text()
-    perplexities = [float(value) for value in re.findall(r"perplexity=([\d.]+)", written)]
-    assert perplexities == sorted(perplexities)
-    assert len(designs) == len(set(designs)) == 3
-    for design in designs:
-        assert len(design) == len(natural)
-        assert design[59:80] == natural[59:80]
-        assert design[4] == natural[4]
-        assert design != natural
-
-
-@pytest.mark.parametrize("keep", ["5-x", "90-98"])
-def test_a_motif_that_is_not_in_the_protein_is_rejected_in_one_line(
-    keep: str, tmp_path: Path, run: Run
-) -> None:
-    with pytest.raises(SystemExit, match=rf"^error: --keep {keep}: "):
-        run("infill_scaffold.py", EXAMPLES / "data" / "osteocalcin.fasta", tmp_path, "--keep", keep)
-
-
-@pytest.mark.parametrize("script", ["without_hydra.py", "infill_scaffold.py"])
-def test_a_missing_file_is_named_in_one_line(script: str, tmp_path: Path, run: Run) -> None:
+def test_a_missing_file_is_named_in_one_line(tmp_path: Path, run: Run) -> None:
     with pytest.raises(SystemExit, match=r"^error: .*absent\.fasta"):
-        run(script, tmp_path / "absent.fasta", tmp_path / "output")
+        run("without_hydra.py", tmp_path / "absent.fasta", tmp_path / "output")
 
 
 def test_the_card_has_the_figures_the_counts_and_the_digests(trained: Path) -> None:
