@@ -25,7 +25,6 @@ CLASSES = {
     "negative": "DE",
     "special": "CGP",
 }
-CLASS_COLOURS = dict(zip(CLASSES, (ORANGE, "#F0E442", GREEN, BLUE, VERMILION, PINK), strict=True))
 CLASS_OF = {letter: name for name, letters in CLASSES.items() for letter in letters}
 
 

@@ -14,8 +14,6 @@ import numpy as np
 from d2plm.core.estimate import Estimate
 from d2plm.core.palette import (
     BLUE,
-    CLASS_COLOURS,
-    CLASS_OF,
     DASHES,
     GREEN,
     GREY,
@@ -59,10 +57,7 @@ BASELINES = {
 OTHERS = SERIES[2:]  # for other models; not this model's blue or the baseline's orange
 TRAINING_COLOUR = GREY
 HATCHES = ("", "///", "\\\\\\", "xxx")
-ALIGNED_COLUMNS = 100  # number of columns shown
 MOST_LINEAR = 50  # a larger perplexity needs a logarithmic axis
-LETTER_SIZE = 6  # points
-CAPITAL_HEIGHT = 0.73  # relative to the letter's size
 _OF_MEMBERS: dict[str, dict[str, Any]] = {
     NATURAL_MEMBERS: {"color": GREEN, "marker": "^", "ls": "", "markersize": 5, "alpha": 0.7},
     GENERATED: {"color": BLUE, "marker": "o", "ls": "", "markersize": 5, "alpha": 0.7},
@@ -349,12 +344,10 @@ def identity_shares(figures: SequenceSet) -> list[float]:
 
 def plot_new_members(members: Mapping[str, Any], file: Path) -> None:
     """Write one PNG of the result of `Judge.describe`; raises DataError if it cannot be written."""
-    rows = 0.22 * len(members["alignment"]) + 0.8
-    figure = new_figure(12, 5.2 + rows)
-    grid = figure.add_gridspec(2, 2, height_ratios=(5, rows))
-    plot_plane(figure.add_subplot(grid[0, 0]), members)
-    plot_membership(figure.add_subplot(grid[0, 1]), members)
-    plot_alignment(figure.add_subplot(grid[1, :]), members["alignment"])
+    figure = new_figure(12, 5.2)
+    plane, membership = figure.subplots(1, 2)
+    plot_plane(plane, members)
+    plot_membership(membership, members)
     save_figure(figure, file)
 
 
@@ -380,48 +373,6 @@ def plot_membership(axes: Any, members: Mapping[str, Any]) -> None:
     axes.set(xlabel="identity to the nearest given member, %", ylabel="score by the HMM, bits")
     axes.set_xlim(right=102)
     legend_above(axes)
-
-
-def plot_alignment(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the first columns of aligned proteins, residues coloured by side chain."""
-    from matplotlib.collections import PathCollection, PolyCollection
-    from matplotlib.textpath import TextPath
-    from matplotlib.transforms import Affine2D, IdentityTransform
-
-    places: dict[str, list[tuple[int, int]]] = {}  # (column, row) of each letter
-    for number, row in enumerate(rows):
-        for column, letter in enumerate(row["columns"][:ALIGNED_COLUMNS]):
-            places.setdefault(letter, []).append((column, number))
-    box = np.array([(-0.5, -0.45), (0.5, -0.45), (0.5, 0.45), (-0.5, 0.45)])
-    for kind, colour in CLASS_COLOURS.items():
-        at = [p for letter, own in places.items() if CLASS_OF.get(letter, "") == kind for p in own]
-        boxes = np.array(at).reshape(-1, 1, 2) + box
-        axes.add_collection(PolyCollection(boxes, color=colour, alpha=0.45, lw=0, label=kind))
-    # A text object per letter would take seconds.
-    for letter, at in places.items():
-        glyph = TextPath((0, -LETTER_SIZE * CAPITAL_HEIGHT / 2), letter, size=LETTER_SIZE)
-        centred = glyph.transformed(Affine2D().translate(-glyph.get_extents().intervalx.mean(), 0))
-        axes.add_collection(
-            PathCollection(
-                *([centred], [1]),
-                offsets=at,
-                offset_transform=axes.transData,
-                transform=IdentityTransform(),
-                color=INK,
-                lw=0,
-                snap=False,  # keeps thin stems visible
-            )
-        )
-    shown = max((len(row["columns"]) for row in rows), default=0)
-    shown = min(shown, ALIGNED_COLUMNS)
-    names = [plain(row["name"], _LONGEST_LINE) for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=7)
-    axes.set(xlabel="column of the HMM", xlim=(-0.6, shown - 0.4), ylim=(len(rows) - 0.4, -0.6))
-    axes.set_xticks(range(9, shown, 10), range(10, shown + 1, 10))
-    axes.tick_params(length=0)
-    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
-        tick.set_color(BLUE if row["set"] == GENERATED else INK)
-    axes.legend(ncols=len(CLASS_COLOURS), fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def plain(name: str, longest: int = _LONGEST_NAME) -> str:
