@@ -23,10 +23,9 @@ from d2plm.core.files import shipped, written_beside
 from d2plm.core.processes import train_locally
 from d2plm.core.progress import Progress
 from d2plm.core.vocabulary import PROTEIN
-from d2plm.data.manifest import RAW, PreparedData, is_prepared, open_prepared
+from d2plm.data.manifest import PreparedData, is_prepared, open_prepared
 from d2plm.data.retrieval import retrieve_relatives
 from d2plm.data.sources import read_sequences
-from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.export_callback import ADAPTER
 from d2plm.export.exported_model import ExportedModel, load_export, read_provenance, save_export
@@ -41,8 +40,6 @@ from d2plm.tracking.locations import model_folder, open_export, say_if_shipped
 IDENTITIES = (0.3, 0.5, 0.7, 0.9)  # tried in this order
 # Minimum test clusters, and minimum fraction of members for training, of a suitable split.
 FEWEST_CLUSTERS, LEAST_TRAINED = 5, 0.5
-# Variants of one protein: maximum fraction of substitutions, minimum fraction of such members.
-MOST_SUBSTITUTIONS, MOSTLY = 0.1, 0.9
 INTERPOLATIONS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # from base (0) to trained (1)
 GENERAL_MASKS = 1
 
@@ -126,7 +123,6 @@ def split_family(config: AdaptSettings) -> AdaptSettings:
             counts = prepare_data(split)["counts"]
         except SplitError as error:
             log.info("at %.0f %% identity the family cannot be split: %s", 100 * tried, error)
-            _refuse_variants(config.input, folder)
             continue
         enough = counts.get("test_clusters", 0) >= FEWEST_CLUSTERS
         if (enough and counts["train_sequences"] >= LEAST_TRAINED * counts["distinct"]) or (
@@ -140,29 +136,9 @@ def split_family(config: AdaptSettings) -> AdaptSettings:
         f"{config.data.input}: the family cannot be split by clusters: it has too few "
         "members, or all are too similar; add members, or set identity (such as 0.7), which "
         f"accepts fewer than {FEWEST_CLUSTERS} test clusters, or generate new members without "
-        f"training: d2plm generate generation.relatives={config.data.input}"
+        f"training: d2plm generate generation.relatives={config.data.input}; for variants of one "
+        "protein use d2plm score mutations="
     )
-
-
-def _refuse_variants(source: str, folder: Path) -> None:
-    """Raise `DataError` if most members are one protein with a few substitutions.
-
-    Up to a thousand members are compared position by position, without an alignment.
-    """
-    members = SequenceStore(folder / RAW if (folder / RAW).is_dir() else Path(source))
-    some = np.unique(np.linspace(0, len(members) - 1, 1000).astype(np.int64)).tolist()
-    length = int(np.bincount(members.lengths[some]).argmax())
-    same = np.stack([members[one] for one in some if members.lengths[one] == length])
-    consensus = np.argmax([(same == token).sum(0) for token in range(same.max() + 1)], axis=0)
-    near = int(((same != consensus).mean(1) <= MOST_SUBSTITUTIONS).sum())
-    if len(some) > 1 and near >= MOSTLY * len(some):
-        raise DataError(
-            f"{source}: the members are variants of one protein of {length} residues, whose "
-            f"likelihoods differ by their substitutions: {near / len(some):.0%} of them differ "
-            f"from it at {MOST_SUBSTITUTIONS:.0%} of the positions or fewer; compare them by d2plm "
-            "score model_dir=… input=WILD_TYPE.fasta mutations=VARIANTS.csv, or add relatives of "
-            "the protein to adapt to its family"
-        )
 
 
 def open_family(config: AdaptSettings, base: ExportedModel) -> SplitFamily:
