@@ -1,7 +1,6 @@
 """d2plm doctor: check this machine and the cluster, and explain how to fix problems."""
 
 import importlib
-import os
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,8 +30,7 @@ def run(config: DoctorSettings) -> list[dict[str, str]]:
         verdicts = {**examine(checks, LIMIT_SECONDS), "cluster": absent}
     else:
         job = training_job(config, (), name="d2plm-doctor")
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or config.tracking.uri
-        reached = ClusterChecks(config.launcher.kind, job, config.timeout_seconds, uri)
+        reached = ClusterChecks(config.launcher.kind, job, config.timeout_seconds)
         verdicts = examine({**checks, "API server": reached.reach}, LIMIT_SECONDS)
         if verdicts["API server"].status == "ok":
             verdicts |= examine(reached.checks(), LIMIT_SECONDS)

@@ -5,7 +5,6 @@ webhooks, Pod Security, quotas, service accounts and priority classes need no ru
 checks cover what a dry run does not; kubectl says more about the queue, claims, image and GPUs.
 """
 
-import re
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,10 +17,6 @@ from d2plm.launch.pod_state import container_statuses, waiting
 
 CLAIM = client.Resource(name="claim", plural="persistentvolumeclaims")
 LOCAL_QUEUE = client.Resource(name="LocalQueue", group=client.KUEUE, plural="localqueues")
-MUTUAL_TLS = client.Resource(
-    name="PeerAuthentication", group="security.istio.io", plural="peerauthentications"
-)
-MESH_NAMESPACE = "istio-system"  # its PeerAuthentication applies to namespaces without their own
 REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 JOB_VERBS = ("create", "get", "list", "watch", "delete", "patch")
 POD_ACTIONS = [  # verb, group, resource
@@ -38,7 +33,6 @@ class ClusterChecks:
     kind: str
     job: TrainingJob
     timeout_seconds: float
-    tracking_uri: str | None = None
 
     @cached_property
     def cluster(self) -> client.Cluster:
@@ -60,7 +54,7 @@ class ClusterChecks:
         """All other checks, after `reach` has succeeded."""
         claims = {f"claim {name}": partial(self.claim, name) for name in self.job.claims}
         rows: dict[str, Check] = {"permissions": self.permissions, "Kueue": self.queue, **claims}
-        rows |= {"Istio": self.mesh, "image": self.image, "GPUs": self.gpus}
+        rows |= {"image": self.image, "GPUs": self.gpus}
         return {
             "job": self.job_accepted,
             "pod": self.pod_accepted,
@@ -128,34 +122,6 @@ class ClusterChecks:
             return ok(found)
         described = f"kubectl describe pvc -n {self.cluster.namespace} {name}"
         return warning(found, f"{described}; for pods on one node: launcher.same_node=true")
-
-    def mesh(self) -> Verdict:
-        """Whether Istio lets the pods of the job, which are outside its mesh, reach MLflow."""
-        kind = self.cluster.served(MUTUAL_TLS)
-        if kind is None:
-            return ok("the cluster has no Istio")
-        inside = re.search(r"//[^/:]*\.([a-z0-9-]+)\.svc\b", self.tracking_uri or "")
-        namespace = inside[1] if inside else self.cluster.namespace
-        found = self._policies(kind, namespace)
-        if not any("selector" not in one["spec"] for one in found):
-            found += self._policies(kind, MESH_NAMESPACE)
-        strict = [
-            f"{one['metadata']['namespace']}/{one['metadata']['name']}"
-            for one in found
-            if one["spec"].get("mtls", {}).get("mode") == "STRICT"
-        ]
-        if not strict:
-            return ok(f"no strict PeerAuthentication applies to {namespace}")
-        # Not a failure: it does not concern a server without a sidecar.
-        return warning(
-            f"PeerAuthentication {', '.join(strict)} is STRICT: pods of the job, which are outside "
-            f"the mesh, cannot reach an MLflow inside the mesh in {namespace}",
-            "a PeerAuthentication with mtls.mode=PERMISSIVE for MLflow's pods",
-        )
-
-    def _policies(self, kind: client.Resource, namespace: str) -> list[Any]:
-        path = f"{kind.root}/namespaces/{namespace}/{kind.plural}"
-        return list((self._read(path) or {"items": []})["items"])
 
     def image(self) -> Verdict:
         """Whether a pod waits for the job's image: only nodes can tell whether they can pull it."""

@@ -19,7 +19,6 @@ from tests.unit.doctor.api import (
     CREATE_RUNTIME,
     CREATE_TRAINJOB,
     IMAGE,
-    ISTIO,
     NAMESPACE,
     NODES,
     PODS,
@@ -47,13 +46,11 @@ def address(api: Api, tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[str]
         yield address
 
 
-def cluster_for(
-    kind: str = "auto", timeout_seconds: float = 5, tracking_uri: str | None = None, **changes: Any
-) -> ClusterChecks:
+def cluster_for(kind: str = "auto", timeout_seconds: float = 5, **changes: Any) -> ClusterChecks:
     """The checks for a launcher's job, which is as shipped but for `changes`."""
     whole = {"claims": {"d2plm-workspace": "/workspace"}, **changes}
     job = TrainingJob("doctor", IMAGE, (), **whole)
-    return ClusterChecks(kind, job, timeout_seconds, tracking_uri)
+    return ClusterChecks(kind, job, timeout_seconds)
 
 
 def verdicts(**changes: Any) -> Verdicts:
@@ -172,31 +169,6 @@ def test_what_is_amiss_is_found(
     api.lacks(*cluster.get("lacks", ()))
     found = verdicts(**changes)[check]
     assert found.status == status and said in f"{found.found} {found.fix}", found
-
-
-def policy(mode: str, namespace: str, **spec: Any) -> dict[str, Any]:
-    metadata = {"name": mode.lower(), "namespace": namespace}
-    return {"metadata": metadata, "spec": {"mtls": {"mode": mode}, **spec}}
-
-
-@pytest.mark.parametrize(
-    ("own", "of_mesh", "strict"),
-    [
-        (["STRICT"], [], "mlflow/strict"),
-        ([], ["STRICT"], "istio-system/strict"),
-        (["PERMISSIVE"], ["STRICT"], None),
-        ([], [], None),
-    ],
-)
-def test_strict_mtls(api: Api, own: list[str], of_mesh: list[str], strict: str | None) -> None:
-    api.answers[ISTIO] = {"preferredVersion": {"version": "v1"}}
-    for namespace, modes in (("mlflow", own), ("istio-system", of_mesh)):
-        items = [policy(mode, namespace) for mode in modes]
-        path = f"{ISTIO}/v1/namespaces/{namespace}/peerauthentications"
-        api.answers[path] = {"items": items}
-    found = verdicts(tracking_uri="http://server.mlflow.svc.cluster.local:5000")["Istio"]
-    assert found.status == ("ok" if strict is None else "warning")
-    assert strict is None or (strict in found.found and "PERMISSIVE" in found.fix)
 
 
 @pytest.mark.parametrize(
