@@ -45,8 +45,7 @@ def ingest(
 
     Args:
         inputs: paths or glob patterns of FASTA, LMDB, Parquet, CSV, JSON lines, plain text, Hugging
-            Face datasets or Megatron corpora, or names of datasets on the hub; `-` is standard
-            input.
+            Face datasets or Megatron corpora; `-` is standard input.
         window: longer records are cut into pieces of this number of tokens (the last may be
             shorter), named `name/1`, `name/2`, …; None cuts none. A record of many megabytes is
             read in parts that are cut separately, so there are shorter pieces within it, too.
@@ -151,8 +150,7 @@ def source_digest(inputs: str | Path | Sequence[str | Path]) -> str | None:
 def digest_of_files(key: str, inputs: str | Path) -> str:
     """`source_digest` of inputs that are read more than once, given by the setting `key`.
 
-    Raises `ConfigError` if standard input or a dataset on the hub is among them, and `DataError` if
-    a file cannot be read.
+    Raises `ConfigError` if standard input is among them, and `DataError` if a file cannot be read.
     """
     digest = source_digest(inputs)
     require(digest is not None, key, str(inputs), "a file or a folder, because it is read again")

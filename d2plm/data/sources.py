@@ -1,9 +1,9 @@
 """Reading sequences and texts in every supported format, as one stream of raw records.
 
 FASTA, LMDB from other programs, Parquet, CSV, JSON lines, plain text, Hugging Face datasets in
-folders and on the hub, and Megatron-indexed corpora, which are already tokenised. All are streamed:
-memory is bounded by a block of records, and records of many megabytes may come in parts. The format
-of an input is recognised by its content and its name, unless `format` states it.
+folders, and Megatron-indexed corpora, which are already tokenised. All are streamed: memory is
+bounded by a block of records, and records of many megabytes may come in parts. The format of an
+input is recognised by its content and its name, unless `format` states it.
 """
 
 import glob
@@ -50,8 +50,6 @@ _RESIDUES = re.compile(r"[A-Za-z*-]+")
 _A_PROTEIN = re.compile(rf"[{CANONICAL}]{{15,}}")
 _ROWS_EXAMINED = 50  # to recognise the column of sequences in a table
 _LONGEST_LINE = 64 << 20  # of JSON
-_HUB = "hf://datasets/"
-_HUB_DATASET = re.compile(_HUB + r"([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?")
 _LMDB_PASS_BYTES = 8 << 20
 _COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
 _FASTA = (".fasta", ".fa", ".fas", ".fna", ".ffn", ".frn", ".faa")
@@ -80,13 +78,18 @@ class _Input:
 
 
 def resolve_inputs(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Expand paths, globs, hub names and `-` (standard input); `DataError` if one names nothing."""
+    """Expand paths, globs and `-` (standard input); `DataError` if one names nothing."""
     given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
     found: list[Path] = []
     for one in (os.path.expanduser(str(shipped(path))) for path in given):
-        if one == str(STDIN) or is_hub_name(one) or os.path.lexists(one):
+        if one == str(STDIN) or os.path.lexists(one):
             found.append(Path(one))
             continue
+        if one.startswith("hf:/"):  # a `Path` collapses the two slashes
+            raise DataError(
+                f"{one.replace(':/', '://', 1)}: not read from the hub; run hf download "
+                "--repo-type dataset OWNER/NAME --local-dir FOLDER and give the folder"
+            )
         matches = sorted(glob.glob(one, recursive=True))
         if not matches:
             raise DataError(
@@ -187,8 +190,8 @@ def _cut(records: Iterator[FastaRecord], window: int | None) -> Iterator[FastaRe
 
 
 def input_files(path: Path) -> list[Path]:
-    """The files of an input, in a fixed order; none for standard input or the hub."""
-    if is_stream(path) or is_hub_name(path):
+    """The files of an input, in a fixed order; none for standard input."""
+    if is_stream(path):
         return []
     if is_megatron(path):
         return [path.with_suffix(DATA), path.with_suffix(INDEX)]
@@ -211,8 +214,6 @@ def is_stream(path: Path) -> bool:
 
 
 def _format_of(path: Path, vocabulary: Vocabulary) -> str:
-    if is_hub_name(path):
-        return "hub"
     if path.is_dir():
         if (path / "data.mdb").is_file():
             if (path / "lengths.npy").is_file():
@@ -338,52 +339,6 @@ def _read_arrow(given: _Input) -> Iterator[RawRecords]:
         wanted = _without_repeats(columns)
         batches = (batch.select(wanted) for batch in reader)
         yield from _from_tables(batches, columns, given, lambda read: raw.tell() / size)
-
-
-def _read_hub(given: _Input) -> Iterator[RawRecords]:
-    where = _hub_name(given.path)
-    found = _HUB_DATASET.fullmatch(where)
-    if found is None:
-        raise DataError(
-            f"{where}: not the name of a dataset; write "
-            "hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT, all from @ on as needed"
-        )
-    name, revision, config, split = found.groups()
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise DataError(
-            f"{where}: reading the hub needs datasets, which is not installed; pip install "
-            "datasets, or give files"
-        ) from None
-    try:
-        dataset = datasets.load_dataset(
-            name, config, split=split or "train", revision=revision, streaming=True
-        )
-        tables = iter(dataset.with_format("arrow").iter(_ROWS))
-        first = next(tables)
-        columns = _columns(first.column_names, given, where)
-        yield from _from_tables(chain([first], tables), columns, given, lambda read: 0.0)
-    except DataError:
-        raise
-    except StopIteration:
-        raise DataError(f"{where}: has no rows; name another split") from None
-    except Exception as error:  # datasets raises errors of many libraries
-        raise DataError(
-            f"{where}: cannot be read ({first_line(error)}); check the name, as in "
-            "hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT, and the connection"
-        ) from None
-
-
-def is_hub_name(path: str | Path) -> bool:
-    """Whether a path names a dataset on the hub, as `hf://datasets/OWNER/NAME` does."""
-    return _hub_name(path).startswith(_HUB)
-
-
-def _hub_name(path: str | Path) -> str:
-    """The name as given: a `Path` collapses its two slashes."""
-    text = str(path)
-    return text if text.startswith(_HUB) else text.replace("hf:/", "hf://", 1)
 
 
 def _read_jsonl(given: _Input) -> Iterator[RawRecords]:
@@ -676,7 +631,6 @@ _READERS: dict[str, Callable[[_Input], Iterator[RawRecords]]] = {
     "parquet": _read_parquet,
     "jsonl": _read_jsonl,
     "huggingface": _read_huggingface,
-    "hub": _read_hub,
     "lmdb": _read_lmdb,
     "text": lambda given: read_documents(given.path, given.in_parts),
     "lines": lambda given: read_documents(
@@ -704,11 +658,6 @@ FORMS = {
     "huggingface": (
         "a folder of one split that `datasets` saved, or of Parquet or Arrow files",
         "input=dataset_folder/train",
-    ),
-    "hub": (
-        "a dataset of the Hugging Face hub, streamed (pip install 'd2plm[hub]'); what follows NAME "
-        "is optional, the split train",
-        "input=hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT",
     ),
     "lmdb": ("LMDB of plain sequences or of JSON", "input=old_lmdb sequence_field=primary"),
     "text": ("a plain text, one record (alphabet bytes or tokenizer)", "input=book.txt"),

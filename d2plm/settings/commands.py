@@ -152,7 +152,7 @@ class IngestSettings(IngestedSequences):
 
     input: str | list[str] = key(path="any")
     """FASTA (.gz .xz .zst .bz2), LMDB, Parquet, CSV, JSON lines, text, Hugging Face dataset; a
-    glob; [a,b]; -; hf://datasets/OWNER/NAME@REVISION/CONFIG:SPLIT"""
+    glob; [a,b]; -"""
     output: str = key(path="folder")
     """folder of the store"""
 

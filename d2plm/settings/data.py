@@ -14,7 +14,6 @@ Format = Literal[
     "parquet",
     "jsonl",
     "huggingface",
-    "hub",
     "lmdb",
     "text",
     "lines",

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import sys
 from collections import defaultdict
 from itertools import groupby
 from pathlib import Path
@@ -184,22 +183,9 @@ def test_long_records_of_fasta_are_parts(
         ingest(path, tmp_path / "out", vocabulary=DNA)
 
 
-def test_a_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"^hf://datasets/a: "):
-        patch.setitem(sys.modules, "datasets", None)  # which is optional
-        ingest("hf://datasets/a", tmp_path / "out", vocabulary=BYTES)
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    folder = tmp_path / "owner" / "name"  # a folder goes before a dataset of the hub
-    folder.mkdir(parents=True)
-    for split, some in (("train", DOCUMENTS[:2]), ("test", DOCUMENTS[2:])):
-        lines = [json.dumps({"id": name, "text": text}) for name, text in some]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines))
-    assert _read(Path("hf://datasets/owner/name")) == DOCUMENTS[:2]
-    assert _read(Path("hf://datasets/owner/name@main:test")) == DOCUMENTS[2:]
-    with pytest.raises(DataError, match=r"hf://datasets/owner/name:none: cannot be read"):
-        _read(Path("hf://datasets/owner/name:none"))
+def test_a_dataset_of_the_hub_is_to_be_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^hf://datasets/a/b: .* --repo-type dataset OWNER/NAME"):
+        ingest("hf://datasets/a/b", tmp_path / "out", vocabulary=BYTES)
 
 
 def test_peptides_of_few_letters_are_proteins_and_nucleotides_none(tmp_path: Path) -> None:

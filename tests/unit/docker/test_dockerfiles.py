@@ -38,9 +38,8 @@ def test_the_trainer_has_every_extra_that_is_used_at_run_time() -> None:
     found = re.search(r'ARG EXTRAS="(.*)"', (ROOT / "docker/trainer.Dockerfile").read_text())
     assert found is not None
     extras = found[1].split()
-    # Lightning is what examples and benchmarks of a source checkout need; demo names two of these;
-    # a cluster reads from its volume, not from the hub.
-    assert {*extras, "demo", "dev", "hub", "lightning"} == {*project["optional-dependencies"]}
+    # Lightning is what examples and benchmarks of a source checkout need; demo names two of these.
+    assert {*extras, "demo", "dev", "lightning"} == {*project["optional-dependencies"]}
     printed = subprocess.run(
         [sys.executable, ROOT / "docker/requirements.py", *extras],
         cwd=ROOT,
