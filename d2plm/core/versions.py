@@ -1,11 +1,9 @@
 """Versions for bug reports, read without importing the packages."""
 
 import platform
-import re
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from os import environ
 from pathlib import Path
 
@@ -25,9 +23,6 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: known for name in PACKAGES if (known := installed(name)) is not None},
     }
-    device = None if "+" in found.get("torch", "+") else _torch_device()
-    if device is not None:
-        found["torch"] += f" ({device})"
     if "mlflow" in found:
         found.pop("mlflow-skinny", None)  # a part of it
     program = shutil.which(environ.get("MMSEQS_BIN") or "mmseqs")
@@ -54,15 +49,3 @@ def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(root), *arguments]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip() if found.returncode == 0 else None
-
-
-def _torch_device() -> str | None:
-    """The accelerator that the installed torch was built for, from its `version.py`."""
-    package = find_spec("torch")
-    folders = package.submodule_search_locations if package else None
-    try:
-        text = Path((folders or [""])[0], "version.py").read_text()
-    except OSError:
-        return None
-    built = re.findall(r"^(cuda|hip)\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return ", ".join(f"{kind.upper()} {number}" for kind, number in built) or "cpu"
