@@ -137,7 +137,7 @@ def split_family(config: AdaptSettings) -> AdaptSettings:
         "members, or all are too similar; add members, or set identity (such as 0.7), which "
         f"accepts fewer than {FEWEST_CLUSTERS} test clusters, or generate new members without "
         f"training: d2plm generate generation.relatives={config.data.input}; for variants of one "
-        "protein use d2plm score mutations="
+        "protein: d2plm score input=WILD_TYPE.fasta mutations=VARIANTS.csv"
     )
 
 

@@ -178,7 +178,7 @@ COMMANDS = {
     ),
     "replay": Command(
         "repeat one training step of a run exactly, to investigate a loss spike",
-        "d2plm replay runs/demo/diffusion --step 450",
+        "d2plm replay runs/demo/diffusion --step 350",
         first_key="run",
         reads=("run",),
     ),
@@ -195,8 +195,8 @@ COMMANDS = {
             ),
             "convert": Command(
                 "convert a checkpoint to a folder of safetensors",
-                "d2plm checkpoint convert runs/demo/diffusion/checkpoints/step-00000750 "
-                "output=step750",
+                "d2plm checkpoint convert runs/demo/diffusion/checkpoints/step-00000400 "
+                "output=step400",
                 first_key="checkpoint",
                 reads=("checkpoint",),
             ),

@@ -26,7 +26,7 @@ STDOUT = Path("-")
 
 _GZIP_LEVEL = 6
 _OTHER_COMPRESSIONS = (".xz", ".zst", ".bz2")
-_NO_FASTA = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
+_NO_FASTA = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".idx", ".bin")
 _BUFFER_BYTES = 1 << 20
 
 

@@ -147,7 +147,8 @@ def _parsed(file: Path) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.in
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != count or (np.diff(bounds) < 0).any():
         raise _damaged(file, f"has a document index that does not go from 0 to {count:,}")
     if compact and modes.any():
-        what = f"sequence {modes.argmax()} has mode {modes.max()} and is not text"
+        which = modes.nonzero()[0][0]
+        what = f"sequence {which} has mode {modes[which]} and is not text"
         raise DataError(f"{file}: {what}; multimodal corpora cannot be read")
     numbers = np.diff(starts := places[bounds]).nonzero()[0]
     return dtype, numbers, np.append(starts[numbers], starts[-1])
@@ -169,7 +170,7 @@ def _end_of_document(
             return end
         unlike = f"{others:,} of {len(last):,} documents looked at do not end in the id {end}"
         if given is not None:
-            raise DataError(f"{file}: {unlike}; give the end_of_document of all documents")
+            raise DataError(f"{file}: {unlike}; give the id with which all documents end")
         if others < len(last):
             log.warning("%s: %s, so it is kept as a token", file, unlike)
     return None

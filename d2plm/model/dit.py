@@ -214,7 +214,7 @@ def load_dit(folder: str | Path) -> DiT:
         )
     for router in (module for module in model.modules() if isinstance(module, Router)):
         if router.bias is not None:
-            router.bias.requires_grad_(False)  # as `from_pretrained` lets all have a gradient
+            router.bias.requires_grad_(False)  # which `from_pretrained` gives to all
     return model.eval()
 
 

@@ -59,6 +59,8 @@ class TrainerSettings(Settings):
     """number of newest checkpoints to keep"""
     save_top_k: int = key(0, low=0)
     """number of checkpoints of lowest validation bound also kept"""
+    on_save_error: Literal["stop", "continue"] = key("stop")
+    """action if a checkpoint cannot be written"""
     freeze: list[str] = key([])
     """patterns of parameters not to train, such as [token_embedding.*, blocks.0.*]"""
     lora_rank: int | None = key(None, low=1)

@@ -133,7 +133,7 @@ class Root:
 class Saver:
     """Writes the checkpoints of a run, one at a time, while training continues.
 
-    Every method is called by all ranks at the same step.
+    Every method except `failed` is called by all ranks at the same step.
 
     Args:
         keep: number of newest checkpoints to keep.
@@ -164,6 +164,11 @@ class Saver:
         )
         self._thread.start()
         return self.root.of(name)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in progress is known on this rank to have failed."""
+        return self._error is not None
 
     def wait(self) -> None:
         """Wait for the save in progress; raises CheckpointError if it failed."""

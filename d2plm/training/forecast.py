@@ -86,12 +86,11 @@ def memory_per_rank(
     with _row_mesh(plan) as mesh:
         if mesh is not None:
             apply_context_parallel(model, mesh)
+        # Of a pipeline's first stage, as many micro-batches as there are stages are kept.
         activations = _activations(
             model, plan, tokens=tokens, segments=segments, dtype=dtype, compile=compile
         )
     stage = -(-len(model.blocks) // plan.pipeline) / len(model.blocks)
-    # On the first rank as many forwards as there are stages wait for their backward.
-    activations = int(activations * min(plan.pipeline, micro_batches) / plan.pipeline)
 
     def kept_here() -> tuple[int, int]:
         """(number of this rank's parameters, number of them outside the blocks)."""

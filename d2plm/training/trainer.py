@@ -67,6 +67,8 @@ from d2plm.training.trainer_settings import (
 from d2plm.training.training_length import flops_per_step, number_of_steps
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Reported by a rank to the others after a step, in ascending priority.
+_NOTHING, _SAVE_FAILED, _STOP = 0, 1, 2
 
 log = logging.getLogger(__name__)
 
@@ -331,7 +333,7 @@ class Trainer:
                 with silent_ranks_named(self.process, lambda: self.step):
                     self.notify("on_train_begin")
                     self._train_to_the_limit()
-                    self.saver.wait()
+                    self._settle_save()
                     self.notify("on_train_end")
             finally:
                 self.saver.finish()
@@ -351,8 +353,12 @@ class Trainer:
             self.train_step(batch)
             if self.step == self.first_step + 1:  # reject unsupported state before the first save
                 optimizer_state.collect(self.optimizer, self.parameters)
-            if agreement.exchange(int(self.stop_requested)):
+            failed = _SAVE_FAILED if self.saver.failed else _NOTHING
+            agreed = agreement.exchange(_STOP if self.stop_requested else failed)
+            if agreed == _STOP:
                 self._stop_here()
+            elif agreed == _SAVE_FAILED:
+                self._settle_save()
         agreement.finish()
 
     def batches(self) -> Iterator[GlobalBatch]:
@@ -488,11 +494,8 @@ class Trainer:
         self.notify("on_evaluate", metrics)
 
     def save(self) -> str:
-        """Start writing a checkpoint of the current step; returns its location.
-
-        Raises:
-            CheckpointError: if the previous save failed, on all ranks alike.
-        """
+        """Start writing a checkpoint of the current step; returns its location."""
+        self._settle_save()
         location = self.saver.save(self.step, *self._state())
         self._saved_step = self.step
         self.notify("on_save", location)
@@ -608,10 +611,19 @@ class Trainer:
             tensors["loss_scale"] = self.loss_scale.tensors()
         return tensors
 
+    def _settle_save(self) -> None:
+        """Wait for the save in progress; a failure ends training or is logged."""
+        try:
+            self.saver.wait()
+        except CheckpointError as error:
+            if self.settings.on_save_error == "stop":
+                raise
+            log.error("%s; training continues, as on_save_error=continue", error)
+
     def _stop_here(self) -> None:
         if self._saved_step != self.step:
             self.save()
-        self.saver.wait()
+        self._settle_save()
         log.info("stopped by a signal at step %d; the same command continues", self.step)
         end_together(self.process)
         raise SystemExit(128 + signal.SIGTERM)

@@ -73,15 +73,14 @@ class GradientHealth(Callback):
 
     def _stop(self, trainer: Trainer, what: str) -> None:
         number = trainer.step + 1  # as numbered in the logs and by d2plm replay
-        since = (
-            f"; gradients are checked every {self.interval} steps, so the cause may be earlier: "
-            "resume with every=1 for gradient_health"
-            if self.interval > 1
-            else ""
-        )
+        next_ = f"d2plm replay {trainer.output_dir} --step {number} repeats the step"
+        if self.interval > 1:
+            next_ = (
+                f"gradients are checked every {self.interval} steps, so the cause may be earlier: "
+                "resume with every=1 for gradient_health"
+            )
         raise ModelError(
-            f"step {number}: {what}{since}. d2plm replay {trainer.output_dir} --step {number} "
-            "repeats it. With max_skipped=3 training continues past single steps; for another "
+            f"step {number}: {what}; {next_}. With max_skipped=3 training continues past single steps; for another "
             "learning_rate or precision choose another output_dir and start from the last "
             "checkpoint's model (d2plm export, then init_from)"
         )

@@ -182,7 +182,7 @@ DAMAGES: dict[str, tuple[Callable[..., Path], str, Callable[[bytes], bytes]]] = 
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_damage_is_reported_at_opening(tmp_path: Path, what: str) -> None:
+def test_damage_is_reported(tmp_path: Path, what: str) -> None:
     build, ending, change = DAMAGES[what]
     build(tmp_path / "a", [[[1, 2, 3, 4, 5]]] if what == "a sum" else DOCUMENTS)
     file = tmp_path / f"a{ending}"

@@ -74,30 +74,34 @@ def test_where_every_one_is_damaged_the_run_starts_over(
 
 
 def limit(trainer: Trainer) -> None:
-    """Files can no longer be large."""
+    """Files can no longer be large from step 4 on, and can again from step 8 on."""
     trainer.saver.finish()
+    size = 8000 if trainer.step == 4 else resource.RLIM_INFINITY
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 
 
-def train_with_small_files(store: Path, output: Path, rank: int, step: int) -> None:
-    full = At("on_step_begin", step, limit, rank=rank)
-    build(store, output, callbacks=[full], **SETTINGS).train()
+def train_with_small_files(store: Path, output: Path, on_save_error: str, rank: int) -> None:
+    full = [At("on_step_begin", step, limit, rank=rank) for step in (4, 8)]
+    build(store, output, callbacks=full, **SETTINGS, on_save_error=on_save_error).train()
 
 
-@pytest.mark.parametrize(("rank", "step", "ends"), [(1, 4, 8), (0, 10, 12)])
-def test_where_one_rank_cannot_write_both_end_at_the_next_save_or_the_end(
-    rank: int, step: int, ends: int, runs: dict[str, Path], store: Path, tmp_path: Path
+@pytest.mark.parametrize(("on_save_error", "rank"), [("stop", 1), ("continue", 0)])
+def test_one_rank_that_cannot_write(
+    on_save_error: str, rank: int, runs: dict[str, Path], store: Path, tmp_path: Path
 ) -> None:
-    codes = Ranks(train_with_small_files, store, tmp_path, rank, step, world_size=2).wait(180)
-    assert codes == [1, 1]
+    code, saved = (1, [2, 4]) if on_save_error == "stop" else (0, [2, 4, 10, 12])
+    arguments = (store, tmp_path, on_save_error, rank)
+    codes = Ranks(train_with_small_files, *arguments, world_size=2).wait(180)
+    assert codes == [code, code]
     for number in (0, 1):
         said = (tmp_path / f"log-{number}.txt").read_text()
-        assert f"cannot write checkpoint {tmp_path}/checkpoints/step-{step + 2:08d}" in said
+        assert f"cannot write checkpoint {tmp_path}/checkpoints/step-00000006" in said
     kept = sorted((tmp_path / "checkpoints").iterdir())
-    assert [progress(folder)["step"] for folder in kept] == [*range(2, step + 1, 2)]
+    assert [progress(folder)["step"] for folder in kept] == saved
     losses = [row["loss"] for row in history(tmp_path)]
-    assert losses == [row["loss"] for row in history(runs["unbroken"])][:ends]
+    assert losses == [row["loss"] for row in history(runs["unbroken"])][: len(losses)]
+    assert (len(losses) == 12) == (on_save_error == "continue")
 
 
 def train_apart(store: Path, output: Path) -> None:
