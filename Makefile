@@ -113,7 +113,6 @@ serve: $(STAMP) ## Serve the demo's champion on http://127.0.0.1:8080 (PARADIGM=
 	MLFLOW_TRACKING_URI=sqlite:///runs/demo/mlflow.db $(BIN)/d2plm serve models:/d2plm-$(PARADIGM)@champion
 
 results: $(TOOLS) ## Update the shipped model, and the figures and pictures of README.md, from make pretrained (needs Chromium)
-	$(BIN)/pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python docs/results.py
 
 compile-pipeline: $(TOOLS) ## Write pipeline.yaml for Kubeflow Pipelines (REGISTRY= TAG=)

@@ -11,12 +11,12 @@ report need Chromium: Debian's, or the one that CHROMIUM names.
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import ViewportSize, sync_playwright
 
 from d2plm.core.table import Cell, Number, Table
 from d2plm.evaluation.findings import judge
@@ -28,8 +28,7 @@ SHIPPED = ROOT / "examples/pretrained"
 SEEDS = SHIPPED / "seeds.json"
 PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- results: figures -->\n", "<!-- end -->"
-BROWSER = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
-REPORT: ViewportSize = {"width": 1280, "height": 1640}
+BROWSER = ("--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,1640")
 COLOURS = 128
 
 
@@ -86,13 +85,9 @@ def main(folder: str = "runs/pretrained") -> None:
     if (first := runs.get("seed0")) is not None:
         if read_evaluation(first / "model") is None:
             raise SystemExit(f"{first / 'model'}: is not evaluated; finish make pretrained")
-        with sync_playwright() as playwright:
-            program = os.environ.get("CHROMIUM") or shutil.which("chromium")
-            browser = playwright.chromium.launch(executable_path=program, args=BROWSER)
-            view = browser.new_page(viewport=REPORT)
-            view.goto((first / "report.html").as_uri())
-            view.screenshot(path=IMAGES / "report.png")
-            browser.close()
+        chromium, page = os.environ.get("CHROMIUM", "chromium"), (first / "report.html").as_uri()
+        picture = f"--screenshot={IMAGES / 'report.png'}"
+        subprocess.run([chromium, *BROWSER, picture, page], check=True)
         report = Image.open(IMAGES / "report.png").convert("RGB").quantize(COLOURS)
         report.save(IMAGES / "report.png", optimize=True)
         shutil.rmtree(SHIPPED, ignore_errors=True)

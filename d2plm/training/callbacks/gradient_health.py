@@ -73,16 +73,13 @@ class GradientHealth(Callback):
 
     def _stop(self, trainer: Trainer, what: str) -> None:
         number = trainer.step + 1  # as numbered in the logs and by d2plm replay
-        next_ = f"d2plm replay {trainer.output_dir} --step {number} repeats the step"
+        advice = f"d2plm replay {trainer.output_dir} --step {number} repeats the step"
         if self.interval > 1:
-            next_ = (
-                f"gradients are checked every {self.interval} steps, so the cause may be earlier: "
-                "resume with every=1 for gradient_health"
-            )
+            advice = f"it may be caused up to {self.interval} steps before: resume with every=1"
         raise ModelError(
-            f"step {number}: {what}; {next_}. With max_skipped=3 training continues past single steps; for another "
-            "learning_rate or precision choose another output_dir and start from the last "
-            "checkpoint's model (d2plm export, then init_from)"
+            f"step {number}: {what}; {advice}. With max_skipped=3 training continues past single "
+            "steps; for another learning_rate or precision choose another output_dir and start "
+            "from the last checkpoint's model (d2plm export, then init_from)"
         )
 
 

@@ -90,7 +90,7 @@ def test_a_protein_of_16_k_tokens_takes_a_quarter_of_the_activations_under_conte
     assert 0.25 < shared.activations / alone.activations < 0.275
 
 
-def test_a_rank_of_a_pipeline_has_its_blocks_and_its_part_of_each_of_as_many_micro_batches() -> None:
+def test_a_rank_of_a_pipeline_has_its_blocks_and_a_part_of_several_micro_batches() -> None:
     config = DiTConfig(**{**TINY_SIZES, "num_hidden_layers": 8})
     sizes = {"tokens": 4096, "segments": 8, "dtype": torch.bfloat16, "micro_batches": 8}
     model = DiT(config)

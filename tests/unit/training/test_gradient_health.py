@@ -37,7 +37,7 @@ def test_nan_stops_before_it_reaches_the_weights(build: Build, tmp_path: Path) -
     with pytest.raises(ModelError, match="step 3: ") as caught:
         trainer.train()
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
-    assert f"d2plm replay {tmp_path / 'run'} --step 3 repeats it" in str(caught.value)
+    assert f"d2plm replay {tmp_path / 'run'} --step 3 repeats the step" in str(caught.value)
 
 
 def test_a_skipped_step_changes_no_weight(build: Build) -> None:
