@@ -73,19 +73,6 @@ def train(overrides: Sequence[str], seed: int, folder: Path) -> tuple[float, flo
     return usage.ru_utime + usage.ru_stime, time.monotonic() - began
 
 
-def bound(model_dir: Path, prepared: Path) -> tuple[Values, Values, int]:
-    """Nats and canonical residues of every held-out protein, and the model's longest input."""
-    exported = load_export(model_dir)
-    scores = score_sequences(
-        exported.denoiser("auto"),
-        exported.paradigm,
-        held_out_proteins(prepared, exported.max_residues),
-        masks_per_sequence=MASKS,
-        max_length=exported.max_length,
-    )
-    return scores.nats, scores.residues, exported.max_residues
-
-
 @cache
 def counted_nats(prepared: Path, max_residues: int) -> Values:
     """Nats of every held-out protein under `BASELINE`."""
@@ -127,12 +114,17 @@ def run(name: str, overrides: Sequence[str], seed: int) -> Result:
         raise BenchError(f"{RESULTS}: has results for different held-out proteins; remove the old")
     with tempfile.TemporaryDirectory() as folder:
         cpu_seconds, seconds = train(overrides, seed, Path(folder))
-        model_dir = Path(folder) / config.paradigm.name / "model"
-        nats, residues, longest = bound(model_dir, prepared)
-    counted = counted_nats(prepared, longest)
-    clusters = clusters_of(held_out)
-    estimate = corpus_estimate(nats, residues, clusters).exp()
-    against = corpus_estimate(nats - counted, residues, clusters)
+        exported = load_export(Path(folder) / config.paradigm.name / "model")
+    model, proteins = exported.denoiser("auto"), held_out_proteins(prepared, exported.max_residues)
+    scores = score_sequences(
+        *(model, exported.paradigm, proteins),
+        masks_per_sequence=MASKS,
+        max_length=exported.max_length,
+    )
+    counted = counted_nats(prepared, exported.max_residues)
+    within = scores.residues, clusters_of(held_out)
+    estimate = corpus_estimate(scores.nats, *within).exp()
+    against = corpus_estimate(scores.nats - counted, *within)
     tokens = config.trainer.max_steps * config.trainer.global_batch_tokens
     return {
         "entry": name,

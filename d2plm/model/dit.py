@@ -21,7 +21,6 @@ from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import PAD
 from d2plm.model.alignment import align
 from d2plm.model.dit_config import DiTConfig
-from d2plm.model.experts import Router
 from d2plm.model.layers import (
     HEAD,
     Block,
@@ -212,9 +211,9 @@ def load_dit(folder: str | Path) -> DiT:
             f"the weights in {path} do not fit its config.json "
             f"(first: {(wrong or sorted(report['mismatched_keys']))[0]}): export it again"
         )
-    for router in (module for module in model.modules() if isinstance(module, Router)):
-        if router.bias is not None:
-            router.bias.requires_grad_(False)  # which `from_pretrained` gives to all
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):  # `from_pretrained` gives every parameter a gradient
+            parameter.requires_grad_(False)
     return model.eval()
 
 

@@ -1,6 +1,7 @@
 """Relatives of a protein in the model: exact alignments, and nothing else changes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,10 +10,14 @@ from torch import Tensor
 
 from d2plm.core.batch import Alignment, PackedBatch, Relatives
 from d2plm.core.errors import ModelError
+from d2plm.core.noise import Key
 from d2plm.core.vocabulary import CANONICAL_START, CANONICAL_STOP, MASK
 from d2plm.model import alignment
 from d2plm.model.alignment import LETTERS, UNKNOWN, align
 from d2plm.model.dit import DiT
+from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import MaskFlowMatching
+from d2plm.paradigms.masked import MaskedParadigm
 from tests.conftest import MonkeyPatch, Tokens
 
 Factory = Callable[..., DiT]
@@ -112,6 +117,22 @@ def test_long_proteins_neither_overflow_nor_vanish() -> None:
     assert float(same.mean()) > 0.99
     assert float(lines(found, 1).sum(1).mean()) < 0.1  # it is no relative
     assert float(lines(found, len(related)).sum(1).mean()) > 0.5  # nothing speaks against it
+
+
+@pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
+def test_no_feature_depends_on_a_hidden_residue(paradigm: MaskedParadigm) -> None:
+    random = np.random.default_rng(4)
+    targets = [protein(random, length) for length in (40, 25)]
+    related = Relatives.pack([[targets[0][3:].copy(), protein(random, 30)], [targets[1].copy()]])
+    batch = PackedBatch.pack(targets, sequence_ids=[0, 1])
+    seen = paradigm.corrupt(batch, Key(0, 0)).tokens
+    hidden = seen == MASK
+    assert 0 < int(hidden.sum()) < len(hidden)
+    others = torch.where(hidden, CANONICAL_START + (batch.tokens - CANONICAL_START + 7) % 20, seen)
+    changed = replace(batch, tokens=others.to(batch.tokens.dtype))
+    again = paradigm.corrupt(changed, Key(0, 0)).tokens
+    found, same = (align(tokens, batch.cu_seqlens, related) for tokens in (seen, again))
+    assert torch.equal(found.features, same.features)
 
 
 def test_features_count_what_agrees_in_each_window() -> None:
