@@ -75,7 +75,7 @@ class GradientHealth(Callback):
         number = trainer.step + 1  # as numbered in the logs and by d2plm replay
         advice = f"d2plm replay {trainer.output_dir} --step {number} repeats the step"
         if self.interval > 1:
-            advice = f"it may be caused up to {self.interval} steps before: resume with every=1"
+            advice = f"checked every {self.interval} steps; set every=1 for gradient_health"
         raise ModelError(
             f"step {number}: {what}; {advice}. With max_skipped=3 training continues past single "
             "steps; for another learning_rate or precision choose another output_dir and start "
