@@ -29,6 +29,9 @@ SequenceData: Any = _example["SequenceData"]
 class PaddedModule(SequenceModule):  # type: ignore[misc]  # loaded above
     """The example's module with a `PaddedDiT` on batches of a `PaddingCollator`."""
 
+    def on_fit_start(self) -> None:
+        """Counts no FLOPs: there is no packed loader."""
+
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         # Not by the trainer's "bf16-mixed", which refuses to clip beside a fused AdamW.
         low = self.precision == "bf16"

@@ -365,11 +365,9 @@ def _require_known(
     if word.startswith("~"):
         raise ConfigError(f"{word!r}: keys cannot be deleted; unset a key with KEY=null")
     sections = {parent for full in known for parent in _parents(full)}
-    if name in selectable and issubclass(SETTINGS[command], PipelineSettings):
-        return
-    if name in known or name in sections or _parents(name) & _mappings(command):
-        return
-    if name in selectable and name in {key.partition(".")[0] for key in known}:
+    if not issubclass(SETTINGS[command], PipelineSettings):
+        selectable = selectable & sections
+    if name in {*known, *sections, *selectable} or _parents(name) & _mappings(command):
         return
     last = name.rpartition(".")[2]
     elsewhere = [one for one in known if one.rpartition(".")[2] == last]

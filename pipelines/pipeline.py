@@ -159,6 +159,3 @@ def _train_and_evaluate(
     of_run = {"config": config, "modules": modules}
     trained = components.train(**of_run, data_digest=digest)
     return trained, components.evaluate(**of_run, model_dir=trained.outputs["model_dir"])
-
-
-pipeline = define()

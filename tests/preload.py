@@ -1,9 +1,11 @@
 """Imports of the server of `tests.ranks`, made once for all processes forked from it."""
 
 import logging
+import os
 
 from d2plm.core.terminal import configure_logging
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a fork cannot use a GPU that its parent has asked for
 configure_logging()  # libraries read the environment that it sets as they are imported
 logging.getLogger().handlers.clear()  # each process has its own
 

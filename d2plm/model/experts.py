@@ -91,8 +91,8 @@ class Experts(nn.Module):
         """The experts' outputs [N, D] of rows that are sorted by expert; int32 `ends_E`."""
         inputs: list[Tensor] = [rows_ND, self.gate_up_weight, self.down_weight]
         device = rows_ND.device.type
-        # Autocast casts only for torch's own products, and does not exist on meta.
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # Autocast casts only for torch's own products; meta has none.
+        if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             inputs = [tensor.to(dtype) for tensor in inputs]
         rows_ND, gate_up, down = inputs

@@ -272,8 +272,9 @@ def python(code: str) -> list[str]:
 
 
 def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the_cores(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     code = (
         "import os, time, pathlib; print(os.environ['OMP_NUM_THREADS']); "
         f"folder = pathlib.Path({str(tmp_path)!r}); mine = folder / f'running-{{os.getpid()}}'; "
