@@ -44,7 +44,7 @@ _OF_NUCLEOTIDES = ("--search-type", 3)
 _BOTH_STRANDS = ("--strand", 2)
 # BLASTN's word length: MMseqs2's default of 15 finds fewer homologs with an index of 8.4 GB.
 _INDEX_OF_NUCLEOTIDES = ("-k", 11)
-SMALL = 2000  # proteins: one step finds all their neighbours, in half the cascade's time
+SMALL = 20  # proteins: one step finds all their neighbours, and each cascade step takes seconds
 _ONE_STEP = ("--single-step-clustering", 1)
 
 
