@@ -21,7 +21,7 @@ from tests.runs import At, assert_same_run, build, newest, progress, rows, seede
 
 STOPPED = 143
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STEPS = 80
+STEPS = 60
 
 
 def train_ignoring_signals_after_it(store: Path, output: Path, settings: dict[str, Any]) -> None:
@@ -35,15 +35,15 @@ def train_ignoring_signals_after_it(store: Path, output: Path, settings: dict[st
 def test_pre_emptions_in_a_row(store: Path, tmp_path: Path) -> None:
     output, unbroken, random = tmp_path / "run", tmp_path / "unbroken", seeded("signals")
     settings, ended = {"max_steps": STEPS, "every": 2}, 0
-    for number in range(6):
+    for number in range(3):
         arguments = (store, output, settings)
         ranks = Ranks(train_ignoring_signals_after_it, *arguments, world_size=2)
         pids = [process.pid for process in ranks.processes]
         wait_for(lambda pids=pids: started(output) == pids)
-        time.sleep(random.uniform(0, 0.1) * (number % 2))
+        time.sleep(random.uniform(0, 0.1))
         first = random.randrange(2)
         # To one rank alone, to both, or to both and to the first once more.
-        for rank in [first, 1 - first, first][: 1 + number % 3]:
+        for rank in [first, 1 - first, first][: 1 + number]:
             time.sleep(random.uniform(0, 0.03))
             os.kill(pids[rank], random.choice(SIGNALS))
         assert ranks.wait(60) == [STOPPED, STOPPED], number
@@ -68,12 +68,9 @@ def signal_itself(_: object = None) -> None:
 # The signal's moment → (whether it ends the run before its last step, the last step).
 MOMENTS: dict[tuple[str, int], tuple[bool, int]] = {
     ("on_train_begin", 0): (True, 2),
-    ("on_step_begin", 0): (True, 2),
     ("on_step_end", 1): (True, 2),
     ("on_save", 2): (True, 3),
-    ("on_step_end", 3): (True, 4),
     ("on_before_optimizer_step", 3): (False, 4),
-    ("on_step_end", 4): (False, 4),
     ("on_train_end", 4): (False, 4),
 }
 
