@@ -1,6 +1,5 @@
 """Hugging Face's interfaces on an exported folder, used as scripts for transformers and peft do."""
 
-import copy
 import logging
 import shutil
 import subprocess
@@ -144,7 +143,6 @@ def test_the_pipelines_run(exports: Path) -> None:
 WRITERS: dict[str, Callable[[Any, Path], Any]] = {
     "save_pretrained": lambda model, folder: model.save_pretrained(folder),
     "in half precision": lambda model, folder: model.bfloat16().save_pretrained(folder),
-    "a copy": lambda model, folder: copy.deepcopy(model).save_pretrained(folder),
     "Trainer": lambda model, folder: Trainer(
         model, TrainingArguments(str(folder / "runs"), report_to=[])
     ).save_model(str(folder)),
@@ -152,7 +150,7 @@ WRITERS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "auto"), zip(WRITERS, [AutoModel, AutoModelForMaskedLM] * 2, strict=True)
+    ("kind", "auto"), zip(WRITERS, [AutoModel, AutoModelForMaskedLM, AutoModel], strict=True)
 )
 def test_what_transformers_saves_is_a_model_folder(
     kind: str, auto: Any, exports: Path, tmp_path: Path, caplog: Logged
@@ -175,12 +173,6 @@ def test_what_transformers_saves_is_a_model_folder(
     AutoTokenizer.from_pretrained(folder)
     again = AutoModelForMaskedLM.from_pretrained(folder)
     assert again.paradigm.settings == model.paradigm.settings
-
-
-def test_a_tokenizer_that_is_there_stays(exports: Path, tmp_path: Path) -> None:
-    AutoTokenizer.from_pretrained(exports / "cosine", model_max_length=17).save_pretrained(tmp_path)
-    AutoModel.from_pretrained(exports / "cosine").save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 17
 
 
 @pytest.mark.parametrize(("auto", "size"), [(AutoModelForMaskedLM, 33), (AutoModel, 20)])
@@ -317,15 +309,6 @@ def test_recomputed_gradients_are_those_without(model: Any) -> None:
     torch.testing.assert_close(gradients(), kept)
 
 
-def test_a_frozen_model_can_be_recomputed_with_an_adapter(model: Any) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    adapted = get_peft_model(model, LoraConfig(target_modules=["qkv_proj"])).train()
-    adapted(input_ids=IDS, labels=LABELS).loss.backward()
-    trained = [weight.grad for name, weight in adapted.named_parameters() if "lora_B" in name]
-    assert all(gradient.abs().sum() > 0 for gradient in trained)
-
-
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_an_adapter_on_any_layer_is_trained(kind: str, tiny_dit: Callable[..., Any]) -> None:
     dit = tiny_dit(**VARIANTS[kind])
@@ -373,7 +356,6 @@ def test_labels_of_which_none_is_at_a_mask_are_an_error(model: Any, labels: torc
     [
         ({"time": 0.5}, TypeError, "'time' .did you mean 'times'"),
         ({"times": float("nan")}, ConfigError, "times"),
-        ({"times": torch.rand(2, 1)}, ConfigError, r"times.shape"),
         ({"labels": LABELS[:1]}, ConfigError, r"labels.shape.*\(2, 6\)"),
         ({"labels": LABELS + 40}, ConfigError, "labels"),
         ({"attention_mask": torch.ones(2, 5)}, ConfigError, r"attention_mask.shape.*\(2, 6\)"),
@@ -394,12 +376,6 @@ def test_the_options_of_a_call_are_honoured(exports: Path, model: Any) -> None:
     assert [len(one.shape) for one in model(IDS, labels=LABELS, return_dict=False)] == [0, 3]
     with pytest.raises(TypeError, match="AutoModel has no loss"):
         AutoModel.from_pretrained(exports / "diffusion")(IDS, labels=LABELS)
-
-
-def test_one_time_is_that_of_every_row(model: Any) -> None:
-    expected = model(IDS, times=torch.full((2,), 0.5)).logits
-    for time in (0.5, np.float64(0.5), torch.tensor(0.5), [0.5, 0.5]):
-        torch.testing.assert_close(model(IDS, times=time).logits, expected)
 
 
 def test_relatives_are_those_of_the_rows(tiny_dit: Callable[..., Any], tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def test_a_wait_is_reported_every_minute_and_ends_at_its_limit(
     with (
         caplog.at_level(logging.INFO),
         locked(file, "busy"),
-        pytest.raises(DataError, match=r"data\.max_wait_seconds=0\.5"),
-        locked(file, busy, max_wait_seconds=0.5, limit_key="data.max_wait_seconds"),
+        pytest.raises(DataError, match=r"data\.max_wait_seconds=0\.3"),
+        locked(file, busy, max_wait_seconds=0.3, limit_key="data.max_wait_seconds"),
     ):
         pass
     assert caplog.text.count(busy) > 2

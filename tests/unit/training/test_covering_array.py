@@ -25,7 +25,7 @@ from tests.runs import SHAREABLE, assert_same_run, newest, tensors, train_each
 from tests.runs import SIZES as ONE_BLOCK
 
 # Sizes of which no shard of 4 is even, nor one of 2 of what tensor parallelism has split.
-SIZES = {**ONE_BLOCK, **SHAREABLE, "num_hidden_layers": 4}
+SIZES = {**ONE_BLOCK, **SHAREABLE, "num_hidden_layers": 3}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2, "shared_expert_size": 9}
 MODELS: dict[str, dict[str, Any]] = {
     "own": {},

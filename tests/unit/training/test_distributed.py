@@ -136,6 +136,7 @@ def test_accelerate_s_parallelism_is_the_plan_s(monkeypatch: MonkeyPatch) -> Non
     launch(monkeypatch, "--use_fsdp", "--fsdp_version=2", "--use_parallelism_config", *words)
     plan = Plan(**plan_of_accelerate())
     assert (plan.replicate, plan.shard, plan.tensor, plan.context) == (2, 2, 2, 4)
+    assert "pipeline" not in plan_of_accelerate(), "what it does not set stays as configured"
 
 
 def test_accelerate_s_configuration_gives_the_plan_of_the_group(monkeypatch: MonkeyPatch) -> None:
@@ -149,14 +150,6 @@ def test_accelerate_s_configuration_gives_the_plan_of_the_group(monkeypatch: Mon
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(ConfigError, match="fsdp_version: 2"):
         plan_of_accelerate()
-
-
-def test_what_accelerate_does_not_set_stays_as_configured(monkeypatch: MonkeyPatch) -> None:
-    for key, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
-        monkeypatch.setenv(key, value)
-    assert not {"replicate", "activation_checkpointing"} & plan_of_accelerate().keys()
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
-    assert plan_of_accelerate()["replicate"] == 2
 
 
 def test_accelerate_s_precision_is_ours(monkeypatch: MonkeyPatch) -> None:

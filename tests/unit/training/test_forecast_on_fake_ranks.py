@@ -40,7 +40,7 @@ from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 CONFIG = DiTConfig(
     hidden_size=320,
-    num_hidden_layers=8,
+    num_hidden_layers=4,
     num_attention_heads=8,
     intermediate_size=864,
     time_embedding_dim=128,
@@ -132,10 +132,7 @@ def peak_of_a_step(
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (8, {}, 256, 1),
                 (8, {"reshard_between_micro_batches": True}, 1024, 2),
-                (8, {"context": 2}, 4096, 1),
-                (8, {"tensor": 2}, 4096, 1),
                 (8, {"context": 2, "tensor": 2, "activation_checkpointing": 1}, 8192, 1),
             )
         ),

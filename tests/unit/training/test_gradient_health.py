@@ -40,16 +40,18 @@ def test_nan_stops_before_it_reaches_the_weights(build: Build, tmp_path: Path) -
     assert f"d2plm replay {tmp_path / 'run'} --step 3 repeats the step" in str(caught.value)
 
 
-def test_a_skipped_step_changes_no_weight(build: Build) -> None:
-    class Weights(Callback):
+def test_a_skipped_step_changes_neither_weights_nor_averages_nor_moments(build: Build) -> None:
+    class States(Callback):
         def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+            moments = [m for of in trainer.optimizer.state.values() for m in of.values()]
+            every = [*trainer.parameters.values(), *trainer.ema.shadow.values(), *moments]
+            states.append(torch.cat([tensor.detach().flatten() for tensor in every]))
 
-    weights: list[torch.Tensor] = []
-    build(Poison(1, 3), GradientHealth(GradientHealthSettings(max_skipped=1)), Weights()).train()
-    same = [torch.equal(before, now) for before, now in pairwise(weights)]
+    states: list[torch.Tensor] = []
+    build(Poison(1, 3), GradientHealth(GradientHealthSettings(max_skipped=1)), States()).train()
+    same = [torch.equal(before, now) for before, now in pairwise(states)]
     assert same == [True, False, True, False, False]
-    assert all(torch.isfinite(seen).all() for seen in weights)
+    assert all(torch.isfinite(seen).all() for seen in states)
 
 
 @pytest.mark.parametrize(

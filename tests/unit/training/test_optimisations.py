@@ -89,13 +89,11 @@ MODEL: dict[str, Any] = {"sizes": SIZES, "max_steps": STEPS}
 DROPOUT = {"sizes": {**SIZES, "hidden_dropout_prob": 0.2}, "precision": "bf16"}
 OPTIMISATIONS = {
     # The host's side moves bytes alone.
-    "prefetching": Optimisation(0, off={"async_prefetch": False}),
     "loader processes": Optimisation(0, on={"num_workers": 2}),
     # The same kernels on the same numbers, dropout's draws included.
     "recomputation": Optimisation(0, on=RECOMPUTED, shared=DROPOUT),
     # The same sums in another order.
     "packed rows": Optimisation(ROUNDING, without=sequences_one_by_one),
-    "bins side by side": Optimisation(ROUNDING, off={"gradient_accumulation_steps": 8}),
     "equally long segments in one call": Optimisation(
         ROUNDING,
         without=lambda: mock.patch.object(attention, "_equal_length_runs", segments_one_by_one),

@@ -1,6 +1,5 @@
 """Trainer: gradients whatever the cut, resuming bit for bit, stopping on a signal."""
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -123,22 +122,6 @@ def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: Build) -> Non
     assert (trainer.step, trainer.position) == (steps, Position(2, 0))
 
 
-def test_a_callback_can_drop_a_steps_gradients(make_trainer: Build) -> None:
-    class Drop(Callback):
-        def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
-            trainer.skip_update = trainer.step == 1
-
-        def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            moments = trainer.optimizer.state_dict()["state"]
-            states.append(copy.deepcopy((trainer.parameters, trainer.ema.shadow, moments)))
-
-    states: list[Any] = []
-    dropped = make_trainer(Drop(), max_steps=2)
-    dropped.train()
-    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
-    assert (dropped.step, dropped.ema.updates) == (2, 1)
-
-
 def test_what_saves_is_called_last_whenever_it_was_added(make_trainer: Build) -> None:
     class Last(Callback):
         called_last = True
@@ -170,14 +153,12 @@ def test_events_come_in_order(make_trainer: Build) -> None:
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "dropout": {
-        "sizes": {"hidden_dropout_prob": 0.2, "initial_gate": 1.0},
+    "experts and dropout": {
+        "sizes": {**EXPERTS, "hidden_dropout_prob": 0.2, "initial_gate": 1.0},
         "gradient_accumulation_steps": 2,
     },
-    "experts": {"sizes": {**EXPERTS, "initial_gate": 1.0}},
     "relatives": RELATIVES,
     "low rank": {"model": dense_model, "lora_rank": 2, "precision": "fp64"},
-    "frozen": {"model": dense_model, "freeze": ["*.modulation.*"], "precision": "fp64"},
 }
 
 
@@ -185,16 +166,16 @@ RESUMED: dict[str, dict[str, Any]] = {
 def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(
     of: str, store: Path, tmp_path: Path
 ) -> None:
-    settings = {**RESUMED[of], "log": False, "max_steps": 6, "every": 1}
+    settings = {**RESUMED[of], "log": False, "max_steps": 4, "every": 99}
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     runs.train(store, unbroken, settings)
     with pytest.raises(KeyboardInterrupt):
-        stop = runs.At("on_step_end", 4, runs.interrupt)
+        stop = runs.At("on_step_end", 2, runs.interrupt)
         runs.build(store, broken, callbacks=[stop], **settings).train()
     torch.manual_seed(123)  # what else was drawn in the process must not matter
     runs.train(store, broken, settings)
     runs.assert_same_run(broken, unbroken)
-    if of == "experts":
+    if "experts" in of:
         kept = runs.tensors(runs.newest(broken))
         assert kept["model/blocks.0.feed_forward.router.bias"].any()
 
@@ -227,6 +208,9 @@ def test_where_a_run_starts(make_trainer: Build, tmp_path: Path, monkeypatch: Mo
     assert steps("run", "none") == STEPS
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == STEPS
     assert len(list((tmp_path / "run" / "checkpoints.old").iterdir())) == 4
+    for file in (tmp_path / "run" / "checkpoints").glob("*/.metadata"):
+        file.unlink()
+    assert steps("run", "auto") == STEPS, "no checkpoint is whole"
 
 
 def test_a_checkpoint_of_another_run_is_rejected(make_trainer: Build, tmp_path: Path) -> None:
@@ -261,7 +245,6 @@ def test_impossible_settings_are_named(make_trainer: Build) -> None:
         ("auto", "cpu", WORTH_COMPILING / 2, False),
         ("auto", "cpu", WORTH_COMPILING, True),
         ("auto", "cuda", 0.0, True),
-        (True, "cpu", 0.0, True),
         (False, "cuda", 1e20, False),
     ],
 )
