@@ -253,9 +253,14 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
 
 
 OTHERS: dict[str, Any] = {
-    **{"model_type": "bert", "position_embedding_type": "absolute", "vocab_size": 30},
-    **{"emb_layer_norm_before": True, "mask_token_id": 4, "hidden_size": "wide"},
-    **{"is_folding_model": True, "is_decoder": True},
+    "model_type": "bert",
+    "position_embedding_type": "absolute",
+    "vocab_size": 30,
+    "emb_layer_norm_before": True,
+    "mask_token_id": 4,
+    "hidden_size": "wide",
+    "is_folding_model": True,
+    "is_decoder": True,
 }
 
 
@@ -286,9 +291,7 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(folder: Path) -> 
         load_esm(folder)
 
 
-def test_damaged_and_missing_files_are_named_and_no_pickles_opened(
-    folder: Path,
-) -> None:
+def test_damaged_and_missing_files_are_named_and_no_pickles_opened(folder: Path) -> None:
     for name in ("model.safetensors", "config.json"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[: len(content) // 2])

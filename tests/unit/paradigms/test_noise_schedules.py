@@ -13,12 +13,7 @@ from d2plm.paradigms.noise_schedules import (
     NoiseSchedule,
     Polynomial,
 )
-from tests.unit.paradigms.closed_forms import (
-    ALPHA_BARS,
-    CONTINUOUS_ALPHA_BARS,
-    Curve,
-    hermite,
-)
+from tests.unit.paradigms.closed_forms import ALPHA_BARS, CONTINUOUS_ALPHA_BARS, Curve, hermite
 
 CONTINUOUS: dict[str, tuple[NoiseSchedule, Curve]] = {
     "linear": (Polynomial(1), lambda t: t),

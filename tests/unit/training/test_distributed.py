@@ -161,10 +161,7 @@ def test_accelerate_s_precision_is_ours(monkeypatch: MonkeyPatch) -> None:
         precision_of_accelerate()
 
 
-@pytest.mark.parametrize(
-    "variable",
-    [*ACCEPTED_OF_ACCELERATE, "PARALLELISM_CONFIG_SP_SIZE"],
-)
+@pytest.mark.parametrize("variable", [*ACCEPTED_OF_ACCELERATE, "PARALLELISM_CONFIG_SP_SIZE"])
 def test_what_training_does_not_do_is_rejected(variable: str, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(variable, "2" if variable.endswith("SIZE") else "true")

@@ -84,9 +84,7 @@ class Tied(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
 
 
-def test_only_matrices_decay_and_tied_ones_appear_once(
-    tiny_dit: Callable[..., nn.Module],
-) -> None:
+def test_only_matrices_decay_and_tied_ones_appear_once(tiny_dit: Callable[..., nn.Module]) -> None:
     model = Tied()
     decayed, kept = build_adamw(model, settings=AdamWSettings(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)

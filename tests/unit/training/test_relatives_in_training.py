@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from d2plm.core.errors import CheckpointError, ConfigError
+from d2plm.core.errors import ConfigError
 from d2plm.core.noise import Key
 from d2plm.core.vocabulary import MASK
 from d2plm.data.loader import Collection
@@ -16,10 +16,9 @@ from d2plm.model import dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.training.replay import replay
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES, MonkeyPatch
-from tests.unit.training.conftest import Build, Recorder
+from tests.unit.training.conftest import Build
 
 
 def test_relatives_are_for_models_and_paradigms_that_take_them(build: Build) -> None:
@@ -36,20 +35,19 @@ def test_relatives_are_for_models_and_paradigms_that_take_them(build: Build) -> 
 
 @pytest.fixture
 def taking(build: Build, tiny_store: SequenceStore) -> Build:
-    """Callbacks → a trainer of a model that takes relatives; each sequence has the next two."""
+    """Changes → a trainer of a model that takes relatives; each sequence has the next two."""
 
-    def make(*callbacks: Any, identity: float = 0.4, **changes: Any) -> Trainer:
+    def make(**changes: Any) -> Trainer:
         count = len(tiny_store)
         queries = np.repeat(np.arange(count), 2)
         targets = (queries + np.tile([1, 2], count)) % count
-        index = RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), identity), 2)
+        index = RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
         settings: dict[str, Any] = {
             "model": DiTConfig(**TINY_SIZES, relatives_dim=8),
             "max_relatives": 2,
             "collections": [Collection(tiny_store, relatives=index)],
-            "identity": {"relatives": index.digest},
         }
-        return build(*callbacks, **{**settings, **changes})
+        return build(**{**settings, **changes})
 
     return make
 
@@ -71,12 +69,3 @@ def test_only_corrupted_tokens_are_aligned(taking: Build, monkeypatch: MonkeyPat
         changed = tokens != batch.tokens
         assert changed.any()
         assert (tokens[changed] == MASK).all()
-
-
-def test_a_run_on_relatives_is_replayed_as_it_was_and_resumed_on_no_others(taking: Build) -> None:
-    whole = Recorder(save_every=3)
-    taking(whole, save_total_limit=9).train()
-    for step in (2, 5):
-        assert replay(taking(), step).loss == whole.losses[step - 1]
-    with pytest.raises(CheckpointError, match="relatives"):
-        taking(identity=0.6).train()

@@ -225,8 +225,7 @@ def train_a_leg(
 
 
 @pytest.mark.parametrize(
-    "legs",
-    ["two ranks", pytest.param("four ranks", marks=pytest.mark.thorough)],
+    "legs", ["two ranks", pytest.param("four ranks", marks=pytest.mark.thorough)]
 )
 def test_a_run_of_many_plans_equals_one_process_s(legs: str, store: Path, tmp_path: Path) -> None:
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
