@@ -39,13 +39,10 @@ from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
 from tests.conftest import Captured, MonkeyPatch
+from tests.runs import rows
 from tests.unit.training.conftest import Build, Recorder
 
 ALANINE = int(encode("A")[0])
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
 def test_a_resumed_run_s_metrics_are_those_of_an_unbroken_one(build: Build, tmp_path: Path) -> None:
@@ -55,11 +52,11 @@ def test_a_resumed_run_s_metrics_are_those_of_an_unbroken_one(build: Build, tmp_
         logger = MetricLogger(settings=MetricsSettings(every=3))
         build(logger, SaveCheckpoint(CheckpointSettings(every=2)), *stop).train()
         kept = ("step", "loss", "learning_rate", "grad_norm")
-        return [[row[k] for k in kept] for row in rows(tmp_path)]
+        return [[row[k] for k in kept] for row in rows(tmp_path / "run" / METRICS_FILE)]
 
     with pytest.raises(KeyboardInterrupt):
         measured(Recorder(stop_after=5))
-    assert [row["step"] for row in rows(tmp_path)] == [3]
+    assert [row["step"] for row in rows(tmp_path / "run" / METRICS_FILE)] == [3]
     with (tmp_path / "run" / METRICS_FILE).open("a") as stream:
         stream.write('{"step": 6, "lo')  # cut off by the kill
     resumed = measured()

@@ -20,8 +20,8 @@ from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from tests.ranks import run
 from tests.runs import SHAREABLE, SHORT, At, build, newest, rows, tensors
-from tests.unit.training.test_early_stopping import Evaluations
 from tests.unit.training.test_optimizer_state import overflow
+from tests.unit.training.test_stopping_callbacks import Evaluations
 
 SIZES = {**SHAREABLE, "num_hidden_layers": 3}
 PLANS = {"sharded": {}, "stages": {"pipeline": 2}}

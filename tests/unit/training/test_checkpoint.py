@@ -3,7 +3,6 @@
 import copyreg
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -54,14 +53,16 @@ def newest_whole(root: Path) -> Path | None:
     return None if name is None else root / name
 
 
-def data_file(folder: Path) -> Path:
-    return max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+def data_file(folder: Path, rank: int = 0) -> Path:
+    return max(folder.glob(f"__{rank}_*.distcp"), key=lambda file: file.stat().st_size)
 
 
-def flip_a_bit(folder: Path) -> None:
-    content = bytearray(data_file(folder).read_bytes())
+def flip_a_bit(folder: Path, rank: int = 0) -> Path:
+    file = data_file(folder, rank)
+    content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 4
-    data_file(folder).write_bytes(content)
+    file.write_bytes(content)
+    return file
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -239,7 +240,6 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a function": lambda made: Called(Path.touch, made),
     "another class's attribute": lambda _: Called(getattr, Path, "touch"),
     "an Enum's attribute that is no member": lambda _: Called(getattr, _MEM_FORMAT_ENCODING, "mro"),
-    "another Enum's member": lambda _: Called(getattr, signal.Signals, "SIGKILL"),
     "a module's attribute": lambda _: Called(
         getattr, Called(getattr, torch.Size, "__init__"), "__globals__"
     ),

@@ -28,18 +28,9 @@ from tests.runs import (
     tensors,
     train,
 )
+from tests.unit.training.test_checkpoint import flip_a_bit
 
 SETTINGS: dict[str, Any] = {"max_steps": 12, "every": 2, "save_total_limit": 10}
-
-
-def data_of(rank: int, folder: Path) -> Path:
-    return max(folder.glob(f"__{rank}_*.distcp"), key=lambda file: file.stat().st_size)
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 3] ^= 4
-    file.write_bytes(content)
 
 
 def train_until_stopped(store: Path, output: Path) -> None:
@@ -63,8 +54,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     output = tmp_path / "run"
     shutil.copytree(runs["stopped"], output)
     damaged, before = newest(output), checkpoints(output)[-2]
-    file = data_of(1, damaged)
-    flip_a_bit(file)
+    file = flip_a_bit(damaged, rank=1)
     run(train, store, output, SETTINGS, world_size=2)
     said = (output / "log-0.txt").read_text()
     assert file.name in said

@@ -49,9 +49,9 @@ def tied_model() -> DiT:
     return model
 
 
-def following(count: int) -> RelativesIndex:
+def following(count: int, every: int = 10) -> RelativesIndex:
     """Relatives of every tenth sequence, the two that follow it: some ranks' rows have none."""
-    queries = np.repeat(np.arange(0, count, 10), 2)
+    queries = np.repeat(np.arange(0, count, every), 2)
     targets = (queries + np.tile([1, 2], len(queries) // 2)) % count
     return RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
 

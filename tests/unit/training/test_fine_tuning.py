@@ -70,9 +70,7 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 # --- frozen parameters -------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""Trainer: gradients whatever the cut, resuming bit for bit, stopping on a signal."""
+"""Trainer: gradients whatever the cut, resuming bit for bit, relatives, stopping on a signal."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from torch.nn import functional
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import MASK
 from d2plm.data.loader import Collection, GlobalBatch, Position, framed
 from d2plm.data.store import SequenceStore
+from d2plm.model import dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.learning_rate import cosine
@@ -26,7 +30,7 @@ from d2plm.training.trainer import Trainer
 from tests import runs
 from tests.conftest import EXPERTS, TINY_SIZES, MonkeyPatch, randomise
 from tests.unit.training.conftest import Build, Recorder
-from tests.unit.training.test_equality import RELATIVES, dense_model
+from tests.unit.training.test_equality import RELATIVES, dense_model, following
 
 STEPS = 6
 
@@ -256,3 +260,50 @@ def test_blocks_are_compiled_where_that_pays_in_the_whole_run(
     blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     assert compile_blocks(blocks, setting, torch.device(device), flops) is compiled
     assert ("forward" in vars(blocks[0])) is compiled
+
+
+def test_relatives_are_for_models_and_paradigms_that_take_them(build: Build) -> None:
+    taking = DiTConfig(**TINY_SIZES, relatives_dim=8)
+    for number, named in ((None, "null"), (0, "0")):
+        with pytest.raises(ConfigError, match=f"max_relatives={named}"):
+            build(model=taking, max_relatives=number)
+    with pytest.raises(ConfigError, match="max_relatives=2"):
+        build(max_relatives=2)
+    for paradigm in (UniformFlowMatching(), AbsorbingDiffusion(shift=True)):
+        with pytest.raises(ConfigError, match="relatives_dim=8"):
+            build(model=taking, max_relatives=2, paradigm=paradigm)
+
+
+@pytest.fixture
+def taking(build: Build, tiny_store: SequenceStore) -> Build:
+    """Changes → a trainer of a model that takes relatives; each sequence has the next two."""
+
+    def make(**changes: Any) -> Trainer:
+        index = following(len(tiny_store), every=1)
+        settings: dict[str, Any] = {
+            "model": DiTConfig(**TINY_SIZES, relatives_dim=8),
+            "max_relatives": 2,
+            "collections": [Collection(tiny_store, relatives=index)],
+        }
+        return build(**{**settings, **changes})
+
+    return make
+
+
+def test_only_corrupted_tokens_are_aligned(taking: Build, monkeypatch: MonkeyPatch) -> None:
+    """In training and in the bound."""
+    spy = mock.Mock(wraps=dit.align)
+    monkeypatch.setattr(dit, "align", spy)
+    trainer = taking(max_steps=2)
+    corrupt = mock.Mock(wraps=trainer.paradigm.corrupt)
+    monkeypatch.setattr(trainer.paradigm, "corrupt", corrupt)
+    trainer.train()
+    batches = [call.args[0] for call in corrupt.call_args_list]
+    aligned = [call.args[0] for call in spy.call_args_list]
+    assert len(aligned) == len(batches) == 2
+    trainer.paradigm.bound(trainer.denoiser, batches[0], Key(0), draw=0, draws=1)
+    aligned.append(spy.call_args.args[0])
+    for tokens, batch in zip(aligned, [*batches, batches[0]], strict=True):
+        changed = tokens != batch.tokens
+        assert changed.any()
+        assert (tokens[changed] == MASK).all()

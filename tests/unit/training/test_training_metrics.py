@@ -1,6 +1,5 @@
 """Each training metric against an independent computation, and the metric logger."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from d2plm.training.metrics import MeanLoss, Metric, PeakMemory
 from d2plm.training.throughput import CrowdedCores, Throughput, peak_of
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES, Captured, Logged, MonkeyPatch
+from tests.runs import rows
 from tests.unit.training.conftest import Build
 
 ROW = {
@@ -41,10 +41,6 @@ class Ranks(Process):
 
     def sum(self, value: Tensor) -> Tensor:
         return value * self.world_size
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
 # --- single metrics ----------------------------------------------------------------------------
@@ -161,7 +157,7 @@ def test_a_row_contains_every_metric(
     monkeypatch.setitem(registered("metric"), "longest", Entry(Settings, LongestSequence))
     run, settings = mock.Mock(Runs), MetricsSettings(every=4, peak_tflops=2.0, more=["longest"])
     build(MetricLogger(settings=settings, run=run)).train()
-    found = rows(tmp_path)
+    found = rows(tmp_path / "run" / METRICS_FILE)
     assert [row["step"] for row in found] == [4, 6]
     assert all(row.keys() == ROW | {"step", "mfu", "longest"} for row in found)
     assert all(row["tokens_per_second"] > 0 for row in found)
@@ -202,4 +198,4 @@ def test_an_outage_of_the_tracker_does_not_end_training(build: Build, tmp_path: 
     trainer = build(logger, SaveCheckpoint(CheckpointSettings(every=2)))
     trainer.train()
     assert trainer.step == 6
-    assert len(rows(tmp_path)) == 6
+    assert len(rows(tmp_path / "run" / METRICS_FILE)) == 6
