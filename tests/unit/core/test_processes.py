@@ -285,7 +285,9 @@ def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the
 def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> None:
     endless = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     wait = f"import pathlib; log = pathlib.Path({str(tmp_path / 'endless.log')!r})\n"
-    broken = f"{wait}while not log.read_text(): pass\nraise SystemExit('no luck')"
+    broken = (
+        f"{wait}while not (log.exists() and log.read_text()): pass\nraise SystemExit('no luck')"
+    )
     codes = {"endless": endless, "broken": broken}
     jobs = [Job(name, [python(code)], tmp_path / f"{name}.log") for name, code in codes.items()]
     with pytest.raises(LaunchError, match=r"broken: .*no luck.*broken\.log"):

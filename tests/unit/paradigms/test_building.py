@@ -51,12 +51,8 @@ def test_the_source_chooses_the_class() -> None:
 @pytest.mark.parametrize(
     "paradigm",
     [
-        AbsorbingDiffusion(
-            num_train_timesteps=17, schedule="linear_beta", beta_end=0.3, loss="mean", shift=True
-        ),
-        AbsorbingDiffusion(
-            num_train_timesteps=None, schedule="cosine", time_sampling="low_variance"
-        ),
+        AbsorbingDiffusion(num_train_timesteps=17, schedule="linear_beta", beta_end=0.3),
+        AbsorbingDiffusion(num_train_timesteps=None, loss="mean", shift=True),
         MaskFlowMatching(schedule="cubic", cubic_end_slope=1.5, num_flow_steps=9),
         UniformFlowMatching(schedule="polynomial", polynomial_degree=1.5, loss="generalised_kl"),
     ],

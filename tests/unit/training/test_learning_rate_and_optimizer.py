@@ -134,19 +134,3 @@ def test_the_average_follows_its_recursion(cap: float) -> None:
     for found, wanted in zip(shadow.values(), expected, strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_swapping_in_shows_the_average_and_restores_after_an_exception() -> None:
-    model = nn.Linear(3, 2)
-    average = EMA(dict(model.named_parameters()), 0.9)
-    for _ in range(3):
-        with torch.no_grad():
-            model.weight.add_(1.0)
-        average.update()
-    raw, shadow = model.weight.detach().clone(), average.shadow["weight"].clone()
-    assert not torch.equal(raw, shadow)
-    with pytest.raises(RuntimeError, match="broken"), average.swapped_in():
-        assert torch.equal(model.weight, shadow)
-        raise RuntimeError("broken")
-    assert torch.equal(model.weight, raw)
-    assert torch.equal(average.shadow["weight"], shadow)

@@ -226,6 +226,7 @@ class Launches(TorchDispatchMode):
 # At most, in the second step of a model of two blocks, uncompiled, with one micro-batch; lower them
 # with what you save. AdamW's own are 4. Muon's are 110: 15 products and 4 kernels around them for
 # each of five shapes, whatever the depth.
+@pytest.mark.thorough
 @pytest.mark.parametrize(("optimizer", "most"), [(build_adamw, 469), (build_muon, 575)])
 def test_a_step_launches_no_more_kernels_than_it_did(
     optimizer: Callable[..., Optimizer],

@@ -126,16 +126,6 @@ def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: Build) -> Non
     assert (trainer.step, trainer.position) == (steps, Position(2, 0))
 
 
-def test_what_saves_is_called_last_whenever_it_was_added(make_trainer: Build) -> None:
-    class Last(Callback):
-        called_last = True
-
-    first, last, late = Recorder(), Last(), Recorder()
-    trainer = make_trainer(last, first)
-    trainer.add_callback(late)
-    assert trainer.callbacks == [first, late, last]
-
-
 def test_events_come_in_order(make_trainer: Build) -> None:
     seen: list[str] = []
 
