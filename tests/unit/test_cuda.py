@@ -41,7 +41,7 @@ from d2plm.training.parallelise import in_precision
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 from tests.conftest import ESM, EXPERTS, LLAMA, TINY_SIZES, DiTFactory, randomise
-from tests.trainers import make_trainer
+from tests.runs import make_trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

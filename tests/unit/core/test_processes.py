@@ -205,9 +205,6 @@ def test_training_that_ends_early_passes_on_its_exit_code(
     assert environment["MALLOC_TRIM_THRESHOLD_"] == "1"  # the user's own
 
 
-# --- signals -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_the_end_of_the_block(number: int) -> None:
     class StoppedError(Exception):
@@ -253,9 +250,6 @@ def test_a_handler_may_be_kept_for_the_way_out(
         assert at_exit == [(signal.signal, signal.SIGUSR1, signal.SIG_IGN)]
     else:
         assert (kept, at_exit) == (before, [])
-
-
-# --- several jobs ------------------------------------------------------------------------------
 
 
 def python(code: str) -> list[str]:

@@ -108,8 +108,8 @@ def in_steps(t: float) -> float:
     return ALPHA_BARS["linear_beta"](round(20 * t), 20)
 
 
-# Of each kind one schedule; test_noise_schedules.py has them all.
-CONTINUOUS: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
+# Of each kind one schedule; the formulas have them all.
+DRAWN: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
     (
         AbsorbingDiffusion,
         {"schedule": "cosine", "num_train_timesteps": None},
@@ -118,7 +118,7 @@ CONTINUOUS: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
     (MaskFlowMatching, *KAPPAS[-1]),
     (UniformFlowMatching, *KAPPAS[-1]),
 ]
-IN_STEPS: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
+DRAWN_IN_STEPS: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
     (AbsorbingDiffusion, {"schedule": "linear_beta", "num_train_timesteps": 20}, in_steps)
 ]
 
@@ -153,7 +153,7 @@ def deviation_p_value(
 
 
 @SAMPLINGS
-@pytest.mark.parametrize(("paradigm_class", "settings", "kept"), [*CONTINUOUS[:2], *IN_STEPS])
+@pytest.mark.parametrize(("paradigm_class", "settings", "kept"), [*DRAWN[:2], *DRAWN_IN_STEPS])
 def test_residues_are_masked_with_the_probability_that_the_schedule_does_not_keep(
     paradigm_class: type[Paradigm], settings: dict[str, Any], kept: Curve, time_sampling: str
 ) -> None:
@@ -201,7 +201,7 @@ def test_corruption_is_independent_from_residue_to_residue() -> None:
 
 
 @SAMPLINGS
-@pytest.mark.parametrize(("paradigm_class", "settings", "kept"), CONTINUOUS)
+@pytest.mark.parametrize(("paradigm_class", "settings", "kept"), DRAWN)
 def test_the_times_of_a_batch_are_stratified(
     paradigm_class: type[Paradigm], settings: dict[str, Any], kept: Curve, time_sampling: str
 ) -> None:

@@ -125,9 +125,6 @@ def test_an_error_in_training_names_its_key(tmp_path: Path) -> None:
         trainer.train()
 
 
-# --- the vocabulary ------------------------------------------------------------------------------
-
-
 def test_a_run_of_codons_is_exported_with_its_vocabulary(tmp_path: Path) -> None:
     words = ["data.alphabet=codon", "trainer.max_steps=1", "callbacks.evaluation=null"]
     config = configuration(tmp_path, *words)

@@ -147,9 +147,6 @@ def assert_close(found: Any, expected: Any, tolerance: float) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# --- fp16 ----------------------------------------------------------------------------------------
-
-
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of this rank's parameters and their moments, and of the scale."""
     assert trainer.loss_scale is not None

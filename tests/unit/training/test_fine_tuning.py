@@ -73,9 +73,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-# --- frozen parameters -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "frozen"),
     [
@@ -105,9 +102,6 @@ def test_what_cannot_be_trained_is_rejected(build: Build) -> None:
     for freeze in (["*"], "blocks.0.*", [3]):
         with pytest.raises(ConfigError, match=r"^freeze="):
             build(freeze=freeze)
-
-
-# --- the command -------------------------------------------------------------------------------
 
 
 Configure = Callable[..., TrainSettings]

@@ -175,9 +175,6 @@ def test_later_steps_hold_no_more_than_earlier_ones(store: Path, tmp_path: Path)
         assert last["objects"] - first["objects"] <= 20
 
 
-# --- a rank that fails ---------------------------------------------------------------------------
-
-
 def fail(_: object) -> None:
     raise ArithmeticError("this rank alone")
 

@@ -210,8 +210,6 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
     assert {e.name for e in (broken / "checkpoints").iterdir()} == set(checkpoints(broken))
 
 
-# --- other plans ---------------------------------------------------------------------------------
-
 LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "two ranks": [(2, {"context": 2}), (2, {"pipeline": 2}), (1, {}), (2, {"tensor": 2}), (2, {})],
     "four ranks": [(4, {"context": 2, "tensor": 2}), (1, {}), (4, {"replicate": 2}), (2, {})],

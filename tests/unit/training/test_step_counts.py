@@ -44,8 +44,8 @@ from d2plm.training.trainer import Trainer
 from tests.conftest import ESM, EXPERTS, LLAMA, TINY_SIZES, MonkeyPatch, Tokens
 from tests.ranks import run
 from tests.runs import build as build_run
+from tests.runs import make_trainer
 from tests.synchronisations import CUDA, Waits, counting
-from tests.trainers import make_trainer
 from tests.unit.model.test_attention import written_out
 from tests.unit.training.conftest import Build
 from tests.unit.training.test_equality import following
@@ -131,9 +131,6 @@ def waits_of(
     layers._on_device.cache_clear()
 
 
-# --- waits ---------------------------------------------------------------------------------------
-
-
 CONTINUOUS: dict[str, Any] = {"num_train_timesteps": None, "time_sampling": "low_variance"}
 PLAIN = {"max_grad_norm": None, "loss_aggregation": "rank_average", "precision": "fp16"}
 FROZEN = {"optimizer": build_muon, "freeze": ["token_embedding.*"], "precision": "fp16"}
@@ -181,9 +178,6 @@ def test_a_step_of_two_ranks_reads_no_number(store: Path, tmp_path: Path) -> Non
     run(train_watched, store, tmp_path, world_size=2)
 
 
-# --- recompilations ------------------------------------------------------------------------------
-
-
 def test_all_blocks_are_one_graph_compiled_once(build: Build, monkeypatch: MonkeyPatch) -> None:
     # Graphs are captured before kernels are made of them, for which there may be no compiler.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -199,9 +193,6 @@ def test_all_blocks_are_one_graph_compiled_once(build: Build, monkeypatch: Monke
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch._dynamo.reset()
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 NO_KERNEL = {
@@ -245,9 +236,6 @@ def test_a_step_launches_no_more_kernels_than_it_did(
         with Launches() as counts:
             trainer.train_step(batch)
     assert counts.found.total() <= most, counts.found
-
-
-# --- FLOPs ---------------------------------------------------------------------------------------
 
 
 def attention_written_out(

@@ -49,9 +49,6 @@ def make_trainer(build: Build) -> Build:
     return make
 
 
-# --- the step ----------------------------------------------------------------------------------
-
-
 def cut(sequences: Sequence[np.ndarray], bins: int) -> GlobalBatch:
     """The same global batch as `bins` micro-batches of one shape."""
     shares = np.array_split(np.arange(len(sequences)), bins)
@@ -143,9 +140,6 @@ def test_events_come_in_order(make_trainer: Build) -> None:
     ]
 
 
-# --- resuming ----------------------------------------------------------------------------------
-
-
 RESUMED: dict[str, dict[str, Any]] = {
     "experts and dropout": {
         "sizes": {**EXPERTS, "hidden_dropout_prob": 0.2, "initial_gate": 1.0},
@@ -219,18 +213,12 @@ def test_a_checkpoint_of_another_run_is_rejected(make_trainer: Build, tmp_path: 
             make_trainer(**changes).train()
 
 
-# --- settings ----------------------------------------------------------------------------------
-
-
 def test_impossible_settings_are_named(make_trainer: Build) -> None:
     changes: list[dict[str, Any]] = [{"max_steps": None}, {"max_epochs": 1, "max_steps": 5}]
     changes += [{"max_length": 129}, {"max_length": "long"}, {"token_budget": 100}]
     for change in changes:
         with pytest.raises(ConfigError, match=f"{next(iter(change))}="):
             make_trainer(**change)
-
-
-# --- compilation -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

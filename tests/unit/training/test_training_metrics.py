@@ -43,9 +43,6 @@ class Ranks(Process):
         return value * self.world_size
 
 
-# --- single metrics ----------------------------------------------------------------------------
-
-
 def test_the_loss_is_the_mean_since_the_last_row_without_skipped_steps() -> None:
     metric = MeanLoss()
     for loss, skipped in ((1.0, False), (float("nan"), True), (4.0, False)):
@@ -66,9 +63,6 @@ def test_the_peak_of_memory_is_the_kernel_s_or_the_allocator_s(monkeypatch: Monk
     stub = SimpleNamespace(process=Ranks(device=torch.device("cuda")))
     expected = {"peak_memory_allocated_gib": 3.0, "peak_memory_reserved_gib": 4.0}
     assert PeakMemory().read(stub) == expected
-
-
-# --- throughput --------------------------------------------------------------------------------
 
 
 def measured(
@@ -146,9 +140,6 @@ def test_a_training_that_others_slow_down_reports_it_once(
         assert metric.read(stub) == {}
         now[0] += 4.0
     assert len(caplog.messages) == slowed
-
-
-# --- the logger --------------------------------------------------------------------------------
 
 
 def test_a_row_contains_every_metric(
