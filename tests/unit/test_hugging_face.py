@@ -36,13 +36,12 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
 from tests.commands import python_c
-from tests.conftest import ESM, TINY_SIZES, Logged, MonkeyPatch
+from tests.conftest import TINY_SIZES, Logged, MonkeyPatch
 
 disable_progress_bar()
 PROTEINS = ["MKTA<mask>IAKQR", "GS", "<mask>W<mask>A"]
 TO_LEARN = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMLEDPVAGGLLMKWYNE", "ACDEFGHIKLMNPQRSTVWY"] * 4
 VARIANTS: dict[str, dict[str, Any]] = {
-    "esm": ESM,
     "experts": {"num_experts": 4, "shared_expert_size": 16},
     "relatives": {"relatives_dim": 16},
 }

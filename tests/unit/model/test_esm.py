@@ -349,9 +349,12 @@ def test_saving_keeps_logits_and_dropout(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_shipped_configurations_are_esm2_with_time(name: str) -> None:
+    layers, *widths = SHIPPED[name]
     config = DiTConfig(**vars(compose("train", [f"model={name}"]).model))
+    assert config.num_hidden_layers == layers
+    config.num_hidden_layers = 1
     with torch.device("meta"):
-        ours, theirs = DiT(config), EsmForMaskedLM(esm_like(*SHIPPED[name]))
+        ours, theirs = DiT(config), EsmForMaskedLM(esm_like(1, *widths))
     learnt = ("time_embedding", "modulation")
     counted = [p.numel() for n, p in ours.named_parameters() if not any(x in n for x in learnt)]
     shared = 33 * config.hidden_size  # the projection is a second time there
