@@ -278,12 +278,10 @@ def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the
 
 def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> None:
     endless = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
-    wait = f"import pathlib; log = pathlib.Path({str(tmp_path / 'endless.log')!r})\n"
-    broken = (
-        f"{wait}while not (log.exists() and log.read_text()): pass\nraise SystemExit('no luck')"
-    )
-    codes = {"endless": endless, "broken": broken}
-    jobs = [Job(name, [python(code)], tmp_path / f"{name}.log") for name, code in codes.items()]
+    began = tmp_path / "endless.log"
+    broken = f"until [ -s {began} ]; do sleep 0.02; done; echo no luck; exit 1"
+    commands = {"endless": python(endless), "broken": ["sh", "-c", broken]}
+    jobs = [Job(name, [words], tmp_path / f"{name}.log") for name, words in commands.items()]
     with pytest.raises(LaunchError, match=r"broken: .*no luck.*broken\.log"):
         list(run_jobs(jobs, parallel=2))
     assert not running([int((tmp_path / "endless.log").read_text())]), "the other job was ended"
