@@ -40,7 +40,7 @@ from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
 CONFIG = DiTConfig(
     hidden_size=320,
-    num_hidden_layers=4,
+    num_hidden_layers=8,
     num_attention_heads=8,
     intermediate_size=864,
     time_embedding_dim=128,
@@ -126,7 +126,6 @@ def peak_of_a_step(
 @pytest.mark.parametrize(
     "ranks, plan, tokens, micro_batches",
     [
-        (1, {}, 512, 2),
         (8, {"replicate": 2, "reshard_after_forward": False}, 1024, 1),
         (8, {"activation_checkpointing": 1}, 4096, 1),
         *(
