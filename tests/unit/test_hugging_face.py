@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+import d2plm.hugging_face  # noqa: F401  # registers the classes
 from d2plm.api import load_model
 from d2plm.core.batch import Relatives
 from d2plm.core.errors import ConfigError, ModelError
