@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.settings.callbacks import CheckpointSettings
-from d2plm.settings.training import AdamWSettings, CosineSettings
+from d2plm.settings.data import LoaderSettings
+from d2plm.settings.training import AdamWSettings, CosineSettings, TrainerSettings
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
@@ -34,7 +36,6 @@ from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
-from tests.trainers import make_trainer
 
 BUDGET, BINS = 96, 4
 # Of these, two ranks can share heads and rows of matrices.
@@ -50,6 +51,18 @@ SIZES: dict[str, Any] = {
     "time_embedding_dim": 10,
     "max_position_embeddings": 48,
 }
+
+
+def make_trainer(kind: type[Trainer] = Trainer, /, **named: Any) -> Trainer:
+    """A trainer; fields of `TrainerSettings` and `LoaderSettings` are given by name."""
+
+    def taken(settings: type[Any]) -> dict[str, Any]:
+        return {one.name: named.pop(one.name) for one in fields(settings) if one.name in named}
+
+    settings = TrainerSettings(**taken(TrainerSettings))
+    return kind(
+        settings, loading=LoaderSettings(**{"token_budget": 8192, **taken(LoaderSettings)}), **named
+    )
 
 
 class Started(Trainer):

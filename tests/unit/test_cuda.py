@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from d2plm.core.noise import Key
 from d2plm.data.loader import Collection
-from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.generation.sampler_settings import Sampling
@@ -41,7 +40,8 @@ from d2plm.training.parallelise import in_precision
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 from tests.conftest import ESM, EXPERTS, LLAMA, TINY_SIZES, DiTFactory, randomise
-from tests.trainers import make_trainer
+from tests.runs import make_trainer
+from tests.unit.training.test_equality import following
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -71,10 +71,7 @@ Build = Callable[..., Trainer]
 @pytest.fixture
 def build(tiny_store: SequenceStore, tmp_path: Path) -> Build:
     """Changes of settings → a trainer on the device; relatives of a sequence are the next two."""
-    count = len(tiny_store)
-    queries = np.repeat(np.arange(count), 2)
-    targets = (queries + np.tile([1, 2], count)) % count
-    index = RelativesIndex.of_hits(count, queries, targets, np.full(len(queries), 0.4), 2)
+    index = following(len(tiny_store), every=1)
 
     def make(kind: type[Trainer] = Trainer, *, model: str = "own", **changes: Any) -> Trainer:
         dit = DiT(DiTConfig(**{**SIZES, **MODELS[model]}))

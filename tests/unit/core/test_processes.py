@@ -56,6 +56,7 @@ with unwound_by_sigterm():
 PARENT = """
 import os, signal, subprocess, sys, threading, time, psutil
 from pathlib import Path
+from d2plm.core import processes
 from d2plm.core.processes import *
 def tell(number):
     while len(children := psutil.Process().children(recursive=True)) < number:
@@ -71,12 +72,6 @@ STATEMENTS = {
     "python": ("run([python, '-c', child])", 1),
     # Between them is a shell, as there is in the pipeline's steps.
     "behind a shell": ("run(['sh', '-c', '\"$0\" -c \"$1\"; true', python, child])", 2),
-    "from a thread": (
-        "thread = threading.Thread(target=subprocess.Popen, args=[[python, '-c', child]],"
-        " kwargs={'env': {**os.environ, **for_children()}})\n"
-        "    thread.start(); thread.join(); time.sleep(100)",  # the thread has ended
-        1,
-    ),
     "jobs": (
         "list(run_jobs([Job(n, [[python, '-c', child]], folder / n) for n in 'ab'], parallel=2))",
         2,
@@ -113,20 +108,20 @@ def left_after(
     ) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
-        time.sleep(0.3)  # a child that ends by itself would have done so
+        time.sleep(0.1)  # a child that ends by itself would have done so
         alive = running(pids)
         end(parent.pid)
-        code = parent.wait(60)
+        code = parent.wait(90)
     return code, len(alive), running(pids, seconds=30)
 
 
 @pytest.mark.parametrize(
     ("kind", "number", "send"),
     [
-        *((kind, signal.SIGKILL, os.kill) for kind in STATEMENTS),
+        *((kind, signal.SIGKILL, os.kill) for kind in [*STATEMENTS][1:]),
         ("python", signal.SIGTERM, os.killpg),
-        *((kind, signal.SIGTERM, os.kill) for kind in ("jobs", "another program")),
-        *((kind, signal.SIGINT, os.killpg) for kind in ("jobs", "another program")),
+        ("jobs", signal.SIGTERM, os.kill),
+        ("another program", signal.SIGINT, os.killpg),
     ],
 )
 def test_children_end_with_a_parent_that_is_killed_or_signalled(
@@ -153,13 +148,10 @@ def test_a_child_of_a_parent_that_is_gone_already_ends_at_once(monkeypatch: Monk
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["the parent", "the group"])
-def test_sigterm_lets_a_child_and_its_child_end_orderly(
-    send: Callable[[int, int], None], tmp_path: Path
-) -> None:
+def test_sigterm_lets_a_child_and_its_child_end_orderly(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     statement = f"run([python, '-c', {ORDERLY!r}, {str(saved)!r}, child])"
-    left = left_after(statement, 2, CHILD, tmp_path, lambda pid: send(pid, signal.SIGTERM))
+    left = left_after(statement, 2, CHILD, tmp_path, lambda pid: os.kill(pid, signal.SIGTERM))
     assert left == (128 + signal.SIGTERM, 2, [])
     assert saved.read_text() == "saved"
 
@@ -167,14 +159,13 @@ def test_sigterm_lets_a_child_and_its_child_end_orderly(
 def test_a_child_that_ignores_sigterm_is_killed_by_a_second_signal(tmp_path: Path) -> None:
     def twice(pid: int) -> None:
         os.kill(pid, signal.SIGTERM)
-        time.sleep(1)
+        time.sleep(0.3)
         os.kill(pid, signal.SIGTERM)
 
     stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{CHILD}"
-    began = time.monotonic()
-    left = left_after("run([python, '-c', child])", 1, stubborn, tmp_path, twice)
+    statement = "processes.GRACE_SECONDS = 1000; run([python, '-c', child])"
+    left = left_after(statement, 1, stubborn, tmp_path, twice)
     assert left == (128 + signal.SIGTERM, 1, [])
-    assert time.monotonic() - began < processes.GRACE_SECONDS / 2
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", 137)])
@@ -212,9 +203,6 @@ def test_training_that_ends_early_passes_on_its_exit_code(
     assert environment[processes.GLOO_INTERFACE].startswith("lo")  # no look-up of its own name
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["MALLOC_TRIM_THRESHOLD_"] == "1"  # the user's own
-
-
-# --- signals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -264,9 +252,6 @@ def test_a_handler_may_be_kept_for_the_way_out(
         assert (kept, at_exit) == (before, [])
 
 
-# --- several jobs ------------------------------------------------------------------------------
-
-
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
@@ -278,7 +263,7 @@ def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the
     code = (
         "import os, time, pathlib; print(os.environ['OMP_NUM_THREADS']); "
         f"folder = pathlib.Path({str(tmp_path)!r}); mine = folder / f'running-{{os.getpid()}}'; "
-        "mine.touch(); time.sleep(0.3); "
+        "mine.touch(); time.sleep(0.1); "
         "print(len(list(folder.glob('running-*')))); mine.unlink()"
     )
     words = [python(code), python("print('second')")]
@@ -293,16 +278,17 @@ def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the
 
 def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> None:
     endless = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
-    broken = "import time; time.sleep(1); raise SystemExit('no luck')"
-    codes = {"endless": endless, "broken": broken}
-    jobs = [Job(name, [python(code)], tmp_path / f"{name}.log") for name, code in codes.items()]
+    began = tmp_path / "endless.log"
+    broken = f"until [ -s {began} ]; do sleep 0.02; done; echo no luck; exit 1"
+    commands = {"endless": python(endless), "broken": ["sh", "-c", broken]}
+    jobs = [Job(name, [words], tmp_path / f"{name}.log") for name, words in commands.items()]
     with pytest.raises(LaunchError, match=r"broken: .*no luck.*broken\.log"):
         list(run_jobs(jobs, parallel=2))
     assert not running([int((tmp_path / "endless.log").read_text())]), "the other job was ended"
 
 
 def test_a_child_that_does_not_end_in_time_is_killed(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.1)
     stubborn = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
     with (
         pytest.raises(ZeroDivisionError),

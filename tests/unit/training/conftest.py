@@ -18,7 +18,7 @@ from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES
-from tests.trainers import make_trainer
+from tests.runs import make_trainer
 
 Build = Callable[..., Trainer]
 

@@ -1,15 +1,22 @@
-"""A trainer from a configuration: its class, its vocabulary, and errors that name the keys."""
+"""A trainer from a configuration: class, callbacks and vocabulary; errors name the keys."""
 
-from dataclasses import replace
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from d2plm.assembly import training_run
 from d2plm.assembly.dry_run import forecast
-from d2plm.assembly.preparation import build_vocabulary, require_fitting_window
+from d2plm.assembly.preparation import build_vocabulary
 from d2plm.assembly.training_run import (
+    build_callbacks,
+    build_optimizer,
+    build_schedule,
     build_trainer,
     on_one_process,
     open_stores,
@@ -18,18 +25,27 @@ from d2plm.assembly.training_run import (
 )
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError, ModelError
-from d2plm.core.vocabulary import DNA, PROTEIN, Codons, Vocabulary
+from d2plm.core.vocabulary import DNA, Codons, Vocabulary
+from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences, plausible_lengths
+from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
-from d2plm.settings.commands import TrainSettings
+from d2plm.settings.callbacks import CallbackSettings
+from d2plm.settings.commands import CALLBACKS, TrainSettings
 from d2plm.settings.registry import Entry, registered
+from d2plm.settings.schema import Settings, key
 from d2plm.settings.training import TrainerSettings
+from d2plm.tracking.runs import Runs
+from d2plm.training.callbacks.callback import Callback, RunContext
+from d2plm.training.callbacks.evaluation import Evaluate
+from d2plm.training.callbacks.metric_logger import MetricLogger
+from d2plm.training.metrics import Metric
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
-from tests.conftest import MonkeyPatch
+from tests.conftest import DiTFactory, MonkeyPatch
 
 
-class Mine(Trainer):
+class MyTrainer(Trainer):
     """A trainer of the user's own."""
 
 
@@ -44,9 +60,9 @@ def built(config: TrainSettings) -> Trainer:
 
 
 def test_a_configuration_names_the_class(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    for kind in (Mine, dict):
+    for kind in (MyTrainer, dict):
         monkeypatch.setitem(registered("trainer"), kind.__name__, Entry(TrainerSettings, kind))
-    assert type(built(configuration(tmp_path, "trainer.type=Mine"))) is Mine
+    assert type(built(configuration(tmp_path, "trainer.type=MyTrainer"))) is MyTrainer
     with pytest.raises(ConfigError, match=r"^trainer\.type='dict': must be the name of a class"):
         built(configuration(tmp_path, "trainer.type=dict"))
 
@@ -54,9 +70,9 @@ def test_a_configuration_names_the_class(tmp_path: Path, monkeypatch: MonkeyPatc
 @pytest.mark.parametrize(
     "override",
     [
-        *("trainer.gradient_accumulation_steps=3", "trainer.freeze=[nothing.*]"),
-        *("data.token_budget=100", "distributed.replicate=3", "distributed.context=2"),
-        *("schedule.warmup_steps=1000", "callbacks.early_stopping.mode=up"),
+        *("trainer.gradient_accumulation_steps=3", "data.token_budget=100"),
+        *("distributed.replicate=3", "schedule.warmup_steps=1000"),
+        "callbacks.early_stopping.mode=up",
     ],
 )
 def test_an_impossible_setting_is_rejected_by_its_key(override: str, tmp_path: Path) -> None:
@@ -69,7 +85,6 @@ def test_an_impossible_setting_is_rejected_by_its_key(override: str, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["data.window=127"], "data.window=127: must be at most data.max_length"),
         (["data.window=127", "data.max_length=null"], "data.window=127: must be at most model."),
         (["data.alphabet=tokenizer"], "data.tokenizer=null"),
         (["data.alphabet=dna", "model.relatives_dim=8"], "model.relatives_dim=8"),
@@ -78,7 +93,6 @@ def test_an_impossible_setting_is_rejected_by_its_key(override: str, tmp_path: P
 def test_impossible_settings_of_a_vocabulary(words: list[str], key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{key}"):
         built(configuration(tmp_path, *words))
-    require_fitting_window(configuration(tmp_path, "data.window=126"))
 
 
 def test_a_dry_run_knows_the_processes_that_share_rows(tmp_path: Path) -> None:
@@ -101,13 +115,14 @@ def test_a_run_of_any_plan_is_taken_up_by_one_process(tmp_path: Path) -> None:
 
 def test_an_error_in_training_names_its_key(tmp_path: Path) -> None:
     monitor = ["callbacks.early_stopping.patience=1", "callbacks.early_stopping.monitor=loss"]
-    trainer = built(configuration(tmp_path, *monitor, "callbacks.evaluation.every=1"))
+    trainer = built(
+        configuration(
+            tmp_path, *monitor, "callbacks.evaluation.every=1", "callbacks.evaluation.sequences=2"
+        )
+    )
     named = r"^callbacks\.early_stopping\.monitor='loss'"
     with pytest.raises(ConfigError, match=named), trainer_keys():
         trainer.train()
-
-
-# --- the vocabulary ------------------------------------------------------------------------------
 
 
 def test_a_run_of_codons_is_exported_with_its_vocabulary(tmp_path: Path) -> None:
@@ -121,7 +136,6 @@ def test_a_run_of_codons_is_exported_with_its_vocabulary(tmp_path: Path) -> None
     assert exported.model.config.vocab_size == Codons().size
     with pytest.raises(ModelError, match=r"init_from=.*\(codon\)"):
         built(configuration(tmp_path / "other", f"init_from={config.model_dir}"))
-    built(configuration(tmp_path / "again", *words, f"init_from={config.model_dir}"))
 
 
 def prepared(monkeypatch: MonkeyPatch, vocabulary: Vocabulary) -> None:
@@ -131,7 +145,7 @@ def prepared(monkeypatch: MonkeyPatch, vocabulary: Vocabulary) -> None:
 
 
 def test_data_of_another_vocabulary_are_refused(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    for vocabulary, configured in ((DNA, "protein"), (PROTEIN, "rna"), (Codons(), "dna")):
+    for vocabulary, configured in ((DNA, "protein"), (Codons(), "dna")):
         prepared(monkeypatch, vocabulary)
         words = f"data.alphabet='{configured}': .*data.alphabet={vocabulary.name};"
         with pytest.raises(ConfigError, match=words):
@@ -148,3 +162,113 @@ def test_prepared_data_contain_their_tokenizer(tmp_path: Path, monkeypatch: Monk
     changed = configuration(tmp_path, "data.alphabet=tokenizer", f"data.tokenizer={other}")
     with pytest.raises(ConfigError, match=r"with data\.alphabet=tokenizer and another"):
         open_stores(changed)
+
+
+DEFAULT = [
+    *("GradientHealth", "GarbageCollection", "Profiler", "MetricLogger", "ProgressBar"),
+    *("Evaluate", "EarlyStopping", "SaveCheckpoint", "Export"),
+]
+
+Choose = Callable[..., list[Callback]]
+
+
+@pytest.fixture
+def offered(tiny_store: SequenceStore, tmp_path: Path) -> RunContext:
+    """What a run has for its callbacks."""
+    provenance = {"name": "t", "digests": {}}
+    return RunContext(tiny_store, 64, tmp_path / "model", run=Runs(), provenance=provenance)
+
+
+@pytest.fixture
+def chosen(offered: RunContext) -> Choose:
+    """Overrides → the callbacks."""
+    return lambda *words: build_callbacks(compose("train", [*words]), offered)
+
+
+def of_class(callbacks: list[Callback], kind: type) -> Any:
+    (found,) = [callback for callback in callbacks if isinstance(callback, kind)]
+    return found
+
+
+def names(callbacks: list[Callback]) -> list[str]:
+    return [type(callback).__name__ for callback in callbacks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MySettings(CallbackSettings):
+    size: int = key()
+    folder: str | None = key(None)
+
+
+class Mine(Callback):
+    """A callback of the user's."""
+
+    def __init__(self, settings: MySettings, provenance: dict[str, Any]) -> None:
+        self.settings, self.provenance = settings, provenance
+
+    @classmethod
+    def create(cls, settings: MySettings, context: RunContext) -> "Mine":
+        return cls(settings, context.provenance)
+
+
+class MyMetric(Metric):
+    """A metric of the user's."""
+
+
+@pytest.fixture(autouse=True)
+def of_the_user_s(monkeypatch: MonkeyPatch) -> None:
+    callbacks = registered("callback")
+    monkeypatch.setitem(callbacks, "mine", Entry(MySettings, Mine))
+    monkeypatch.setitem(callbacks, "no_callback", Entry(CallbackSettings, dict))
+    monkeypatch.setitem(registered("metric"), "my_metric", Entry(Settings, MyMetric))
+
+
+def test_every_schedule_and_optimizer_is_built(tiny_dit: DiTFactory) -> None:
+    for choice in registered("schedule"):
+        schedule = build_schedule(compose("train", [f"schedule={choice}"]))(1000)
+        assert 0 < schedule(0) < schedule(100) == 1
+        assert schedule(1000) == (1 if choice == "constant" else 0)
+    for choice in registered("optimizer"):
+        factory = build_optimizer(compose("train", [f"optimizer={choice}"]))
+        assert isinstance(factory(tiny_dit()), torch.optim.Optimizer)
+
+
+def test_the_default_ones_come_in_their_order(chosen: Choose, offered: RunContext) -> None:
+    callbacks = chosen()
+    assert names(callbacks) == DEFAULT
+    # What only the command has is given to those that take it.
+    assert of_class(callbacks, MetricLogger).run is offered.run
+    assert of_class(callbacks, Evaluate).max_length == 64
+    export = of_class(callbacks, Export)
+    assert (export.folder, export.provenance) == (offered.model_dir, offered.provenance)
+
+
+def test_null_leaves_one_out(chosen: Choose) -> None:
+    assert names(chosen(*(f"callbacks.{name}=null" for name in CALLBACKS[::2]))) == DEFAULT[1::2]
+
+
+def test_a_user_s_class_is_called_before_what_saves(chosen: Choose, offered: RunContext) -> None:
+    callbacks = chosen("callbacks.mine.size=3", "callbacks.metrics.more=[my_metric]")
+    assert isinstance(of_class(callbacks, MetricLogger).metrics[-1], MyMetric)
+    assert names([one for one in callbacks if one.called_last]) == ["SaveCheckpoint", "Export"]
+    mine = of_class(callbacks, Mine)
+    assert not mine.called_last
+    assert mine.provenance is offered.provenance
+    assert mine.settings == MySettings(size=3)
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("callbacks.evaluation.evry=3", "callbacks.evaluation.evry"),
+        ("callbacks.checkpoint.every=0", "callbacks.checkpoint.every=0"),
+        ("callbacks.progress=3", "callbacks.progress=3"),
+        ("callbacks.mine.folder=a", "callbacks.mine.size"),
+        ("callbacks.nowhere={}", "nowhere"),
+        ("callbacks.no_callback={}", "no_callback"),
+        ("callbacks.metrics.more=[my_metrix]", "callbacks.metrics.more='my_metrix'"),
+    ],
+)
+def test_what_cannot_be_built_is_rejected_by_name(word: str, key: str, chosen: Choose) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        chosen(word)

@@ -1,19 +1,22 @@
-"""The callbacks: what each does, and that a resumed run logs each row once."""
+"""The callbacks: what each does, on ranks too, and that a resumed run logs each row once."""
 
 import gc
 import gzip
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from d2plm.core.batch import PackedBatch
+from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import encode
 from d2plm.data.loader import Collection, PackedDataset
 from d2plm.data.packing import Bin
@@ -23,6 +26,7 @@ from d2plm.export.export_callback import Export
 from d2plm.export.exported_model import load_export
 from d2plm.settings.callbacks import (
     CheckpointSettings,
+    EarlyStoppingSettings,
     EvaluationCallbackSettings,
     GarbageCollectionSettings,
     MetricsSettings,
@@ -30,21 +34,23 @@ from d2plm.settings.callbacks import (
 )
 from d2plm.training import checkpoint
 from d2plm.training.callbacks.callback import Callback
+from d2plm.training.callbacks.early_stopping import EarlyStopping
 from d2plm.training.callbacks.evaluation import Evaluate
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
+from d2plm.training.callbacks.gradient_health import GradientHealth
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.trainer import Trainer
-from tests.conftest import Captured
+from tests.conftest import Captured, MonkeyPatch
+from tests.ranks import run
+from tests.runs import SHAREABLE, SHORT, At, build, newest, rows, tensors
 from tests.unit.training.conftest import Build, Recorder
+from tests.unit.training.test_optimizer_state import overflow
+from tests.unit.training.test_stopping_callbacks import Evaluations
 
 ALANINE = int(encode("A")[0])
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
 def test_a_resumed_run_s_metrics_are_those_of_an_unbroken_one(build: Build, tmp_path: Path) -> None:
@@ -54,11 +60,11 @@ def test_a_resumed_run_s_metrics_are_those_of_an_unbroken_one(build: Build, tmp_
         logger = MetricLogger(settings=MetricsSettings(every=3))
         build(logger, SaveCheckpoint(CheckpointSettings(every=2)), *stop).train()
         kept = ("step", "loss", "learning_rate", "grad_norm")
-        return [[row[k] for k in kept] for row in rows(tmp_path)]
+        return [[row[k] for k in kept] for row in rows(tmp_path / "run" / METRICS_FILE)]
 
     with pytest.raises(KeyboardInterrupt):
         measured(Recorder(stop_after=5))
-    assert [row["step"] for row in rows(tmp_path)] == [3]
+    assert [row["step"] for row in rows(tmp_path / "run" / METRICS_FILE)] == [3]
     with (tmp_path / "run" / METRICS_FILE).open("a") as stream:
         stream.write('{"step": 6, "lo')  # cut off by the kill
     resumed = measured()
@@ -150,45 +156,22 @@ def test_a_subclass_chooses_data_and_batches(build: Build, tiny_store: SequenceS
     assert set(tokens[(tokens >= 4) & (tokens < 24)].tolist()) == {ALANINE}
 
 
-class Collections(Callback):
-    """Counts the collections in each step by generation, and looks at the collector's state."""
+def test_garbage_is_collected_at_its_steps_alone(build: Build, monkeypatch: MonkeyPatch) -> None:
+    class Look(Callback):
+        def on_step_begin(self, trainer: Trainer) -> None:
+            assert not gc.isenabled() and gc.get_freeze_count() > 0
+            collect.reset_mock()
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
-        self.enabled: list[bool] = []
-        self.frozen: list[int] = []
-        self.step = 0
+        def on_step_end(self, trainer: Trainer, *_: object) -> None:
+            seen.append([call.args for call in collect.call_args_list])
 
-    def note(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self.seen.append((self.step, info["generation"]))
-
-    def on_step_begin(self, trainer: Trainer) -> None:
-        self.step = trainer.step + 1
-        self.enabled.append(gc.isenabled())
-        self.frozen.append(gc.get_freeze_count())
-        cycles: list[Any] = [[] for _ in range(5000)]  # enough for a collection at any other time
-        for cycle in cycles:
-            cycle.append(cycle)
-
-
-@pytest.fixture
-def collections() -> Iterator[Collections]:
-    collections = Collections()
-    gc.callbacks.append(collections.note)
-    yield collections
-    gc.callbacks.remove(collections.note)
-
-
-def test_it_collects_at_its_steps_and_is_given_back(build: Build, collections: Collections) -> None:
+    collect, seen = mock.Mock(wraps=gc.collect), list[Any]()
+    monkeypatch.setattr(gc, "collect", collect)
     collector = GarbageCollection(GarbageCollectionSettings(every=2, generation=1))
     with pytest.raises(KeyboardInterrupt):
-        build(collector, collections, Recorder(stop_after=5)).train()
-    assert [seen for seen in collections.seen if 0 < seen[0] < 5] == [(2, 1), (4, 1)]
-    assert not any(collections.enabled)
-    assert min(collections.frozen) > 0
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+        build(collector, Look(), Recorder(stop_after=5)).train()
+    assert seen == [[], [(1,)], [], [(1,)], []]
+    assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
 def spans(file: Path) -> list[str]:
@@ -203,7 +186,7 @@ def files(folder: Path) -> list[str]:
 
 def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) -> None:
     profiler = Profiler(ProfilerSettings(start=2, steps=2))
-    build(profiler, gradient_accumulation_steps=2, max_steps=5).train()
+    build(profiler, gradient_accumulation_steps=2, max_steps=4).train()
     assert files(tmp_path) == ["rank0.step-2.json.gz", "rank0.step-2.txt"]
     names = spans(tmp_path / "run" / "profile" / "rank0.step-2.json.gz")
     steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
@@ -215,9 +198,9 @@ def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) 
 
 def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        build(Profiler(ProfilerSettings(start=1, steps=100)), Recorder(stop_after=3)).train()
+        build(Profiler(ProfilerSettings(start=1, steps=100)), Recorder(stop_after=2)).train()
     assert files(tmp_path) == ["rank0.step-1.json.gz", "rank0.step-1.txt"]
-    assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 2
+    assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 1
 
 
 def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(
@@ -245,3 +228,66 @@ def test_a_training_that_never_began_is_stopped_without_a_word(build: Build) -> 
 
     with pytest.raises(ValueError, match="refused"):
         build(Refuse(), ProgressBar()).train()
+
+
+SIZES = {**SHAREABLE, "num_hidden_layers": 3}
+PLANS = {"sharded": {}, "stages": {"pipeline": 2}}
+
+
+def train_measured(store: Path, output: Path, plans: dict[str, dict[str, int]]) -> None:
+    evaluation = EvaluationCallbackSettings(every=3, sequences=8)
+    for name, plan in plans.items():
+        callbacks = [
+            Evaluate(SequenceStore(store), settings=evaluation, max_length=48),
+            MetricLogger(settings=MetricsSettings(every=3, layer_norms=True)),
+            Export(output / name / "model"),
+        ]
+        settings = {**SHORT, "max_steps": 3, "sizes": SIZES, "gradient_accumulation_steps": 4}
+        settings |= {"plan": plan, "callbacks": callbacks, "max_grad_norm": 0.01}
+        build(store, output / name, **settings).train()
+
+
+def a_failed_step_stops_all_ranks(store: Path, output: Path) -> None:
+    infinite = At("on_micro_step_end", 2, overflow, rank=1)  # in its shard alone
+    trainer = build(store, output, callbacks=[infinite, GradientHealth()], every=0)
+    with pytest.raises(ModelError, match="step 3: "):
+        trainer.train()
+
+
+def both_ranks_stop_together(store: Path, output: Path) -> None:
+    trainer = build(store, output, every=0)
+    values = ([2.0, 2.0], [2.0, 1.0])[trainer.process.rank]  # by its own, rank 1 would continue
+    trainer.add_callback(Evaluations(values))
+    trainer.add_callback(EarlyStopping(EarlyStoppingSettings(patience=1)))
+    trainer.train()
+    assert trainer.step == 2
+
+
+def on_ranks(store: Path, output: Path) -> None:
+    train_measured(store, output, PLANS)
+    a_failed_step_stops_all_ranks(store, output / "failed")
+    both_ranks_stop_together(store, output / "stopped")
+
+
+def test_decisions_metrics_and_exports_are_of_all_ranks(store: Path, tmp_path: Path) -> None:
+    run(on_ranks, store, tmp_path, world_size=2)
+    run(train_measured, store, tmp_path, {"one": {}})
+    one, saved = metrics(tmp_path / "one"), tensors(newest(tmp_path / "one"))
+    assert {"validation_nelbo", "optimizer_norm/exp_avg", "optimizer_norm/exp_avg_sq"} <= one.keys()
+    layers = ["token_embedding", "time_embedding", *(f"blocks.{i}" for i in range(3)), "head"]
+    squares = sum(one[f"grad_norm/{layer}"] ** 2 for layer in layers)
+    assert squares == pytest.approx(one["grad_norm"] ** 2, rel=1e-5)
+    weights = [tensor.flatten() for name, tensor in saved.items() if name.startswith("model/")]
+    assert one["parameter_norm"] == pytest.approx(float(torch.cat(weights).norm()))
+    exported = load_file(tmp_path / "one" / "model" / "model.safetensors")
+    for name in PLANS:
+        torch.testing.assert_close(metrics(tmp_path / name), one, rtol=1e-10, atol=1e-10)
+        found = load_file(tmp_path / name / "model" / "model.safetensors")
+        torch.testing.assert_close(found, exported, rtol=1e-10, atol=1e-10)
+
+
+def metrics(output: Path) -> dict[str, float]:
+    """The values that do not depend on time or memory, the last of each."""
+    measured = ("tokens_per_second", "model_tflops", "data_wait", "peak_memory")
+    found = {name: value for row in rows(output / METRICS_FILE) for name, value in row.items()}
+    return {name: value for name, value in found.items() if not name.startswith(measured)}

@@ -3,7 +3,6 @@
 import copyreg
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -54,14 +53,16 @@ def newest_whole(root: Path) -> Path | None:
     return None if name is None else root / name
 
 
-def data_file(folder: Path) -> Path:
-    return max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+def data_file(folder: Path, rank: int = 0) -> Path:
+    return max(folder.glob(f"__{rank}_*.distcp"), key=lambda file: file.stat().st_size)
 
 
-def flip_a_bit(folder: Path) -> None:
-    content = bytearray(data_file(folder).read_bytes())
+def flip_a_bit(folder: Path, rank: int = 0) -> Path:
+    file = data_file(folder, rank)
+    content = bytearray(file.read_bytes())
     content[len(content) // 3] ^= 4
-    data_file(folder).write_bytes(content)
+    file.write_bytes(content)
+    return file
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -111,25 +112,6 @@ def test_the_newest_and_the_best_are_kept_and_the_same_step_is_replaced(tmp_path
     assert verify(tmp_path / "step-00000100") == {"step": -1}
     assert root.names() == ["step-00000002", "step-00000100"]
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_save_that_fails_leaves_no_trace(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    whole = save(tmp_path, 1, tensors(1.0), {"step": 1})
-    full_disk = mock.Mock(side_effect=OSError(28, "No space left on device"))
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="No space left"):
-        patch.setattr(Root, "write", full_disk)
-        save(tmp_path, 2, tensors(2.0), {"step": 2})
-    assert list(tmp_path.iterdir()) == [whole]
-    assert verify(whole) == {"step": 1}
-
-
-def test_tensors_of_another_model_are_rejected(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, tensors(1.0), {})
-    for changed in ({"a.weight": torch.zeros(5, 4)}, {"new": torch.zeros(2)}):
-        other = tensors(0.0)
-        other["model"] |= changed
-        with pytest.raises(CheckpointError, match="does not fit this model"):
-            load(folder, other)
 
 
 def test_what_changes_during_a_save_is_not_saved(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -239,7 +221,6 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "a function": lambda made: Called(Path.touch, made),
     "another class's attribute": lambda _: Called(getattr, Path, "touch"),
     "an Enum's attribute that is no member": lambda _: Called(getattr, _MEM_FORMAT_ENCODING, "mro"),
-    "another Enum's member": lambda _: Called(getattr, signal.Signals, "SIGKILL"),
     "a module's attribute": lambda _: Called(
         getattr, Called(getattr, torch.Size, "__init__"), "__globals__"
     ),

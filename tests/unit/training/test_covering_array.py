@@ -5,10 +5,13 @@ have to reach in fp64, is made once for each model, optimizer and paradigm.
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from d2plm.model.dit import DiT
@@ -19,13 +22,12 @@ from d2plm.settings.training import AdamWSettings, MuonSettings
 from d2plm.training.muon import build_muon
 from d2plm.training.optimizer import build_adamw
 from tests.conftest import LLAMA, randomise
-from tests.covering import covering_array
 from tests.ranks import run
 from tests.runs import SHAREABLE, assert_same_run, newest, tensors, train_each
 from tests.runs import SIZES as ONE_BLOCK
 
 # Sizes of which no shard of 4 is even, nor one of 2 of what tensor parallelism has split.
-SIZES = {**ONE_BLOCK, **SHAREABLE, "num_hidden_layers": 4}
+SIZES = {**ONE_BLOCK, **SHAREABLE, "num_hidden_layers": 3}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "experts_per_token": 2, "shared_expert_size": 9}
 MODELS: dict[str, dict[str, Any]] = {
     "own": {},
@@ -149,3 +151,47 @@ def test_every_pair_of_settings_trains_as_one_process(
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_three_settings_train_as_one_process(ranks: int, store: Path, tmp_path: Path) -> None:
     train_as_one(ranks, store, tmp_path, strength=3)
+
+
+SAMPLES = 4000
+
+
+def covering_array(
+    factors: Mapping[str, Sequence[Any]],
+    is_possible: Callable[[dict[str, Any]], bool],
+    cost: Callable[[dict[str, Any]], float],
+    strength: int = 2,
+) -> list[dict[str, Any]]:
+    """Rows {factor: value} in which every possible combination of `strength` values occurs.
+
+    The row that adds most new combinations for its cost is taken from a sample of the possible ones
+    until the sample has no others; the sample is always the same.
+    """
+    random, names = np.random.default_rng(0), [*factors]
+    drawn = [
+        [int(random.integers(len(values))) for values in factors.values()] for _ in range(SAMPLES)
+    ]
+    levels = np.array([row for row in drawn if is_possible(_named(factors, row))])
+    costs = np.array([cost(_named(factors, row)) for row in levels.tolist()])
+    base = max(map(len, factors.values()))
+    columns = []
+    for number, chosen in enumerate(combinations(range(len(names)), strength)):
+        code = np.full(len(levels), number)
+        for factor in chosen:
+            code = code * base + levels[:, factor]
+        columns.append(code)
+    codes = np.stack(columns, axis=1)
+    missing = np.zeros(codes.max() + 1, dtype=bool)
+    missing[codes] = True
+    rows = []
+    while missing.any():
+        best = int((missing[codes].sum(axis=1) / costs).argmax())
+        missing[codes[best]] = False
+        rows.append(_named(factors, levels[best].tolist()))
+    return rows
+
+
+def _named(factors: Mapping[str, Sequence[Any]], levels: Sequence[int]) -> dict[str, Any]:
+    return {
+        name: values[level] for (name, values), level in zip(factors.items(), levels, strict=True)
+    }

@@ -1,5 +1,6 @@
-"""Checkpoints of two ranks on disks that lose bytes or have no room: never taken, never a hang."""
+"""Checkpoints of two ranks: damaged ones, disks without room, and as safetensors."""
 
+import json
 import os
 import resource
 import shutil
@@ -8,23 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from d2plm.core.errors import CheckpointError
 from d2plm.data.store import SequenceStore
+from d2plm.training.conversion import INDEX, to_safetensors
 from d2plm.training.trainer import Trainer
 from tests.ranks import Ranks, run
-from tests.runs import At, assert_same_run, build, checkpoints, history, newest, progress, train
+from tests.runs import (
+    At,
+    assert_same_run,
+    build,
+    checkpoints,
+    history,
+    newest,
+    progress,
+    tensors,
+    train,
+)
+from tests.unit.training.test_checkpoint import flip_a_bit
 
 SETTINGS: dict[str, Any] = {"max_steps": 12, "every": 2, "save_total_limit": 10}
-
-
-def data_of(rank: int, folder: Path) -> Path:
-    return max(folder.glob(f"__{rank}_*.distcp"), key=lambda file: file.stat().st_size)
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 3] ^= 4
-    file.write_bytes(content)
 
 
 def train_until_stopped(store: Path, output: Path) -> None:
@@ -48,28 +54,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     output = tmp_path / "run"
     shutil.copytree(runs["stopped"], output)
     damaged, before = newest(output), checkpoints(output)[-2]
-    file = data_of(1, damaged)
-    flip_a_bit(file)
+    file = flip_a_bit(damaged, rank=1)
     run(train, store, output, SETTINGS, world_size=2)
     said = (output / "log-0.txt").read_text()
     assert file.name in said
     assert f"{before}, step {int(before[-8:])} of 12" in said
     assert (output / "checkpoints.old" / damaged.name).is_dir()
-    assert_same_run(output, runs["unbroken"])
-
-
-@pytest.mark.thorough
-def test_where_every_one_is_damaged_the_run_starts_over(
-    runs: dict[str, Path], store: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    shutil.copytree(runs["stopped"], output)
-    old = checkpoints(output)
-    for name in old:
-        flip_a_bit(data_of(1, output / "checkpoints" / name))
-    run(train, store, output, {**SETTINGS, "save_total_limit": 1}, world_size=2)
-    assert checkpoints(output) == ["step-00000012"]
-    assert sorted(entry.name for entry in (output / "checkpoints.old").iterdir()) == old
     assert_same_run(output, runs["unbroken"])
 
 
@@ -115,3 +105,20 @@ def test_ranks_that_share_no_folder_are_reported(store: Path, tmp_path: Path) ->
     for rank in (0, 1):
         said = (tmp_path / f"log-{rank}.txt").read_text()
         assert "__1_0.distcp, which other ranks wrote: the folder must be one that all" in said
+
+
+def test_a_checkpoint_of_two_ranks_is_converted_whole(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    original, folder = newest(runs["stopped"]), tmp_path / "converted"
+    number = to_safetensors(str(original), folder, max_shard_bytes=20_000)
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    converted = {name: value for file in files for name, value in load_file(file).items()}
+    assert len(converted) == number
+    torch.testing.assert_close(converted, tensors(original), rtol=0, atol=0)
+    assert json.loads((folder / INDEX).read_text())["run_state"] == progress(original)
+    with pytest.raises(CheckpointError, match="already exists"):
+        to_safetensors(str(original), folder)
+    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+        to_safetensors(str(tmp_path / "nothing"), tmp_path / "other")

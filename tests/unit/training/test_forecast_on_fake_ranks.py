@@ -126,16 +126,12 @@ def peak_of_a_step(
 @pytest.mark.parametrize(
     "ranks, plan, tokens, micro_batches",
     [
-        (1, {}, 512, 2),
         (8, {"replicate": 2, "reshard_after_forward": False}, 1024, 1),
         (8, {"activation_checkpointing": 1}, 4096, 1),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (8, {}, 256, 1),
                 (8, {"reshard_between_micro_batches": True}, 1024, 2),
-                (8, {"context": 2}, 4096, 1),
-                (8, {"tensor": 2}, 4096, 1),
                 (8, {"context": 2, "tensor": 2, "activation_checkpointing": 1}, 8192, 1),
             )
         ),

@@ -1,25 +1,32 @@
-"""The learning rate's closed form, what AdamW decays, and the moving average's recursion."""
+"""Schedules by their closed forms, steps of a FLOP budget, what AdamW decays, the average."""
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from d2plm.core.errors import ConfigError
+from d2plm.data.loader import Collection, PackedLoader, Position
+from d2plm.data.store import SequenceStore
+from d2plm.model.dit_config import DiTConfig
+from d2plm.model.flops import token_parameters
 from d2plm.settings.training import (
     AdamWSettings,
     ConstantSettings,
     CosineSettings,
     ScheduleSettings,
+    TrainerSettings,
     WsdSettings,
 )
 from d2plm.training.ema import EMA
 from d2plm.training.learning_rate import Schedule, constant, cosine, linear, wsd
 from d2plm.training.optimizer import build_adamw
+from d2plm.training.training_length import number_of_steps
+from tests.conftest import TINY_SIZES
 
 SETTINGS: dict[Callable[..., Schedule], type[ScheduleSettings]] = {
     cosine: CosineSettings,
@@ -39,6 +46,7 @@ POINTS: list[tuple[Callable[..., Schedule], dict[str, Any], dict[int, float]]] =
     (cosine, WARM, {0: 1 / 11, 4: 5 / 11, 9: 10 / 11, 10: 1, 60: 0.6, 110: 0.2, 500: 0.2}),
     (cosine, WARM, {35: 0.2 + 0.8 * (2 + math.sqrt(2)) / 4}),
     (linear, WARM, {0: 1 / 11, 9: 10 / 11, 10: 1, 35: 0.8, 109: 0.2 + 0.8 / 100, 500: 0.2}),
+    (linear, {"warmup_ratio": 0.1}, {0: 1 / 12, 10: 11 / 12, 11: 1, 110: 0}),
     (constant, {"warmup_steps": 4}, {0: 0.2, 3: 0.8, 4: 1, 99: 1, 500: 1}),
     (wsd, {**WSD, "decay_shape": "linear"}, {4: 0.5, 9: 1, 70: 1, 90: 0.55, 110: 0.1, 500: 0.1}),
     (wsd, {**WSD, "decay_shape": "1-sqrt"}, {70: 1, 90: 1 - 0.9 * math.sqrt(0.5), 110: 0.1}),
@@ -63,19 +71,6 @@ def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
     assert [short(step) for step in range(80, 101)] == [long(step) for step in range(280, 301)]
 
 
-@pytest.mark.parametrize("schedule", SETTINGS)
-def test_a_schedule_rises_without_a_jump_and_declines(
-    schedule: Callable[..., Schedule],
-) -> None:
-    factor = made(schedule, 1000, warmup_ratio=0.1)
-    values = [factor(step) for step in range(1001)]
-    assert values == [made(schedule, 1000, warmup_steps=100)(step) for step in range(1001)]
-    assert values[:101] == sorted(values[:101])
-    assert values[99] < values[100] == 1
-    assert values[100:] == sorted(values[100:], reverse=True)
-    assert max(abs(now - before) for before, now in pairwise(values)) < 0.02
-
-
 def test_impossible_schedules_are_rejected_by_name() -> None:
     impossible = [(kind, {"warmup_steps": 10}) for kind in SETTINGS]
     impossible += [(wsd, {"decay_steps": 10}), (wsd, {"decay_steps": 6, "warmup_steps": 5})]
@@ -97,9 +92,7 @@ class Tied(nn.Module):
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
 
 
-def test_only_matrices_decay_and_tied_ones_appear_once(
-    tiny_dit: Callable[..., nn.Module],
-) -> None:
+def test_only_matrices_decay_and_tied_ones_appear_once(tiny_dit: Callable[..., nn.Module]) -> None:
     model = Tied()
     decayed, kept = build_adamw(model, settings=AdamWSettings(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
@@ -151,17 +144,48 @@ def test_the_average_follows_its_recursion(cap: float) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_swapping_in_shows_the_average_and_restores_after_an_exception() -> None:
-    model = nn.Linear(3, 2)
-    average = EMA(dict(model.named_parameters()), 0.9)
-    for _ in range(3):
-        with torch.no_grad():
-            model.weight.add_(1.0)
-        average.update()
-    raw, shadow = model.weight.detach().clone(), average.shadow["weight"].clone()
-    assert not torch.equal(raw, shadow)
-    with pytest.raises(RuntimeError, match="broken"), average.swapped_in():
-        assert torch.equal(model.weight, shadow)
-        raise RuntimeError("broken")
-    assert torch.equal(model.weight, raw)
-    assert torch.equal(average.shadow["weight"], shadow)
+CONFIG = DiTConfig(**TINY_SIZES)
+MAX_LENGTH = 128
+
+
+def flops_of(length: int) -> float:
+    """Forward and backward of one sequence, the sum written out."""
+    layers, width = CONFIG.num_hidden_layers, CONFIG.hidden_size
+    return length * 6 * token_parameters(CONFIG) + length * length * 12 * layers * width
+
+
+def loader_of(store: SequenceStore, by_cluster: bool = False) -> PackedLoader:
+    class Clustered:
+        """The store, with its longest half in one cluster."""
+
+        digest, lengths, copy_into = store.digest, store.lengths, store.copy_into
+        vocabulary = store.vocabulary
+        clusters = np.where(lengths > np.median(lengths), 0, np.arange(len(lengths)) + 1)
+
+    collection = Collection(Clustered(), by_cluster=by_cluster)
+    return PackedLoader([collection], token_budget=512, max_length=MAX_LENGTH)
+
+
+def steps_of(budget: Any, loader: PackedLoader) -> int:
+    return number_of_steps(loader, CONFIG, TrainerSettings(flops_budget=budget))
+
+
+@pytest.mark.parametrize("by_cluster", [False, True])
+def test_the_budget_pays_for_the_packed_batches(
+    by_cluster: bool, tiny_store: SequenceStore
+) -> None:
+    loader = loader_of(tiny_store, by_cluster)
+    steps, flops = 0, 0.0
+    for batch in loader.stream(Position()):
+        steps += 1
+        flops += sum(flops_of(length) for length in batch.segment_lengths)
+        if batch.following == Position(1, 0):
+            break
+    for epochs in (1, 100):
+        assert steps_of(flops * (epochs + 0.5 / steps), loader) == epochs * steps
+
+
+@pytest.mark.parametrize("budget", [0, "much", float("nan"), float("inf"), 1e3])
+def test_a_budget_that_pays_for_no_step_is_named(budget: Any, tiny_store: SequenceStore) -> None:
+    with pytest.raises(ConfigError, match=r"^flops_budget="):
+        steps_of(budget, loader_of(tiny_store))

@@ -107,12 +107,12 @@ def test_after_200_steps_on_proteins_no_expert_is_far_above_the_mean(
     build: Build, proteins: list[Tokens], tmp_path: Path
 ) -> None:
     store = write_store(tmp_path / "store", proteins[:2000])
-    sizes = {**TINY_SIZES, "hidden_size": 64, "intermediate_size": 64, "time_embedding_dim": 32}
+    sizes = {**TINY_SIZES, "hidden_size": 32, "intermediate_size": 32}
     trainer = build(
         MetricLogger(settings=MetricsSettings(every=20)),
         model=DiTConfig(**sizes, num_experts=8, initial_gate=1.0),
         collections=[Collection(SequenceStore(store.path))],
-        token_budget=2048,
+        token_budget=1024,
         max_length=128,
         max_steps=200,
     )

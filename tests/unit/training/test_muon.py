@@ -149,41 +149,20 @@ def test_everything_else_moves_as_under_adamw() -> None:
     assert differing == matrices
 
 
-def moved(width: int, base_width: int | None) -> Tensor:
-    """How far three steps move what two blocks, a modulation's matrix and the head put out, [4].
-
-    Root mean squares.
-    """
-    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "time_embedding_dim": width}
-    made = DiT(DiTConfig(**{**SIZES, **sizes}, initial_gate=1.0)).double()
-    made.initialise(0)
-    put_out: list[Tensor] = []
-    for layer in (*made.blocks, made.head):
-        layer.register_forward_hook(lambda _layer, _given, out: put_out.append(out.detach()))
-    tokens = torch.arange(4, 24).repeat(6)
-    bounds, times = torch.tensor([0, 60, 120], dtype=torch.int32), torch.tensor([0.3, 0.7])
-    modulation = made.blocks[0].modulation.weight
-    modulation_before = modulation.detach().clone()
-    optimizer = build_muon(made, settings=MuonSettings(learning_rate=3e-3, base_width=base_width))
-    for _ in range(3):
-        logits = made(tokens.masked_fill(tokens % 3 == 0, 32), bounds, 60, times)
-        torch.nn.functional.cross_entropy(logits, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    made(tokens.masked_fill(tokens % 3 == 0, 32), bounds, 60, times)
-    count = len(put_out) // 4
-    pairs = [*zip(put_out[:count], put_out[-count:], strict=True)]
-    time = made.time_embedding(times)
-    pairs.append((time @ modulation_before.mT, time @ modulation.detach().mT))
-    return torch.stack([(after - before).square().mean().sqrt() for before, after in pairs])
-
-
-@pytest.mark.thorough
-def test_a_step_moves_what_the_layers_put_out_as_far_at_every_width() -> None:
-    alike = moved(512, base_width=64) / moved(64, base_width=64)
-    assert alike.min() > 0.6 and alike.max() < 1.6
-    growing = moved(512, base_width=None) / moved(64, base_width=64)
-    assert growing.min() > 1.8
+def test_steps_shrink_with_the_width_so_that_one_learning_rate_serves_every_width() -> None:
+    """By √m of Muon's matrices and by m of AdamW's, m = base width ÷ inputs (arXiv:2203.03466)."""
+    steps = []
+    for base_width in (None, 8):
+        made = model()
+        before = with_gradients(made)
+        build_muon(made, settings=MuonSettings(weight_decay=0.0, base_width=base_width)).step()
+        steps.append({name: p.detach() - before[name] for name, p in made.named_parameters()})
+    for name, step in steps[0].items():
+        of_time = ".modulation." in name or name.startswith("time_embedding.")
+        narrower = 8 / SIZES["time_embedding_dim" if of_time else "hidden_size"]
+        is_matrix = step.ndim == 2 and name != "token_embedding.weight"
+        power = (0.5 if name.startswith("blocks.") else 1.0) if is_matrix else 0.0
+        torch.testing.assert_close(steps[1][name], narrower**power * step, rtol=1e-9, atol=1e-12)
 
 
 def test_the_work_is_shared_evenly() -> None:

@@ -4,14 +4,12 @@ Waits for the device, recompilations, kernels and FLOPs are the same on every ma
 holds on one without a GPU what makes a step fast on one. (Padding is counted in test_packing.)
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,10 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2plm.core.batch import PackedBatch
-from d2plm.core.noise import Key
 from d2plm.data.loader import Collection, Position
 from d2plm.data.prefetch import prefetch
-from d2plm.data.relatives import RelativesIndex
 from d2plm.data.store import SequenceStore
 from d2plm.model import experts, layers
 from d2plm.model.dit import DiT
@@ -34,7 +30,6 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
 from d2plm.settings.callbacks import MetricsSettings
-from d2plm.training import trainer as training
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.callbacks.garbage_collection import GarbageCollection
 from d2plm.training.callbacks.gradient_health import GradientHealth
@@ -49,10 +44,11 @@ from d2plm.training.trainer import Trainer
 from tests.conftest import ESM, EXPERTS, LLAMA, TINY_SIZES, MonkeyPatch, Tokens
 from tests.ranks import run
 from tests.runs import build as build_run
-from tests.synchronisations import CUDA, UnknownShape, Waits, counting
-from tests.trainers import make_trainer
+from tests.runs import make_trainer
+from tests.synchronisations import CUDA, Waits, counting
 from tests.unit.model.test_attention import written_out
 from tests.unit.training.conftest import Build
+from tests.unit.training.test_equality import following
 
 SIZES = {**TINY_SIZES, "num_hidden_layers": 1, "hidden_dropout_prob": 0.1}
 FREQUENCIES = {"rope_frequencies": [1.0, 0.5, 0.25, 0.125]}
@@ -61,6 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "as ESM-2": ESM | FREQUENCIES,
     "experts": EXPERTS,
     "llama": LLAMA,
+    "relatives": {"relatives_dim": 8},
 }
 
 
@@ -77,7 +74,8 @@ class OnCuda(Trainer):
 
 def on_cuda(store: SequenceStore, folder: Path, **settings: Any) -> Trainer:
     """A trainer of the tiny model on the stand-in."""
-    shared: dict[str, Any] = {"collections": [Collection(store)], "precision": "bf16"}
+    collections = [Collection(store, relatives=following(len(store)))]
+    shared: dict[str, Any] = {"collections": collections, "precision": "bf16"}
     shared |= {"paradigm": AbsorbingDiffusion(), "token_budget": 256, "max_length": 64}
     return make_trainer(OnCuda, output_dir=folder, compile=False, **{**shared, **settings})
 
@@ -133,9 +131,7 @@ def waits_of(
     layers._on_device.cache_clear()
 
 
-# --- waits ---------------------------------------------------------------------------------------
-
-
+CONTINUOUS: dict[str, Any] = {"num_train_timesteps": None, "time_sampling": "low_variance"}
 PLAIN = {"max_grad_norm": None, "loss_aggregation": "rank_average", "precision": "fp16"}
 FROZEN = {"optimizer": build_muon, "freeze": ["token_embedding.*"], "precision": "fp16"}
 
@@ -143,11 +139,10 @@ FROZEN = {"optimizer": build_muon, "freeze": ["token_embedding.*"], "precision":
 @pytest.mark.parametrize(
     ("paradigm", "model", "changes"),
     [
-        (AbsorbingDiffusion, "own", {}),
-        (UniformFlowMatching, "as ESM-2", {"optimizer": build_muon}),
-        (AbsorbingDiffusion, "experts", {}),
-        (MaskFlowMatching, "llama", PLAIN),
-        (AbsorbingDiffusion, "own", FROZEN),
+        (partial(AbsorbingDiffusion, **CONTINUOUS), "relatives", {"max_relatives": 2}),
+        (partial(UniformFlowMatching, loss="generalised_kl"), "as ESM-2", FROZEN),
+        (partial(AbsorbingDiffusion, schedule="linear_beta", loss="mean"), "experts", {}),
+        (partial(MaskFlowMatching, schedule="cubic"), "llama", PLAIN),
     ],
 )
 def test_a_step_that_does_not_log_never_waits_for_the_device(
@@ -156,62 +151,6 @@ def test_a_step_that_does_not_log_never_waits_for_the_device(
     steps = waits_of(paradigm=paradigm(), model=MODELS[model], **changes)
     assert steps[2] == []
     assert 0 < len(steps[3]) <= 7  # it logs
-
-
-def test_relatives_are_aligned_ahead(tiny_store: SequenceStore, waits_of: WaitsOf) -> None:
-    count = len(tiny_store)
-    queries = np.arange(count)
-    index = RelativesIndex.of_hits(count, queries, (queries + 1) % count, np.full(count, 0.4), 2)
-    collections = [Collection(tiny_store, relatives=index)]
-    changes = {"model": {"relatives_dim": 8}, "max_relatives": 2, "collections": collections}
-    assert waits_of(**changes)[2] == []
-
-
-@pytest.mark.parametrize(
-    "paradigm",
-    [
-        AbsorbingDiffusion(num_train_timesteps=None, time_sampling="low_variance"),
-        AbsorbingDiffusion(schedule="linear_beta", loss="mean", shift=True),
-        *(MaskFlowMatching(schedule=name) for name in ("linear", "polynomial", "cubic")),
-        UniformFlowMatching(loss="generalised_kl", time_sampling="low_variance"),
-    ],
-    ids=lambda paradigm: type(paradigm).__name__,
-)
-def test_no_corruption_and_no_loss_waits_once_its_tables_are_there(paradigm: Paradigm) -> None:
-    packed = PackedBatch.pack([np.arange(4, 24, dtype=np.uint8)] * 3, token_budget=64)
-    with counting() as waits:
-        batch = packed.to("cuda")
-        for step in range(2):
-            waits.found.clear()
-            noised = paradigm.corrupt(batch, Key(0, step))
-            logits = torch.zeros(64, 33, device="cuda", requires_grad=True)
-            paradigm.loss(logits, batch, noised)[0].backward()
-    assert waits.found == []
-
-
-PLANTED: dict[str, Callable[[Tensor], object]] = {
-    "item": lambda x: x.sum().item(),
-    "cpu": lambda x: x.cpu(),
-    "copy_ to the host": lambda x: torch.zeros(5).copy_(x),
-    "to the device": lambda x: torch.zeros(3).to("cuda"),
-    "copy_ to the device": lambda x: x.copy_(torch.zeros(5)),
-    "tensor": lambda x: torch.tensor([1.0, 2.0], device="cuda"),
-    "new_tensor": lambda x: x.new_tensor([1.0]),
-    "index from the host": lambda x: x[torch.tensor([1, 2])],
-    "where from the host": lambda x: torch.where(x > 0, x, torch.tensor(1.0)),
-    "synchronize": lambda x: torch.cuda.synchronize(x.device),
-    "nonzero": lambda x: x.nonzero(),
-    "mask": lambda x: x[x > 0],
-    "assigned mask": lambda x: x.index_put_((x > 0,), x.sum()),
-    "equal": lambda x: torch.equal(x, x + 1),
-}
-
-
-def test_every_kind_of_wait_is_found() -> None:
-    for name, planted in PLANTED.items():
-        with counting() as waits, contextlib.suppress(UnknownShape):  # raised once it is counted
-            planted(torch.zeros(5, device="cuda"))
-        assert len(waits.found) == 1, name
 
 
 class Reads(TorchDispatchMode):
@@ -239,15 +178,13 @@ def test_a_step_of_two_ranks_reads_no_number(store: Path, tmp_path: Path) -> Non
     run(train_watched, store, tmp_path, world_size=2)
 
 
-# --- recompilations ------------------------------------------------------------------------------
-
-
 def test_all_blocks_are_one_graph_compiled_once(build: Build, monkeypatch: MonkeyPatch) -> None:
     # Graphs are captured before kernels are made of them, for which there may be no compiler.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     changes: dict[str, Any] = {"precision": "bf16", "gradient_accumulation_steps": 2}
-    changes["plan"] = Plan(activation_checkpointing=2)
+    changes |= {"plan": Plan(activation_checkpointing=2), "max_steps": 2}
+    changes["model"] = DiTConfig(**TINY_SIZES, **EXPERTS)
     trainer = build(compile=True, **changes)
     assert trainer.compiled
     counters.clear()  # of the trial whether anything compiles
@@ -258,46 +195,30 @@ def test_all_blocks_are_one_graph_compiled_once(build: Build, monkeypatch: Monke
     torch._dynamo.reset()
 
 
-# --- kernels -------------------------------------------------------------------------------------
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operators that launch a kernel, by the span of the step that they are in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.span = "corrupt"
-        self.found: dict[str, Counter[str]] = {}
-
-    @contextlib.contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        """In place of `spans.span`; what follows the backward is the clipping."""
-        self.span = name
-        yield
-        self.span = "clip"
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = f"{func.namespace}.{func.overloadpacket.__name__}"
-        if not func.is_view and func.namespace != "profiler" and name not in NO_KERNEL:
-            self.found.setdefault(self.span, Counter())[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 NO_KERNEL = {
     f"aten.{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
 } | {"aten.promote_types"}
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        if not func.is_view and func.namespace != "profiler" and name not in NO_KERNEL:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
 # At most, in the second step of a model of two blocks, uncompiled, with one micro-batch; lower them
-# with what you save. A block's forward casts 8 parameters to bf16, normalises 4 times, modulates by
-# 6 expanded rows, and has 5 matrix products and attention.
-LAUNCHES = {"corrupt": 129, "forward": 135, "backward": 178, "clip": 21, "ema": 2}
-# Muon's: 15 products and 4 kernels around them for each of five shapes, whatever the depth.
-LAUNCHES_OF_OPTIMIZERS = [(build_adamw, 4), (build_muon, 110)]
-
-
+# with what you save. AdamW's own are 4. Muon's are 110: 15 products and 4 kernels around them for
+# each of five shapes, whatever the depth.
 @pytest.mark.thorough
-@pytest.mark.parametrize(("optimizer", "most"), LAUNCHES_OF_OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "most"), [(build_adamw, 469), (build_muon, 575)])
 def test_a_step_launches_no_more_kernels_than_it_did(
     optimizer: Callable[..., Optimizer],
     most: int,
@@ -305,8 +226,6 @@ def test_a_step_launches_no_more_kernels_than_it_did(
     tmp_path: Path,
     monkeypatch: MonkeyPatch,
 ) -> None:
-    counts = Launches()
-    monkeypatch.setattr(training, "span", counts.named)
     with counting():
         monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
         settings: dict[str, Any] = {"model": DiTConfig(**TINY_SIZES), "max_steps": 2}
@@ -314,15 +233,9 @@ def test_a_step_launches_no_more_kernels_than_it_did(
         batches = prefetch(trainer.loader.stream(Position()), CUDA, enabled=False)
         trainer.train_step(next(batches))
         batch = next(batches)
-        counts.span = "corrupt"
-        counts.found.clear()
-        with counts:
+        with Launches() as counts:
             trainer.train_step(batch)
-    for phase, found in counts.found.items():
-        assert found.total() <= {**LAUNCHES, "optimizer": most}[phase], (phase, dict(found))
-
-
-# --- FLOPs ---------------------------------------------------------------------------------------
+    assert counts.found.total() <= most, counts.found
 
 
 def attention_written_out(
@@ -341,7 +254,7 @@ def groups_written_out(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
     return torch.stack([x @ y for x, y in parts])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS][:4])
 def test_flops_are_what_torch_counts(
     model: str, proteins: list[Tokens], monkeypatch: MonkeyPatch
 ) -> None:

@@ -1,10 +1,10 @@
-"""Trainer: gradients whatever the cut, resuming bit for bit, stopping on a signal."""
+"""Trainer: gradients whatever the cut, resuming bit for bit, relatives, stopping on a signal."""
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +14,13 @@ from torch.nn import functional
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import CheckpointError, ConfigError
 from d2plm.core.noise import Key
+from d2plm.core.vocabulary import MASK
 from d2plm.data.loader import Collection, GlobalBatch, Position, framed
 from d2plm.data.store import SequenceStore
+from d2plm.model import dit
 from d2plm.model.dit_config import DiTConfig
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.settings.training import AdamWSettings, CosineSettings
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.learning_rate import cosine
@@ -27,7 +30,7 @@ from d2plm.training.trainer import Trainer
 from tests import runs
 from tests.conftest import EXPERTS, TINY_SIZES, MonkeyPatch, randomise
 from tests.unit.training.conftest import Build, Recorder
-from tests.unit.training.test_equality import RELATIVES, dense_model
+from tests.unit.training.test_equality import RELATIVES, dense_model, following
 
 STEPS = 6
 
@@ -44,9 +47,6 @@ def make_trainer(build: Build) -> Build:
         return build(*callbacks, **{**settings, **changes})
 
     return make
-
-
-# --- the step ----------------------------------------------------------------------------------
 
 
 def cut(sequences: Sequence[np.ndarray], bins: int) -> GlobalBatch:
@@ -123,32 +123,6 @@ def test_max_epochs_is_the_number_of_batches_in_them(make_trainer: Build) -> Non
     assert (trainer.step, trainer.position) == (steps, Position(2, 0))
 
 
-def test_a_callback_can_drop_a_steps_gradients(make_trainer: Build) -> None:
-    class Drop(Callback):
-        def on_before_optimizer_step(self, trainer: Trainer, *_: object) -> None:
-            trainer.skip_update = trainer.step == 1
-
-        def on_step_end(self, trainer: Trainer, *_: object) -> None:
-            moments = trainer.optimizer.state_dict()["state"]
-            states.append(copy.deepcopy((trainer.parameters, trainer.ema.shadow, moments)))
-
-    states: list[Any] = []
-    dropped = make_trainer(Drop(), max_steps=2)
-    dropped.train()
-    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
-    assert (dropped.step, dropped.ema.updates) == (2, 1)
-
-
-def test_what_saves_is_called_last_whenever_it_was_added(make_trainer: Build) -> None:
-    class Last(Callback):
-        called_last = True
-
-    first, last, late = Recorder(), Last(), Recorder()
-    trainer = make_trainer(last, first)
-    trainer.add_callback(late)
-    assert trainer.callbacks == [first, late, last]
-
-
 def test_events_come_in_order(make_trainer: Build) -> None:
     seen: list[str] = []
 
@@ -166,18 +140,13 @@ def test_events_come_in_order(make_trainer: Build) -> None:
     ]
 
 
-# --- resuming ----------------------------------------------------------------------------------
-
-
 RESUMED: dict[str, dict[str, Any]] = {
-    "dropout": {
-        "sizes": {"hidden_dropout_prob": 0.2, "initial_gate": 1.0},
+    "experts and dropout": {
+        "sizes": {**EXPERTS, "hidden_dropout_prob": 0.2, "initial_gate": 1.0},
         "gradient_accumulation_steps": 2,
     },
-    "experts": {"sizes": {**EXPERTS, "initial_gate": 1.0}},
     "relatives": RELATIVES,
     "low rank": {"model": dense_model, "lora_rank": 2, "precision": "fp64"},
-    "frozen": {"model": dense_model, "freeze": ["*.modulation.*"], "precision": "fp64"},
 }
 
 
@@ -185,16 +154,16 @@ RESUMED: dict[str, dict[str, Any]] = {
 def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(
     of: str, store: Path, tmp_path: Path
 ) -> None:
-    settings = {**RESUMED[of], "log": False, "max_steps": 6, "every": 1}
+    settings = {**RESUMED[of], "log": False, "max_steps": 4, "every": 99}
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     runs.train(store, unbroken, settings)
     with pytest.raises(KeyboardInterrupt):
-        stop = runs.At("on_step_end", 4, runs.interrupt)
+        stop = runs.At("on_step_end", 2, runs.interrupt)
         runs.build(store, broken, callbacks=[stop], **settings).train()
     torch.manual_seed(123)  # what else was drawn in the process must not matter
     runs.train(store, broken, settings)
     runs.assert_same_run(broken, unbroken)
-    if of == "experts":
+    if "experts" in of:
         kept = runs.tensors(runs.newest(broken))
         assert kept["model/blocks.0.feed_forward.router.bias"].any()
 
@@ -227,6 +196,9 @@ def test_where_a_run_starts(make_trainer: Build, tmp_path: Path, monkeypatch: Mo
     assert steps("run", "none") == STEPS
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == STEPS
     assert len(list((tmp_path / "run" / "checkpoints.old").iterdir())) == 4
+    for file in (tmp_path / "run" / "checkpoints").glob("*/.metadata"):
+        file.unlink()
+    assert steps("run", "auto") == STEPS, "no checkpoint is whole"
 
 
 def test_a_checkpoint_of_another_run_is_rejected(make_trainer: Build, tmp_path: Path) -> None:
@@ -241,9 +213,6 @@ def test_a_checkpoint_of_another_run_is_rejected(make_trainer: Build, tmp_path: 
             make_trainer(**changes).train()
 
 
-# --- settings ----------------------------------------------------------------------------------
-
-
 def test_impossible_settings_are_named(make_trainer: Build) -> None:
     changes: list[dict[str, Any]] = [{"max_steps": None}, {"max_epochs": 1, "max_steps": 5}]
     changes += [{"max_length": 129}, {"max_length": "long"}, {"token_budget": 100}]
@@ -252,16 +221,12 @@ def test_impossible_settings_are_named(make_trainer: Build) -> None:
             make_trainer(**change)
 
 
-# --- compilation -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("setting", "device", "flops", "compiled"),
     [
         ("auto", "cpu", WORTH_COMPILING / 2, False),
         ("auto", "cpu", WORTH_COMPILING, True),
         ("auto", "cuda", 0.0, True),
-        (True, "cpu", 0.0, True),
         (False, "cuda", 1e20, False),
     ],
 )
@@ -273,3 +238,50 @@ def test_blocks_are_compiled_where_that_pays_in_the_whole_run(
     blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     assert compile_blocks(blocks, setting, torch.device(device), flops) is compiled
     assert ("forward" in vars(blocks[0])) is compiled
+
+
+def test_relatives_are_for_models_and_paradigms_that_take_them(build: Build) -> None:
+    taking = DiTConfig(**TINY_SIZES, relatives_dim=8)
+    for number, named in ((None, "null"), (0, "0")):
+        with pytest.raises(ConfigError, match=f"max_relatives={named}"):
+            build(model=taking, max_relatives=number)
+    with pytest.raises(ConfigError, match="max_relatives=2"):
+        build(max_relatives=2)
+    for paradigm in (UniformFlowMatching(), AbsorbingDiffusion(shift=True)):
+        with pytest.raises(ConfigError, match="relatives_dim=8"):
+            build(model=taking, max_relatives=2, paradigm=paradigm)
+
+
+@pytest.fixture
+def taking(build: Build, tiny_store: SequenceStore) -> Build:
+    """Changes → a trainer of a model that takes relatives; each sequence has the next two."""
+
+    def make(**changes: Any) -> Trainer:
+        index = following(len(tiny_store), every=1)
+        settings: dict[str, Any] = {
+            "model": DiTConfig(**TINY_SIZES, relatives_dim=8),
+            "max_relatives": 2,
+            "collections": [Collection(tiny_store, relatives=index)],
+        }
+        return build(**{**settings, **changes})
+
+    return make
+
+
+def test_only_corrupted_tokens_are_aligned(taking: Build, monkeypatch: MonkeyPatch) -> None:
+    """In training and in the bound."""
+    spy = mock.Mock(wraps=dit.align)
+    monkeypatch.setattr(dit, "align", spy)
+    trainer = taking(max_steps=2)
+    corrupt = mock.Mock(wraps=trainer.paradigm.corrupt)
+    monkeypatch.setattr(trainer.paradigm, "corrupt", corrupt)
+    trainer.train()
+    batches = [call.args[0] for call in corrupt.call_args_list]
+    aligned = [call.args[0] for call in spy.call_args_list]
+    assert len(aligned) == len(batches) == 2
+    trainer.paradigm.bound(trainer.denoiser, batches[0], Key(0), draw=0, draws=1)
+    aligned.append(spy.call_args.args[0])
+    for tokens, batch in zip(aligned, [*batches, batches[0]], strict=True):
+        changed = tokens != batch.tokens
+        assert changed.any()
+        assert (tokens[changed] == MASK).all()

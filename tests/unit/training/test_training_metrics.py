@@ -1,6 +1,5 @@
 """Each training metric against an independent computation, and the metric logger."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from d2plm.training.metrics import MeanLoss, Metric, PeakMemory
 from d2plm.training.throughput import CrowdedCores, Throughput, peak_of
 from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES, Captured, Logged, MonkeyPatch
+from tests.runs import rows
 from tests.unit.training.conftest import Build
 
 ROW = {
@@ -43,13 +43,6 @@ class Ranks(Process):
         return value * self.world_size
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
-
-
-# --- single metrics ----------------------------------------------------------------------------
-
-
 def test_the_loss_is_the_mean_since_the_last_row_without_skipped_steps() -> None:
     metric = MeanLoss()
     for loss, skipped in ((1.0, False), (float("nan"), True), (4.0, False)):
@@ -59,27 +52,17 @@ def test_the_loss_is_the_mean_since_the_last_row_without_skipped_steps() -> None
     assert metric.read(stub) == {}
 
 
-def test_the_peak_of_the_resident_memory_is_the_kernel_s() -> None:
+def test_the_peak_of_memory_is_the_kernel_s_or_the_allocator_s(monkeypatch: MonkeyPatch) -> None:
     stub: Any = SimpleNamespace(process=Ranks())
-    held = bytearray(64 * 2**20)
     found = PeakMemory().read(stub)["peak_memory_gib"]
-    status = Path("/proc/self/status")
-    if status.is_file():
-        kernel = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-        assert kernel is not None
-        assert found == pytest.approx(int(kernel[1]) / 2**20, rel=0.02)
-    assert found > len(held) / 2**30
-
-
-def test_on_cuda_the_peak_is_the_allocator_s(monkeypatch: MonkeyPatch) -> None:
+    kernel = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert kernel is not None
+    assert found == pytest.approx(int(kernel[1]) / 2**20, rel=0.02)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 2**30)
-    stub: Any = SimpleNamespace(process=Ranks(device=torch.device("cuda")))
+    stub = SimpleNamespace(process=Ranks(device=torch.device("cuda")))
     expected = {"peak_memory_allocated_gib": 3.0, "peak_memory_reserved_gib": 4.0}
     assert PeakMemory().read(stub) == expected
-
-
-# --- throughput --------------------------------------------------------------------------------
 
 
 def measured(
@@ -117,18 +100,13 @@ def test_the_rates_are_of_what_all_ranks_saw_since_the_last_row(monkeypatch: Mon
     assert set(none.values()) == {0.0}
     assert four["tokens_per_second"] == 4 * one["tokens_per_second"]
     assert four["model_tflops_per_second"] == pytest.approx(4 * tflops)
-    assert four["data_wait_share"] == one["data_wait_share"]
-    assert four["mfu"] == pytest.approx(one["mfu"])
+    assert [four[key] for key in ("data_wait_share", "mfu")] == pytest.approx([0.25, one["mfu"]])
 
 
 def test_the_peak_is_that_of_bf16_and_known_by_the_device_s_name(monkeypatch: MonkeyPatch) -> None:
     peaks = {
-        "NVIDIA H200": 989,
         "NVIDIA H200 NVL": 835,
         "NVIDIA H100 80GB HBM3": 989,
-        "NVIDIA H100 PCIe": 756,
-        "NVIDIA A100-SXM4-80GB": 312,
-        "NVIDIA L40": None,
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
         "Tesla V100-SXM2-16GB": None,
     }
@@ -164,16 +142,13 @@ def test_a_training_that_others_slow_down_reports_it_once(
     assert len(caplog.messages) == slowed
 
 
-# --- the logger --------------------------------------------------------------------------------
-
-
 def test_a_row_contains_every_metric(
     build: Build, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setitem(registered("metric"), "longest", Entry(Settings, LongestSequence))
     run, settings = mock.Mock(Runs), MetricsSettings(every=4, peak_tflops=2.0, more=["longest"])
     build(MetricLogger(settings=settings, run=run)).train()
-    found = rows(tmp_path)
+    found = rows(tmp_path / "run" / METRICS_FILE)
     assert [row["step"] for row in found] == [4, 6]
     assert all(row.keys() == ROW | {"step", "mfu", "longest"} for row in found)
     assert all(row["tokens_per_second"] > 0 for row in found)
@@ -214,4 +189,4 @@ def test_an_outage_of_the_tracker_does_not_end_training(build: Build, tmp_path: 
     trainer = build(logger, SaveCheckpoint(CheckpointSettings(every=2)))
     trainer.train()
     assert trainer.step == 6
-    assert len(rows(tmp_path)) == 6
+    assert len(rows(tmp_path / "run" / METRICS_FILE)) == 6
