@@ -72,9 +72,3 @@ def test_two_hashes_are_equal_where_the_ngrams_are(tokens: list[int], length: in
     assert len(set(zip(ngrams, hashes, strict=True))) == len(set(ngrams)) == len(set(hashes))
     for dtype in (np.uint16, np.uint32):
         assert ngram_hashes(np.array(tokens, dtype=dtype), length).tolist() == hashes
-
-
-def test_hashes_are_spread_over_all_64_bits() -> None:
-    hashes = ngram_hashes(np.arange(4, 250, dtype=np.uint8).repeat(40), 7)
-    shares = [float((hashes >> np.uint64(bit) & np.uint64(1)).mean()) for bit in range(64)]
-    assert 0.4 < min(shares) < max(shares) < 0.6

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from d2plm.core.errors import DataError, SplitError
-from d2plm.core.vocabulary import CANONICAL, decode, encode
+from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data import homology, similarity
 from d2plm.data import prepare as module
 from d2plm.data.fasta import read_fasta, write_fasta

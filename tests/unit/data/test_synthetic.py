@@ -23,10 +23,9 @@ def test_sequences_have_their_lengths_and_residues_are_canonical_and_equally_fre
 
 def test_residues_and_digest_are_functions_of_seed_and_lengths() -> None:
     first, again = SyntheticSequences(LENGTHS), SyntheticSequences(LENGTHS)
-    other = SyntheticSequences(LENGTHS, seed=1)
+    other, longer = SyntheticSequences(LENGTHS, seed=1), SyntheticSequences(LENGTHS + 1)
     assert all(np.array_equal(first[i], again[i]) for i in range(len(LENGTHS)))
     assert not np.array_equal(first[2], other[2])
-    longer = SyntheticSequences(LENGTHS + 1)
     assert first.digest == again.digest
     assert len({first.digest, other.digest, longer.digest}) == 3
 
