@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -23,6 +21,7 @@ from d2plm.core.vocabulary import CLS, EOS
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, pack_all
 from d2plm.data.store import SequenceStore
 from d2plm.data.synthetic import SyntheticSequences
+from tests.commands import python_c
 from tests.conftest import write_store
 
 MAX_LENGTH, BUDGET = 128, 512
@@ -288,9 +287,8 @@ def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() 
         "next(builtins.kept)\n"
         "print([worker.pid for worker in loader._WORKERS])\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    result = python_c(program, seconds=60)
+    assert result.returncode == 0
     workers = json.loads(result.stdout)
     assert len(workers) == 2
     for worker in workers:  # ended, whether or not they were joined
