@@ -100,9 +100,7 @@ def test_ngrams_of_a_few_texts_are_finite(texts: list[str], tmp_path: Path) -> N
     assert all(map(math.isfinite, model.nats_by_order(BYTES.encode("in a", "test"), 5)))
 
 
-def test_a_fitted_text_is_a_distribution_that_longer_contexts_improve(
-    tmp_path: Path,
-) -> None:
+def test_a_fitted_text_is_a_distribution_that_longer_contexts_improve(tmp_path: Path) -> None:
     store = store_of(tmp_path / "t", tokens_of([text_of(i, 60) for i in range(30)]), BYTES)
     baselines = fit_baselines(store, max_residues=1000)
     assert baselines.concentration is None

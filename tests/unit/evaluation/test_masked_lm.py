@@ -73,10 +73,7 @@ def test_another_vocabulary_is_mapped_letter_by_letter(bert: Path) -> None:
 
 def test_a_sequence_beyond_its_positions_is_rejected(bert: Path) -> None:
     (batch,) = pack_all([encode("A" * 100)], 128, 128)
-    with (
-        pytest.raises(ModelError, match="102 tokens"),
-        torch.inference_mode(),
-    ):
+    with pytest.raises(ModelError, match="102 tokens"), torch.inference_mode():
         MaskedLM(bert)(batch.tokens, batch.cu_seqlens, 102, torch.zeros(1))
 
 

@@ -16,13 +16,7 @@ from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, PROTEIN, decode, e
 from d2plm.data.family import Family
 from d2plm.families import designs as designs_module
 from d2plm.families.alignment import GAP, family_hmm, letters_of, one_hot, text_of
-from d2plm.families.designs import (
-    LEAST_IDENTITY,
-    MOST_MUTATED,
-    FamilyDesigns,
-    PairTerms,
-    Wishes,
-)
+from d2plm.families.designs import LEAST_IDENTITY, MOST_MUTATED, FamilyDesigns, PairTerms, Wishes
 from d2plm.families.pairs import PairTable
 from d2plm.families.paths import PathSampler, in_columns, paths_of
 from d2plm.generation.sampler_settings import Sampling
