@@ -205,19 +205,6 @@ def test_damaged_data_are_prepared_again(tmp_path: Path, fake_mmseqs: list[str],
     open_prepared(out).splits["train"].verify()
 
 
-def test_leftovers_of_a_killed_run_are_taken_away(tmp_path: Path, fake_mmseqs: list[str]) -> None:
-    out = tmp_path / "out"
-    for leftover in (".scratch/mmseqs-x", "partial.raw_lmdb", "partial.train_lmdb"):
-        (out / leftover).mkdir(parents=True)
-        (out / leftover / "data.mdb").write_bytes(b"half")
-    _stopped(tmp_path)
-    assert not (out / "manifest.json").exists()
-    prepare(tmp_path / "in.fasta", out)
-    assert {p.name for p in out.iterdir()} - {"mmseqs.log"} == {
-        *("cache", "manifest.json", "raw_lmdb", "train_lmdb", "validation_lmdb")
-    }
-
-
 def test_relatives_of_training_proteins_are_the_members_of_their_families(
     tmp_path: Path, planted: tuple[Path, Any]
 ) -> None:
@@ -397,13 +384,22 @@ def _stopped(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
     return fasta, out
 
 
-def test_what_took_long_is_kept_after_a_stop(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+def test_what_took_long_is_kept_after_a_stop_and_leftovers_are_taken_away(
+    tmp_path: Path, fake_mmseqs: list[str]
+) -> None:
     fasta, out = _stopped(tmp_path)
     assert fake_mmseqs.count("cluster") == 1
     assert fake_mmseqs.count("search") >= 2
+    assert not (out / "manifest.json").exists()
+    for leftover in (".scratch/mmseqs-x", "partial.raw_lmdb", "partial.train_lmdb"):
+        (out / leftover).mkdir(parents=True)
+        (out / leftover / "data.mdb").write_bytes(b"half")
     fake_mmseqs.clear()
     resumed = prepare(fasta, out)
     assert fake_mmseqs == []
+    assert {p.name for p in out.iterdir()} - {"mmseqs.log"} == {
+        *("cache", "manifest.json", "raw_lmdb", "train_lmdb", "validation_lmdb")
+    }
     assert resumed["digests"] == prepare(fasta, tmp_path / "unbroken")["digests"]
     fake_mmseqs.clear()
     prepare(fasta, out, coverage_mode=0)  # searched by another rule

@@ -46,9 +46,10 @@ def family() -> Family:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_references() -> Iterator[None]:
+def _few_simulations() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(membership, "REFERENCES", 12)
+        patch.setattr(membership, "SIMULATED", 40)
         yield
 
 
