@@ -14,12 +14,11 @@ from d2plm.cli import main
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import CANONICAL, decode, encode
 from d2plm.data.family import read_families
-from d2plm.data.homology import GAP, Alignment, Hits, MMseqs
+from d2plm.data.homology import Hits, MMseqs
 from d2plm.data.ingest import ingest
 from d2plm.data.prepare import prepare
 from d2plm.data.retrieval import (
     Relative,
-    diverse,
     held_out_relatives,
     open_reference,
     retrieve_relatives,
@@ -131,25 +130,6 @@ def test_distant_relatives_are_found_behind_hundreds_of_near_copies(folder: Path
     settings = RetrievalSettings(identity_below=0.8)
     (found,) = retrieve_relatives(PROTEINS[:1], crowded, folder / "crowded", settings)
     assert names(found) == ["remote"]
-
-
-def test_a_hit_is_compared_with_those_chosen_before_it_where_it_stands() -> None:
-    def hit(number: int, opposite: str) -> Alignment:
-        return Alignment(0, number, 0.5, 1.0, np.frombuffer(opposite.encode(), dtype=np.uint8))
-
-    hits = [
-        hit(0, "ACDEFGHIKL"),
-        hit(1, "ACDEFGHIKW"),  # 9 of 10 as the first
-        hit(2, "ACDEFGHI--"),  # a part of the first
-        hit(3, "ACDEFGHWWW"),  # 7 of 10
-        hit(4, "-----GHIKL"),  # a part of the first
-        hit(5, "WWWWWWWWWW"),
-    ]
-    assert ord("-") == GAP
-    assert [one.target for one in diverse(hits, 8, 0.9)] == [0, 3, 5]
-    assert [one.target for one in diverse(hits, 2, 0.9)] == [0, 3]
-    assert [one.target for one in diverse(hits, 8, 1.0)] == [0, 1, 3, 5]
-    assert [one.target for one in diverse(hits, 4, None)] == [0, 1, 2, 3]
 
 
 def test_a_result_is_kept_and_another_reference_or_setting_searched_again(

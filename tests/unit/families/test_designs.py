@@ -35,6 +35,14 @@ TWELVE = ["MK" + c + "AYIAKQRQISFVKSHFSRQ" for c in "ACDEFGHIKLMN"]
 Floats = NDArray[np.float64]
 
 
+def descendants(number: int, length: int, share: float) -> tuple[NDArray[np.int64], Family]:
+    """Copies of a random protein, a share of their residues drawn anew: rows, and the family."""
+    random = np.random.default_rng(0)
+    root, changed = random.integers(GAP, size=length), random.random((number, length)) < share
+    rows = np.where(changed, random.integers(GAP, size=(number, length)), root)
+    return rows, family(["".join(CANONICAL[a] for a in row) for row in rows])
+
+
 def family(texts: list[str]) -> Family:
     return Family.of([*map(encode, texts)], 1, [f"m{i}" for i in range(len(texts))])
 
@@ -172,11 +180,7 @@ def test_the_bound_of_a_protein_is_at_least_its_information() -> None:
 
 
 def test_where_pairs_repeat_a_few_unlike_members_they_get_weaker() -> None:
-    random = np.random.default_rng(0)
-    root = random.integers(GAP, size=100)
-    changed = random.random((16, 100)) < 0.4
-    rows = np.where(changed, random.integers(GAP, size=(16, 100)), root)
-    found = FamilyDesigns(family(["".join(CANONICAL[a] for a in row) for row in rows]))
+    found = FamilyDesigns(descendants(16, 100, 0.4)[1])
     share, factor = found.closeness(0.5, None)
     assert share == MOST_MUTATED and 0 < factor < 1
     assert found._trial(0.5, share, factor) < LEAST_IDENTITY + 0.05 < found._trial(0.5, share, 1.0)
@@ -301,15 +305,10 @@ def test_pair_terms_are_those_of_the_table(entries: int, monkeypatch: MonkeyPatc
     assert (len(terms.blocks) > 1) == (entries < 10**9)
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        TWELVE[:1],
-        TWELVE[:2],
-        [TWELVE[0], TWELVE[0][:10] + "G" * 60 + TWELVE[0][10:], "MKXAYIBKQRQISFVKSHFSR"],
-        [*TWELVE[:1] * 2, *TWELVE],
-    ],
-)
+LONG = [TWELVE[0], TWELVE[0][:10] + "G" * 60 + TWELVE[0][10:], "MKXAYIBKQRQISFVKSHFSR"]
+
+
+@pytest.mark.parametrize("texts", [TWELVE[:1], TWELVE[:2], LONG, [TWELVE[0], *TWELVE]])
 def test_families_of_any_kind_give_designs(texts: list[str]) -> None:
     made = FamilyDesigns(family(texts))
     drawn = made.design([None] * 4, Sampling(seed=1))
@@ -320,11 +319,8 @@ def test_families_of_any_kind_give_designs(texts: list[str]) -> None:
 
 
 def test_designs_are_as_far_from_the_given_members_as_is_asked() -> None:
-    random = np.random.default_rng(0)
-    start = random.integers(0, 20, 80)
-    changed = random.random((40, 80)) < 0.3
-    rows = np.where(changed, random.integers(0, 20, (40, 80)), start)
-    made = FamilyDesigns(family(["".join(CANONICAL[a] for a in row) for row in rows]))
+    rows, members = descendants(40, 80, 0.3)
+    made = FamilyDesigns(members)
     for wanted in (0.85, 0.93):
         drawn = made.design([None] * 15, Sampling(seed=0), Wishes(identity=wanted))
         equal = (one.tokens - CANONICAL_START == rows for one in drawn if len(one.tokens) == 80)

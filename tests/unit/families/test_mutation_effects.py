@@ -25,7 +25,7 @@ from d2plm.families.alignment import (
     sequence_weights,
 )
 from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
-from d2plm.families.pairs import PairTable, neighbours, sampled
+from d2plm.families.pairs import PairTable, neighbours
 from d2plm.families.variants import Variant
 from tests.conftest import Logged, MonkeyPatch
 from tests.unit.families.known_sites import (
@@ -135,13 +135,6 @@ def test_a_law_holds_where_the_nearest_member_has_a_gap() -> None:
     aligned, profile = np.concatenate([near, far]), np.full((200, 20), 0.05)
     law = neighbours(np.zeros((1, 200), dtype=np.int8), aligned, np.ones(31), profile, 0.8)
     assert law[0, 7, 3] == pytest.approx((30 + 3 * 0.05) / 33, rel=1e-6)
-
-
-def test_members_that_share_a_weight_count_as_one_where_members_are_drawn() -> None:
-    weights = np.concatenate([np.full(500, 1.0), np.full(500, 1 / 500)])
-    places, shares = sampled(weights, 800, np.random.default_rng(0))
-    assert shares.sum() == pytest.approx(weights.sum())
-    assert shares[places >= 500].sum() / shares.sum() < 0.01
 
 
 def test_members_stand_beside_the_residues_they_align_to() -> None:
