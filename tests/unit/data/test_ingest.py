@@ -53,7 +53,7 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
         ("two", "ACDEF"),
     )
     settings: dict[str, Any] = {"min_residues": 3, "max_residues": 8}
-    with pytest.raises(DataError, match=f"{fasta}, line 10: record 'wrong' holds 'J'"):
+    with pytest.raises(DataError, match=f"{fasta}, line 11: record 'wrong' holds 'J'"):
         ingest(fasta, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in.fasta"]
     manifest = ingest(fasta, tmp_path / "out", reading=DROP, provenance={"a": "test"}, **settings)

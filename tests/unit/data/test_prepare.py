@@ -387,13 +387,13 @@ def _stopped(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
 def test_what_took_long_is_kept_after_a_stop_and_leftovers_are_taken_away(
     tmp_path: Path, fake_mmseqs: list[str]
 ) -> None:
+    for leftover in (".scratch/mmseqs-x", "partial.raw_lmdb", "partial.train_lmdb"):
+        (tmp_path / "out" / leftover).mkdir(parents=True)
+        (tmp_path / "out" / leftover / "data.mdb").write_bytes(b"half")
     fasta, out = _stopped(tmp_path)
     assert fake_mmseqs.count("cluster") == 1
     assert fake_mmseqs.count("search") >= 2
     assert not (out / "manifest.json").exists()
-    for leftover in (".scratch/mmseqs-x", "partial.raw_lmdb", "partial.train_lmdb"):
-        (out / leftover).mkdir(parents=True)
-        (out / leftover / "data.mdb").write_bytes(b"half")
     fake_mmseqs.clear()
     resumed = prepare(fasta, out)
     assert fake_mmseqs == []

@@ -111,7 +111,7 @@ def test_a_step_corrupts_again_at_the_strength_that_is_set() -> None:
 
 Tokens = NDArray[np.uint8]
 P_VALUE = 0.01
-LENGTH = 14  # with <cls> and <eos> a segment of 16, which packs without padding
+LENGTH, ROW = 14, 16  # without and with <cls> and <eos>; such rows pack without padding
 WHOLE = 10**9  # everything in one batch
 
 
@@ -211,23 +211,20 @@ def test_confidence_keeps_the_likeliest_draws_and_as_many_as_it_says(
 class Recorder:
     """A model of independent sites that keeps what it was given."""
 
-    def __init__(self, row: int = 16) -> None:
-        self.row = row
+    def __init__(self) -> None:
         self.tokens: list[Tensor] = []
         self.times: list[Tensor] = []
         generator = torch.Generator().manual_seed(1)
         self.logits = torch.randn(33, generator=generator, dtype=torch.float64)
 
     def __call__(self, tokens: Tensor, _cu: Tensor, _max: int, times: Tensor) -> Tensor:
-        self.tokens.append(tokens.view(-1, self.row).clone())
+        self.tokens.append(tokens.view(-1, ROW).clone())
         self.times.append(times.double())
         return self.logits.expand(len(tokens), 33)
 
     def run(self, paradigm: Paradigm, template: Tokens, copies: int, **options: Any) -> None:
-        sampling = Sampling(**options)
-        sample(
-            self, paradigm, [template] * copies, sampling, max_length=self.row, token_budget=WHOLE
-        )
+        words = self, paradigm, [template] * copies, Sampling(**options)
+        sample(*words, max_length=ROW, token_budget=WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -260,20 +257,17 @@ def test_the_model_receives_the_time_of_the_share_of_the_sequence_that_is_corrup
 
 
 def test_first_hitting_fills_one_residue_at_each_of_its_own_times() -> None:
-    wanted, copies = 4, 1000
+    copies = 1000
     template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
     template[[1, 5, 6, 9]] = MASK
-    model = Recorder()
-    model.run(
-        AbsorbingDiffusion(num_train_timesteps=None), template, copies, sampler="first_hitting"
-    )
+    model, paradigm = Recorder(), AbsorbingDiffusion(num_train_timesteps=None)
+    model.run(paradigm, template, copies, sampler="first_hitting")
     left = torch.stack([(tokens == MASK).sum(-1) for tokens in model.tokens])
     assert (left == torch.tensor([4, 3, 2, 1])[:, None]).all()
-    fractions = torch.stack(model.times)[:, :copies].numpy() / (wanted / LENGTH)
     before = np.ones(copies)
-    for number, fraction in zip((4, 3, 2, 1), fractions, strict=True):
-        ratio = (fraction / before) ** number
-        assert stats.kstest(ratio, "uniform").pvalue > P_VALUE
+    for number, times in zip((4, 3, 2, 1), model.times, strict=True):
+        fraction = times[:copies].numpy() * LENGTH / 4
+        assert stats.kstest((fraction / before) ** number, "uniform").pvalue > P_VALUE
         before = fraction
     first = (model.tokens[1] == MASK).logical_not()[:, 1:-1][:, [1, 5, 6, 9]].sum(0)
     assert stats.chisquare(first.numpy()).pvalue > P_VALUE
@@ -282,12 +276,10 @@ def test_first_hitting_fills_one_residue_at_each_of_its_own_times() -> None:
 def test_confidence_tells_the_time_of_the_masks_that_there_are() -> None:
     template = np.full(LENGTH, CANONICAL_START, dtype=np.uint8)
     template[:7] = MASK
-    model = Recorder()
-    model.run(MaskFlowMatching(schedule="cosine"), template, 1, sampler="confidence", steps=4)
+    model, paradigm = Recorder(), MaskFlowMatching(schedule="cosine")
+    model.run(paradigm, template, 1, sampler="confidence", steps=4)
     left = [int((tokens == MASK).sum()) for tokens in model.tokens]
     assert left[0] == 7
     assert left == sorted(set(left), reverse=True)
-    fraction = MaskFlowMatching(schedule="cosine").corrupted_fraction(
-        torch.stack(model.times)[:, 0]
-    )
+    fraction = paradigm.corrupted_fraction(torch.stack(model.times)[:, 0])
     np.testing.assert_allclose(fraction, np.array(left) / LENGTH, atol=1e-6)
