@@ -175,19 +175,6 @@ def test_the_figures_of_a_set_counted_by_hand() -> None:
     assert found.ngram_js == {"1": None, "2": None, "3": None}
 
 
-@given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=30), min_size=1, max_size=5))
-@settings(deadline=None)
-def test_whatever_the_tokens_the_figures_are_json(sequences: list[list[int]]) -> None:
-    sets = [np.array(tokens, dtype=np.uint8) for tokens in sequences]
-    novelty = Novelty(nearest([0.0] * len(sets)), np.zeros(len(sets), dtype=bool), len(sets))
-    found = quality(sets, counts_of(["ACDE", "W" * 40]), novelty)
-    figures = asdict(found)
-    json.dumps(figures, allow_nan=False)
-    shares = [v for name, v in figures.items() if name.endswith("_share") and v is not None]
-    assert all(0 <= share <= 1 for share in shares)
-    assert sum(found.length_histogram) == sum(found.identity_histogram) == len(sets)
-
-
 def test_copies_are_not_novel_and_shuffled_ones_are(tmp_path: Path, proteins: list[Tokens]) -> None:
     """Copies, near copies and short peptides beside natural proteins and shuffled ones."""
     store = write_store(tmp_path / "train", proteins[:200])
