@@ -66,6 +66,26 @@ def test_ngrams_equal_naive_counting(text: str, order: int) -> None:
     assert ngram(RANDOM_TEXTS).nats(encode(text), order) == pytest.approx(expected, rel=1e-10)
 
 
+def test_fitted_ngrams_find_a_markov_chain(make_store: StoreFactory) -> None:
+    """Strengths tuned on sequences that were counted would let the trigram overfit."""
+    random = np.random.default_rng(1)
+    transition = random.dirichlet(np.full(20, 0.2), size=20)
+
+    def chain(length: int) -> Tokens:
+        states = [0]
+        while len(states) <= length:
+            states.append(int(random.choice(20, p=transition[states[-1]])))
+        return np.array(states[1:], dtype=np.uint8) + np.uint8(4)
+
+    model, fresh = NGram.fit(make_store([chain(150) for _ in range(60)]), 3, 1000), chain(4000)
+    states = fresh.astype(int) - 4
+    entropy = -np.log(transition[states[:-1], states[1:]]).mean()
+    unigram, bigram, trigram = (model.nats(fresh, order) / 4000 for order in (1, 2, 3))
+    assert bigram == pytest.approx(entropy, abs=0.05)
+    assert bigram < unigram - 0.3
+    assert trigram < bigram + 0.05
+
+
 def test_joining_sequences_makes_no_new_ngrams() -> None:
     parts = [encode("MK"), encode("VL")]
     model = NGram(NGram._count(iter(parts), 2), STRENGTHS[:2])
