@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -112,6 +113,31 @@ def unlocked_logging() -> Iterator[None]:
 def no_tracking_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow leaves the address of the last store in the environment, for whatever comes next."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+# MMseqs2 with its exhaustive prefilter where few residues are compared: a tenth of the time of its
+# index of k-mers, the size of which depends on the alphabet alone.
+QUICK_MMSEQS = """#!/bin/sh
+if [ "$1" = search ] && [ $(($(stat -c %s "$2") * $(stat -c %s "$3"))) -lt 10000000000 ]; then
+    case "$*" in *--search-type*) ;; *) set -- "$@" --prefilter-mode 1 ;; esac
+fi
+exec '{binary}' "$@"
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_mmseqs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Small searches of proteins take no index; `homology.find_mmseqs` finds the wrapper."""
+    from d2plm.core.errors import DataError
+    from d2plm.data.homology import find_mmseqs
+
+    with pytest.MonkeyPatch.context() as patch:
+        with suppress(DataError):
+            program = tmp_path_factory.mktemp("quick") / "mmseqs"
+            program.write_text(QUICK_MMSEQS.format(binary=find_mmseqs()))
+            program.chmod(0o755)
+            patch.setenv("MMSEQS_BIN", str(program))
+        yield
 
 
 @pytest.fixture(scope="session")

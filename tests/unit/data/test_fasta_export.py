@@ -27,18 +27,16 @@ def _store(path: Path, names: list[str]) -> SequenceStore:
     return SequenceStore(path)
 
 
-@pytest.mark.parametrize("ending", [".fasta", ".fasta.gz"])
-def test_an_export_ingests_to_its_store(ending: str, tmp_path: Path) -> None:
+def test_an_export_ingests_to_its_store(tmp_path: Path) -> None:
     source = tmp_path / "in.fasta"
     source.write_bytes(AWKWARD)
     ingest(source, tmp_path / "first")
     store = SequenceStore(tmp_path / "first")
     assert store.manifest["provenance"]["duplicates"] > 0
-    output = tmp_path / "new" / f"out{ending}"
+    output = tmp_path / "new" / "out.fasta"
     seen: list[int] = []
     assert export_sequences(store, output, seen.append) == 0
     assert seen == [len(store)]
-    assert (output.read_bytes()[:2] == b"\x1f\x8b") == (ending == ".fasta.gz")
     ingest(output, tmp_path / "second")
     assert SequenceStore(tmp_path / "second").manifest["digests"] == store.manifest["digests"]
 

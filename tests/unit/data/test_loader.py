@@ -1,10 +1,11 @@
-"""PackedLoader: resumable at every batch, the same on any number of ranks and workers."""
+"""PackedLoader: resumable at every batch, the same on any number of ranks and workers.
+
+And the random residues that stand in for a store.
+"""
 
 import json
 import multiprocessing
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,10 +20,11 @@ from scipy.stats import chisquare
 
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.vocabulary import CLS, EOS
+from d2plm.core.vocabulary import CANONICAL, CLS, EOS, decode
 from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position, pack_all
-from d2plm.data.store import SequenceStore
+from d2plm.data.store import SequenceStore, Windows
 from d2plm.data.synthetic import SyntheticSequences
+from tests.commands import python_c
 from tests.conftest import write_store
 
 MAX_LENGTH, BUDGET = 128, 512
@@ -288,11 +290,45 @@ def test_a_stream_that_is_not_ended_does_not_keep_the_interpreter_from_ending() 
         "next(builtins.kept)\n"
         "print([worker.pid for worker in loader._WORKERS])\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    result = python_c(program, seconds=60)
+    assert result.returncode == 0
     workers = json.loads(result.stdout)
     assert len(workers) == 2
     for worker in workers:  # ended, whether or not they were joined
         stat = Path(f"/proc/{worker}/stat")
         assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"
+
+
+LENGTHS = np.array([1, 5, 300, 2, 77], dtype=np.int32)
+
+
+def test_sequences_have_their_lengths_and_residues_are_canonical_and_equally_frequent() -> None:
+    lengths = np.array([1, 5, 300, 2, 77, *[500] * 200], dtype=np.int32)
+    synthetic = SyntheticSequences(lengths)
+    sequences = [synthetic[i] for i in range(len(synthetic))]
+    assert [len(tokens) for tokens in sequences] == lengths.tolist()
+    counts = np.bincount(np.concatenate(sequences))
+    assert {*decode(np.flatnonzero(counts).astype(np.uint8))} == {*CANONICAL}
+    assert chisquare(counts[counts > 0]).pvalue > 1e-3
+    assert len({tokens.tobytes() for tokens in sequences[5:]}) == 200
+
+
+def test_residues_and_digest_are_functions_of_seed_and_lengths() -> None:
+    first, again = SyntheticSequences(LENGTHS), SyntheticSequences(LENGTHS)
+    other, longer = SyntheticSequences(LENGTHS, seed=1), SyntheticSequences(LENGTHS + 1)
+    assert all(np.array_equal(first[i], again[i]) for i in range(len(LENGTHS)))
+    assert not np.array_equal(first[2], other[2])
+    assert first.digest == again.digest
+    assert len({first.digest, other.digest, longer.digest}) == 3
+
+
+def test_windows_are_those_of_the_whole_sequences() -> None:
+    synthetic = SyntheticSequences(LENGTHS)
+    row = np.zeros(40, dtype=np.uint8)
+    windows = ([2, 0, 4], [290, 0, 3], [10, 1, 5], [1, 20, 30])
+    synthetic.copy_into(row, Windows(*map(np.array, windows)))
+    expected = np.zeros(40, dtype=np.uint8)
+    expected[1:11] = synthetic[2][290:]
+    expected[20] = synthetic[0][0]
+    expected[30:35] = synthetic[4][3:8]
+    assert row.tolist() == expected.tolist()

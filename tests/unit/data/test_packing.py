@@ -1,6 +1,5 @@
 """PackingSampler: every sequence once, nothing over budget, little padding, all from the seed."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -61,43 +60,6 @@ def test_an_epoch_contains_every_sequence_once_within_every_limit(
     # Only bins after the last sequence are empty.
     filled = [len(packed.sequences) > 0 for batch in batches for packed in batch]
     assert filled == [True] * len(plan) + [False] * (len(batches) * bins - len(plan))
-
-
-def test_the_first_in_line_is_never_left_waiting_for_long() -> None:
-    """A long sequence that does not fit one bin opens the next."""
-    lengths = np.random.default_rng(1).integers(1, 62, 5000)
-    packing = sampler(lengths.tolist(), token_budget=64)
-    drawn = packing.draws.epoch(0).tolist()
-    place = {sequence: i for i, sequence in enumerate(drawn)}
-    lag = [i - place[sequence] for i, sequence in enumerate(packing.plan(0).order.tolist())]
-    assert max(lag) <= 1100  # about the look-ahead window
-
-
-def fewest_bins(tokens: tuple[int, ...], budget: int) -> int:
-    """Of all ways to put `tokens` into bins, by trying every content of the first one's bin."""
-
-    @functools.cache
-    def solve(left: tuple[int, ...]) -> int:
-        if not left:
-            return 0
-        first, others = left[0], left[1:]
-        best = len(left)
-        for subset in range(1 << len(others)):
-            chosen = [t for i, t in enumerate(others) if subset >> i & 1]
-            if first + sum(chosen) <= budget:
-                remaining = tuple(t for i, t in enumerate(others) if not subset >> i & 1)
-                best = min(best, 1 + solve(remaining))
-        return best
-
-    return solve(tokens)
-
-
-@given(st.lists(st.integers(14, 62), min_size=1, max_size=8))
-@settings(deadline=None)
-def test_bins_are_at_most_those_of_first_fit(lengths: list[int]) -> None:
-    """Nothing that follows fits a closed bin: ≤ ⌊1.7 · optimal⌋ (Dósa & Sgall, 2013)."""
-    optimal = fewest_bins(tuple(length + 2 for length in lengths), 64)
-    assert len(sampler(lengths, token_budget=64).plan(0)) <= int(1.7 * optimal)
 
 
 @pytest.mark.parametrize(("budget", "full", "epoch"), [(8192, 0.97, 0), (65_536, 0.996, 1)])

@@ -13,7 +13,6 @@ from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN
 from d2plm.data.records import (
     RawRecords,
     first_words,
-    identifiers,
     places_by_name,
     refuse,
     require_distinct,
@@ -99,6 +98,7 @@ def test_a_bad_sequence_from_elsewhere_is_rejected(sequence: Any, message: str) 
 
 
 UNIPROT = ["sp|P02185|MYG_PHYMC", "tr|A0A0A0MRZ7|A0A0A0MRZ7_HUMAN", "UniRef90_Q9Y5X2", "toy/11-47"]
+OTHERS = ["gi|129295|sp|P01013|OVAX_CHICK", "ref|NP_000508.1|", "pdb|1ABC|A", "UniRef90"]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,13 @@ UNIPROT = ["sp|P02185|MYG_PHYMC", "tr|A0A0A0MRZ7|A0A0A0MRZ7_HUMAN", "UniRef90_Q9
         ("sp|Q9Y5X2|SNX8_HUMAN", 2),
         ("toy", 3),
         ("toy/11-47", 3),
+        *(("P01013", 4), ("OVAX_CHICK", 4), ("NP_000508.1", 5), ("pdb|1ABC|A", 6)),
         *((name, None) for name in ("P0218", "sp", "HUMAN", "MYG", "", "toy/1", "TOY")),
+        *((name, None) for name in ("129295", "1ABC", "A", "90")),
     ],
 )
 def test_a_record_is_found_by_its_name_or_an_identifier_in_it(name: str, place: int) -> None:
-    assert places_by_name([*UNIPROT, ""], "in.fasta")(name) == place
+    assert places_by_name([*UNIPROT, *OTHERS, ""], "in.fasta")(name) == place
 
 
 @pytest.mark.parametrize(
@@ -150,23 +152,6 @@ def test_records_without_names_of_their_own_are_refused_where_names_matter(tmp_p
     with pytest.raises(DataError, match="'a' names"):
         require_distinct(["a", "a"], "x.csv")
     require_distinct(UNIPROT, "x.csv")
-
-
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        (b"sp|P12345|NAME_SPECIES", [b"P12345", b"NAME_SPECIES"]),
-        (b"gnl|extdb|one|two", []),
-        (b"pdb|1ABC|A", []),
-        (b"gi|129295|sp|P01013|OVAX_CHICK", [b"P01013", b"OVAX_CHICK"]),
-        (b"ref|NP_000508.1|", [b"NP_000508.1"]),
-        (b"UniRef90_P12345", [b"P12345"]),
-        (b"UniRef90", []),
-        (b"", []),
-    ],
-)
-def test_identifiers_are_whole_words_of_known_forms(name: bytes, others: list[bytes]) -> None:
-    assert identifiers(name) == [name, *others]
 
 
 @given(st.binary(max_size=20))

@@ -142,7 +142,7 @@ def homolog(random: np.random.Generator, protein: Tokens, identity: float) -> To
     return np.repeat(changed, random.choice([0, 1, 2], len(protein), p=[0.01, 0.98, 0.01]))
 
 
-@pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (150, 1), (500, 0.4)])
+@pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (500, 0.4)])
 @pytest.mark.parametrize(("before", "after"), [(0, 4000), (2500, 0), (30000, 2000)])
 def test_a_long_relative_is_cut_to_what_aligns(
     identity: float, before: int, after: int, length: int

@@ -2,7 +2,7 @@
 
 import csv
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import d2plm
 from d2plm.cli import main
 from d2plm.core.errors import ConfigError, DataError
 from d2plm.core.vocabulary import CANONICAL, decode, encode
-from d2plm.data.family import read_families, read_relatives
-from d2plm.data.homology import GAP, Alignment, Hits, MMseqs
+from d2plm.data.family import read_families
+from d2plm.data.homology import Hits, MMseqs
 from d2plm.data.ingest import ingest
 from d2plm.data.prepare import prepare
 from d2plm.data.retrieval import (
     Relative,
-    diverse,
     held_out_relatives,
     open_reference,
     retrieve_relatives,
@@ -64,22 +63,6 @@ PROTEINS = [encode(text) for text in (PROTEIN, OTHER, LONELY)]
 def fasta(path: Path, records: dict[str, str]) -> Path:
     path.write_text("".join(f">{name} described\n{text}\n" for name, text in records.items()))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _each_search_once() -> Iterator[None]:
-    """MMseqs2 takes seconds for each search, however small: the same one is not repeated."""
-    search, results = MMseqs.alignments, {}
-
-    def remembered(mmseqs: MMseqs, queries: Path, targets: Path, *settings: Any) -> Any:
-        key = (queries.read_bytes(), targets.read_bytes(), *settings)
-        if key not in results:
-            results[key] = [*search(mmseqs, queries, targets, *settings)]
-        return iter(results[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MMseqs, "alignments", remembered)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -149,25 +132,6 @@ def test_distant_relatives_are_found_behind_hundreds_of_near_copies(folder: Path
     assert names(found) == ["remote"]
 
 
-def test_a_hit_is_compared_with_those_chosen_before_it_where_it_stands() -> None:
-    def hit(number: int, opposite: str) -> Alignment:
-        return Alignment(0, number, 0.5, 1.0, np.frombuffer(opposite.encode(), dtype=np.uint8))
-
-    hits = [
-        hit(0, "ACDEFGHIKL"),
-        hit(1, "ACDEFGHIKW"),  # 9 of 10 as the first
-        hit(2, "ACDEFGHI--"),  # a part of the first
-        hit(3, "ACDEFGHWWW"),  # 7 of 10
-        hit(4, "-----GHIKL"),  # a part of the first
-        hit(5, "WWWWWWWWWW"),
-    ]
-    assert ord("-") == GAP
-    assert [one.target for one in diverse(hits, 8, 0.9)] == [0, 3, 5]
-    assert [one.target for one in diverse(hits, 2, 0.9)] == [0, 3]
-    assert [one.target for one in diverse(hits, 8, 1.0)] == [0, 1, 3, 5]
-    assert [one.target for one in diverse(hits, 4, None)] == [0, 1, 2, 3]
-
-
 def test_a_result_is_kept_and_another_reference_or_setting_searched_again(
     reference: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
@@ -209,22 +173,6 @@ def test_a_store_is_searched_as_the_fasta_is_and_of_prepared_data_the_training_s
     assert len(trained) < len(REFERENCE)
 
 
-def test_the_command_writes_a_table(proteins: Path, reference: Path, folder: Path) -> None:
-    output = folder / "tables" / "relatives.tsv"
-    words = [f"input={proteins}", f"reference={reference}", f"cache_dir={folder / 'kept'}"]
-    assert main(["relatives", *words, f"output={output}"]) == 0
-    rows = list(csv.DictReader(output.open(newline=""), delimiter="\t"))
-    assert list(rows[0]) == ["protein", "relative", "identity", "coverage", "sequence"]
-    assert 0.9 < float(rows[0]["identity"]) < 1
-    read = read_relatives(output)
-    assert read is not None
-    assert {name: len(own) for name, own in read.items()} == {"first": 4, "second": 1}
-    assert all(decode(own[0]) == REFERENCE["of_other"] for own in [read["second"]])
-    lonely, first = read_families(output, 3, ["lonely", "first"], proteins)
-    assert len(first.draw(0, protein=encode(PROTEIN))) == 3
-    assert lonely.members == []
-
-
 def test_each_protein_is_scored_given_its_own_relatives(
     exports: Exports, proteins: Path, reference: Path, folder: Path
 ) -> None:
@@ -242,21 +190,26 @@ def test_each_protein_is_scored_given_its_own_relatives(
     settings: dict[str, Any] = {"masks_per_sequence": 2}
     given = [one.nats for one in model.score(texts, relatives=relatives, **settings)]
     alone = [one.nats for one in model.score(texts, **settings)]
-    for place in range(3):  # as by itself, in its place
-        lists = [relatives[place] if i == place else [] for i in range(3)]
-        expected = [given[i] if i == place else alone[i] for i in range(3)]
-        own = model.score(texts, relatives=lists, **settings) if place < 2 else []
-        assert [one.nats for one in own] == pytest.approx(expected[: len(own)], rel=1e-5)
-        assert (given[place] == pytest.approx(alone[place], rel=1e-6)) is (place == 2)
-    named = zip(("first", "second", "lonely"), relatives, strict=True)
-    table = [f"{name},{one}\n" for name, own in named for one in own]
-    (folder / "table.csv").write_text("protein,sequence\n" + "".join(table))
+    second = model.score(texts, relatives=[[], relatives[1], []], **settings)
+    expected = [alone[0], given[1], alone[2]]  # as by itself, in its place
+    assert [one.nats for one in second] == pytest.approx(expected, rel=1e-5)
+    same = [own == pytest.approx(other, rel=1e-6) for own, other in zip(given, alone, strict=True)]
+    assert same == [False, False, True]
+    table = folder / "table.tsv"
+    found = [f"input={proteins}", f"reference={reference}", f"cache_dir={folder / 'kept'}"]
+    assert main(["relatives", *found, f"output={table}"]) == 0
     words = [f"model_dir={exports.related}", f"input={proteins}", "device=cpu"]
-    words += [f"relatives={folder / 'table.csv'}", f"output={folder / 'scores.csv'}"]
+    words += [f"relatives={table}", f"output={folder / 'scores.csv'}"]
     words += ["precision=fp32", "pseudo_log_likelihood=false", "evaluation.masks_per_sequence=2"]
     assert main(["score", *words]) == 0
     rows = list(csv.DictReader((folder / "scores.csv").open(newline="")))
     assert [float(row["nats"]) for row in rows] == pytest.approx(given, rel=1e-4)
+    rows = list(csv.DictReader(table.open(newline=""), delimiter="\t"))
+    assert list(rows[0]) == ["protein", "relative", "identity", "coverage", "sequence"]
+    assert 0.9 < float(rows[0]["identity"]) < 1
+    lonely, first = read_families(table, 3, ["lonely", "first"], proteins)
+    assert len(first.draw(0, protein=encode(PROTEIN))) == 3
+    assert lonely.members == []
 
 
 @pytest.mark.parametrize(

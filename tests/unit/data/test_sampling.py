@@ -56,22 +56,27 @@ def test_shares_of_the_draws_are_the_weights_within_rounding(
 @given(
     sizes=st.lists(st.integers(5, 40), min_size=2, max_size=3),
     weights=st.tuples(*[st.sampled_from([0.2, 0.5, 1.0, 3.0])] * 3),
+    clustered=st.tuples(*[st.booleans()] * 3),
     epochs=st.integers(1, 8),
 )
 @settings(deadline=None)
-def test_over_epochs_no_member_comes_again_before_all_came_as_often(
-    sizes: list[int], weights: tuple[float, ...], epochs: int
+def test_over_epochs_no_member_or_cluster_comes_again_before_all_came_as_often(
+    sizes: list[int], weights: tuple[float, ...], clustered: tuple[bool, ...], epochs: int
 ) -> None:
-    shares = weights[: len(sizes)]
-    assume(min(shares) / sum(shares) * sum(sizes) >= 1)  # a share below one draw is rejected
-    parts = [Part(size, weight=weight) for size, weight in zip(sizes, shares, strict=True)]
-    draws = Draws(parts, 3)
-    counts: list[Counter[int]] = [Counter() for _ in parts]
+    own = [np.arange(size) // (1 + pairs) for size, pairs in zip(sizes, clustered, strict=False)]
+    numbers, shares = [int(one[-1]) + 1 for one in own], weights[: len(sizes)]
+    assume(min(shares) / sum(shares) * sum(numbers) >= 1)  # a share below one draw is rejected
+    parts = [
+        Part(len(one), labels(*one) if number < len(one) else None, weight)
+        for one, number, weight in zip(own, numbers, shares, strict=True)
+    ]
+    draws, counts = Draws(parts, 3), [Counter[int]() for _ in parts]
     for epoch in range(epochs):
-        for counter, members in zip(counts, by_part(draws.epoch(epoch), sizes), strict=True):
-            counter.update(members)
-    for counter, size in zip(counts, sizes, strict=True):
-        often = [counter[member] for member in range(size)]
+        for part, members in enumerate(by_part(draws.epoch(epoch), sizes)):
+            assert abs(len(members) - shares[part] / sum(shares) * sum(numbers)) <= 1
+            counts[part].update(own[part][members].tolist())
+    for counter, number in zip(counts, numbers, strict=True):
+        often = [counter[member] for member in range(number)]
         assert max(often) - min(often) <= 1
 
 
@@ -114,29 +119,6 @@ def test_members_of_a_cluster_are_drawn_with_equal_chances_and_fresh_each_epoch(
             agreeing = sum(a == b for a, b in zip(chosen, chosen[1:], strict=False))
             expected = (len(chosen) - 1) / len(members)
             assert agreeing == pytest.approx(expected, abs=4 * expected**0.5)
-
-
-@pytest.mark.parametrize(
-    ("weights", "share"), [((None, None), 4), ((1.0, 1.0), 8), ((1.0, 3.0), 4), ((3.0, 1.0), 12)]
-)
-@pytest.mark.parametrize("epochs", [1, 2, 7])
-def test_inside_a_mixture_clusters_count_as_members_do(
-    weights: tuple[float | None, float | None], share: int, epochs: int
-) -> None:
-    clusters = labels(*[0] * 5, *[1] * 3, 2, 3, 3)  # 11 sequences in 4 clusters
-    draws = Draws([Part(11, clusters, weights[0]), Part(12, None, weights[1])], 0)
-    often: Counter[int] = Counter()
-    singles: Counter[int] = Counter()
-    for epoch in range(epochs):
-        drawn = draws.epoch(epoch)
-        assert len(drawn) == 4 + 12
-        of_clusters, of_others = by_part(drawn, [11, 12])
-        often.update(int(clusters[member]) for member in of_clusters)
-        singles.update(of_others)
-        assert len(of_clusters) == share
-    for counter, members in ((often, 4), (singles, 12)):
-        counts = [counter[member] for member in range(members)]
-        assert max(counts) - min(counts) <= 1
 
 
 # --- rejected input ----------------------------------------------------------------------------

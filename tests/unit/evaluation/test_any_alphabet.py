@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from d2plm.evaluation.baselines import NGram, fit_baselines, sparse_counts, toke
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.likelihood import corpus_estimate
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.quality import compare_texts, window_hashes
+from d2plm.evaluation.quality import compare_texts
 from d2plm.evaluation.result import read_evaluation, write_evaluation
 from d2plm.evaluation.summary import HeldOut, summarise
 from d2plm.evaluation.tables import as_markdown, as_text
@@ -68,21 +67,6 @@ def test_sparse_counts_give_the_figures_of_dense_ones_to_the_bit() -> None:
         assert few.nats_by_order(tokens, 4) == dense.nats_by_order(tokens, 4)
 
 
-def test_ngrams_of_bytes_equal_naive_counting() -> None:
-    text, expected = "xyz the cat", 0.0
-    for i, letter in enumerate(text):
-        probability = 1 / 256
-        for m in range(min(i, 3) + 1):
-            context = text[i - m : i]
-            places = [(t, j) for t in TEXTS for j in range(m, len(t)) if t[j - m : j] == context]
-            followed = Counter(t[j] for t, j in places)
-            seen = followed[letter] + STRENGTHS[m] * probability
-            probability = seen / (followed.total() + STRENGTHS[m])
-        expected -= math.log(probability)
-    model = sparse(tokens_of(TEXTS), 4, BYTES)
-    assert model.nats(BYTES.encode(text, "test"), 4) == pytest.approx(expected, rel=1e-12)
-
-
 def test_sparse_counts_add_up_and_leave_out_orders_that_int64_cannot_number() -> None:
     ranks = token_ranks(every := tokens_of(TEXTS), BYTES)
     parts = (sparse_counts(part, 3, ranks) for part in (every, every[:2], every[2:]))
@@ -100,9 +84,7 @@ def test_ngrams_of_a_few_texts_are_finite(texts: list[str], tmp_path: Path) -> N
     assert all(map(math.isfinite, model.nats_by_order(BYTES.encode("in a", "test"), 5)))
 
 
-def test_a_fitted_text_is_a_distribution_that_longer_contexts_improve(
-    tmp_path: Path,
-) -> None:
+def test_a_fitted_text_is_a_distribution_that_longer_contexts_improve(tmp_path: Path) -> None:
     store = store_of(tmp_path / "t", tokens_of([text_of(i, 60) for i in range(30)]), BYTES)
     baselines = fit_baselines(store, max_residues=1000)
     assert baselines.concentration is None
@@ -205,11 +187,3 @@ def test_exact_copies_repetitions_and_ngrams_of_text_are_found(tmp_path: Path) -
     assert found["fresh"].distinct == {"1": 10 / 120, "2": 10 / 119, "3": 10 / 118}
     assert found["fresh"].ngram_js["1"] == pytest.approx(math.log(2))
     assert found["whole"].ngram_js["2"] < 0.1
-
-
-def test_the_hash_of_a_window_is_that_of_its_content() -> None:
-    values = np.random.default_rng(0).integers(0, 256, 300)
-    hashes = window_hashes(np.concatenate([values, values[40:140]]), 20)
-    np.testing.assert_array_equal(hashes[300:], hashes[40:121])
-    assert len(np.unique(hashes[:281])) == 281
-    assert len(window_hashes(values[:5], 20)) == 0

@@ -71,24 +71,15 @@ def test_another_vocabulary_is_mapped_letter_by_letter(bert: Path) -> None:
     torch.testing.assert_close(found[:9, canonical], logits[0][:, columns], atol=1e-5, rtol=0)
 
 
-def test_a_sequence_beyond_its_positions_is_rejected(bert: Path) -> None:
+def test_what_a_model_cannot_score_or_lacks_is_named(bert: Path) -> None:
     (batch,) = pack_all([encode("A" * 100)], 128, 128)
-    with (
-        pytest.raises(ModelError, match="102 tokens"),
-        torch.inference_mode(),
-    ):
+    with pytest.raises(ModelError, match="102 tokens"), torch.inference_mode():
         MaskedLM(bert)(batch.tokens, batch.cu_seqlens, 102, torch.zeros(1))
-
-
-def test_a_folder_that_lacks_a_file_is_rejected(esm: Path) -> None:
-    for lost in ("model.safetensors", "config.json"):
-        (esm / lost).unlink()
-        with pytest.raises(ModelError, match=lost.removeprefix("model")):
-            MaskedLM(esm)
-
-
-def test_a_vocabulary_without_residues_is_rejected(bert: Path) -> None:
     (bert / "tokenizer.json").unlink(missing_ok=True)
-    save_tokenizer(bert, [f"word{i}" for i in range(20)])
+    save_tokenizer(bert, [f"word{i}" for i in range(20)])  # and no residue
     with pytest.raises(ModelError, match="lacks"):
         MaskedLM(bert)
+    for lost in ("model.safetensors", "config.json"):
+        (bert / lost).unlink()
+        with pytest.raises(ModelError, match=lost.removeprefix("model")):
+            MaskedLM(bert)

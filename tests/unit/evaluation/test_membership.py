@@ -1,5 +1,6 @@
 """Which generated proteins are members of a family, beside natural ones and samples."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from d2plm.core.vocabulary import decode
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_fasta, write_fasta
+from d2plm.evaluation import membership
 from d2plm.evaluation.membership import (
     CROSSOVERS,
     MAX_E_VALUE,
@@ -40,7 +42,15 @@ FAMILY = Path(__file__).parents[3] / "examples" / "data" / "family_abc_importers
 @pytest.fixture(scope="module")
 def family() -> Family:
     whole = read_family(FAMILY, most=8)
-    return Family(whole.members[:30], 8, whole.names[:30])
+    return Family(whole.members[:20], 8, whole.names[:20])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_simulations() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(membership, "REFERENCES", 12)
+        patch.setattr(membership, "SIMULATED", 40)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +64,8 @@ def generated(family: Family) -> list[Tokens]:
 
 @pytest.fixture(scope="module")
 def described(family: Family, generated: list[Tokens]) -> dict[str, Any]:
-    held_out = Family(family.members[24:], 8, family.names[24:])
-    given = Family(family.members[:24], 8, family.names[:24])
+    held_out = Family(family.members[15:], 8, family.names[15:])
+    given = Family(family.members[:15], 8, family.names[:15])
     return Judge(given, held_out, seed=3).describe(generated, ["copy", "third", "half", "other"])
 
 
@@ -63,7 +73,7 @@ def test_members_are_told_from_other_proteins(described: dict[str, Any], family:
     found = described["sets"]
     assert [one["member"] for one in found[GENERATED]["proteins"]] == [True, True, True, False]
     assert found[NATURAL]["figures"]["members"] == 1
-    assert len(found[NATURAL]["proteins"]) == 6
+    assert len(found[NATURAL]["proteins"]) == 5
     assert {*found} == {GENERATED, NATURAL, CROSSOVERS, MOSAICS, SHARPENED}
     copy, third, half, other = found[GENERATED]["proteins"]
     assert copy["nearest"] == third["nearest"] == half["nearest"] == family.names[3]
@@ -81,7 +91,7 @@ def test_members_are_told_from_other_proteins(described: dict[str, Any], family:
 
 def test_natural_members_are_judged_without_themselves(family: Family) -> None:
     """Against an HMM of the same columns that is built of the others here."""
-    given = Family(family.members[:6], 1, family.names[:6])
+    given = Family(family.members[:4], 1, family.names[:4])
     described = Judge(given).describe(family.members[:1], ["x"])
     hmm = family_hmm(given.members, effective_number="entropy")
     aligned = aligned_columns(hmm, given.members)
@@ -90,7 +100,7 @@ def test_natural_members_are_judged_without_themselves(family: Family) -> None:
     assert {one["name"] for one in natural} == {*given.names}
     for one in natural:
         place = given.names.index(one["name"])
-        others = [i for i in range(6) if i != place]
+        others = [i for i in range(4) if i != place]
         judge = columns_hmm(aligned[others], weights[others], "entropy")
         hit = domain_hits(judge, [given.members[place]])[0]
         assert one["bits"] == pytest.approx(hit.score, abs=0.5)
@@ -116,7 +126,7 @@ def test_conserved_columns_are_those_that_nearly_all_share() -> None:
 
 def test_references_are_made_of_members(described: dict[str, Any], family: Family) -> None:
     sets, longest = described["sets"], max(map(len, family.members))
-    assert all(len(sets[one]["proteins"]) == 30 for one in (CROSSOVERS, MOSAICS, SHARPENED))
+    assert all(len(sets[one]["proteins"]) == 12 for one in (CROSSOVERS, MOSAICS, SHARPENED))
     assert all(one["length"] <= 1.5 * longest for one in sets[CROSSOVERS]["proteins"])
     nearest = [sets[one]["figures"]["identity"] for one in (CROSSOVERS, MOSAICS, SHARPENED)]
     assert nearest[0] > nearest[1] > 0.3

@@ -99,7 +99,7 @@ def test_the_pseudo_log_likelihood_is_that_of_masking_one_residue_after_another(
     assert found[-1] == 0  # nothing in it is canonical
 
 
-@pytest.mark.parametrize("budget", [{"token_budget": 1}, {"token_budget": 40}])
+@pytest.mark.parametrize("budget", [{"token_budget": 1}, {"token_budget": 40}], ids=str)
 def test_scores_are_the_same_however_packed(
     budget: dict[str, Any], tiny_dit: Callable[..., Any]
 ) -> None:
@@ -194,8 +194,7 @@ def test_the_interval_is_student_s() -> None:
     assert np.isnan(bound_interval(np.ones((3, 1)))).all()
 
 
-@pytest.mark.parametrize("masks", [3, 16])
-def test_the_interval_covers_the_exact_bound_as_often_as_it_says(masks: int) -> None:
+def test_the_interval_covers_the_exact_bound_as_often_as_it_says() -> None:
     """The exact NELBO by enumerating all masks; the interval in 1,500 independent runs."""
     sequence = encode("MKVLAWG")
     exact = 0.0
@@ -204,7 +203,7 @@ def test_the_interval_covers_the_exact_bound_as_often_as_it_says(masks: int) -> 
         log_p = alone(context_model, lambda fraction: fraction, sequence, masked)
         nats = -sum(log_p[k, int(sequence[i]) - 4] for k, i in enumerate(masked))
         exact += nats / len(masked) / math.comb(7, len(masked))
-    draws = bound_draws(context_model, DIFFUSION, [sequence] * 1500, masks_per_sequence=masks)
+    draws = bound_draws(context_model, DIFFUSION, [sequence] * 1500, masks_per_sequence=3)
     assert draws.mean() == pytest.approx(exact, abs=4 * draws.std() / math.sqrt(draws.size))
     low, high = bound_interval(draws)
     covered = ((low <= exact) & (exact <= high)).mean()

@@ -87,7 +87,7 @@ def test_an_hmm_has_the_columns_that_half_of_the_members_fill() -> None:
 
 def test_the_shipped_family_s_hmm_is_as_long_as_its_members_and_accepts_them() -> None:
     family: Family = read_family(SHIPPED, 8)
-    hmm = family_hmm(family.members, effective_number="entropy", simulated=200)
+    hmm = family_hmm(family.members, effective_number="entropy", simulated=50)
     lengths = np.array([len(one) for one in family.members])
     median = np.sort(lengths)[len(lengths) // 2]
     assert 0.9 <= hmm.M / median <= 1.1

@@ -16,30 +16,31 @@ from d2plm.core.vocabulary import CANONICAL, CANONICAL_START, PROTEIN, decode, e
 from d2plm.data.family import Family
 from d2plm.families import designs as designs_module
 from d2plm.families.alignment import GAP, family_hmm, letters_of, one_hot, text_of
-from d2plm.families.designs import (
-    LEAST_IDENTITY,
-    MOST_MUTATED,
-    FamilyDesigns,
-    PairTerms,
-    Wishes,
-)
+from d2plm.families.designs import LEAST_IDENTITY, MOST_MUTATED, FamilyDesigns, PairTerms, Wishes
 from d2plm.families.pairs import PairTable
 from d2plm.families.paths import PathSampler, in_columns, paths_of
 from d2plm.generation.sampler_settings import Sampling
 from tests.conftest import Logged, MonkeyPatch
 
-THOROUGH = pytest.mark.thorough
 P_VALUE = 0.001
 LENGTH = 6
 MEMBERS = ["ACDWCA", "ACDACD", "DCAWAA"]  # too few for pairs
 LETTERS = [CANONICAL.index(one) for one in "ACD"]
 AVOIDED = frozenset(range(20)) - {*LETTERS}
 SEQUENCES = np.array(list(product(range(3), repeat=LENGTH)))
-DRAWS = 5_000
+DRAWS = 2_500
 
 TWELVE = ["MK" + c + "AYIAKQRQISFVKSHFSRQ" for c in "ACDEFGHIKLMN"]
 
 Floats = NDArray[np.float64]
+
+
+def descendants(number: int, length: int, share: float) -> tuple[NDArray[np.int64], Family]:
+    """Copies of a random protein, a share of their residues drawn anew: rows, and the family."""
+    random = np.random.default_rng(0)
+    root, changed = random.integers(GAP, size=length), random.random((number, length)) < share
+    rows = np.where(changed, random.integers(GAP, size=(number, length)), root)
+    return rows, family(["".join(CANONICAL[a] for a in row) for row in rows])
 
 
 def family(texts: list[str]) -> Family:
@@ -84,7 +85,6 @@ def require_counts(p: Floats, counts: NDArray[np.int64]) -> None:
     ("settings", "keep"),
     [
         ({}, {}),
-        ({"steps": 2}, {}),
         ({"sampler": "remdm", "remdm_eta": 0.3, "steps": 6}, {}),
         ({}, {1: LETTERS[1]}),
         ({"steps": 3}, {2: LETTERS[2], 5: LETTERS[0]}),
@@ -142,21 +142,13 @@ def exact_toy() -> tuple[FamilyDesigns, Floats]:
     return toy, law
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        pytest.param({"steps": 150}, marks=THOROUGH),
-        pytest.param({"sampler": "remdm", "remdm_eta": 0.02, "steps": 150}, marks=THOROUGH),
-    ],
-)
 def test_residues_that_depend_on_each_other_are_drawn_from_their_joint_law(
-    settings: dict[str, Any], monkeypatch: MonkeyPatch
+    monkeypatch: MonkeyPatch,
 ) -> None:
     """An exact denoiser of a known law in the place of the pairs."""
     toy, joint = exact_toy()
     monkeypatch.setattr(toy, "closeness", lambda temperature, identity: (1.0, 1.0))
-    drawn = toy.design([None] * DRAWS, Sampling(temperature=1.0, seed=5, **settings))
+    drawn = toy.design([None] * DRAWS, Sampling(temperature=1.0, seed=5))
     require_drawn_from(joint, drawn)
 
 
@@ -175,8 +167,8 @@ def test_the_bound_of_a_protein_is_at_least_its_information() -> None:
             fits &= SEQUENCES[:, i] == a
         between = toy.log_profile[-1][[LETTERS[a] for a in SEQUENCES[number][~inside]]]
         p += np.exp(sampler.log_p(one) + between.sum()) * joint[fits].sum()
-    drawn = np.array([toy.bound(protein, random) for _ in range(200)])
-    assert drawn.mean() > -np.log(p) - 3 * drawn.std() / 200**0.5
+    drawn = np.array([toy.bound(protein, random) for _ in range(100)])
+    assert drawn.mean() > -np.log(p) - 3 * drawn.std() / 100**0.5
     sampler.sample = lambda letters, number, random: path[None]  # type: ignore[method-assign]
     for unknown in (0, 2):  # residues that are not canonical
         protein[:unknown] = encode("X")
@@ -188,11 +180,7 @@ def test_the_bound_of_a_protein_is_at_least_its_information() -> None:
 
 
 def test_where_pairs_repeat_a_few_unlike_members_they_get_weaker() -> None:
-    random = np.random.default_rng(0)
-    root = random.integers(GAP, size=100)
-    changed = random.random((16, 100)) < 0.4
-    rows = np.where(changed, random.integers(GAP, size=(16, 100)), root)
-    found = FamilyDesigns(family(["".join(CANONICAL[a] for a in row) for row in rows]))
+    found = FamilyDesigns(descendants(16, 100, 0.4)[1])
     share, factor = found.closeness(0.5, None)
     assert share == MOST_MUTATED and 0 < factor < 1
     assert found._trial(0.5, share, factor) < LEAST_IDENTITY + 0.05 < found._trial(0.5, share, 1.0)
@@ -277,7 +265,7 @@ def test_paths_are_drawn_from_their_posterior(shown: list[int]) -> None:
         log_p = np.array([sampler.log_p(np.array(path)) for path in expected])
         ratios = np.exp(log_p) / [*expected.values()]  # p(length)
         np.testing.assert_allclose(ratios, ratios[0], rtol=1e-6)
-    drawn = sampler.sample(letters, 20_000, np.random.default_rng(0))
+    drawn = sampler.sample(letters, 5_000, np.random.default_rng(0))
     counts = Counter(map(tuple, drawn.tolist()))
     assert {*counts} <= {*expected}
     require_counts(np.array([*expected.values()]), np.array([counts[path] for path in expected]))
@@ -317,15 +305,10 @@ def test_pair_terms_are_those_of_the_table(entries: int, monkeypatch: MonkeyPatc
     assert (len(terms.blocks) > 1) == (entries < 10**9)
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        TWELVE[:1],
-        TWELVE[:2],
-        [TWELVE[0], TWELVE[0][:10] + "G" * 60 + TWELVE[0][10:], "MKXAYIBKQRQISFVKSHFSR"],
-        [*TWELVE[:1] * 2, *TWELVE],
-    ],
-)
+LONG = [TWELVE[0], TWELVE[0][:10] + "G" * 60 + TWELVE[0][10:], "MKXAYIBKQRQISFVKSHFSR"]
+
+
+@pytest.mark.parametrize("texts", [TWELVE[:1], TWELVE[:2], LONG, [TWELVE[0], *TWELVE]])
 def test_families_of_any_kind_give_designs(texts: list[str]) -> None:
     made = FamilyDesigns(family(texts))
     drawn = made.design([None] * 4, Sampling(seed=1))
@@ -336,13 +319,10 @@ def test_families_of_any_kind_give_designs(texts: list[str]) -> None:
 
 
 def test_designs_are_as_far_from_the_given_members_as_is_asked() -> None:
-    random = np.random.default_rng(0)
-    start = random.integers(0, 20, 80)
-    changed = random.random((40, 80)) < 0.3
-    rows = np.where(changed, random.integers(0, 20, (40, 80)), start)
-    made = FamilyDesigns(family(["".join(CANONICAL[a] for a in row) for row in rows]))
+    rows, members = descendants(40, 80, 0.3)
+    made = FamilyDesigns(members)
     for wanted in (0.85, 0.93):
-        drawn = made.design([None] * 30, Sampling(seed=0), Wishes(identity=wanted))
+        drawn = made.design([None] * 15, Sampling(seed=0), Wishes(identity=wanted))
         equal = (one.tokens - CANONICAL_START == rows for one in drawn if len(one.tokens) == 80)
         same = [one.mean(1).max() for one in equal]
         assert np.median(same) == pytest.approx(wanted, abs=0.06)

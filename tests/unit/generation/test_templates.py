@@ -1,6 +1,7 @@
-"""Templates of every kind of vocabulary."""
+"""Templates of every kind of vocabulary, and the histogram of lengths of an export."""
 
 import copy
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
-from d2plm.core.errors import DataError
+from d2plm.core.errors import DataError, ModelError
 from d2plm.core.vocabulary import DNA, FIRST, PROTEIN, Bytes, Codons, Subwords, Vocabulary, encode
+from d2plm.generation.lengths import FILE, LengthHistogram
 from d2plm.generation.sampler_settings import Sampling
 from d2plm.generation.samplers import sample
 from d2plm.generation.templates import parse_template
@@ -94,3 +96,12 @@ def test_the_parts_of_a_text_are_tokenised_by_themselves(tmp_path: Path) -> None
     tokens = parse_template("in the <mask> in _<mask:2>", "t", vocabulary)
     mask = vocabulary.mask
     assert tokens.tolist() == [FIRST, FIRST + 1, mask, FIRST, FIRST + 2, mask, mask]
+
+
+@pytest.mark.parametrize("number", [4 * 10**9, 0, -1, "many"])
+def test_a_histogram_of_impossible_lengths_is_rejected(tmp_path: Path, number: object) -> None:
+    LengthHistogram.of(np.array([3, 4]), 10).save(tmp_path)
+    content = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps({**content, "max_residues": number}))
+    with pytest.raises(ModelError, match=FILE):
+        LengthHistogram.load(tmp_path)
