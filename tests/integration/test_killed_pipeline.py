@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ MODEL = "d2plm-diffusion"
 
 
 def begin(finished: Finished, work_dir: Path, temporary: Path) -> "subprocess.Popen[bytes]":
-    words = ["experiment=debug", f"data.input={finished.input}", f"work_dir='{work_dir}'"]
+    words = replace(finished, work_dir=work_dir).arguments()
     program = [sys.executable, "-m", "d2plm", "pipeline", "run", *words]
     return start(program, work_dir.with_suffix(".log"), TMPDIR=str(temporary))
 

@@ -34,7 +34,7 @@ from tests.manifests import (
     webhook_complaints,
 )
 
-pytestmark = [NEEDS_KUBECTL, pytest.mark.xdist_group("manifests")]  # each is rendered once
+pytestmark = NEEDS_KUBECTL
 
 COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
