@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from kfp import dsl
 from kubernetes.client import ApiException
 from mlflow import MlflowClient
 
@@ -18,7 +17,7 @@ from d2plm.config import compose, read
 from d2plm.core.errors import ClusterError, ConfigError, DataError, TrackingError
 from d2plm.core.vocabulary import PROTEIN
 from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run
-from pipelines import components, record, retries, steps
+from pipelines import record, retries, steps
 from tests.conftest import Captured, Logged, MonkeyPatch
 
 Configure = Callable[..., str]
@@ -174,12 +173,6 @@ def test_a_copy_for_the_ui_that_fails_does_not_fail_or_repeat_the_step(
     assert "artifacts in the UI are incomplete" in caplog.text
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of an SQLite store; making its tables takes seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
-
-
 @pytest.fixture
 def work(tmp_path: Path, store: str, monkeypatch: MonkeyPatch, configure: Configure) -> Path:
     """The work folder of a run whose steps have started."""
@@ -223,6 +216,10 @@ def test_a_run_is_marked_as_the_steps_ended(work: Path, state: str, status: str,
     ],
 )
 def test_the_exit_handler_says_what_failed(tmp_path: Path, state: str, said: str) -> None:
+    from kfp import dsl
+
+    from pipelines import components
+
     file = steps.config_file("run-1", str(tmp_path))
     record.note(file, "configure", "succeeded")
     record.note(file, "prepare", "failed", "/workspace/nope.fasta: no such file")

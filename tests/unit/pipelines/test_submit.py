@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from kubernetes.client import ApiException
@@ -43,13 +42,11 @@ def compile_once(output: Path, *given: Any) -> None:
 
 
 @pytest.fixture
-def server(monkeypatch: MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
+def server(quick_kfp: None, monkeypatch: MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
     for name in ("KFP_TOKEN", "KFP_NAMESPACE", "D2PLM_REGISTRY", "D2PLM_TAG", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.02)
     monkeypatch.setattr("kfp.Client._LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
-    # It reads the source of every caller at every setting of a step, for the sake of a message.
-    monkeypatch.setattr("kfp.dsl.pipeline_task.inspect", Mock(stack=lambda: [[""] * 4] * 2))
     monkeypatch.setattr("pipelines.pipeline.define", define)
     monkeypatch.setattr("pipelines.submit.compile_pipeline", compile_once)
     with kfp_server() as double:
