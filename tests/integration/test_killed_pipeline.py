@@ -22,7 +22,7 @@ from tests.integration.conftest import Finished, start
 
 pytestmark = pytest.mark.thorough
 
-KILLS = 4
+KILLS = 3
 MODEL = "d2plm-diffusion"
 
 
@@ -80,7 +80,7 @@ def temporary() -> Iterator[Path]:
 
 def test_kills_change_no_result(finished: Finished, tmp_path: Path, temporary: Path) -> None:
     draw, work_dir = random.Random(0), tmp_path / "a run"
-    seconds = 45.0  # about what a run takes
+    seconds = 30.0  # about what a run takes
     for kill in range(KILLS):
         process = begin(finished, work_dir, temporary)
         try:
