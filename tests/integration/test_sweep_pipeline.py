@@ -1,5 +1,6 @@
 """The pipeline of a sweep in KFP's local runner: runs that are killed, and the table after all."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -110,6 +111,11 @@ def test_two_runs_of_which_one_is_killed_end_with_the_table_of_one_machine(
     data = f"data.prepared_dir='{prepared.work_dir / 'data'}'"
     words = [*prepared.arguments(), f"work_dir='{tmp_path / 'one machine'}'", data, *SHARED]
     compare.run(compose("compare", words))
+    comparison = json.loads((tmp_path / "one machine" / "two.json").read_text())["arms"]
+    assert comparison["short"]["difference"] is None
+    low, high = comparison["long"]["difference"]["interval"]
+    assert low < comparison["long"]["difference"]["value"] < high
+    assert (tmp_path / "one machine" / "two.png").stat().st_size > 5_000
     (shown,) = (tmp_path / "root").glob("*/reduce/table")
     texts = [file.read_text() for file in (shown, tmp_path / "one machine" / "two.md")]
     found, expected = ([float(x) for x in re.findall(NUMBER, text)] for text in texts)
