@@ -11,14 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from d2plm.cli import main
 from d2plm.config import read, save
 from d2plm.core.errors import ClusterError, LaunchError
-from d2plm.core.vocabulary import CANONICAL
 from d2plm.launch import client as requests
 from d2plm.launch import job_log, logs, run_job
 from d2plm.launch.client import INDEXED_JOB, PYTORCHJOB, TRAINJOB, JobKind, connect, where_to_train
@@ -28,7 +25,7 @@ from d2plm.settings.commands import PipelineSettings
 from pipelines import record
 from pipelines import steps as pipeline_steps
 from tests.cluster import NAMESPACE, Cluster, Script
-from tests.conftest import Captured, Exports, Logged, MonkeyPatch
+from tests.conftest import Captured, Logged, MonkeyPatch
 from tests.integration.conftest import Finished, Prepared, steps
 
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
@@ -753,35 +750,3 @@ def test_a_deadline_names_what_is_missing(cluster: Cluster) -> None:
     cluster.script(WELL)
     error = str(Launch(INDEXED_JOB, replace(SHARDED, deadline_seconds=1)).failure())
     assert "longer than specified deadline" in error and "shards 3 of 4 are missing" in error
-
-
-@pytest.mark.thorough
-def test_a_killed_shard_is_run_again(cluster: Cluster, tmp_path: Path, exports: Exports) -> None:
-    workspace, rng = tmp_path / "workspace", np.random.default_rng(0)
-    workspace.mkdir()
-    (workspace / "model").symlink_to(exports.masked)
-    texts = ["".join(rng.choice([*CANONICAL], size=n)) for n in rng.integers(3, 100, 300)]
-    fasta = "".join(f">p{number}\n{text}\n" for number, text in enumerate(texts))
-    (workspace / "proteins.fasta").write_text(fasta)
-
-    def words(place: object, output: str) -> list[str]:
-        given = [f"model_dir={place}/model", f"input={place}/proteins.fasta"]
-        return [*given, f"output={place}/{output}", "device=cpu", "precision=fp64"]
-
-    def kill() -> None:
-        name = cluster.wait_for(lambda: running(cluster, 1))["metadata"]["name"]
-        for process in cluster.wait_for(lambda: cluster.processes(name)):
-            os.kill(process, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    own = ["command=embed", "shards=2", "launcher.cpu=1"]
-    assert main(["job", "run", "launcher.name=mine", *own, *words("/workspace", "joined")]) == 0
-    killer.join()
-    assert len(cluster.pods("mine")) == 3
-    assert main(["embed", *words(workspace, "one")]) == 0
-    files = [workspace / name / "part-00000.parquet" for name in ("joined", "one")]
-    joined, one = (pq.read_table(file) for file in files)
-    assert joined["name"].to_pylist() == [f"p{number}" for number in range(len(texts))]
-    found, expected = (np.stack(table["embedding"].to_numpy()) for table in (joined, one))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

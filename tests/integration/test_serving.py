@@ -165,10 +165,10 @@ def test_odd_requests_delay_no_ping_and_take_no_memory(exports: Exports, tmp_pat
         ThreadPoolExecutor(7) as pool,
     ):
         process = psutil.Process(server.pid)
-        deque(pool.map(send, [drawn(rng) for _ in range(100)]), maxlen=0)
+        deque(pool.map(send, [drawn(rng) for _ in range(50)]), maxlen=0)
         before, watching = memory(process), pool.submit(watch)
         try:
-            deque(pool.map(send, (drawn(rng) for _ in range(900))), maxlen=0)
+            deque(pool.map(send, (drawn(rng) for _ in range(400))), maxlen=0)
         finally:
             done.set()
         watching.result()
