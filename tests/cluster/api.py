@@ -24,7 +24,7 @@ from tests.cluster.store import NAMESPACE, RESOURCES, Change, Object, Refusal, R
 from tests.http_server import Server
 
 USER = "system:serviceaccount:d2plm:d2plm-launcher"
-POLL_SECONDS = 0.1  # a stream looks so often whether its client is still there
+POLL_SECONDS = 0.05  # a stream looks so often whether its client is still there
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)"
     r"(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"

@@ -14,7 +14,7 @@ RECONCILERS = {
 OWNERS = {
     plural: RESOURCES[plural].kind for plural in (*RECONCILERS, "trainingruntimes", "workflows")
 }
-TICK_SECONDS = 0.2  # for deadlines of TrainJobs, and Jobs' backoffs; all else follows changes
+TICK_SECONDS = 0.1  # for deadlines of TrainJobs, and Jobs' backoffs; all else follows changes
 
 
 class Controllers:

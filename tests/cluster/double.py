@@ -10,7 +10,7 @@ from typing import Any
 from tests.cluster import kueue, schema, trainjob
 from tests.cluster.api import ApiServer, _Fault
 from tests.cluster.controllers import Controllers
-from tests.cluster.kubelet import Kubelet, NodeFaults, Script, processes_of, set_condition
+from tests.cluster.kubelet import Kubelet, NodeFaults, Script, set_condition
 from tests.cluster.store import NAMESPACE, RESOURCES, Object, Refusal, Store, delete_pod
 
 # The Role `d2plm-launcher`: what the pipeline's steps may do.
@@ -103,9 +103,6 @@ class Cluster:
         name = known["spec"]["containers"][0]["name"]
         log = self.kubelet.log_of(known["metadata"]["uid"], name)
         return "" if log is None else log.text()
-
-    def processes(self, pod: str) -> list[int]:
-        return processes_of(self.pod(pod)["metadata"]["uid"])
 
     def events(self, regarding: str) -> list[Object]:
         events = self.store.list("events")

@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 _PHASES = {True: "Succeeded", False: "Failed"}
 MARK = "CLUSTER_DOUBLE_POD"
 POLL_SECONDS = 0.02
-REMOVAL_SECONDS = 0.2  # of a deleted pod that has ended
+REMOVAL_SECONDS = 0.1  # of a deleted pod that has ended
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,39 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import d2plm
+from tests.commands import d2plm, python_c
 from tests.conftest import shared_folder
 
 REPOSITORY = Path(__file__).parents[2]
 FASTA = REPOSITORY / "examples" / "data" / "uniprot_20k.fasta.gz"
-RECORDS = 150
+RECORDS = 60
+
+# `d2plm` whose pipeline's steps but the first are forks of this process, which has imported all.
+FORKED_STEPS = """
+import os
+from contextlib import contextmanager
+from types import SimpleNamespace
+from d2plm.cli import main
+from pipelines import local, steps
+
+@contextmanager
+def forked(command, environment, stdout, **options):
+    _, _, _, step, *words = command
+    if step == "prepare":
+        with start(command, environment, stdout=stdout, **options) as process:
+            yield process
+            return
+    child = os.fork()
+    if not child:
+        os.dup2(stdout, 1), os.dup2(stdout, 2)
+        os.environ |= environment
+        steps.train_locally = lambda file, *_: main(["train", f"--config-file={file}"])
+        os._exit(steps.main([step, *words]))
+    yield SimpleNamespace(wait=lambda: os.waitpid(child, 0)[1])
+
+start, local.child = local.child, forked
+raise SystemExit(main())
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +54,10 @@ class Prepared:
     input: Path
 
     def arguments(self) -> list[str]:
-        return ["experiment=debug", f"data.input={self.input}", f"work_dir='{self.work_dir}'"]
+        return [
+            *("experiment=debug", f"data.input={self.input}", f"work_dir='{self.work_dir}'"),
+            *("data.cluster.method=none", "evaluation.nearest_identity=false"),
+        ]
 
 
 @dataclass(frozen=True)
@@ -90,18 +120,19 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run of `d2plm pipeline run experiment=debug` on the first proteins of the example."""
+def finished(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of `d2plm pipeline run experiment=debug` on the prepared data."""
 
     def run(folder: Path) -> None:
-        started = Finished(folder / "a run", few_proteins(folder / "few.fasta"), "")
-        result = d2plm("pipeline", "run", *started.arguments())
+        # A space in the name, as users have them.
+        started = Finished(folder / "a run", prepared.input, "")
+        shutil.copytree(prepared.work_dir, started.work_dir)
+        result = python_c(FORKED_STEPS, "pipeline", "run", *started.arguments())
         assert result.returncode == 0, result.stdout + result.stderr
         (folder / "output.txt").write_text(result.stdout)
 
     folder = shared_folder(tmp_path_factory, "pipeline", run)
-    # A space in the name, as users have them.
-    return Finished(folder / "a run", folder / "few.fasta", (folder / "output.txt").read_text())
+    return Finished(folder / "a run", prepared.input, (folder / "output.txt").read_text())
 
 
 @pytest.fixture

@@ -40,26 +40,22 @@ def test_two_pods_of_a_trainjob_run_torchrun_as_a_group(cluster: Cluster, tmp_pa
     cluster.wait_for(lambda: sorted(lines()) == ["rank 0 of 2", "rank 1 of 2"], 300)
 
 
-@pytest.mark.parametrize("owner", ["runtime", "job"])
 def test_a_trainjob_whose_runtime_goes_first_stays_until_the_runtime_is_back(
-    cluster: Cluster, owner: str
+    cluster: Cluster,
 ) -> None:
     cluster.script(Script(seconds=None))
     create()
     cluster.wait_for(lambda: len(cluster.pods("run")) == 2)
-    kinds = ["trainingruntimes", "trainjobs"][:: 1 if owner == "runtime" else -1]
-    runtime = cluster.store.get("trainingruntimes", NAMESPACE, "run")
-    owns = cluster.store.get(kinds[0], NAMESPACE, "run")
-    with cluster.store.edit(kinds[1], NAMESPACE, "run") as edited:
-        edited["metadata"]["ownerReferences"] = [owner_of(owns)]
+    job = cluster.store.get("trainjobs", NAMESPACE, "run")
+    with cluster.store.edit("trainingruntimes", NAMESPACE, "run") as runtime:
+        runtime["metadata"]["ownerReferences"] = [owner_of(job)]
     cluster.delete("trainjobs", "run", "Foreground")
     cluster.wait_for(lambda: not cluster.pods("run"))
-    if owner == "job":
-        time.sleep(0.7)
-        assert cluster.job("run", "trainjobs") is not None
-        assert cluster.job("run", "trainingruntimes") is None
-        metadata = {"name": "run", "namespace": NAMESPACE}
-        cluster.store.create("trainingruntimes", {**runtime, "metadata": metadata})
+    cluster.wait_for(lambda: cluster.job("run", "trainingruntimes") is None)
+    time.sleep(0.3)
+    assert cluster.job("run", "trainjobs") is not None
+    metadata = {"name": "run", "namespace": NAMESPACE}
+    cluster.store.create("trainingruntimes", {"spec": runtime["spec"], "metadata": metadata})
     cluster.wait_for(lambda: cluster.job("run", "trainjobs") is None)
 
 

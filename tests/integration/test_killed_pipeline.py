@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from tests.integration.conftest import Finished, start
 
 pytestmark = pytest.mark.thorough
 
-KILLS = 4
+KILLS = 3
 MODEL = "d2plm-diffusion"
 
 
 def begin(finished: Finished, work_dir: Path, temporary: Path) -> "subprocess.Popen[bytes]":
-    words = ["experiment=debug", f"data.input={finished.input}", f"work_dir='{work_dir}'"]
+    words = replace(finished, work_dir=work_dir).arguments()
     program = [sys.executable, "-m", "d2plm", "pipeline", "run", *words]
     return start(program, work_dir.with_suffix(".log"), TMPDIR=str(temporary))
 
@@ -79,7 +80,7 @@ def temporary() -> Iterator[Path]:
 
 def test_kills_change_no_result(finished: Finished, tmp_path: Path, temporary: Path) -> None:
     draw, work_dir = random.Random(0), tmp_path / "a run"
-    seconds = 45.0  # about what a run takes
+    seconds = 30.0  # about what a run takes
     for kill in range(KILLS):
         process = begin(finished, work_dir, temporary)
         try:

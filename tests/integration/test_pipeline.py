@@ -21,7 +21,6 @@ from d2plm.evaluation.likelihood import score_sequences
 from d2plm.export.exported_model import load_export
 from d2plm.tracking.runs import Runs
 from d2plm.training import checkpoint
-from tests.commands import d2plm as run_d2plm
 from tests.conftest import Captured
 from tests.evaluations import BASELINES
 from tests.integration.conftest import Finished
@@ -100,20 +99,6 @@ def test_the_reloaded_model_gives_the_trained_models_logits(finished: Finished) 
         torch.testing.assert_close(reloaded(*inputs), expected, rtol=0, atol=0)
     tokenizer = AutoTokenizer.from_pretrained(finished.output_dir / "model")
     assert tokenizer("MKX")["input_ids"] == [0, 20, 15, 24, 2]
-
-
-def test_a_second_run_reuses_what_is_unchanged(copied: Finished) -> None:
-    weights = copied.output_dir / "model" / "model.safetensors"
-    files = [copied.work_dir / "data" / "manifest.json", weights]
-    before = [file.stat().st_mtime_ns for file in files]
-    evaluation = (copied.output_dir / "evaluation.json").read_text()
-    for command in ("prepare", "train", "evaluate", "register"):
-        again = run_d2plm(command, *copied.arguments())
-        assert again.returncode == 0, again.stderr
-    assert [file.stat().st_mtime_ns for file in files] == before
-    assert (copied.output_dir / "evaluation.json").read_text() == evaluation
-    client = MlflowClient(tracking_uri=copied.tracking_uri)
-    assert len(client.search_model_versions("name = 'd2plm-diffusion'")) == 1
 
 
 def test_changed_settings_do_not_continue_from_the_old_checkpoint(

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -51,15 +50,6 @@ def serving(
         process.wait(90)
 
 
-@pytest.fixture(scope="module")
-def server(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of a server of the champion."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    champion = "models:/d2plm-diffusion@champion"
-    with serving(champion, log, MLFLOW_TRACKING_URI=finished.tracking_uri) as (client, _):
-        yield client
-
-
 def answers(client: httpx.Client) -> bool:
     try:
         return client.get("/ping").status_code == 200
@@ -67,29 +57,26 @@ def answers(client: httpx.Client) -> bool:
         return False
 
 
-def rows(server: httpx.Client, inputs: Any, **params: Any) -> list[dict[str, Any]]:
-    response = server.post("/invocations", json={"inputs": inputs, "params": params})
-    assert response.status_code == 200, response.text
-    predictions: list[dict[str, Any]] = response.json()["predictions"]
-    return predictions
-
-
-def test_it_scores_as_the_command(server: httpx.Client, finished: Finished, tmp_path: Path) -> None:
-    fasta, output = tmp_path / "one.fasta", tmp_path / "scores.csv"
+def test_it_scores_as_the_command_and_on_sigterm_finishes_begun_requests(
+    finished: Finished, tmp_path: Path
+) -> None:
+    fasta, output, log = tmp_path / "one.fasta", tmp_path / "scores.csv", tmp_path / "log"
     fasta.write_text(f">one\n{PROTEIN}\n")
     model = f"model_dir='{finished.work_dir / 'model'}'"
     score.run(compose("score", [model, f"input='{fasta}'", f"output='{output}'", "device=cpu"]))
     (expected,) = csv.DictReader(output.open())
-    (row,) = rows(server, {"sequence": [PROTEIN]})
-    assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
-    for name, value in row.items():
-        assert float(expected[name]) == pytest.approx(value, abs=1e-4)
-
-
-def test_on_sigterm_begun_requests_are_finished(exports: Exports, tmp_path: Path) -> None:
+    champion = "models:/d2plm-diffusion@champion"
     slow = {"task": "generate", "number": 10, "steps": 1000}
-    log = tmp_path / "log"
-    with serving(str(exports.masked), log) as (client, process), ThreadPoolExecutor(2) as pool:
+    with (
+        serving(champion, log, MLFLOW_TRACKING_URI=finished.tracking_uri) as (client, process),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        response = client.post("/invocations", json={"inputs": {"sequence": [PROTEIN]}})
+        assert response.status_code == 200, response.text
+        (row,) = response.json()["predictions"]
+        assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
+        for name, value in row.items():
+            assert float(expected[name]) == pytest.approx(value, abs=1e-4)
         body = {"inputs": [{"length": 100}], "params": slow}
         first = pool.submit(client.post, "/invocations", json=body)
         time.sleep(0.5)
@@ -178,10 +165,10 @@ def test_odd_requests_delay_no_ping_and_take_no_memory(exports: Exports, tmp_pat
         ThreadPoolExecutor(7) as pool,
     ):
         process = psutil.Process(server.pid)
-        deque(pool.map(send, [drawn(rng) for _ in range(100)]), maxlen=0)
+        deque(pool.map(send, [drawn(rng) for _ in range(50)]), maxlen=0)
         before, watching = memory(process), pool.submit(watch)
         try:
-            deque(pool.map(send, (drawn(rng) for _ in range(900))), maxlen=0)
+            deque(pool.map(send, (drawn(rng) for _ in range(400))), maxlen=0)
         finally:
             done.set()
         watching.result()

@@ -7,8 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from d2plm import __version__
 
 ROOT = Path(__file__).parents[3]
@@ -50,19 +48,6 @@ def test_the_trainer_has_every_extra_that_is_used_at_run_time() -> None:
     names = {re.split(r"[\[<>=]", line)[0] for line in printed.splitlines()}
     assert {"torch", "kfp", "kubernetes", "mlflow", "tensorboard", "wandb"} <= names <= LOCKED
     assert not names & {"pytest", "mypy", "ruff", "hypothesis"}
-
-
-@pytest.mark.thorough
-def test_the_pipeline_that_checks_the_trainers_image_runs(tmp_path: Path) -> None:
-    programs = Path(sys.executable).parent
-    environment = {
-        **os.environ,
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "PROTEINS": str(ROOT / "examples/data/uniprot_500.fasta.gz"),
-        "TMPDIR": str(tmp_path),
-    }
-    script = ROOT / "docker/smoke/pipeline.sh"
-    subprocess.run(["/bin/sh", script], cwd=tmp_path, env=environment, check=True)
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:

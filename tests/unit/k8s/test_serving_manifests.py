@@ -1,6 +1,7 @@
 """The serving manifests: valid, restricted, and the same server with and without KServe."""
 
 import copy
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -55,13 +56,12 @@ def pod(labels: dict[str, str], spec: Manifest) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-@pytest.mark.parametrize("kubernetes", KUBERNETES)
 def test_every_object_fits_its_closed_schema_and_selects_the_pods(
-    plain: dict[str, Manifest], kserve: dict[str, Manifest], pods: list[Manifest], kubernetes: str
+    plain: dict[str, Manifest], kserve: dict[str, Manifest], pods: list[Manifest]
 ) -> None:
     assert {*plain} - {*kserve} == {"Deployment/d2plm-serving", "Service/d2plm-serving"}
     assert {*kserve} - {*plain} == {"InferenceService/d2plm-diffusion"}
-    for manifest in [*plain.values(), *pods]:
+    for manifest, kubernetes in product([*plain.values(), *pods], KUBERNETES):
         assert schema_complaints(manifest, kubernetes) == []
     assert plain["Service/d2plm-serving"]["spec"]["selector"] == SELECTED
     assert plain["Deployment/d2plm-serving"]["spec"]["selector"]["matchLabels"] == SELECTED

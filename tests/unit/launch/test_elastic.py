@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from torch.distributed import run
@@ -73,39 +74,34 @@ def test_an_error_is_left_where_torchrun_looks(tmp_path: Path, monkeypatch: Monk
     assert content["d2plm"]["exit_code"] == 3
 
 
-def test_absent_nodes_are_worth_another_try(monkeypatch: MonkeyPatch, capsys: Captured) -> None:
-    lose = Mock(side_effect=RendezvousConnectionError("The connection to the store has failed."))
-    monkeypatch.setattr(run, "main", lose)
-    names = ("D2PLM_QUIET_WORKERS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    for name in names:
-        monkeypatch.setenv(name, "")  # to be restored
-        monkeypatch.delenv(name)
+@pytest.fixture
+def torchrun(monkeypatch: MonkeyPatch) -> Iterator[Mock]:
+    """In place of torchrun; what the entry point changes in its process is restored."""
+    replaced = Mock()
+    monkeypatch.setattr(run, "main", replaced)
     before, level = signal.getsignal(signal.SIGUSR1), logging.root.manager.disable
-    try:
-        assert main() > 127
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        logging.disable(level)
-        for name in names:
-            os.environ.pop(name, None)
+    with patch.dict(os.environ):
+        yield replaced
+    signal.signal(signal.SIGUSR1, before)
+    logging.disable(level)
+
+
+def test_absent_nodes_are_worth_another_try(torchrun: Mock, capsys: Captured) -> None:
+    torchrun.side_effect = RendezvousConnectionError("The connection to the store has failed.")
+    assert main() > 127
     assert capsys.readouterr().err.count("cannot be reached") == 1
 
 
-PROCESSES = """
-import os, torch
-from torch.distributed import run
-from d2plm.launch import elastic
-torch.cuda.is_available = lambda: False
-run.main = lambda _: print(os.environ["PET_NPROC_PER_NODE"])
-elastic.main()
-"""
-
-
 @pytest.mark.parametrize(("given", "expected"), [("auto", "1"), ("3", "3")])
-def test_a_pod_without_gpus_has_one_process(given: str, expected: str) -> None:
-    environment = {**os.environ, "PET_NPROC_PER_NODE": given}
-    shown = python_c(PROCESSES, environment=environment)
-    assert shown.stdout.strip() == expected
+def test_a_pod_without_gpus_has_one_process(
+    torchrun: Mock, monkeypatch: MonkeyPatch, given: str, expected: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    os.environ["PET_NPROC_PER_NODE"] = given
+    seen: list[str] = []
+    torchrun.side_effect = lambda _: seen.append(os.environ["PET_NPROC_PER_NODE"])
+    assert main() == 0
+    assert seen == [expected]
 
 
 SIGNALLED = """
@@ -139,12 +135,12 @@ def test_a_heartbeat_after_a_signal_does_not_change_the_exit_code() -> None:
 RENDEZVOUS = """
 import subprocess, sys, threading, time
 from d2plm.launch import elastic
-elastic.REPORT_SECONDS = 0.1
+elastic.REPORT_SECONDS = 0.05
 threading.Thread(target=elastic._report_rendezvous, daemon=True).start()
-time.sleep(0.5)
+time.sleep(0.2)
 subprocess.Popen(["sleep", "1"])
 print("started", file=sys.stderr, flush=True)
-time.sleep(0.5)
+time.sleep(0.2)
 """
 
 

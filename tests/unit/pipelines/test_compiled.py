@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
-from kfp.components import load_component_from_file
 
 from d2plm import __version__
 from d2plm.cli import main as d2plm
 from d2plm.core.errors import ConfigError
-from pipelines import components, steps
+from pipelines import steps
 from pipelines.local import step_command
 from tests.conftest import MonkeyPatch
 
@@ -20,7 +19,7 @@ Specification = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(quick_kfp: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
     words = ["experiment=debug", "paradigm=flow_matching", "model.hidden_size=64"]
     images = ["registry=registry.example/us", "tag=1.2"]
@@ -51,6 +50,8 @@ def containers(specification: Specification) -> dict[str, Specification]:
 
 
 def test_it_has_the_settings_as_its_defaults(compiled: Path, specification: Specification) -> None:
+    from kfp.components import load_component_from_file
+
     assert load_component_from_file(str(compiled)).name == "d2plm"
     parameters = specification["root"]["inputDefinitions"]["parameters"]
     defaults = {name: parameter["defaultValue"] for name, parameter in parameters.items()}
@@ -110,6 +111,8 @@ def test_tasks_are_not_cached_are_retried_and_know_their_run(specification: Spec
 
 
 def test_a_step_imports_the_modules(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    from pipelines import components
+
     (tmp_path / "parts_of_mine.py").write_text("raise RuntimeError('imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="parts_of_mine"):

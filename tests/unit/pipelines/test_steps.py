@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from kfp import dsl
 from kubernetes.client import ApiException
 from mlflow import MlflowClient
 
@@ -18,7 +17,7 @@ from d2plm.config import compose, read
 from d2plm.core.errors import ClusterError, ConfigError, DataError, TrackingError
 from d2plm.core.vocabulary import PROTEIN
 from d2plm.tracking.mlflow_run import PARENT_TAG, VERSION_TAG, begin_mlflow_run
-from pipelines import components, record, retries, steps
+from pipelines import record, retries, steps
 from tests.conftest import Captured, Logged, MonkeyPatch
 
 Configure = Callable[..., str]
@@ -174,12 +173,6 @@ def test_a_copy_for_the_ui_that_fails_does_not_fail_or_repeat_the_step(
     assert "artifacts in the UI are incomplete" in caplog.text
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of an SQLite store; making its tables takes seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
-
-
 @pytest.fixture
 def work(tmp_path: Path, store: str, monkeypatch: MonkeyPatch, configure: Configure) -> Path:
     """The work folder of a run whose steps have started."""
@@ -223,6 +216,10 @@ def test_a_run_is_marked_as_the_steps_ended(work: Path, state: str, status: str,
     ],
 )
 def test_the_exit_handler_says_what_failed(tmp_path: Path, state: str, said: str) -> None:
+    from kfp import dsl
+
+    from pipelines import components
+
     file = steps.config_file("run-1", str(tmp_path))
     record.note(file, "configure", "succeeded")
     record.note(file, "prepare", "failed", "/workspace/nope.fasta: no such file")
@@ -241,37 +238,35 @@ def test_the_exit_handler_says_what_failed(tmp_path: Path, state: str, said: str
     assert record.entries(file)["prepare"].state == ended
 
 
-@pytest.mark.parametrize("state", ["COMPLETE", "SUCCEEDED", "RUNNING"])
-def test_after_steps_that_succeeded_nothing_is_ended(work: Path, state: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "before", "tags", "succeeded"),
+    [
+        *((state, "RUNNING", {}, True) for state in ("COMPLETE", "SUCCEEDED", "RUNNING")),
+        ("FAILED", "FINISHED", {VERSION_TAG: "1"}, False),  # it is registered
+        ("FAILED", "KILLED", {}, False),
+        ("FAILED", "RUNNING", {"pipeline.run": "run-9"}, False),  # it is another pipeline's
+        ("FAILED", "RUNNING", {"pipeline.run": ""}, False),
+    ],
+)
+def test_a_run_that_succeeded_has_ended_or_is_of_another_pipeline_is_left_alone(
+    work: Path, state: str, before: str, tags: dict[str, str], succeeded: bool
+) -> None:
     client, run_id = left_running(work)
     file = steps.config_file("run-1", str(work))
-    for name in steps.STEPS:
-        record.note(file, name, "succeeded")
-    with file.with_suffix(".jsonl").open("a") as lines:
-        lines.write('{"step": "gen')  # of a process that was killed
+    for name, value in tags.items():
+        client.set_tag(run_id, name, value)
+    if tags.get("pipeline.run") == "":
+        client.delete_tag(run_id, "pipeline.run")
+    if before != "RUNNING":
+        client.set_terminated(run_id, status=before)
+    if succeeded:
+        for name in steps.STEPS:
+            record.note(file, name, "succeeded")
+        with file.with_suffix(".jsonl").open("a") as lines:
+            lines.write('{"step": "gen')  # of a process that was killed
     steps.finish("run-1", str(work), state)
-    assert client.get_run(run_id).info.status == "RUNNING"
-
-
-@pytest.mark.parametrize("status", ["FINISHED", "KILLED"])
-def test_a_run_that_is_registered_or_ended_badly_stays(work: Path, status: str) -> None:
-    client, run_id = left_running(work)
-    if status == "FINISHED":
-        client.set_tag(run_id, VERSION_TAG, "1")
-    client.set_terminated(run_id, status=status)
-    steps.finish("run-1", str(work), "FAILED")
-    assert client.get_run(run_id).info.status == status
-
-
-@pytest.mark.parametrize("pipeline", ["run-9", None])
-def test_a_run_of_another_pipeline_is_left_alone(work: Path, pipeline: str | None) -> None:
-    client, run_id = left_running(work)
-    client.delete_tag(run_id, "pipeline.run")
-    if pipeline is not None:
-        client.set_tag(run_id, "pipeline.run", pipeline)
-    steps.finish("run-1", str(work), "FAILED")
     run = client.get_run(run_id)
-    assert run.info.status == "RUNNING" and "pipeline.state" not in run.data.tags
+    assert run.info.status == before and "pipeline.error" not in run.data.tags
 
 
 def test_what_goes_wrong_in_finishing_does_not_stand_before_the_failure(

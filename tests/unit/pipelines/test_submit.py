@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from kubernetes.client import ApiException
@@ -43,13 +42,11 @@ def compile_once(output: Path, *given: Any) -> None:
 
 
 @pytest.fixture
-def server(monkeypatch: MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
+def server(quick_kfp: None, monkeypatch: MonkeyPatch, tmp_path: Path) -> Iterator[KfpServer]:
     for name in ("KFP_TOKEN", "KFP_NAMESPACE", "D2PLM_REGISTRY", "D2PLM_TAG", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(follow, "POLL_SECONDS", 0.02)
     monkeypatch.setattr("kfp.Client._LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
-    # It reads the source of every caller at every setting of a step, for the sake of a message.
-    monkeypatch.setattr("kfp.dsl.pipeline_task.inspect", Mock(stack=lambda: [[""] * 4] * 2))
     monkeypatch.setattr("pipelines.pipeline.define", define)
     monkeypatch.setattr("pipelines.submit.compile_pipeline", compile_once)
     with kfp_server() as double:
@@ -166,23 +163,19 @@ d2plm: error: PyTorchJob team/d2plm-1 failed: exceeded its memory
 F1126 03:10:00.123456      17 main.go:57] failed to execute component: exit status 137
 time="2026-11-26T03:10:01.000Z" level=info msg="sub-process exited" argo=true
 """
+SAID = "PyTorchJob team/d2plm-1 failed: exceeded its memory\n  d2plm-1-worker-0: exit code 137 (OOM"
 
 
 @pytest.mark.parametrize(
     ("node", "log", "said"),
     [
-        *(
-            (
-                node,
-                LOG,
-                "PyTorchJob team/d2plm-1 failed: exceeded its memory\n"
-                "  d2plm-1-worker-0: exit code 137 (OOMKilled)\n",
-            )
-            for node in ("d2plm-wrq7f-train", "d2plm-wrq7f-train(0)", "task-train(0)")
-        ),
-        ("d2plm-wrq7f-train", "100/500 steps\n", "100/500 steps\n"),  # it was killed
+        ("d2plm-wrq7f-train", LOG, SAID),
+        ("d2plm-wrq7f-train(0)", LOG, SAID),
+        ("task-train(0)", LOG, SAID),
+        ("d2plm-wrq7f-train", "100/500 steps\n", "100/500 steps\n"),
         ("none", "", "its log"),
     ],
+    ids=["node", "inner node", "task", "killed", "no log"],
 )
 def test_a_run_that_fails_is_reported_with_the_last_lines_of_its_steps_log(
     server: KfpServer, capsys: Captured, node: str, log: str, said: str
@@ -295,26 +288,35 @@ def test_silence_is_given_up(server: KfpServer, monkeypatch: MonkeyPatch, capsys
         assert "Read timed out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("seconds", "reports"), [(60.0, 1), (0.0, 3)])
-def test_a_server_that_is_away_for_a_while_is_asked_again_and_reported_in_every_interval(
-    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured, seconds: float, reports: int
-) -> None:
-    monkeypatch.setattr(follow, "REPORT_SECONDS", seconds)
-    server.script = [run("SUCCEEDED", step("prepare", "SUCCEEDED"))]
-    server.refusals["/runs/r1"] = (3, (502, "<html>bad gateway</html>"))
-    assert d2plm([*SUBMIT, "wait=true"]) == 0
-    assert capsys.readouterr().out.count("; retrying for up to ") == reports
-
-
-@pytest.mark.parametrize(("status", "patience"), [(401, 600.0), (502, 0.0)])
-def test_following_ends_where_the_token_has_expired_or_patience_has(
-    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured, status: int, patience: float
+@pytest.mark.parametrize(
+    ("status", "times", "patience", "interval", "reports"),
+    [
+        (502, 3, 600.0, 60.0, 1),
+        (502, 3, 600.0, 0.0, 3),
+        (401, 1000, 600.0, 60.0, None),  # the token has expired
+        (502, 1000, 0.0, 60.0, None),
+    ],
+)
+def test_a_server_that_is_away_is_asked_again_and_reported_in_every_interval_or_given_up(
+    server: KfpServer,
+    monkeypatch: MonkeyPatch,
+    capsys: Captured,
+    status: int,
+    times: int,
+    patience: float,
+    interval: float,
+    reports: int | None,
 ) -> None:
     monkeypatch.setattr(follow, "PATIENCE_SECONDS", patience)
-    server.script = [run("RUNNING")]
-    server.refusals["/runs/r1"] = (1000, (status, {"message": "gone"}))
-    assert d2plm([*SUBMIT, "wait=true"]) == 1
-    assert "the run itself continues" in capsys.readouterr().err
+    monkeypatch.setattr(follow, "REPORT_SECONDS", interval)
+    server.script = [run("SUCCEEDED", step("prepare", "SUCCEEDED"))]
+    server.refusals["/runs/r1"] = (times, (status, {"message": "gone"}))
+    assert d2plm([*SUBMIT, "wait=true"]) == (reports is None)
+    output, error = capsys.readouterr()
+    if reports is None:
+        assert "the run itself continues" in error
+    else:
+        assert output.count("; retrying for up to ") == reports
 
 
 def test_an_interrupt_ends_the_following_alone(server: KfpServer, capsys: Captured) -> None:
@@ -397,16 +399,11 @@ def test_keys_that_vary_reach_the_pods_as_written(server: KfpServer, capsys: Cap
     assert [one["display_name"] for one in server.pipelines] == ["d2plm-sweep-train"]
 
 
-@pytest.mark.parametrize(
-    ("words", "memory"),
-    [(["experiment=demo"], None), (["model=nano"], "16Gi"), (["prepare_memory=2Gi"], "2Gi")],
-)
-def test_the_steps_ask_for_what_the_experiment_needs(
-    server: KfpServer, words: list[str], memory: str | None
-) -> None:
-    assert d2plm(["pipeline", "submit", *words]) == 0
-    (sent,) = server.posted("/runs")
-    assert sent["runtime_config"]["parameters"].get("prepare_memory") == memory  # None: 4Gi
+def test_the_steps_ask_for_what_the_experiment_needs(server: KfpServer) -> None:
+    for words in ("experiment=demo", "model=nano", "prepare_memory=2Gi"):
+        assert d2plm(["pipeline", "submit", words]) == 0
+    sent = [one["runtime_config"]["parameters"] for one in server.posted("/runs")]
+    assert [one.get("prepare_memory") for one in sent] == [None, "16Gi", "2Gi"]  # None: 4Gi
 
 
 def test_steps_of_several_runs_are_numbered(server: KfpServer, capsys: Captured) -> None:

@@ -25,7 +25,7 @@ Configure = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> list[Specification]:
+def documents(quick_kfp: None, tmp_path_factory: pytest.TempPathFactory) -> list[Specification]:
     output = tmp_path_factory.mktemp("compiled") / "sweep.yaml"
     words = ["launcher.queue=team", "launcher.priority_class=low", "parallel=3"]
     assert d2plm(["pipeline", "compile", *SWEEP, *words, f"output={output}"]) == 0
@@ -131,13 +131,13 @@ def test_each_run_names_its_log(configured: Configure, monkeypatch: MonkeyPatch)
 
 
 def test_what_the_runs_have_left_is_ended_and_listed(
-    configured: Configure, tmp_path: Path, monkeypatch: MonkeyPatch
+    configured: Configure, store: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     ended: list[Path] = []
     monkeypatch.setattr(
         "d2plm.assembly.training_job.end_step", lambda config, file: ended.append(file)
     )
-    config = configured("run-1")
+    config = configured("run-1", f"tracking.uri={store}")
     files = [Path(file) for file in sweep.plan(str(config))]
     parent = read("train", files[0]).tracking.parent_run_id
     left = read("train", files[2])
