@@ -79,6 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("thorough")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests wait for their processes, and for each other."""
     return usable_cores() + 1
@@ -152,6 +153,23 @@ def prepare_few(folder: Path) -> Path:
         resources=Resources(threads=1),
     )
     return folder / "prepared"
+
+
+@pytest.fixture(scope="session")
+def few_prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `prepare_few` makes, once for all workers; to be read only."""
+    return shared_folder(tmp_path_factory, "few", prepare_few) / "prepared"
+
+
+@pytest.fixture(scope="session")
+def new_mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs, to copy: making its tables takes seconds."""
+    from d2plm.tracking.sqlite_store import create_store
+
+    def fill(folder: Path) -> None:
+        create_store(folder / "mlflow.db")
+
+    return shared_folder(tmp_path_factory, "mlflow_store", fill) / "mlflow.db"
 
 
 @pytest.fixture

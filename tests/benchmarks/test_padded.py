@@ -9,7 +9,6 @@ from torch import Tensor
 
 from benchmarks.measure import BenchError, require_same_losses, take_turns
 from benchmarks.padded import PaddedDiT, PaddingCollator, padded_loss
-from benchmarks.peers import dit_arms
 from benchmarks.workload import workload_of
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
@@ -65,6 +64,8 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.thorough
 def test_a_peer_that_does_something_else_is_rejected() -> None:
+    from benchmarks.peers import dit_arms
+
     with workload_of(SMALL_FASTA, TINY_SIZES, token_budget=1024, max_length=512) as workload:
         settings = {"device": "cpu", "precision": "fp32"}
         arms = {arm.name: arm for arm in dit_arms(workload, settings, STEPS)}

@@ -1,5 +1,6 @@
 """`d2plm data`: its actions as a user calls them, on good and on wrong input."""
 
+import gzip
 import json
 import os
 import shutil
@@ -11,20 +12,15 @@ import pytest
 from d2plm.cli import main
 from d2plm.data.ingest import ingest
 from d2plm.data.store import SequenceStore
-from tests.conftest import Captured, prepare_few
+from tests.conftest import Captured
 
 ACTIONS = ("stats", "verify", "head", "export")
 GIVEN = {"export": ["output=/nowhere/out.fasta"]}
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_few(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
-def copy(prepared: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared, tmp_path / "prepared"))
+def copy(few_prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(few_prepared, tmp_path / "prepared"))
 
 
 def refusal(capsys: Captured, code: int, *words: str) -> str:
@@ -44,14 +40,14 @@ def change_a_residue(folder: Path) -> None:
     file.write_bytes(content.replace(first, bytes([first[0] ^ 1]) + first[1:]))
 
 
-def test_stats_are_of_each_split(prepared: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_stats_are_of_each_split(few_prepared: Path, tmp_path: Path, capsys: Captured) -> None:
     picture = tmp_path / "new" / "stats.svg"
-    assert main(["data", "stats", f"store={prepared}", f"output={picture}"]) == 0
+    assert main(["data", "stats", f"store={few_prepared}", f"output={picture}"]) == 0
     capsys.readouterr()
     assert "<svg" in picture.read_text()
-    assert main(["data", "stats", f"store={prepared}", "--json"]) == 0
+    assert main(["data", "stats", f"store={few_prepared}", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    store = SequenceStore(prepared / "train_lmdb")
+    store = SequenceStore(few_prepared / "train_lmdb")
     train = document["stores"]["train"]
     assert train["sequences"] == len(store)
     assert train["residues"] == sum(train["residue_counts"].values()) == store.residues
@@ -61,32 +57,27 @@ def test_stats_are_of_each_split(prepared: Path, tmp_path: Path, capsys: Capture
     assert document["verification"]["leaking_pairs_after"] == 0
 
 
-def test_verify_names_each_whole_store(prepared: Path, capsys: Captured) -> None:
-    assert main(["data", "verify", f"store={prepared}"]) == 0
+def test_verify_names_each_whole_store(few_prepared: Path, capsys: Captured) -> None:
+    assert main(["data", "verify", f"store={few_prepared}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, line in zip(("train", "validation", "raw"), lines, strict=True):
-        assert line.startswith(f"{prepared / f'{name}_lmdb'}: whole, ")
-    assert main(["data", "verify", f"store={prepared / 'raw_lmdb'}"]) == 0
+        assert line.startswith(f"{few_prepared / f'{name}_lmdb'}: whole, ")
+    assert main(["data", "verify", f"store={few_prepared / 'raw_lmdb'}"]) == 0
     assert capsys.readouterr().out.splitlines() == lines[-1:]
 
 
-def test_export_ingests_to_the_same_store(prepared: Path, tmp_path: Path) -> None:
-    source, output = prepared / "train_lmdb", tmp_path / "new" / "train.fasta.gz"
+def test_export_ingests_to_the_same_store_and_standard_output_has_nothing_else(
+    few_prepared: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    source, output = few_prepared / "train_lmdb", tmp_path / "new" / "train.fasta.gz"
     assert main(["data", "export", f"store={source}", f"output={output}"]) == 0
     ingest(output, tmp_path / "again")
     expected = SequenceStore(source).manifest["digests"]
     found = SequenceStore(tmp_path / "again").manifest["digests"]
     assert found == {what: expected[what] for what in ("sequences", "names")}
-
-
-def test_an_export_to_standard_output_is_that_of_a_file_and_nothing_else(
-    prepared: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    source = f"store={prepared / 'train_lmdb'}"
-    assert main(["data", "export", source, "output=-"]) == 0
-    text = capfdbinary.readouterr().out
-    assert main(["data", "export", source, f"output={tmp_path / 'o.fasta'}"]) == 0
-    assert text == (tmp_path / "o.fasta").read_bytes()
+    capfdbinary.readouterr()
+    assert main(["data", "export", f"store={source}", "output=-"]) == 0
+    assert capfdbinary.readouterr().out == gzip.decompress(output.read_bytes())
 
 
 @pytest.mark.parametrize("action", ACTIONS)

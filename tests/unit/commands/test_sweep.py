@@ -1,5 +1,6 @@
 """A sweep: all runs are checked first, tracked below one run, and reduced to files."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,10 @@ def sweep(tmp_path: Path, *words: str) -> dict[str, Any]:
     return dict(run_sweep(listed))
 
 
-def test_runs_have_a_parent(executed: Runs, tmp_path: Path, capsys: Captured) -> None:
+def test_runs_have_a_parent(
+    executed: Runs, tmp_path: Path, new_mlflow_store: Path, capsys: Captured
+) -> None:
+    shutil.copy(new_mlflow_store, tmp_path)
     assert sweep(tmp_path) == {"best": "diffusion"}
     assert capsys.readouterr().out == "| diffusion |\n"
     tracking = [run.tracking for run in executed.values()]

@@ -4,6 +4,7 @@ import logging
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,8 @@ def test_a_training_that_waits_gives_up(
         run(config)
 
 
-def damage(name: str, model: Path) -> None:
-    file = model / name
-    if name.endswith(".safetensors"):
-        file.write_bytes(file.read_bytes()[:-5])
-    else:
-        file.unlink()
-
-
 def test_a_damaged_export_of_a_run_is_written_again(tmp_path: Path, capsys: Captured) -> None:
-    config = tiny(tmp_path, "callbacks.export={}")
+    config = tiny(tmp_path / "here", "callbacks.export={}")
     run(config)
     model = Path(config.model_dir)
     whole = weights_digest(model)
@@ -129,29 +122,20 @@ def test_a_damaged_export_of_a_run_is_written_again(tmp_path: Path, capsys: Capt
     run(config)
     assert f"reusing {model}" in capsys.readouterr().out
     assert (model / "mine").exists(), "a whole export is kept"
-    for name in ("model.safetensors", "config.json", "paradigm_config.json"):
-        damage(name, model)
-        run(config)
-        assert f"exported {model}" in capsys.readouterr().out
-        load_export(model)
-        assert weights_digest(model) == whole
-
-
-def test_other_steps_for_a_complete_run_name_what_trains_its_model_further(tmp_path: Path) -> None:
-    run(tiny(tmp_path))
-    with pytest.raises(CheckpointError, match=r"max_steps: 1 → 2.*init_from="):
-        run(tiny(tmp_path, "trainer.max_steps=2"))
-
-
-def test_export_takes_the_run_s_own_configuration(tmp_path: Path, capsys: Captured) -> None:
-    config = tiny(tmp_path / "here", "callbacks.export={}")
+    (model / "config.json").unlink()
     run(config)
-    whole = weights_digest(Path(config.model_dir))
+    assert f"exported {model}" in capsys.readouterr().out
+    load_export(model)
+    assert weights_digest(model) == whole
+
+    # `d2plm export` takes the run's own configuration, wherever its folder has been moved.
     moved = (tmp_path / "here").rename(tmp_path / "20240503") / "diffusion"
-    damage("model.safetensors", moved / "model")
+    weights = moved / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
     assert main(["export", f"output_dir={moved}"]) == 0
     assert f"to {moved / 'model'}" in capsys.readouterr().out
-    assert weights_digest(moved / "model") == whole
     assert main(["export", str(moved), f"model_dir={tmp_path / 'other'}"]) == 0
-    assert weights_digest(tmp_path / "other") == whole
+    assert weights_digest(moved / "model") == weights_digest(tmp_path / "other") == whole
     assert not (tmp_path / "here").exists()
+    with pytest.raises(CheckpointError, match=r"max_steps: 1 → 2.*init_from="):
+        run(replace(config, output_dir=str(moved), trainer=replace(config.trainer, max_steps=2)))

@@ -1,19 +1,16 @@
 """Tracking runs: one run per folder; failures are one line, without passwords."""
 
 import json
-import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from time import sleep as pause
 from unittest.mock import Mock
 
 import pytest
 from mlflow import MlflowClient
-from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from d2plm.core.errors import DataError, TrackingError
 from d2plm.core.redaction import redacted
@@ -22,9 +19,7 @@ from d2plm.tracking.mlflow_run import KEY_TAG, RUN_FILE, MLflowRun, open_client,
 from d2plm.tracking.runs import Run, Runs, tracking_run
 from tests.conftest import Logged, MonkeyPatch
 from tests.http_server import free_port
-from tests.unit.tracking.conftest import repeat
-
-Refuse = Callable[..., None]
+from tests.unit.tracking.conftest import Refuse, repeat
 
 
 def begun(output_dir: Path, **settings: str) -> str:
@@ -43,67 +38,58 @@ def flush_a_metric(run: Run, _folder: Path) -> None:
     run.flush()
 
 
-CALLS: dict[str, tuple[str, Callable[[Run, Path], None]]] = {
-    "metrics": ("log_batch", flush_a_metric),
-    "parameters": ("log_batch", lambda run, _: run.log_params({"fresh": 1})),
-    "known parameters": ("get_run", lambda run, _: run.log_params({"fresh": 1})),
-    "data set": ("log_inputs", lambda run, at: run.log_dataset("d", "0" * 40, "train", at, {})),
-    "file": ("log_artifact", log_a_file),
-    "tags": ("log_batch", lambda run, _: run.set_tags({"key": "value"})),
-}
+CALLS: list[tuple[str, Callable[[Run, Path], None]]] = [
+    ("log_batch", flush_a_metric),
+    ("log_batch", lambda run, _: run.log_params({"fresh": 1})),
+    ("get_run", lambda run, _: run.log_params({"fresh": 1})),
+    ("log_inputs", lambda run, at: run.log_dataset("d", "0" * 40, "train", at, {})),
+    ("log_artifact", log_a_file),
+    ("log_batch", lambda run, _: run.set_tags({"key": "value"})),
+]
 
 
-@pytest.mark.parametrize("name", CALLS)
 def test_a_rejected_call_is_one_line_that_names_the_store(
-    client: MlflowClient, refuse: Refuse, output_dir: Path, tmp_path: Path, name: str
+    client: MlflowClient, output_dir: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     run_id = begun(output_dir)
-    method, call = CALLS[name]
-    refuse(method, message="Deadlock")
-    with pytest.raises(TrackingError) as caught:
-        call(Runs([MLflowRun(client, run_id)]), tmp_path)
-    line = str(caught.value)
-    assert "\n" not in line
-    assert "Deadlock" in line and "second line" not in line
-    assert client.tracking_uri in line
-    assert run_id in line
+    for method, call in CALLS:
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                MlflowClient, method, Mock(side_effect=OSError("Deadlock\nsecond line"))
+            )
+            with pytest.raises(TrackingError) as caught:
+                call(Runs([MLflowRun(client, run_id)]), tmp_path)
+        line = str(caught.value)
+        assert "\n" not in line and "second line" not in line
+        assert all(part in line for part in ("Deadlock", client.tracking_uri, run_id))
 
 
 def test_metrics_that_could_not_be_sent_are_sent_by_the_next_flush(
-    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: MonkeyPatch
+    client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
 ) -> None:
     run = Runs([MLflowRun(client, begun(output_dir))])
-    whole = MlflowClient.log_batch
-    refuse("log_batch")
-    with pytest.raises(TrackingError, match="log metrics"):
-        flush_a_metric(run, output_dir)
-    monkeypatch.setattr(MlflowClient, "log_batch", whole)
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "log_batch", Mock(side_effect=OSError("down")))
+        with pytest.raises(TrackingError, match="log metrics"):
+            flush_a_metric(run, output_dir)
     run.log_metrics({"loss": 2.0}, 2)
     run.flush()
     sent = [point.value for point in client.get_metric_history(str(run.id), "train/loss")]
     assert sent == [1.0, 2.0]
 
 
-def test_a_run_that_cannot_be_ended_leaves_the_first_error_in_sight(
+def test_a_run_that_cannot_be_ended_fails_and_leaves_the_first_error_in_sight(
     client: MlflowClient, refuse: Refuse, output_dir: Path, caplog: Logged
 ) -> None:
-    refuse("set_terminated")
-    refuse("log_batch")
-    with (
-        caplog.at_level(logging.WARNING),
-        pytest.raises(ValueError, match="the cause"),
-        tracking_run(output_dir) as run,
-    ):
-        run.log_metrics({"loss": 1.0})
-        raise ValueError("the cause")
-    assert "cannot set the status FAILED of run" in caplog.text
-
-
-def test_a_rejection_fails_a_run(client: MlflowClient, refuse: Refuse, output_dir: Path) -> None:
     refuse("log_batch")
     with pytest.raises(TrackingError, match="FINISHED"), tracking_run(output_dir) as run:
         run.log_metrics({"loss": 1.0})
     assert client.get_run(str(run.id)).info.status == "FAILED"
+    refuse("set_terminated")
+    with pytest.raises(ValueError, match="the cause"), tracking_run(output_dir) as run:
+        run.log_metrics({"loss": 2.0})
+        raise ValueError("the cause")
+    assert "cannot set the status FAILED of run" in caplog.text
 
 
 def test_a_failure_begins_no_run(client: MlflowClient, refuse: Refuse, output_dir: Path) -> None:
@@ -126,19 +112,17 @@ def test_a_given_run_is_missing_only_if_the_store_says_so(
     assert not output_dir.exists()
 
 
-def test_a_damaged_run_file_is_named(client: MlflowClient, output_dir: Path) -> None:
+def test_a_damaged_run_file_and_an_unwritable_folder_are_named(
+    client: MlflowClient, output_dir: Path
+) -> None:
     output_dir.mkdir()
     for content in ("{", "[]", "{}"):
         (output_dir / RUN_FILE).write_text(content)
         with pytest.raises(TrackingError, match=RUN_FILE):
             begun(output_dir)
-
-
-def test_an_unwritable_folder_begins_no_run(client: MlflowClient, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    folder = tmp_path / "file" / "run"
-    with pytest.raises(DataError, match=f"{folder / RUN_FILE}: cannot be written"):
-        begun(folder, experiment="unwritable")
+    inside = output_dir / RUN_FILE / "run"
+    with pytest.raises(DataError, match=f"{inside / RUN_FILE}: cannot be written"):
+        begun(inside, experiment="unwritable")
     assert client.get_experiment_by_name("unwritable") is None
 
 
@@ -185,34 +169,31 @@ def test_a_server_that_never_answers_is_reported_soon(monkeypatch: MonkeyPatch) 
             open_client(None)
 
 
-@pytest.fixture
-def closed_address(monkeypatch: MonkeyPatch) -> str:
-    """An address that refuses connections, as the tracking store; it is waited for briefly."""
-    address = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+def test_a_starting_server_is_waited_for_and_an_absent_one_reported(
+    monkeypatch: MonkeyPatch, caplog: Logged
+) -> None:
+    port, servers = free_port(), list[HTTPServer]()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     monkeypatch.setattr(mlflow_run, "START_SECONDS", 0.5)
-    return address
+    monkeypatch.setattr("mlflow.MlflowClient", lambda **_: Mock())
+    now, pauses = [0.0], list[float]()
 
+    def pass_time(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += 0.2
 
-def test_an_absent_server(closed_address: str, monkeypatch: MonkeyPatch, caplog: Logged) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(mlflow_run.time, "sleep", lambda s: (pauses.append(s), pause(0.2)))
-    with pytest.raises(TrackingError, match="refuses connections"):
-        open_client(None)
-    assert len(pauses) > 1
-    assert [record.name for record in caplog.records] == ["d2plm.tracking.mlflow_run"]
-
-
-def test_a_starting_server_is_waited_for(closed_address: str, monkeypatch: MonkeyPatch) -> None:
-    port = int(closed_address.rpartition(":")[2])
-    servers: list[HTTPServer] = []
-
-    def start(seconds: float) -> None:
+    def start(_seconds: float) -> None:
         servers.append(HTTPServer(("127.0.0.1", port), BaseHTTPRequestHandler))
         Thread(target=servers[0].handle_request).start()
 
+    with monkeypatch.context() as patched:
+        patched.setattr(mlflow_run.time, "monotonic", lambda: now[0])
+        patched.setattr(mlflow_run.time, "sleep", pass_time)
+        with pytest.raises(TrackingError, match="refuses connections"):
+            open_client(None)
+    assert len(pauses) > 1
+    assert [record.name for record in caplog.records] == ["d2plm.tracking.mlflow_run"]
     monkeypatch.setattr(mlflow_run.time, "sleep", start)
-    monkeypatch.setattr("mlflow.MlflowClient", lambda **_: Mock())
     open_client(None)
     assert len(servers) == 1
     servers[0].server_close()
@@ -272,18 +253,18 @@ def test_parameters_are_kept_and_cuts_are_marked(client: MlflowClient, output_di
     assert logged.tags["exact"] == "z" * 8000 and logged.tags["a_b"] == "1"
 
 
-def test_a_request_twice(client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch) -> None:
-    repeat(monkeypatch, SqlAlchemyStore, "create_run")
-    run_id = begun(output_dir)
+def test_a_run_is_created_once_if_its_request_is_repeated_and_the_search_lags(
+    client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        repeat(patched, "tracking", "create_run")
+        run_id = begun(output_dir)
     run = client.get_run(run_id)
     same = f"tags.`{KEY_TAG}` = '{run.data.tags[KEY_TAG]}'"
     (found,) = client.search_runs([run.info.experiment_id], same)
     assert found.info.run_id == run_id
-
-
-def test_searches_may_lag(client: MlflowClient, output_dir: Path, monkeypatch: MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(MlflowClient, "search_runs", lambda *_: [])
-        run_id = begun(output_dir)
-    assert client.get_run(run_id).info.status == "FINISHED"
-    assert begun(output_dir) == run_id
+        lagging = begun(output_dir / "other")
+    assert client.get_run(lagging).info.status == "FINISHED"
+    assert begun(output_dir / "other") == lagging
