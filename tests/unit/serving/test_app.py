@@ -37,27 +37,18 @@ def table(column: str, *values: Any, **params: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["masked", "uniform"])
-def test_scores_are_bit_for_bit_those_of_the_library(exports: Exports, kind: str) -> None:
-    folder = getattr(exports, kind)
-    expected = load_model(folder).score(PROTEINS, masks_per_sequence=3, seed=4)
-    with asking(Service(load_export(folder))) as ask:
-        rows = rows_of(ask(table("sequence", *PROTEINS, masks_per_sequence=3, seed=4)))
-        first = rows_of(ask(table("sequence", PROTEINS[0], masks_per_sequence=3, seed=4)))
-    for row, score in zip(rows, expected, strict=True):
-        assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
-        assert all(value == getattr(score, name) for name, value in row.items())
-    assert first[0]["nats"] == pytest.approx(rows[0]["nats"], rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["masked", "uniform"])
-def test_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
+def test_scores_and_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
     folder = getattr(exports, kind)
     model, templates = load_model(folder), ["MK__<mask>GG", "_____"]
-    settings: dict[str, Any] = {"number": 2, "steps": 3, "seed": 5, "temperature": 0.8}
+    masks, settings = {"masks_per_sequence": 3, "seed": 4}, {"number": 2, "steps": 3, "seed": 5}
     with asking(Service(load_export(folder))) as ask:
+        rows = rows_of(ask(table("sequence", *PROTEINS, **masks)))
         filled = rows_of(ask(table("sequence", *templates, task="infill", **settings)))
         new = rows_of(ask(table("length", None, None, task="generate", max_length=20, **settings)))
         of_length = rows_of(ask(table("length", 9, 11.0, task="generate", **settings)))
+    for row, score in zip(rows, model.score(PROTEINS, **masks), strict=True):
+        assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
+        assert all(value == getattr(score, name) for name, value in row.items())
     assert [row["sequence"] for row in filled] == model.infill(templates, **settings)
     assert [row["row"] for row in filled] == [0, 0, 1, 1]
     assert [row["length"] for row in filled] == [7, 7, 5, 5]
@@ -69,15 +60,13 @@ def test_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
     assert [row["sequence"] for row in of_length] == given_lengths
 
 
-def test_what_has_no_value_is_null_as_json_has_no_nan(ask: Ask) -> None:
+def test_what_has_no_value_is_null_and_the_model_is_prepared_once(
+    ask: Ask, monkeypatch: MonkeyPatch
+) -> None:
     (row,) = rows_of(ask(table("sequence", "XX", masks_per_sequence=1)))
     assert row["residues"] == 0
     assert [row[name] for name in ("nats_low", "nats_high", "perplexity")] == [None] * 3
-
-
-def test_the_model_is_prepared_once_for_all_requests(ask: Ask, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(ExportedModel, "denoiser", lambda *_: pytest.fail("prepared again"))
-    rows_of(ask(table("sequence", *PROTEINS, masks_per_sequence=1)))
     rows_of(ask(table("length", 3, task="generate", steps=1)))
 
 
@@ -143,6 +132,8 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
     (b'{"inputs": {"sequence": ["\xff"]}}', JSON, 400, "unicode"),
     (b'{"inputs": {"sequence": ["MK\\ud800"]}}', JSON, 400, "Invalid JSON"),
     (b'{"inputs": {"length": [1%s]}}' % (b",1" * 65536), JSON, 400, "inputs"),
+    (b'{"inputs": [{"sequence": "M"}, {"sequence": "M", "sequence": "K"}]}', JSON, 400, "twice"),
+    (b'{"inputs": [{"sequence": "M", "n": {"a": 1, "\\u0061": 2}}]}', JSON, 400, "occurs twice"),
     (
         b'{"inputs": {"sequence": ["<mask:999999>"]}, "params": {"task": "infill"}}',
         *(JSON, 400, "1,000,012 residues"),
@@ -234,9 +225,6 @@ def test_a_defect_shows_nothing(ask: Ask, service: Service, monkeypatch: MonkeyP
     assert (status, document["error_code"]) == (500, "INTERNAL_ERROR")
     assert "the server's log" in document["message"]
     assert "/" not in document["message"]
-
-
-def test_a_damaged_model_is_a_500(ask: Ask, service: Service, monkeypatch: MonkeyPatch) -> None:
     damaged = ModelError("the model's bound is not finite: it has diverged")
     work = Work("score", 0.0, lambda _: (_ for _ in ()).throw(damaged))
     monkeypatch.setattr(service, "work", lambda _: work)
@@ -349,6 +337,7 @@ def test_hanging_up_ends_the_work(service: Service, monkeypatch: MonkeyPatch) ->
     blocked = Blocked(service, monkeypatch)
     assert asyncio.run(post(application(service, 60), blocked.entered)) == 400  # nobody reads it
     assert blocked.stopped.wait(10)
+    assert asyncio.run(post(application(service, 0.05), threading.Event(), b"")) == 408
 
 
 def test_hanging_up_in_the_queue_ends_the_work(service: Service, monkeypatch: MonkeyPatch) -> None:
@@ -363,23 +352,6 @@ def test_hanging_up_in_the_queue_ends_the_work(service: Service, monkeypatch: Mo
 
     assert asyncio.run(two()) == (200, 400)
     assert blocked.runs == 1
-
-
-def test_a_body_that_does_not_come_is_not_waited_for(service: Service) -> None:
-    assert asyncio.run(post(application(service, 0.05), threading.Event(), b"")) == 408
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"inputs": [{"sequence": "MKV"}, {"sequence": "MKT", "sequence": "MKV"}]}',
-        b'{"inputs": [{"sequence": "MKT", "name": {"a": 1, "\\u0061": 2}}]}',
-    ],
-)
-def test_a_key_twice_is_refused(ask: Ask, body: bytes) -> None:
-    status, document = ask(body)
-    assert status == 400
-    assert "occurs twice" in document["message"]
 
 
 def test_many_requests_at_a_time_have_the_answers_of_each_alone(ask: Ask) -> None:

@@ -67,10 +67,9 @@ class Simulated(Executor):
                 self.tasks.pop(0)()
 
 
-@pytest.mark.parametrize("waiting", [1, 3])
-def test_a_short_request_waits_for_one_pass_of_long_ones(waiting: int) -> None:
+def test_a_short_request_waits_for_one_pass_of_long_ones() -> None:
     it = Simulated()
-    for number in range(waiting):
+    for number in range(3):
         it.send(f"long {number}", 10)
     it.arriving = [(2.05, "short", 0.01)]
     it.run()
@@ -98,11 +97,17 @@ def test_half_the_work_overtakes_a_long_request(seconds: float, overtakes: bool)
     assert (it.ended["other"] < it.ended["long"]) == overtakes
 
 
-def test_those_that_wait_start_with_the_least_work() -> None:
+def test_those_that_wait_start_with_the_least_work_and_a_failure_is_of_its_request_alone() -> None:
     it = Simulated()
+
+    def fail(progress: Callable[[float], None]) -> list[dict[str, Any]]:
+        raise ValueError
+
     for name, seconds in (("b", 9), ("c", 12), ("a", 3)):
         it.send(name, seconds)
+    failing = it.schedule.accept(Work("score", 0.1, fail))
     it.run()
+    assert isinstance(failing.exception(), ValueError)
     assert [*it.ended] == ["a", "b", "c"]
 
 
@@ -178,19 +183,6 @@ def test_estimates_follow_the_machine(pace: float) -> None:
     assert it.jobs["second"].seconds == pytest.approx(15 * min(pace, 1), rel=0.05)
     if pace < 1:
         it.send("third", 100)
-
-
-def test_a_failure_is_that_of_its_request_alone() -> None:
-    it = Simulated()
-
-    def fail(progress: Callable[[float], None]) -> list[dict[str, Any]]:
-        raise ValueError
-
-    it.send("long", 5)
-    failing = it.schedule.accept(Work("score", 0.1, fail))
-    it.run()
-    assert isinstance(failing.exception(), ValueError)
-    assert [*it.ended] == ["long"]
 
 
 @pytest.mark.parametrize("seconds", [0.1, 2.0])

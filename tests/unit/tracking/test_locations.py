@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
@@ -111,30 +112,21 @@ def test_esm_2_is_a_model_as_any(esm: Path) -> None:
     assert 50 <= len(model.generate(1, steps=2, seed=1)[0]) <= 126
 
 
-def test_the_hub_gives_no_code(esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
-
-    def fetch(name: str, allow_patterns: list[str]) -> str:
-        asked.update(name=name, patterns=allow_patterns)
-        return str(esm)
-
+def test_the_hub_gives_no_code_and_its_errors_are_one_line(
+    esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path
+) -> None:
+    fetch = Mock(return_value=str(esm))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.chdir(tmp_path)
     assert open_model("facebook/esm2", key="model_dir").folder == esm
-    assert asked["name"] == "facebook/esm2"
-    assert not {"*.py", "*.bin", "*"} & {*asked["patterns"]}
+    assert fetch.call_args.args == ("facebook/esm2",)
+    assert not {"*.py", "*.bin", "*"} & {*fetch.call_args.kwargs["allow_patterns"]}
+    failure = huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong story")
+    fetch.side_effect = failure
+    with pytest.raises(ModelError, match=r"on the Hugging Face Hub: no connection$"):
+        open_model("facebook/esm2", key="model_dir")
     (tmp_path / "facebook").mkdir()  # a folder of this name: what is not in it is a mistake
     with pytest.raises(ModelError, match="facebook/esm2: no such model folder"):
-        open_model("facebook/esm2", key="model_dir")
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
-    def fail(*_: object, **__: object) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong story")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=r"on the Hugging Face Hub: no connection$"):
         open_model("facebook/esm2", key="model_dir")
 
 

@@ -46,18 +46,15 @@ def data_of(client: MlflowClient, run_id: str) -> dict[str, Any]:
     return {f"{one.tags[0].value} {one.dataset.name}": one.dataset for one in inputs}
 
 
-def test_only_changed_figures_are_sent_again(client: MlflowClient, output_dir: Path) -> None:
+def test_only_changed_figures_are_sent_again_any_key_is_taken_and_secrets_are_hidden(
+    client: MlflowClient, output_dir: Path
+) -> None:
     for perplexity in (9.5, 9.5, 9.25):
         with tracking_run(output_dir) as run:
             run.log_metrics({"evaluation/perplexity": perplexity, "versus/uniform": 20.0})
-    values = {
-        name: [point.value for point in client.get_metric_history(str(run.id), name)]
-        for name in ("evaluation/perplexity", "versus/uniform")
-    }
-    assert values == {"evaluation/perplexity": [9.5, 9.25], "versus/uniform": [20.0]}
-
-
-def test_any_key_is_taken_and_secrets_are_hidden(client: MlflowClient, output_dir: Path) -> None:
+    for name, expected in {"evaluation/perplexity": [9.5, 9.25], "versus/uniform": [20.0]}.items():
+        points = client.get_metric_history(str(run.id), name)
+        assert [point.value for point in points] == expected
     with tracking_run(output_dir) as run:
         run.log_params({"key." + 300 * "k": 1, "arms.a+b=c": 2, "environment.HF_TOKEN": "s3cret"})
         run.set_tags({"api_token": "s3cret", "owner": "ada"})
@@ -67,30 +64,28 @@ def test_any_key_is_taken_and_secrets_are_hidden(client: MlflowClient, output_di
     assert len(logged.params) == 3
 
 
-def test_a_run_says_what_it_is_and_is_finished(client: MlflowClient, config: TrainSettings) -> None:
-    tagged = with_tags(config, project="antibodies")
-    with tracked_run(tagged, "train") as run:
+def test_a_run_says_what_it_is_hides_secrets_and_is_finished(
+    client: MlflowClient, config: TrainSettings, tmp_path: Path
+) -> None:
+    secret = replace(config, init_from="s3://key:s3cret@bucket/model")
+    with tracked_run(with_tags(config, project="antibodies"), "train") as run:
         assert client.get_run(str(run.id)).info.status == "RUNNING"
+        log_settings(run, secret, parameters=12)
     found = client.get_run(str(run.id))
     assert found.info.status == "FINISHED"
     assert found.info.run_name.startswith("debug diffusion ")
-    tags = found.data.tags
+    tags, params = found.data.tags, found.data.params
     assert (tags["paradigm"], tags["project"]) == ("diffusion", "antibodies")
     assert tags["mlflow.source.name"] == "d2plm train"
     assert tags.get("mlflow.source.git.commit") == git_revision()
-
-
-def test_no_secret_is_logged(client: MlflowClient, config: TrainSettings, tmp_path: Path) -> None:
-    secret = replace(config, init_from="s3://key:s3cret@bucket/model")
-    with tracked_run(config, "train") as run:
-        log_settings(run, secret, parameters=12)
+    assert (params["init_from"], params["parameters"]) == ("s3://***@bucket/model", "12")
     file = Path(client.download_artifacts(str(run.id), "config/config.yaml", str(tmp_path)))
     assert "init_from: s3://***@bucket/model" in file.read_text()
-    params = client.get_run(str(run.id)).data.params
-    assert (params["init_from"], params["parameters"]) == ("s3://***@bucket/model", "12")
 
 
-def test_each_split_is_an_input(client: MlflowClient, output_dir: Path, tmp_path: Path) -> None:
+def test_each_split_is_an_input_and_of_a_mixture_its_members_are_trained_on(
+    client: MlflowClient, output_dir: Path, tmp_path: Path
+) -> None:
     folder = prepared(tmp_path / "data")
     for _ in ("prepared", "trained"):
         with tracking_run(output_dir) as run:
@@ -104,19 +99,12 @@ def test_each_split_is_an_input(client: MlflowClient, output_dir: Path, tmp_path
     tags = client.get_run(str(run.id)).data.tags
     assert tags["data.test_digest"] == "mine.fasta-test0"
     assert tags["data.leaking_pairs_after"] == "2"
-
-
-def test_of_a_mixture_the_members_are_trained_on_and_the_held_out_are_evaluated_on(
-    client: MlflowClient, output_dir: Path, tmp_path: Path
-) -> None:
     members = {name: prepared(tmp_path / name, f"{name}.fasta") for name in ("a", "b")}
-    with tracking_run(output_dir) as run:
-        log_data(run, prepared(tmp_path / "data"), members)
+    with tracking_run(output_dir / "mixture") as run:
+        log_data(run, folder, members)
     assert {*data_of(client, str(run.id))} == {
-        "train a.fasta:train",
-        "train b.fasta:train",
-        "validation mine.fasta:validation",
-        "test mine.fasta:test",
+        *("train a.fasta:train", "train b.fasta:train"),
+        *("validation mine.fasta:validation", "test mine.fasta:test"),
     }
     assert client.get_run(str(run.id)).data.tags["data"] == "a + b"
 
