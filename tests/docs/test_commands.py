@@ -166,26 +166,16 @@ def refuse_command(name: str, words: list[str]) -> str | None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
-def test_every_command_exists_and_takes_its_settings(document: Path) -> None:
+def test_every_command_and_make_target_exists_and_takes_its_settings(document: Path) -> None:
     refused = []
     for where, words in named(document):
         given = d2plm_words(words)
-        reason = None if given is None else refuse(*given)
-        if reason:
+        if reason := None if given is None else refuse(*given):
             refused.append(f"{where}: {' '.join(words)}: {reason}")
+        targets = words[1:] if words[0] == "make" else []
+        wanted = {word for word in targets if re.fullmatch(r"[a-z][a-z0-9-]*", word)}
+        assert not wanted - TARGETS, where
     assert not refused, "\n".join(refused)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=of)
-def test_every_make_target_exists(document: Path) -> None:
-    wanted = {
-        word
-        for _, words in named(document)
-        if words[0] == "make"
-        for word in words[1:]
-        if re.fullmatch(r"[a-z][a-z0-9-]*", word)
-    }
-    assert not wanted - TARGETS
 
 
 def test_a_command_that_is_not_is_found() -> None:

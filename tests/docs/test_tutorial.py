@@ -12,17 +12,13 @@ from tests.docs.markdown import blocks
 pytestmark = pytest.mark.thorough  # the tutorial trains a model
 
 
-def test_every_block_succeeds_and_the_server_ends(followed: Followed) -> None:
+def test_every_block_succeeds_and_leaves_a_trained_evaluated_registered_model(
+    followed: Followed,
+) -> None:
     assert followed.exit_code == 0, followed.output[-3000:]
-    assert followed.left == 0
-
-
-def test_a_block_is_run_or_says_what_it_needs() -> None:
+    assert followed.left == 0, "the server has ended"
     left_out = [b for b in blocks(TUTORIAL) if not runs(b.language, b.needs)]
     assert [block.text.strip() for block in left_out] == ["make setup && . .venv/bin/activate"]
-
-
-def test_it_leaves_a_trained_evaluated_registered_model(followed: Followed) -> None:
     output = followed.folder / "runs" / "mine" / "diffusion"
     evaluation = json.loads((output / "evaluation.json").read_text())
     assert evaluation["model"]["perplexity"]["value"] > 1

@@ -14,6 +14,8 @@ from d2plm.config import flat, parse_arguments
 from d2plm.core.errors import ConfigError
 from tests.conftest import MonkeyPatch, write_store
 
+Sweep = Callable[..., Any]
+
 
 def names(*words: str) -> list[str]:
     return list(expand(parse_arguments("train", ["--multirun", *words])))
@@ -62,17 +64,9 @@ def started(monkeypatch: MonkeyPatch, tmp_path: Path, proteins: list[Any]) -> li
     folder = tmp_path / "run" / "data"
     chosen = {"train": proteins[:20], "validation": proteins[20:25]}
     stores = {name: write_store(folder / f"{name}_lmdb", some) for name, some in chosen.items()}
-
-    def record(runs: dict[str, Any], commands: list[str], parallel: int) -> None:
-        assert (list(commands), parallel) == (["train"], 1)
-        calls.append(runs)
-
-    monkeypatch.setattr("d2plm.assembly.sweep._run_here", record)
+    monkeypatch.setattr("d2plm.assembly.sweep._run_here", lambda runs, *_: calls.append(runs))
     monkeypatch.setattr("d2plm.assembly.training_run.open_stores", lambda config: stores)
     return calls
-
-
-Sweep = Callable[..., Any]
 
 
 @pytest.fixture
@@ -100,16 +94,16 @@ def test_runs_differ_in_what_varies_and_in_their_folders(sweep: Sweep, tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["optimizer.learning_rate=-1,1e-3,-2"], "rate=-1.*rate=-2"),
-        (["model.num_attention_heads=2,3"], "num_attention_heads=3"),
-        (["model=8m,nan0"], "did you mean 'nano'"),
-        (["data.token_budget=4096,10"], "data.token_budget=10"),
-        (["trainer.seed=1,2", "model.hidden_sise=3"], "'model.hidden_size'"),
+        ("optimizer.learning_rate=-1,1e-3,-2", "rate=-1.*rate=-2"),
+        ("model.num_attention_heads=2,3", "num_attention_heads=3"),
+        ("model=8m,nan0", "did you mean 'nano'"),
+        ("data.token_budget=4096,10", "data.token_budget=10"),
+        ("trainer.seed=1,2 model.hidden_sise=3", "'model.hidden_size'"),
     ],
 )
-def test_runs_are_checked(words: list[str], message: str, sweep: Sweep, started: list[Any]) -> None:
+def test_runs_are_checked(words: str, message: str, sweep: Sweep, started: list[Any]) -> None:
     with pytest.raises(ConfigError, match=message):
-        sweep(*words)
+        sweep(*words.split())
     assert not started
 
 
@@ -119,21 +113,21 @@ def test_a_worker_does_not_sweep(sweep: Sweep, monkeypatch: MonkeyPatch) -> None
         sweep("trainer.seed=1,2")
 
 
-def finished(folder: Path, seed: int, nelbo: float | None, **changes: Any) -> Any:
-    run = parse_arguments("train", [f"output_dir={folder}", f"trainer.seed={seed}"]).compose()
-    rows = [{"step": 1, "validation_nelbo": 9.0, "validation_perplexity": 99.0}]
-    rows += [] if nelbo is None else [
-        {"step": 2, "validation_nelbo": nelbo, "validation_perplexity": 2 * nelbo}
-    ]  # fmt: skip
-    rows.append({"step": 3, "loss": 1.0})
+def finished(folder: Path, seed: int, nelbo: float) -> Any:
+    rows = [
+        {"step": 1, "validation_nelbo": 9.0, "validation_perplexity": 99.0},
+        {"step": 2, "validation_nelbo": nelbo, "validation_perplexity": 2 * nelbo},
+        {"step": 3, "loss": 1.0},
+    ]
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return replace(run, data=replace(run.data, **changes))
+    return parse_arguments("train", [f"output_dir={folder}", f"trainer.seed={seed}"]).compose()
 
 
 def test_the_table_has_the_last_figures_the_best_first(tmp_path: Path) -> None:
     runs = {f"s={i}": finished(tmp_path / str(i), i, nelbo) for i, nelbo in enumerate((2.5, 2.25))}
-    results = collect({name: {"s": name[-1]} for name in runs}, runs)
+    varied = {name: {"s": name[-1]} for name in runs}
+    results = collect(varied, runs)
     assert results["best"] == "s=1"
     assert [row["validation_nelbo"] for row in results["runs"]] == [2.25, 2.5]
     assert results["same_residues"]
@@ -141,20 +135,17 @@ def test_the_table_has_the_last_figures_the_best_first(tmp_path: Path) -> None:
     assert lines[0] == "| s | validation NELBO, nats/residue | perplexity | step |"
     assert lines[2] == "| 1 | 2.2500 | 4.500 | 2 |"
     assert lines[-1] == "Best: s=1."
+    elsewhere = replace(runs["s=1"], data=replace(runs["s=1"].data, prepared_dir="elsewhere"))
+    results = collect(varied, {**runs, "s=1": elsewhere})
+    assert "do not compare" in sweep_table(results)
 
 
 def test_a_run_without_a_figure_comes_last_and_is_never_best(tmp_path: Path) -> None:
     runs = {f"s={i}": finished(tmp_path / str(i), i, 2.5) for i in range(2)}
+    varied = {name: {"s": name[-1]} for name in runs}
     (tmp_path / "0" / "metrics.jsonl").unlink()
-    results = collect({name: {"s": name[-1]} for name in runs}, runs)
+    results = collect(varied, runs)
     assert [row["name"] for row in results["runs"]] == ["s=1", "s=0"]
     assert sweep_table(results).splitlines()[3] == "| 0 | – | – | – |"
     (tmp_path / "1" / "metrics.jsonl").unlink()
-    assert collect({name: {"s": name[-1]} for name in runs}, runs)["best"] is None
-
-
-def test_figures_of_different_residues_are_not_to_be_compared(tmp_path: Path) -> None:
-    runs = {"s=0": finished(tmp_path / "0", 0, 2.5)}
-    runs["s=1"] = finished(tmp_path / "1", 0, 2.25, prepared_dir="elsewhere")
-    results = collect({name: {"s": name[-1]} for name in runs}, runs)
-    assert "do not compare" in sweep_table(results)
+    assert collect(varied, runs)["best"] is None
