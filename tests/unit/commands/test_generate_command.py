@@ -131,12 +131,10 @@ def test_templates_that_cannot_be_used_are_named(
 
 
 def test_an_output_that_cannot_be_written_is_rejected(generate: Generate, tmp_path: Path) -> None:
-    for output in (tmp_path, tmp_path / "g.jsonl"):
-        with pytest.raises(ConfigError, match=r"^output="):
+    (tmp_path / "file").touch()
+    for output in (tmp_path, tmp_path / "g.jsonl", tmp_path / "file" / "g.fasta"):
+        with pytest.raises(D2PLMError, match=r"^output=|cannot be written"):
             generate("number=1", output=output)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
-        generate("number=1", output=tmp_path / "file" / "g.fasta")
 
 
 def test_a_damaged_model_says_where_it_broke(tmp_path: Path, tiny_dit: Callable[..., Any]) -> None:

@@ -34,8 +34,7 @@ def fasta(tmp_path: Path) -> Path:
 
 
 def written(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as stream:
-        return list(csv.DictReader(stream))
+    return [*csv.DictReader(io.StringIO(file.read_text(), newline=""))]
 
 
 def refusal(capsys: Captured, *words: str) -> str:

@@ -51,6 +51,7 @@ class Mine(AbsorbingDiffusion):
 
 def test_a_registered_paradigm_is_configured_saved_and_loaded(tmp_path: Path) -> None:
     register("paradigm", "mine", Mine, MineSettings)
+    register("paradigm", "mine", Mine, MineSettings)  # the module is imported twice
     config = compose("train", ["paradigm=mine", "paradigm.strength=0.25"])
     assert config.paradigm == MineSettings(name="mine", strength=0.25)
     paradigm = find("paradigm", "mine").factory(config.paradigm)
@@ -58,6 +59,10 @@ def test_a_registered_paradigm_is_configured_saved_and_loaded(tmp_path: Path) ->
     loaded = load_paradigm(tmp_path)
     assert isinstance(loaded, Mine)
     assert loaded.settings.strength == 0.25
+    with pytest.raises(ConfigError, match="the paradigm 'mine' exists already"):
+        register("paradigm", "mine", AbsorbingDiffusion, MineSettings)
+    with pytest.raises(ConfigError, match=r"unknown group 'paradigms' \(did you mean 'paradigm'"):
+        register("paradigms", "mine", Mine)
     del registry._ENTRIES["paradigm"]["mine"]
     with pytest.raises(ModelError, match=r"unknown paradigm.*--module FILE"):
         load_paradigm(tmp_path)
@@ -78,15 +83,6 @@ def test_a_field_is_a_key_in_help_completion_documents_and_validation(capsys: Ca
         compose("train", ["paradigm.type=mine", "paradigm.strength=2"])
     assert caught.value.settings == {"paradigm.strength": 2}
     assert Mine(MineSettings(strength=1)).settings.strength == 1
-
-
-def test_a_name_and_a_group_that_are_taken_or_unknown_are_rejected() -> None:
-    register("paradigm", "mine", Mine, MineSettings)
-    register("paradigm", "mine", Mine, MineSettings)  # the module is imported twice
-    with pytest.raises(ConfigError, match="the paradigm 'mine' exists already"):
-        register("paradigm", "mine", AbsorbingDiffusion, MineSettings)
-    with pytest.raises(ConfigError, match=r"unknown group 'paradigms' \(did you mean 'paradigm'"):
-        register("paradigms", "mine", Mine)
 
 
 # A researcher's single file: one of every kind.
@@ -152,15 +148,14 @@ def research(tmp_path: Path) -> list[str]:
     return ["--module", str(file)]
 
 
-def test_a_module_is_named_on_the_command_line_and_passed_on(research: list[str]) -> None:
+def test_a_module_is_named_on_the_command_line_and_passed_on(
+    research: list[str], tmp_path: Path
+) -> None:
     config, _ = compose_arguments("train", [*research, *CHOICES])
     assert config.paradigm.strength == 0.25
     assert list(config.callbacks)[-1] == "mark"
     load_modules(research[1:])  # a second time
     assert module_words() == research
-
-
-def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "failing_module.py").write_text("1 / 0")
     (tmp_path / "json.py").touch()
     for name, reason in (

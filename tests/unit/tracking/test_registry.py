@@ -59,8 +59,9 @@ def test_a_champion_of_other_residues_or_masks_stays(tmp_path: Path) -> None:
 
 def test_an_evaluation_without_its_scores_is_rejected(tmp_path: Path) -> None:
     old, new = evaluated(tmp_path / "old", 2.0), evaluated(tmp_path / "new", 1.0)
-    for damage in (lambda file: file.write_bytes(b"PK\x03\x04"), lambda file: file.unlink()):
-        damage(new / "sequence_scores.npz")
+    scores = new / "sequence_scores.npz"
+    for damage in (lambda: scores.write_bytes(b"PK\x03\x04"), scores.unlink):
+        damage()
         with pytest.raises(ModelError, match="d2plm evaluate"):
             beats(new, old)
 

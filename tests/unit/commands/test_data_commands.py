@@ -1,16 +1,22 @@
-"""`d2plm data`: its actions as a user calls them, on good and on wrong input."""
+"""`d2plm data` on good and wrong input; `d2plm prepare` replaces no data of a run unasked."""
 
 import gzip
 import json
 import os
+import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from d2plm.cli import main
+from d2plm.commands import prepare as command
+from d2plm.config import compose
+from d2plm.core.errors import DataError
+from d2plm.core.files import RUN_CONFIG
 from d2plm.data.ingest import ingest
+from d2plm.data.manifest import open_prepared
 from d2plm.data.store import SequenceStore
 from tests.conftest import Captured
 
@@ -57,13 +63,18 @@ def test_stats_are_of_each_split(few_prepared: Path, tmp_path: Path, capsys: Cap
     assert document["verification"]["leaking_pairs_after"] == 0
 
 
-def test_verify_names_each_whole_store(few_prepared: Path, capsys: Captured) -> None:
+def test_verify_names_each_whole_store_and_what_is_damaged(
+    few_prepared: Path, copy: Path, capsys: Captured
+) -> None:
     assert main(["data", "verify", f"store={few_prepared}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, line in zip(("train", "validation", "raw"), lines, strict=True):
         assert line.startswith(f"{few_prepared / f'{name}_lmdb'}: whole, ")
     assert main(["data", "verify", f"store={few_prepared / 'raw_lmdb'}"]) == 0
     assert capsys.readouterr().out.splitlines() == lines[-1:]
+    for damage in (change_a_residue, other_data):
+        damage(copy / "validation_lmdb")
+        assert str(copy / "validation_lmdb") in refusal(capsys, 1, "verify", f"store={copy}")
 
 
 def test_export_ingests_to_the_same_store_and_standard_output_has_nothing_else(
@@ -102,7 +113,67 @@ def other_data(folder: Path) -> None:
     shutil.copytree(folder.with_name("raw_lmdb"), folder)
 
 
-@pytest.mark.parametrize("damage", [change_a_residue, other_data])
-def test_verify_finds(damage: Callable[[Path], None], copy: Path, capsys: Captured) -> None:
-    damage(copy / "validation_lmdb")
-    assert str(copy / "validation_lmdb") in refusal(capsys, 1, "verify", f"store={copy}")
+def prepare(folder: Path, *more: str) -> Any:
+    words = ["data.alphabet=bytes", "data.format=lines", "data.validation_fraction=0.2"]
+    words += [f"data.input={folder / 'texts'}", f"work_dir={folder}", "tracking=none", *more]
+    return command.run(compose("prepare", words))
+
+
+def written_texts(folder: Path) -> Path:
+    draw, texts = random.Random(0), folder / "texts"
+    texts.write_text("\n".join("".join(draw.choices("abcdefgh", k=60)) for _ in range(30)))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("more", "changed"),
+    [("", "the input"), ("data.split_seed=1", "the settings"), ("data.window=9", "setting")],
+)
+def test_only_a_new_start_replaces_data_of_a_run(tmp_path: Path, more: str, changed: str) -> None:
+    texts = written_texts(tmp_path)
+    made = prepare(tmp_path)
+    output_dir = tmp_path / "diffusion"
+    output_dir.mkdir(exist_ok=True)
+    (output_dir / RUN_CONFIG).touch()
+    assert prepare(tmp_path) == made
+    if not more:
+        texts.write_text("z" + texts.read_text()[1:])
+    words = [more] if more else []
+    with pytest.raises(DataError, match=f"{changed}.* changed since the run in {output_dir}") as e:
+        prepare(tmp_path, *words)
+    assert "data.keep_prepared=true" in str(e.value) and "trainer.resume=none" in str(e.value)
+    assert prepare(tmp_path, *words, "data.keep_prepared=true") == made
+    again = prepare(tmp_path, *words, "trainer.resume=none")
+    assert again["key"] != made["key"]
+    assert open_prepared(tmp_path / "data").manifest == again
+
+
+def test_the_data_of_any_run_in_the_work_folder_are_kept(tmp_path: Path) -> None:
+    texts, output_dir = written_texts(tmp_path), tmp_path / "large" / "steps100"
+    made = prepare(tmp_path)
+    output_dir.mkdir(parents=True)
+    (output_dir / RUN_CONFIG).write_text(f"data: {{prepared_dir: {tmp_path / 'data'}}}")
+    for name, content in (("a", "data: {prepared_dir: /elsewhere}"), ("b", "["), ("c", "data: 1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / RUN_CONFIG).write_text(content)
+    texts.write_text("z" + texts.read_text()[1:])
+    with pytest.raises(DataError, match=rf"since the run in {output_dir} \(1 run used these data"):
+        prepare(tmp_path, "paradigm=flow_matching")
+    assert open_prepared(tmp_path / "data").manifest == made
+    (output_dir / RUN_CONFIG).unlink()
+    assert prepare(tmp_path, "paradigm=flow_matching")["key"] != made["key"]
+
+
+def test_the_same_sequences_from_another_file_replace_nothing(tmp_path: Path) -> None:
+    texts, output_dir = written_texts(tmp_path), tmp_path / "diffusion"
+    records = (f">{i}\n{line}\n" for i, line in enumerate(texts.read_text().split()))
+    texts.write_text("".join(records))
+    made = prepare(tmp_path, "data.format=fasta")
+    output_dir.mkdir(exist_ok=True)
+    (output_dir / RUN_CONFIG).touch()
+    packed = tmp_path / "texts.gz"
+    packed.write_bytes(gzip.compress(texts.read_bytes()))
+    for more in (f"data.input={packed}", "data.on_illegal=drop"):
+        assert prepare(tmp_path, "data.format=fasta", more) == made
+    assert open_prepared(tmp_path / "data").manifest == made
+    assert not [*(tmp_path / "data").glob("*new_*")]
