@@ -133,12 +133,10 @@ def test_other_files_are_left(model: Path, fasta: Path, tmp_path: Path, capsys: 
     assert other.read_text() == "mine"
 
 
-@pytest.mark.parametrize(("output", "shard"), [(".", "shard=0/1"), ("/", "shard=null")])
-def test_embeddings_need_a_folder_with_a_name(
-    model: Path, fasta: Path, output: str, shard: str, capsys: Captured
-) -> None:
-    assert run("embed", model, Path(output), f"input={fasta}", shard) == 2
-    assert f"output='{output}'" in capsys.readouterr().err
+def test_embeddings_need_a_folder_with_a_name(model: Path, fasta: Path, capsys: Captured) -> None:
+    for output, shard in ((".", "shard=0/1"), ("/", "shard=null")):
+        assert run("embed", model, Path(output), f"input={fasta}", shard) == 2
+        assert f"output='{output}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,9 @@ def test_shards_of_other_precisions_are_not_mixed(
         assert main([*own, f"shard={index}/2"]) == index
 
 
-def test_scores_in_shards_are_of_one_process(model: Path, fasta: Path, tmp_path: Path) -> None:
+def test_scores_and_designs_in_shards_are_those_of_one_process(
+    model: Path, fasta: Path, tmp_path: Path
+) -> None:
     one, joined = tmp_path / "one.csv", tmp_path / "joined.csv"
     words = [f"input={fasta}", "evaluation.masks_per_sequence=2"]
     assert run("score", model, one, *words) == 0
@@ -178,12 +178,10 @@ def test_scores_in_shards_are_of_one_process(model: Path, fasta: Path, tmp_path:
     found, expected = pd.read_csv(joined), pd.read_csv(one)
     assert [*found["name"]] == [f"p{number}" for number in range(RECORDS)]
     pd.testing.assert_frame_equal(found, expected, atol=2e-4, rtol=0)
-
-
-def test_designs_in_shards_are_those_of_one_process(model: Path, tmp_path: Path) -> None:
     one, joined = tmp_path / "one.fasta", tmp_path / "joined.fasta"
-    assert run("generate", model, one, "number=7", "seed=3", "steps=5") == 0
-    in_any_order("generate", model, joined, 3, "number=7", "seed=3", "steps=5")
+    words = ["number=7", "seed=3", "steps=5"]
+    assert run("generate", model, one, *words) == 0
+    in_any_order("generate", model, joined, 3, *words)
     assert joined.read_text() == one.read_text()
     assert len({*one.read_text().split(">")[1:]}) == 7
 

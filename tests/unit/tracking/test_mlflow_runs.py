@@ -114,24 +114,21 @@ def test_a_run_that_cannot_be_ended_fails_and_leaves_the_first_error_in_sight(
     assert "cannot set the status FAILED of run" in caplog.text
 
 
-def test_a_failure_begins_no_run(client: MlflowClient, refuse: Refuse, output_dir: Path) -> None:
+def test_a_failure_begins_no_run_and_a_given_one_is_missing_only_if_the_store_says_so(
+    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: MonkeyPatch
+) -> None:
     first = begun(output_dir)
-    refuse("update_run")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "1" * 32)
+    with pytest.raises(TrackingError, match="unset MLFLOW_RUN_ID"):
+        begun(output_dir / "given")
+    refuse("update_run", "INTERNAL_ERROR")
+    with pytest.raises(TrackingError, match="cannot reopen"):
+        begun(output_dir / "given")
+    assert not (output_dir / "given").exists()
+    monkeypatch.delenv("MLFLOW_RUN_ID")
     with pytest.raises(TrackingError, match=first):
         begun(output_dir)
     assert json.loads((output_dir / RUN_FILE).read_text())["run_id"] == first
-
-
-def test_a_given_run_is_missing_only_if_the_store_says_so(
-    client: MlflowClient, refuse: Refuse, output_dir: Path, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_RUN_ID", "1" * 32)
-    with pytest.raises(TrackingError, match="unset MLFLOW_RUN_ID"):
-        begun(output_dir)
-    refuse("update_run", "INTERNAL_ERROR")
-    with pytest.raises(TrackingError, match="cannot reopen"):
-        begun(output_dir)
-    assert not output_dir.exists()
 
 
 def test_a_damaged_run_file_and_an_unwritable_folder_are_named(
@@ -148,47 +145,53 @@ def test_a_damaged_run_file_and_an_unwritable_folder_are_named(
     assert client.get_experiment_by_name("unwritable") is None
 
 
-@pytest.mark.parametrize(
-    "text, shown",
-    [
-        ("http://ada:s3cret@host:5000/x", "http://***@host:5000/x"),
-        ("https://token@host", "https://***@host"),
-        ("hf://datasets/name@main/file", "hf://datasets/name@main/file"),
-        ("sk-learn and MKTAYIAKQRQISFVKSHFSRQ", "sk-learn and MKTAYIAKQRQISFVKSHFSRQ"),
-        ("to http://a:b@h/ and http://c:d@i/", "to http://***@h/ and http://***@i/"),
-        ("postgresql+psycopg://ada:pa/ss@host/db", "postgresql+psycopg://***@host/db"),
-        ("http://host:5000/a@b", "http://host:5000/a@b"),
-        (
-            "'+traking.tags.api_token=s3cret' PGPASSWORD=a apiToken=b",
-            "'+traking.tags.api_token=***' PGPASSWORD=*** apiToken=***",
-        ),
-        ("'+a.password=s3:cr;et': a.password=… sets", "'+a.password=***': a.password=… sets"),
-        ("a.password='s3cret' a.password=null may", "a.password='***' a.password=null may"),
-        ("a token: hf_AbCdEfGhIjKlMnOpQrStUv, kept", "a token: ***, kept"),
-        ('{"token": "x", "lr": "1"}', '{"token": "***", "lr": "1"}'),
-        ("{'WANDB_API_KEY': 'x y'}", "{'WANDB_API_KEY': '***'}"),
-        ("Authorization: Bearer abc", "Authorization: Bearer ***"),
-    ],
-)
-def test_user_and_password_of_an_address_are_not_shown(text: str, shown: str) -> None:
-    assert redacted(text) == shown
+REDACTED = {
+    "http://ada:s3cret@host:5000/x": "http://***@host:5000/x",
+    "https://token@host": "https://***@host",
+    "hf://datasets/name@main/file": "hf://datasets/name@main/file",
+    "sk-learn and MKTAYIAKQRQISFVKSHFSRQ": "sk-learn and MKTAYIAKQRQISFVKSHFSRQ",
+    "to http://a:b@h/ and http://c:d@i/": "to http://***@h/ and http://***@i/",
+    "postgresql+psycopg://ada:pa/ss@host/db": "postgresql+psycopg://***@host/db",
+    "http://host:5000/a@b": "http://host:5000/a@b",
+    "'+traking.tags.api_token=s' PGPASSWORD=a": "'+traking.tags.api_token=***' PGPASSWORD=***",
+    "apiToken=b": "apiToken=***",
+    "'+a.password=s3:cr;et': a.password=… sets": "'+a.password=***': a.password=… sets",
+    "a.password='s3cret' a.password=null may": "a.password='***' a.password=null may",
+    "a token: hf_AbCdEfGhIjKlMnOpQrStUv, kept": "a token: ***, kept",
+    '{"token": "x", "lr": "1"}': '{"token": "***", "lr": "1"}',
+    "{'WANDB_API_KEY': 'x y'}": "{'WANDB_API_KEY': '***'}",
+    "Authorization: Bearer abc": "Authorization: Bearer ***",
+}
 
 
-def test_no_password_of_a_store_is_shown(client: MlflowClient, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:s3cret@127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(TrackingError) as caught:
-        open_client(None)
-    assert "http://***@127.0.0.1:9" in str(caught.value)
-    assert "s3cret" not in str(caught.value)
+def test_secrets_in_texts_and_configurations_are_not_shown() -> None:
+    assert {text: redacted(text) for text in REDACTED} == REDACTED
+    settings = {
+        "environment": {"HF_TOKEN": "s3cret", "MODE": "fast", "EMPTY_TOKEN": ""},
+        "data": {"token_budget": 4096, "experts_per_token": 2, "input": ["s3://key:s3cret@b/x"]},
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "off": None,
+    }
+    assert redacted_settings(settings) == {
+        "environment": {"HF_TOKEN": "***", "MODE": "fast", "EMPTY_TOKEN": ""},
+        "data": {"token_budget": 4096, "experts_per_token": 2, "input": ["s3://***@b/x"]},
+        "AWS_SECRET_ACCESS_KEY": "***",
+        "off": None,
+    }
 
 
-def test_a_server_that_never_answers_is_reported_soon(monkeypatch: MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_reported_soon_and_no_password_is_shown(
+    monkeypatch: MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mlflow_run, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted by the system
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(TrackingError, match=r"0\.3 seconds"):
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ada:s3cret@{address}")
+        with pytest.raises(TrackingError, match=r"0\.3 seconds") as caught:
             open_client(None)
+    assert f"http://***@{address}" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
 
 
 def test_a_starting_server_is_waited_for_and_an_absent_one_reported(
@@ -221,18 +224,17 @@ def test_a_starting_server_is_waited_for_and_an_absent_one_reported(
     servers[0].server_close()
 
 
-def test_after_a_slow_failure_batches_wait(output_dir: Path, monkeypatch: MonkeyPatch) -> None:
+def test_after_a_slow_failure_batches_wait(monkeypatch: MonkeyPatch) -> None:
     now, attempts = [0.0], []
 
-    class Frozen:
-        def log_batch(self, *_: object, **__: object) -> None:
-            attempts.append(now[0])
-            now[0] += 100
-            raise TimeoutError
+    def fail_slowly(*_: object, **__: object) -> None:
+        attempts.append(now[0])
+        now[0] += 100
+        raise TimeoutError
 
     monkeypatch.setattr(mlflow_run, "BATCH", 1)
     monkeypatch.setattr(mlflow_run.time, "monotonic", lambda: now[0])
-    run = MLflowRun(Frozen(), "run")  # type: ignore[arg-type]  # all that is called
+    run = MLflowRun(Mock(log_batch=fail_slowly), "run")
     for step in range(1, 12):
         with suppress(TimeoutError):
             run.log_metrics({"loss": 1.0}, step)
@@ -407,21 +409,6 @@ def test_every_metric_of_training_is_in_the_document_under_its_group() -> None:
     assert {"loss", "grad_norm", "tokens_per_second", "mfu", "peak_memory_gib"} <= plain
     assert {*in_sections(dict.fromkeys(plain, 0.0))} <= documented
     assert {"validation/nelbo", "validation/perplexity", "evaluation/perplexity"} <= documented
-
-
-def test_secrets_of_a_configuration_are_not_shown() -> None:
-    settings = {
-        "environment": {"HF_TOKEN": "s3cret", "MODE": "fast", "EMPTY_TOKEN": ""},
-        "data": {"token_budget": 4096, "experts_per_token": 2, "input": ["s3://key:s3cret@b/x"]},
-        "AWS_SECRET_ACCESS_KEY": "s3cret",
-        "off": None,
-    }
-    assert redacted_settings(settings) == {
-        "environment": {"HF_TOKEN": "***", "MODE": "fast", "EMPTY_TOKEN": ""},
-        "data": {"token_budget": 4096, "experts_per_token": 2, "input": ["s3://***@b/x"]},
-        "AWS_SECRET_ACCESS_KEY": "***",
-        "off": None,
-    }
 
 
 FIRST_USE = """

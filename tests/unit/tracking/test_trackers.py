@@ -103,8 +103,12 @@ def test_each_chosen_tracker_contains_everything(
     assert json.loads(events.texts["data/train/proteins:train"])["num_rows"] == 5
 
     (session,) = wandb_sessions(output_dir)
-    assert session.run_id == json.loads((output_dir / WANDB_RUN_FILE).read_text())["run_id"]
-    assert (session.name, session.project, session.exit_code) == ("mine", "d2plm", 0)
+    assert session.run.run_id == json.loads((output_dir / WANDB_RUN_FILE).read_text())["run_id"]
+    assert (session.run.display_name, session.run.project, session.exit_code) == (
+        "mine",
+        "d2plm",
+        0,
+    )
     assert session.scalars == {
         "train/loss": losses(steps),
         "train/evaluation_loss": [(step, 2.0 * step) for step in steps],
@@ -113,7 +117,7 @@ def test_each_chosen_tracker_contains_everything(
     assert session.config["uri"] == "http://***@host"
     assert session.config["lr"] == 0.1
     assert session.config["tags/data.digest"] == "0" * 64
-    assert session.notes == SHOWN
+    assert session.run.notes == SHOWN
     assert session.config["data/train/proteins:train"]["num_rows"] == 5
     assert "data/a [1] file.txt" in session.files
     (copy,) = output_dir.glob("wandb/offline-run-*/files/data/*.txt")
@@ -164,7 +168,7 @@ with tracking_run(Path(sys.argv[1]), trackers=["mlflow", "tensorboard", "wandb"]
         for session in wandb_sessions(output_dir, killed=1)
         if session.scalars.get("train/loss", [(0, 0.0)])[0][0] == 5
     ]
-    assert {session.run_id for session in sessions} == {first[WANDB_RUN_FILE]}
+    assert {session.run.run_id for session in sessions} == {first[WANDB_RUN_FILE]}
     steps = [[step for step, _ in session.scalars["train/loss"]] for session in sessions]
     assert steps == [[5, 6], [5, 6, 7, 8]]
 
@@ -189,17 +193,9 @@ with tracking_run(Path(sys.argv[1]), trackers=["wandb"]) as run:
 
 
 def test_without_a_valid_key_wandb_is_refused_in_one_line(output_dir: Path) -> None:
-    result = script(
-        str(output_dir),
-        body="""
-with tracking_run(Path(sys.argv[1]), trackers=["wandb"]):
-    pass
-""",
-        WANDB_MODE="online",
-        HOME=str(output_dir),
-        WANDB_API_KEY="tooshort",
-    )
-    *_, error = result.stderr.strip().splitlines()
+    wrong = {"WANDB_MODE": "online", "HOME": str(output_dir), "WANDB_API_KEY": "tooshort"}
+    body = "tracking_run(Path(sys.argv[1]), trackers=['wandb']).__enter__()"
+    *_, error = script(str(output_dir), body=body, **wrong).stderr.strip().splitlines()
     assert "TrackingError" in error and "key" in error.lower()
     assert "tooshort" not in error
 
@@ -219,8 +215,7 @@ def test_an_exception_marks_the_wandb_run_failed_and_stays_in_sight(output_dir: 
 def test_other_ranks_are_silent(output_dir: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with tracking_run(output_dir, trackers=TRACKERS) as run:
-        assert not run.runs
-        assert run.id is None
+        assert (run.id, [*run.runs]) == (None, [])
         tell(run, range(1, 3), tmp_path)
     assert not output_dir.exists()
 
@@ -260,7 +255,7 @@ def test_runs_are_shown_under_their_parent(client: MlflowClient, tmp_path: Path)
         arguments = {**tracking_arguments(config), "experiment": "sweeps"}
         begin(tmp_path / "run", **{**arguments, "parent_run_id": None})
         begin(tmp_path / "run", **{**arguments, "trackers": ["mlflow", "wandb"]})
-    assert [one.group for one in wandb_sessions(tmp_path / "run")] == [parent.id]
+    assert [one.run.run_group for one in wandb_sessions(tmp_path / "run")] == [parent.id]
     found = client.search_runs(
         [client.get_experiment_by_name("sweeps").experiment_id],
         f"tags.mlflow.parentRunId = '{parent.id}'",
@@ -323,7 +318,7 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_continues_in_every_t
     assert Path(artifact).read_bytes() == (output_dir / "metrics.jsonl").read_bytes()
     assert client.get_run(run_id).data.params["tracking.trackers"] == str([*TRACKERS])
     sessions = wandb_sessions(output_dir)
-    assert len({session.run_id for session in sessions}) == 1
+    assert len({session.run.run_id for session in sessions}) == 1
     points = {one for session in sessions for one in session.scalars.get("train/loss", ())}
     assert points == {*losses}
     assert [session.exit_code for session in sessions] == [0, 0]
