@@ -90,7 +90,7 @@ def word_pieces() -> Tokenizer:
 @pytest.mark.parametrize(
     ("vocabulary", "text"),
     [
-        (PROTEIN, f"mktay xBu\nZo*{CANONICAL}{CANONICAL.lower()}"),
+        (PROTEIN, f"{CANONICAL}{CANONICAL.lower()}mktay xBu\nZo*"),
         (DNA, "ATGaaacgtU\nTGA ACN-"),
         (RNA, "AUGaaacgtT"),
         (Codons(), "ATGaaaACNTGA"),

@@ -104,11 +104,8 @@ def test_each_chosen_tracker_contains_everything(
 
     (session,) = wandb_sessions(output_dir)
     assert session.run.run_id == json.loads((output_dir / WANDB_RUN_FILE).read_text())["run_id"]
-    assert (session.run.display_name, session.run.project, session.exit_code) == (
-        "mine",
-        "d2plm",
-        0,
-    )
+    assert (session.run.display_name, session.run.project) == ("mine", "d2plm")
+    assert session.exit_code == 0
     assert session.scalars == {
         "train/loss": losses(steps),
         "train/evaluation_loss": [(step, 2.0 * step) for step in steps],
