@@ -5,7 +5,6 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,11 +192,3 @@ def test_only_what_is_missing_is_run(results: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["run", "fast"])
     with pytest.raises(BenchError, match="fast"):
         speedrun.main()
-
-
-def test_results_of_other_proteins_are_reported_before_a_run(
-    results: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(speedrun, "SequenceStore", lambda path: SimpleNamespace(digest="others"))
-    with pytest.raises(BenchError, match="held-out"):
-        speedrun.run("good", GOOD["good"], 1)

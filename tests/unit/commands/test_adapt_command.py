@@ -49,20 +49,10 @@ TINY = (
 )
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first 60 residues of 60 proteins."""
-    file = tmp_path_factory.mktemp("family") / "family.fasta"
-    write_fasta(
-        file, ((one.name, decode(one.tokens[:60])) for one in islice(read_fasta(FAMILY), 60))
-    )
-    return file
-
-
-@pytest.fixture(scope="module")
-def general(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("general") / "general.fasta"
-    write_fasta(file, ((one.name, decode(one.tokens[:60])) for one in islice(read_fasta(FASTA), 4)))
+def beginnings(source: Path, number: int, file: Path) -> Path:
+    """A FASTA file of the first 60 residues of the first proteins of `source`."""
+    few = islice(read_fasta(source), number)
+    write_fasta(file, ((one.name, decode(one.tokens[:60])) for one in few))
     return file
 
 
@@ -75,10 +65,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any])
 
 
 @pytest.fixture
-def configured(
-    family: Path, general: Path, base: Path, tmp_path: Path, new_mlflow_store: Path
-) -> Configured:
+def configured(base: Path, tmp_path: Path, new_mlflow_store: Path) -> Configured:
     """Overrides → the configuration of an adaptation of a few steps."""
+    family = beginnings(FAMILY, 60, tmp_path / "family.fasta")
+    general = beginnings(FASTA, 4, tmp_path / "general.fasta")
     store = shutil.copy(new_mlflow_store, tmp_path)
 
     def of(*words: str) -> Any:

@@ -60,8 +60,7 @@ def test_figures_are_used_again(export: Export, run: Run, tmp_path: Path, capsys
     model = export()
     first = run(model)
     assert f'value="{first.model.nelbo.value}"' in (tmp_path / "out" / "report.html").read_text()
-    assert first.sequences == 6
-    assert first.clusters == 5
+    assert (first.sequences, first.clusters) == (6, 5)
     assert read_evaluation(model) == first
     capsys.readouterr()
     assert run(model) == first

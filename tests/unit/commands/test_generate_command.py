@@ -56,12 +56,12 @@ def test_lengths_come_from_the_training_proteins(generate: Generate, tmp_path: P
 def test_given_lengths_are_kept_and_the_settings_recorded(
     generate: Generate, sampler: str, tmp_path: Path
 ) -> None:
-    steps = [] if sampler == "first_hitting" else ["steps=3"]
-    words = [*steps, "temperature=0.8", "top_k=5", "seed=11"]
-    sequences = generate("number=2", "length=[5,126,1]", f"sampler={sampler}", *words)
+    words = [*([] if sampler == "first_hitting" else ["steps=3"]), f"sampler={sampler}"]
+    words += ["temperature=0.8", "top_k=5", "seed=11"]
+    sequences = generate("number=2", "length=[5,126,1]", *words)
+    expected = {"paradigm": "diffusion", "sampler": sampler, "temperature": 0.8, "top_k": 5}
     kept = read_sampling(tmp_path / "g.fasta") or {}
-    settings = [kept[name] for name in ("paradigm", "sampler", "temperature", "top_k", "seed")]
-    assert settings == ["diffusion", sampler, 0.8, 5, 11]
+    assert kept == {**kept, **expected, "seed": 11}
     assert [len(sequence) for sequence in sequences] == [5, 5, 126, 126, 1, 1]
 
 

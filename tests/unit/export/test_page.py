@@ -193,7 +193,9 @@ def test_the_tables_are_the_evaluations(run: Path, page: Page) -> None:
         assert float(written.replace(",", "").rstrip("%")) == rounded
 
 
-def test_the_statistics_are_those_of_the_sets_and_a_copy_is_named(run: Path, page: Page) -> None:
+def test_the_statistics_are_those_of_the_sets_and_the_data_the_manifests(
+    run: Path, page: Page
+) -> None:
     designs = json.loads((run / "diffusion" / "designs.json").read_text())
     sets = designs["quality"]["sets"]
     assert [*sets] == ["generated", "natural, held out", "composition"]
@@ -205,6 +207,12 @@ def test_the_statistics_are_those_of_the_sets_and_a_copy_is_named(run: Path, pag
     assert rows[0][4:] == ["protein7 a copy", "100.0%"]
     assert rows[2][4:] == ["none found", "–"]
     assert [one["in_training"] for one in designs["proteins"]] == [True, False, False, False]
+    manifest = json.loads((run / "data" / "manifest.json").read_text())
+    for place, what in enumerate(("sequences", "residues", "clusters"), start=1):
+        expected = [[manifest["counts"][f"{split}_{what}"]] for split in manifest["digests"]]
+        assert page.column("splits", place) == expected
+    assert [text(row[4]) for row in page.rows("splits")] == [*manifest["digests"].values()]
+    assert page.column("searches", 2) == [[5]]
 
 
 def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, page: Page) -> None:
@@ -225,16 +233,6 @@ def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, pa
     assert all(low < value < high for value, low, high in shown)
     np.testing.assert_allclose(np.ravel(page.column("designs", 3)), np.exp(nelbo), rtol=1e-5)
     assert page.column("designs", 1) == [[len(sequence)] for sequence in sequences]
-
-
-def test_the_data_are_the_manifests(run: Path, page: Page) -> None:
-    manifest = json.loads((run / "data" / "manifest.json").read_text())
-    counts = manifest["counts"]
-    for place, what in enumerate(("sequences", "residues", "clusters"), start=1):
-        expected = [[counts[f"{split}_{what}"]] for split in manifest["digests"]]
-        assert page.column("splits", place) == expected
-    assert [text(row[4]) for row in page.rows("splits")] == [*manifest["digests"].values()]
-    assert page.column("searches", 2) == [[5]]
 
 
 def test_the_page_has_no_outer_address_no_markup_of_names_and_no_passwords(
@@ -269,8 +267,8 @@ def sources(folder: Path) -> Sources:
     return Sources(folder, folder / "model", folder.parent / "data")
 
 
-def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) -> None:
-    """Of an evaluation of a foreign export, in one cluster; nothing else is there."""
+def test_what_is_missing_is_said_with_the_command_that_gives_it(run: Path, tmp_path: Path) -> None:
+    """Of an evaluation of a foreign export, in one cluster, and of metrics alone."""
     with pytest.raises(DataError, match=str(tmp_path)):
         gather(sources(tmp_path))
     write_evaluation(tmp_path, evaluation_of({}, foreign=True))
@@ -280,11 +278,9 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
     assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
     for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
         assert command in page.text
-
-
-def test_a_run_without_an_evaluation_has_its_curves(run: Path, tmp_path: Path) -> None:
-    shutil.copy(run / "diffusion" / "metrics.jsonl", tmp_path)
-    page = Page(write_report(sources(tmp_path)).read_text())
+    (tmp_path / "curves").mkdir()
+    shutil.copy(run / "diffusion" / "metrics.jsonl", tmp_path / "curves")
+    page = Page(write_report(sources(tmp_path / "curves")).read_text())
     assert re.findall('<section id="([a-z]+)">', page.source) == ["training", "settings", "missing"]
     assert "17.500" in page.text
     rows = [{"step": step, "loss": 1.0} for step in range(1, 9)]

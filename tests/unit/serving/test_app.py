@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -75,8 +76,7 @@ def test_pings_and_the_version_are_answered(service: Service) -> None:
         assert client.get("/ping").status_code == client.get("/health").status_code == 200
         assert client.get("/version").json() == __version__
         response = client.get("/invocations")
-        assert response.status_code == 405
-        assert {*response.json()} == {"error_code", "message"}
+    assert (response.status_code, {*response.json()}) == (405, {"error_code", "message"})
 
 
 # Requests of wrong contents: the beginning of the message, which names the field → the body.
@@ -156,39 +156,33 @@ def test_a_hostile_request_is_rejected_in_a_short_answer(
     assert "junk junk junk junk" not in document["message"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        table("sequence", "M" * 60, "M" * 41),
-        table("sequence", "M_" * 17, task="infill", number=3),
-        table("length", 60, 41, task="generate"),
-        table("length", None, task="generate", number=10**30),
-    ],
-)
 def test_a_request_for_too_much_is_rejected_before_the_work(
-    exports: Exports, body: dict[str, Any], monkeypatch: MonkeyPatch
+    exports: Exports, monkeypatch: MonkeyPatch
 ) -> None:
     service = Service(load_export(exports.masked), max_residues=100)
     monkeypatch.setattr(service, "denoiser", lambda *_: pytest.fail("it has begun"))
     with asking(service) as ask:
-        status, document = ask(body)
-    assert status == 400
-    assert "residues; this server accepts 100 per request" in document["message"]
+        for body in (
+            table("sequence", "M" * 60, "M" * 41),
+            table("sequence", "M_" * 17, task="infill", number=3),
+            table("length", 60, 41, task="generate"),
+            table("length", None, task="generate", number=10**30),
+        ):
+            status, document = ask(body)
+            assert status == 400
+            assert "residues; this server accepts 100 per request" in document["message"]
 
 
-def in_form(form: str, columns: dict[str, list[Any]]) -> dict[str, Any]:
-    names, rows = [*columns], [*zip(*columns.values(), strict=True)]
-    if form.endswith("columns"):
-        return {form.split()[0]: columns}
-    if form == "dataframe_split":
-        return {form: {"columns": names, "data": rows}}
-    return {form.split()[0]: [dict(zip(names, row, strict=True)) for row in rows]}
-
-
-FORMS = [
-    *("inputs columns", "inputs rows", "instances columns", "instances rows"),
-    *("dataframe_records", "dataframe_split"),
-]
+# Form → the body of a request with these cells of a column `sequence`.
+FORMS: dict[str, Callable[[list[Any]], Any]] = {
+    "inputs": lambda cells: {"sequence": cells},
+    "instances": lambda cells: [{"sequence": cell} for cell in cells],
+    "dataframe_records": lambda cells: [{"sequence": cell} for cell in cells],
+    "dataframe_split": lambda cells: {
+        "columns": ["sequence"],
+        "data": [[cell] for cell in cells],
+    },
+}
 PROTEIN = st.text(RESIDUES + RESIDUES.lower(), min_size=1, max_size=5)
 # Texts that hold something else than residues, also where a conversion would drop or replace it.
 NO_PROTEIN = st.sampled_from(["", " ", "MK1", "MKT\0", "\0", "МКТ", "MK\u200b", "Ｍ", "M\xa0"])
@@ -199,12 +193,11 @@ NO_TEXT = st.one_of(
 
 
 @given(
-    form=st.sampled_from(FORMS),
+    form=st.sampled_from([*FORMS]),
     cells=st.lists(PROTEIN | NO_PROTEIN | NO_TEXT, min_size=1, max_size=3),
 )
 def test_only_residues_are_scored_in_any_form(ask: Ask, form: str, cells: list[Any]) -> None:
-    body = in_form(form, {"sequence": cells}) | {"params": {"masks_per_sequence": 1}}
-    status, document = ask(body)
+    status, document = ask({form: FORMS[form](cells), "params": {"masks_per_sequence": 1}})
     good = [isinstance(x, str) and x != "" and {*x.upper()} <= {*RESIDUES} for x in cells]
     assert status == (200 if all(good) else 400), document
     if status == 200:
@@ -233,29 +226,21 @@ def test_a_defect_shows_nothing(ask: Ask, service: Service, monkeypatch: MonkeyP
     assert "diverged" in document["message"]
 
 
-@pytest.fixture
-def measured(service: Service, monkeypatch: MonkeyPatch) -> Service:
-    """The service, if it computed a pass in a second, and a thousand tokens in another."""
+def test_work_that_would_be_late_is_refused(service: Service, monkeypatch: MonkeyPatch) -> None:
+    # As if it computed a pass in a second, and a thousand tokens in another.
     monkeypatch.setattr(service, "speed", Speed(1.0, 0.001))
-    return service
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        table("sequence", "M" * 100, masks_per_sequence=600),
-        table("length", 98, task="generate", steps=100, number=6),
-        table("sequence", "M" * 28 + "_" * 70, task="infill", number=9),
-    ],
-)
-def test_work_that_would_be_late_is_refused(measured: Service, body: dict[str, Any]) -> None:
-    app = application(measured, 60)
-    with TestClient(app) as client:
-        response = client.post("/invocations", json=body)
-    assert (response.status_code, response.json()["error_code"]) == (429, "RESOURCE_EXHAUSTED")
-    assert 1 <= int(response.headers["Retry-After"]) <= 60
-    assert "would not be finished within 60 seconds" in response.json()["message"]
-    with asking(measured, 6000) as ask:
+    with TestClient(application(service, 60)) as client:
+        for body in (
+            table("sequence", "M" * 100, masks_per_sequence=600),
+            table("length", 98, task="generate", steps=100, number=6),
+            table("sequence", "M" * 28 + "_" * 70, task="infill", number=9),
+        ):
+            response = client.post("/invocations", json=body)
+            assert response.status_code == 429
+            assert response.json()["error_code"] == "RESOURCE_EXHAUSTED"
+            assert 1 <= int(response.headers["Retry-After"]) <= 60
+            assert "would not be finished within 60 seconds" in response.json()["message"]
+    with asking(service, 6000) as ask:
         assert ask(table("sequence", "MKT", masks_per_sequence=1))[0] == 200
 
 
