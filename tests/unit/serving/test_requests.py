@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm import __version__, load_model
+from d2plm.api import SequenceModel
 from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import CANONICAL, RESIDUES
 from d2plm.export.exported_model import ExportedModel, load_export
@@ -345,3 +346,91 @@ def test_many_requests_at_a_time_have_the_answers_of_each_alone(ask: Ask) -> Non
     with ThreadPoolExecutor(6) as pool:
         assert [rows_of(answer) for answer in pool.map(ask, bodies)] == alone
     assert np.isfinite([rows[0]["nats"] for rows in alone]).all()
+
+
+FAMILY = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
+RELATED = ["MKTAYIAKQRLI", "GSHMLVAGG"]
+
+
+@pytest.fixture(scope="module")
+def library(exports: Exports) -> SequenceModel:
+    return load_model(exports.related)
+
+
+@pytest.fixture(scope="module")
+def ask_related(exports: Exports) -> Iterator[Ask]:
+    """(columns, **params) → (status, document)."""
+    with asking(Service(load_export(exports.related), 65536)) as ask:
+        yield lambda columns, **params: ask({"inputs": columns, "params": params})
+
+
+def column_of(answer: tuple[int, Any], column: str) -> list[Any]:
+    return [row[column] for row in rows_of(answer)]
+
+
+def test_scores_given_relatives_are_those_of_the_library(
+    ask_related: Ask, library: SequenceModel
+) -> None:
+    given = column_of(ask_related({"sequence": RELATED}, relatives=FAMILY, max_relatives=2), "nats")
+    expected = library.score(RELATED, relatives=FAMILY, max_relatives=2)
+    assert given == pytest.approx([one.nats for one in expected], rel=1e-6)
+    alone = column_of(ask_related({"sequence": RELATED}), "nats")
+    assert alone == pytest.approx([one.nats for one in library.score(RELATED)], rel=1e-6)
+    assert all(one != pytest.approx(other) for one, other in zip(given, alone, strict=True))
+    assert column_of(ask_related({"sequence": RELATED}, relatives=[]), "nats") == alone
+    long = (FAMILY[0] * 200)[:3000]  # is cut
+    found = column_of(ask_related({"sequence": RELATED}, relatives=[long]), "nats")
+    expected = library.score(RELATED, relatives=[long[:2048]])
+    assert found == pytest.approx([one.nats for one in expected], rel=1e-6)
+
+
+def test_designs_given_relatives_are_those_of_the_library(
+    ask_related: Ask, library: SequenceModel
+) -> None:
+    settings = {"steps": 4, "seed": 3, "relatives": FAMILY}
+    answer = ask_related({"length": [None]}, task="generate", number=6, **settings)
+    found = column_of(answer, "sequence")
+    assert found == library.generate(6, **settings)
+    assert {len(text) for text in found} <= {len(text) for text in FAMILY}
+    assert all(text.endswith("relatives=5") for text in column_of(answer, "settings"))
+    template = "MKT____KQR__"
+    filled = column_of(
+        ask_related({"sequence": [template]}, task="infill", number=3, **settings), "sequence"
+    )
+    assert filled == library.infill(template, 3, **settings)
+    assert filled != library.infill(template, 3, steps=4, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"relatives": "MKT"}, "params.relatives='MKT': "),
+        ({"relatives": ["MKT", "MJT"]}, "relative 1: the sequence holds 'J'"),
+        ({"relatives": ["XX"]}, "there are no relatives"),
+        ({"relatives": [""] * 250_000}, "params.relatives=['', '', "),
+        ({"relatives": FAMILY, "max_relatives": 17}, "params.max_relatives=17: "),
+        ({"relatives": ["M" * 40_000] * 2}, "relatives: the request has"),
+        ({"max_relatives": 3}, "max_relatives=3: "),
+    ],
+)
+def test_bad_relatives_are_rejected(ask_related: Ask, params: dict[str, Any], reason: str) -> None:
+    status, document = ask_related({"sequence": ["MKT"]}, **params)
+    assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+    assert reason in document["message"]
+    assert len(document["message"]) < 600
+
+
+def test_what_gives_a_protein_away_is_left_out_of_its_relatives(ask_related: Ask) -> None:
+    away = [f"GG{RELATED[0]}GG", RELATED[0], RELATED[0][3:9]]
+    columns = {"sequence": RELATED[:1]}
+    more, fewer = (ask_related(columns, relatives=one) for one in ([*FAMILY, *away], FAMILY))
+    assert column_of(more, "nats") == column_of(fewer, "nats")
+    status, document = ask_related({"sequence": RELATED[:1]}, relatives=away)
+    assert status == 400
+    assert document["message"].startswith("relatives: ")
+
+
+def test_a_model_that_takes_no_relatives_rejects_them(ask: Ask) -> None:
+    status, document = ask(table("sequence", "MKT", relatives=FAMILY))
+    assert status == 400
+    assert document["message"].startswith("relatives: not supported")
