@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from d2plm.core.errors import DataError, ModelError
 from d2plm.core.vocabulary import decode
 from d2plm.data.family import read_family
 from d2plm.data.fasta import read_fasta, write_fasta
+from d2plm.data.manifest import open_prepared
 from d2plm.evaluation.family_bound import (
     ADAPTED,
     BASE,
@@ -85,7 +87,14 @@ def test_a_family_is_adapted_to_compared_and_grown(
     def train_here(file: Path, *_: object) -> None:
         assert main(["train", f"--config-file={file}"]) == 0
 
+    def first_members(held_out: list[Any], folder: Path, *_: Any, **__: Any) -> list[list[Any]]:
+        few = [
+            SimpleNamespace(tokens=one) for one in islice(open_prepared(folder).splits["train"], 2)
+        ]
+        return [few for _ in held_out]
+
     monkeypatch.setattr(adaptation, "train_locally", train_here)
+    monkeypatch.setattr(adaptation, "retrieve_relatives", first_members)  # searches take seconds
     words = ["trainer.lora_rank=2", "max_general_loss=9", "identity=0.7", "tracking=mlflow"]
     config = configured(*words)
     found, work = run(config), tmp_path / "work"
