@@ -74,7 +74,12 @@ def started(monkeypatch: MonkeyPatch, tmp_path: Path, proteins: list[Any]) -> li
     folder = tmp_path / "run" / "data"
     chosen = {"train": proteins[:20], "validation": proteins[20:25]}
     stores = {name: write_store(folder / f"{name}_lmdb", some) for name, some in chosen.items()}
-    monkeypatch.setattr("d2plm.assembly.sweep._run_here", lambda runs, *_: calls.append(runs))
+
+    def record(runs: dict[str, Any], commands: list[str], parallel: int) -> None:
+        assert (list(commands), parallel) == (["train"], 1)
+        calls.append(runs)
+
+    monkeypatch.setattr("d2plm.assembly.sweep._run_here", record)
     monkeypatch.setattr("d2plm.assembly.training_run.open_stores", lambda config: stores)
     return calls
 
