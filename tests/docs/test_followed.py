@@ -77,7 +77,7 @@ def test_python_blocks_run(document: Path, followed: Followed, monkeypatch: Monk
 PAGE = ROOT / "docs" / "data.md"
 
 
-def test_every_block_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_block_of_the_page_on_data_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = copy_of_the_tree(tmp_path_factory.mktemp("alphabets") / "d2plm")
     followed = follow("".join(as_bash(block) for block in blocks(PAGE) if block.language), folder)
     assert followed["exit_code"] == 0, followed["output"]
