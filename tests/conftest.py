@@ -80,6 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("thorough")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests wait for their processes, and for each other."""
     return usable_cores() + 1
@@ -162,22 +163,35 @@ def write_store(
     return SequenceStore(path)
 
 
-def prepare_few(folder: Path) -> Path:
-    """30 proteins, prepared by the quickest settings in `folder`/prepared."""
+@pytest.fixture(scope="session")
+def few_prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 proteins, prepared by the quickest settings once for all workers; to be read only."""
     from d2plm.data.prepare import prepare
     from d2plm.settings.data import ClusterSettings, Resources, SearchSettings, SplitSettings
 
-    with gzip.open(FASTA.with_name("uniprot_500.fasta.gz"), "rt") as file:
-        (folder / "few.fasta").write_text(">".join(file.read().split(">")[:31]))
-    prepare(
-        folder / "few.fasta",
-        folder / "prepared",
-        split=SplitSettings(validation_fraction=0.2, search_directions="from_held_out"),
-        clustering=ClusterSettings(method="none"),
-        search=SearchSettings(sensitivity=1.0),
-        resources=Resources(threads=1),
-    )
-    return folder / "prepared"
+    def fill(folder: Path) -> None:
+        with gzip.open(FASTA.with_name("uniprot_500.fasta.gz"), "rt") as file:
+            (folder / "few.fasta").write_text(">".join(file.read().split(">")[:31]))
+        prepare(
+            folder / "few.fasta",
+            folder / "prepared",
+            split=SplitSettings(validation_fraction=0.2, search_directions="from_held_out"),
+            clustering=ClusterSettings(method="none"),
+            search=SearchSettings(sensitivity=1.0),
+            resources=Resources(threads=1),
+        )
+
+    return shared_folder(tmp_path_factory, "few", fill) / "prepared"
+
+
+@pytest.fixture(scope="session")
+def new_mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs, to copy: making its tables takes seconds."""
+    from d2plm.tracking.sqlite_store import create_store
+
+    file = "mlflow.db"
+    folder = shared_folder(tmp_path_factory, "mlflow_store", lambda made: create_store(made / file))
+    return folder / file
 
 
 @pytest.fixture
@@ -223,12 +237,6 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         centre = 1.0 if name.endswith("_norm.weight") else 0.0
         parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
-
-
-@pytest.fixture(scope="session")
-def randomised() -> Callable[[torch.nn.Module], None]:
-    """Overwrites every parameter of a model by fixed random values."""
-    return randomise
 
 
 @dataclass(frozen=True)

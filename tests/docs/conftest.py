@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,10 @@ def end_session(session: int, seconds: float = 60) -> int:
 
 
 def in_session(session: int) -> list[int]:
+    """The processes of a session that have not ended."""
     members = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(its_session) == session and state != "Z":
-            members.append(int(entry.name))
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, _, its = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            members += [int(entry.name)] * (int(its) == session and state != "Z")
     return members

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,88 +31,60 @@ from tests.conftest import FASTA, Exports, Tokens, shared_folder
 
 EXAMPLES = FASTA.parents[1]
 ROOT = EXAMPLES.parent
-SMALL = ["--token-budget", "400", "--max-length", "100"]
-
-Run = Callable[..., str]
 
 
-def run_example(name: str, *arguments: object) -> None:
+def run(name: str, *arguments: object) -> None:
     """Run a script in this process, whose imports are done."""
-    argv = sys.argv
-    sys.argv = [name, *map(str, arguments)]
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    finally:
-        sys.argv = argv
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """(script, arguments) → what it printed."""
-
-    def of(name: str, *arguments: object) -> str:
-        run_example(name, *arguments)
-        return capsys.readouterr().out
-
-    return of
 
 
 @pytest.fixture(scope="session")
-def few(tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]) -> Path:
-    """A FASTA file of 60 short pieces of real proteins."""
-    file = tmp_path_factory.mktemp("few") / "few.fasta"
-    pieces = (decode(tokens[:80]) for tokens in proteins[:60])
-    write_fasta(file, ((f"piece{index}", piece) for index, piece in enumerate(pieces)))
-    return file
+def trained(tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens]) -> Path:
+    """The output of without_hydra.py, of 60 short pieces of real proteins."""
 
+    def fill(folder: Path) -> None:
+        pieces = (decode(tokens[:80]) for tokens in proteins[:60])
+        records = ((f"piece{index}", piece) for index, piece in enumerate(pieces))
+        write_fasta(folder / "few.fasta", records)
+        small = ["--steps", 3, "--token-budget", 400, "--max-length", 100]
+        run("without_hydra.py", folder / "few.fasta", folder, *small)
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, few: Path) -> Path:
-    """The output of without_hydra.py."""
-    return shared_folder(
-        tmp_path_factory,
-        "trained",
-        lambda folder: run_example("without_hydra.py", few, folder, "--steps", 3, *SMALL),
-    )
+    return shared_folder(tmp_path_factory, "trained", fill)
 
 
 def test_without_hydra_leaves_an_evaluated_model_that_knows_its_data(trained: Path) -> None:
-    exported = load_export(trained / "model")
-    prepared = open_prepared(trained / "prepared")
+    folder = trained / "model"
+    exported, prepared = load_export(folder), open_prepared(trained / "prepared")
     assert exported.provenance["step"] == 3
     assert exported.provenance["data"][0]["digests"] == {
         split: store.digest for split, store in prepared.splits.items()
     }
-    evaluation, scores = load_scores(trained / "model")
+    evaluation, scores = load_scores(folder)
     assert evaluation.sequences == len(prepared.splits["validation"]) == len(scores["nats"])
     assert int(exported.lengths.counts.sum()) == len(prepared.splits["train"])
-
-
-def test_a_missing_file_is_named_in_one_line(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(SystemExit, match=r"^error: .*absent\.fasta"):
-        run("without_hydra.py", tmp_path / "absent.fasta", tmp_path / "output")
-
-
-def test_the_card_has_the_figures_the_counts_and_the_digests(trained: Path) -> None:
-    folder = trained / "model"
-    card, evaluation = (folder / "README.md").read_text(), load_scores(folder)[0]
+    card = (folder / "README.md").read_text()
     assert as_markdown(evaluation) in card
-    for digest in evaluation.digests.values():
-        assert digest in card
+    assert all(digest in card for digest in evaluation.digests.values())
     data = ModelCard.load(folder / "README.md").data
     assert data.library_name == "d2plm"
     assert data.eval_results[0].metric_value == round(evaluation.model.perplexity.value, 4)
 
 
+def test_a_missing_file_is_named_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^error: .*absent\.fasta"):
+        run("without_hydra.py", tmp_path / "absent.fasta", tmp_path / "output")
+
+
 def test_a_card_says_what_is_not_known_and_what_the_model_cannot_do(exports: Exports) -> None:
-    masked, uniform = (
-        (folder / "README.md").read_text() for folder in (exports.masked, exports.uniform)
-    )
+    folders = exports.masked, exports.uniform
+    masked, uniform = ((folder / "README.md").read_text() for folder in folders)
     assert "Not evaluated yet" in masked and "Not evaluated yet" in uniform
     assert "score_mutations(" in masked and "score_mutations(" not in uniform
     exported = load_export(exports.masked)
-    provenance = {**exported.provenance, "data_license": "CC BY 4.0", "residues": "shuffled"}
-    card = type(exported)(**{**vars(exported), "provenance": provenance}).card()
+    known = {**exported.provenance, "data_license": "CC BY 4.0", "residues": "shuffled"}
+    card = replace(exported, provenance=known).card()
     assert "CC BY 4.0" in card and "not a model of proteins" in card
 
 
@@ -124,20 +96,10 @@ def test_the_folder_alone_works_with_the_core_dependencies_as_its_card_says(
     card = (folder / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
     assert [len([line for line in block.splitlines() if line]) for block in blocks] == [7, 5]
-    distributions, modules = core()
-    job = {
-        "blocks": blocks,
-        "distributions": sorted(distributions),
-        "allowed": sorted(modules),
-        "root": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", ALONE, json.dumps(job)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    distributions, modules = map(sorted, core())
+    job = {"blocks": blocks, "distributions": distributions, "allowed": modules, "root": str(ROOT)}
+    words = [sys.executable, "-I", "-c", ALONE, json.dumps(job)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said, logits = json.loads(done.stdout.splitlines()[-1])
     generated, designs, *scores, mutations = said.splitlines()
@@ -219,7 +181,7 @@ class Harmful:
         return Path.touch, (self.path,)
 
 
-def test_an_lmdb_of_pickles_is_converted_and_runs_nothing(run: Run, tmp_path: Path) -> None:
+def test_an_lmdb_of_pickles_is_converted_and_runs_nothing(tmp_path: Path) -> None:
     def store(name: str, values: dict[bytes, object]) -> Path:
         with lmdb.open(str(tmp_path / name)) as environment, environment.begin(write=True) as to:
             for key, value in values.items():
@@ -228,9 +190,8 @@ def test_an_lmdb_of_pickles_is_converted_and_runs_nothing(run: Run, tmp_path: Pa
 
     rows = {b"0": {"id": "a", "primary": "MK"}, b"1": {b"Seq": b"AC"}, b"2": "WY", b"length": 3}
     output = tmp_path / "proteins.jsonl.gz"
-    assert "3 records" in run("lmdb_of_pickles.py", store("plain", rows), output)
-    lines = gzip.decompress(output.read_bytes()).splitlines()
-    assert [json.loads(line) for line in lines] == [
+    run("lmdb_of_pickles.py", store("plain", rows), output)
+    assert [json.loads(line) for line in gzip.decompress(output.read_bytes()).splitlines()] == [
         {"id": "a", "primary": "MK"},
         {"Seq": "AC"},
         {"id": "2", "sequence": "WY"},

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tests.cluster import NAMESPACE, Cluster, Script
 from tests.conftest import FASTA
 from tests.manifests import K8S
 
-pytest.importorskip("kubeflow.trainer", reason="the Kubeflow SDK is not installed")
+if find_spec("kubeflow") is None:
+    pytest.skip("the Kubeflow SDK is not installed", allow_module_level=True)
 
 EXAMPLE = FASTA.parents[1] / "kubeflow_sdk.py"
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as lightning
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 
 from benchmarks.workload import OPTIMIZER, Workload, workload_of
 from d2plm.export.exported_model import ExportedModel, load_export
@@ -18,7 +16,7 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.learning_rate import constant
 from d2plm.training.trainer import Trainer
-from tests.conftest import FASTA, TINY_SIZES, prepare_few
+from tests.conftest import FASTA, TINY_SIZES
 from tests.ranks import run
 
 SMALL_FASTA = FASTA.with_name("uniprot_500.fasta.gz")
@@ -41,20 +39,18 @@ class KeepLosses(Callback):
         self.losses.append(float(trainer.loss))
 
 
-class Keep(lightning.Callback):
-    """The loss of every step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
     tiny_workload: Workload, tmp_path: Path
 ) -> None:
-    kept, theirs, model = KeepLosses(), Keep(), tiny_workload.new_model()
+    import pytorch_lightning as lightning
+    from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
+
+    losses: list[float] = []
+
+    def keep(_trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+        losses.append(float(outputs["loss"]))
+
+    kept, model = KeepLosses(), tiny_workload.new_model()
     settings = {"device": "cpu", "precision": "fp32", "ema_decay": 0.5}
     ours = tiny_workload.trainer(callbacks=(kept,), max_steps=STEPS, **settings)
     ours.train()
@@ -74,7 +70,10 @@ def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
         val_check_interval=2,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        callbacks=[theirs, average, ModelCheckpoint(tmp_path, every_n_train_steps=2)],
+        callbacks=[
+            *(LambdaCallback(on_train_batch_end=keep), average),
+            ModelCheckpoint(tmp_path, every_n_train_steps=2),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -84,8 +83,8 @@ def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
         ),
         datamodule=Data(tmp_path, sequences=8, **SIZES),
     )
-    assert theirs.losses == pytest.approx(kept.losses, rel=1e-6)
-    assert len({round(loss, 3) for loss in theirs.losses}) == STEPS
+    assert losses == pytest.approx(kept.losses, rel=1e-6)
+    assert len({round(loss, 3) for loss in losses}) == STEPS
     expected, shadow = ours.ema.shadow, average.weights()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, ours.parameters[name], rtol=1e-4, atol=1e-6)
@@ -107,12 +106,13 @@ def exported(prepared: Path, output: Path, *more: str) -> ExportedModel:
 
 
 @pytest.mark.thorough
-def test_the_lightning_script_shards_the_model_and_resumes(tmp_path: Path) -> None:
-    prepared = prepare_few(tmp_path)
-    whole = exported(prepared, tmp_path / "whole")
+def test_the_lightning_script_shards_the_model_and_resumes(
+    few_prepared: Path, tmp_path: Path
+) -> None:
+    whole = exported(few_prepared, tmp_path / "whole")
     assert (whole.provenance["step"], whole.max_length) == (4, 64)
     half = tmp_path / "whole" / "checkpoints" / "epoch=0-step=2.ckpt"
-    resumed = exported(prepared, tmp_path / "resumed", "--resume", str(half))
+    resumed = exported(few_prepared, tmp_path / "resumed", "--resume", str(half))
     for name, parameter in resumed.model.named_parameters():
         assert torch.equal(parameter, dict(whole.model.named_parameters())[name]), name
 

@@ -34,13 +34,12 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_what_may_follow(line: str, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_what_may_follow(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "proteins.fasta").touch()
     (tmp_path / "data" / ".hidden").touch()
     monkeypatch.chdir(tmp_path)
-    assert candidates(line) == LINES[line]
+    assert {line: candidates(line) for line in LINES} == LINES
 
 
 def test_completion_help_and_a_wrong_key_import_nothing_that_is_slow() -> None:
@@ -60,7 +59,12 @@ def test_completion_help_and_a_wrong_key_import_nothing_that_is_slow() -> None:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_after_what_it_takes_for_a_word(tmp_path: Path) -> None:
+def test_each_shell_has_a_script_and_bash_completes_after_what_it_takes_for_a_word(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert "completion candidates" in capsys.readouterr().out
     program = tmp_path / "d2plm"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m d2plm "$@"\n')
     program.chmod(0o755)
@@ -70,19 +74,8 @@ def test_bash_completes_after_what_it_takes_for_a_word(tmp_path: Path) -> None:
         'printf "[%s]" "${COMPREPLY[@]}"; echo; done'
     )
     lines = ["d2plm train model=nan", "d2plm data st", "d2plm tra"]
-    ran = subprocess.run(
-        [shutil.which("bash") or "", "--norc", "-c", script, str(program), *lines],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=REPOSITORY,
-    )
+    words = [shutil.which("bash") or "", "--norc", "-c", script, str(program), *lines]
+    ran = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY)
     assert ran.returncode == 0, ran.stderr
-    words = ["complete -o nospace -F _d2plm d2plm", "[nano ]", "[stats ]", "[train ]"]
-    assert ran.stdout.splitlines() == words
-
-
-def test_each_shell_has_a_script(capsys: Captured) -> None:
-    for shell in ("bash", "zsh", "fish"):
-        assert main(["completion", shell]) == 0
-        assert "completion candidates" in capsys.readouterr().out
+    expected = ["complete -o nospace -F _d2plm d2plm", "[nano ]", "[stats ]", "[train ]"]
+    assert ran.stdout.splitlines() == expected

@@ -1,8 +1,11 @@
 """`d2plm adapt`: the split, the interpolation towards the base, the files, and rejected input."""
 
 import json
+import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +18,11 @@ from d2plm.assembly.adaptation import INTERPOLATIONS
 from d2plm.cli import main
 from d2plm.commands.adapt import run
 from d2plm.config import compose
-from d2plm.core.errors import ConfigError, DataError, ModelError
+from d2plm.core.errors import DataError, ModelError
 from d2plm.core.vocabulary import decode
 from d2plm.data.family import read_family
 from d2plm.data.fasta import read_fasta, write_fasta
+from d2plm.data.manifest import open_prepared
 from d2plm.evaluation.family_bound import (
     ADAPTED,
     BASE,
@@ -41,24 +45,16 @@ TINY = (
     *("trainer.max_steps=3", "callbacks.evaluation.every=2", "callbacks.checkpoint.every=2"),
     *("data.token_budget=1024", "evaluation.masks_per_sequence=1", "generation.number=3"),
     *("generation.steps=4", "tracking=none", "trainer.compile=false"),
-    # A search that is coarse, and finds planted families.
-    *("data.cluster.method=linclust", "data.search.sensitivity=1", "data.relatives_sensitivity=1"),
+    # Few and coarse searches, which find planted families.
+    *("data.cluster.method=none", "data.search.sensitivity=1", "data.relatives_sensitivity=1"),
+    *("data.search_directions=from_held_out", "data.max_relatives=2"),
 )
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first 60 residues of 102 proteins."""
-    file = tmp_path_factory.mktemp("family") / "family.fasta"
-    write_fasta(file, ((one.name, decode(one.tokens[:60])) for one in read_fasta(FAMILY)))
-    return file
-
-
-@pytest.fixture(scope="module")
-def general(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("general") / "general.fasta"
-    records = [one for one, _ in zip(read_fasta(FASTA), range(10), strict=False)]
-    write_fasta(file, ((one.name, decode(one.tokens[:120])) for one in records))
+def beginnings(source: Path, number: int, file: Path) -> Path:
+    """A FASTA file of the first 60 residues of the first proteins of `source`."""
+    few = islice(read_fasta(source), number)
+    write_fasta(file, ((one.name, decode(one.tokens[:60])) for one in few))
     return file
 
 
@@ -71,12 +67,16 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_dit: Callable[..., Any])
 
 
 @pytest.fixture
-def configured(family: Path, general: Path, base: Path, tmp_path: Path) -> Callable[..., Any]:
+def configured(base: Path, tmp_path: Path, new_mlflow_store: Path) -> Configured:
     """Overrides → the configuration of an adaptation of a few steps."""
+    family = beginnings(FAMILY, 60, tmp_path / "family.fasta")
+    general = beginnings(FASTA, 4, tmp_path / "general.fasta")
+    store = shutil.copy(new_mlflow_store, tmp_path)
 
     def of(*words: str) -> Any:
         own = [f"input='{family}'", f"init_from='{base}'", f"general='{general}'"]
-        return compose("adapt", [*own, f"work_dir='{tmp_path / 'work'}'", *TINY, *words])
+        own += [f"work_dir='{tmp_path / 'work'}'", f"tracking.uri='sqlite:///{store}'"]
+        return compose("adapt", [*own, *TINY, *words])
 
     return of
 
@@ -87,7 +87,14 @@ def test_a_family_is_adapted_to_compared_and_grown(
     def train_here(file: Path, *_: object) -> None:
         assert main(["train", f"--config-file={file}"]) == 0
 
+    def first_members(held_out: list[Any], folder: Path, *_: Any, **__: Any) -> list[list[Any]]:
+        few = [
+            SimpleNamespace(tokens=one) for one in islice(open_prepared(folder).splits["train"], 2)
+        ]
+        return [few for _ in held_out]
+
     monkeypatch.setattr(adaptation, "train_locally", train_here)
+    monkeypatch.setattr(adaptation, "retrieve_relatives", first_members)  # searches take seconds
     words = ["trainer.lora_rank=2", "max_general_loss=9", "identity=0.7", "tracking=mlflow"]
     config = configured(*words)
     found, work = run(config), tmp_path / "work"
@@ -119,16 +126,11 @@ def test_a_family_is_adapted_to_compared_and_grown(
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "message"),
-    [
-        (["identity=2"], ConfigError, "identity=2"),
-        (["init_from=nowhere"], ModelError, "nowhere"),
-        (["general=nowhere.fasta"], DataError, "nowhere.fasta"),
-    ],
+    ("word", "error"), [("init_from=nowhere", ModelError), ("general=nowhere.fasta", DataError)]
 )
-def test_bad_words(words: list[str], error: type, message: str, configured: Configured) -> None:
-    with pytest.raises(error, match=message):
-        run(configured(*words))
+def test_what_is_not_there_is_named(word: str, error: type, configured: Configured) -> None:
+    with pytest.raises(error, match=word.partition("=")[2]):
+        run(configured(word))
 
 
 def test_a_family_of_copies_is_rejected(configured: Configured, tmp_path: Path) -> None:

@@ -43,21 +43,18 @@ def test_json_is_a_list_and_a_failure_exits_with_1(machine: Path, capsys: Captur
     assert captured.err.strip().startswith("d2plm: error: 1 of ")
 
 
-def test_a_cluster_is_checked(machine: Path, monkeypatch: MonkeyPatch, capsys: Captured) -> None:
+def test_a_cluster_is_checked_unless_it_is_unwanted(
+    machine: Path, monkeypatch: MonkeyPatch, capsys: Captured
+) -> None:
     api = Api()
     api.answers[NODES] = 403
     with serving(api) as address:
         monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
+        for word in ("cluster=false", "launcher=local"):
+            assert main(["doctor", "tracking=none", word]) == 0
+        assert not api.asked
+        capsys.readouterr()
         assert main(["doctor", "--json", "launcher=pytorchjob", "tracking=none"]) == 0
     rows = {row["check"]: row["status"] for row in json.loads(capsys.readouterr().out)}
     assert rows["API server"] == rows["permissions"] == rows["claim d2plm-workspace"] == "ok"
     assert rows["GPUs"] == "skipped"
-
-
-@pytest.mark.parametrize("word", ["cluster=false", "launcher=local"])
-def test_an_unwanted_cluster_is_left(word: str, machine: Path, monkeypatch: MonkeyPatch) -> None:
-    api = Api()
-    with serving(api) as address:
-        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
-        assert main(["doctor", "tracking=none", word]) == 0
-    assert not api.asked

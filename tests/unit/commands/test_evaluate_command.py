@@ -24,11 +24,7 @@ from tests.conftest import Captured, DiTFactory, MonkeyPatch, write_store
 
 Export = Callable[..., Path]
 Run = Callable[..., Evaluation]
-
-
-@pytest.fixture
-def stores(stores_to_evaluate: dict[str, SequenceStore]) -> dict[str, SequenceStore]:
-    return stores_to_evaluate
+Stores = dict[str, SequenceStore]
 
 
 @pytest.fixture
@@ -45,8 +41,8 @@ def export(tmp_path: Path, tiny_dit: DiTFactory) -> Export:
 
 
 @pytest.fixture
-def run(tmp_path: Path, stores: dict[str, SequenceStore], monkeypatch: MonkeyPatch) -> Run:
-    monkeypatch.setattr(evaluate, "open_stores", lambda config: stores)
+def run(tmp_path: Path, stores_to_evaluate: Stores, monkeypatch: MonkeyPatch) -> Run:
+    monkeypatch.setattr(evaluate, "open_stores", lambda config: stores_to_evaluate)
     # The figures are tested elsewhere, and take seconds.
     monkeypatch.setattr(evaluate, "plot", lambda *_: None)
     monkeypatch.setattr("d2plm.export.report_page.draw", lambda *content: defaultdict(str))
@@ -64,8 +60,7 @@ def test_figures_are_used_again(export: Export, run: Run, tmp_path: Path, capsys
     model = export()
     first = run(model)
     assert f'value="{first.model.nelbo.value}"' in (tmp_path / "out" / "report.html").read_text()
-    assert first.sequences == 6
-    assert first.clusters == 5
+    assert (first.sequences, first.clusters) == (6, 5)
     assert read_evaluation(model) == first
     capsys.readouterr()
     assert run(model) == first
@@ -95,15 +90,13 @@ def of_a_demo(tmp_path: Path, run: Run) -> Run:
 def test_results_on_a_model_of_another_run_are_written_beside_that_model(
     of_a_run: bool, export: Export, of_a_demo: Run, tmp_path: Path
 ) -> None:
-    (tmp_path / "other").mkdir()
+    model, other = export("other/model"), tmp_path / "other"
     if of_a_run:
-        (tmp_path / "other" / "config.yaml").write_text("{}")
-    model = export("other/model")
+        (other / "config.yaml").write_text("{}")
     found = of_a_demo(model)
-    folder = tmp_path / "other" / ("" if of_a_run else "model-evaluation")
-    assert read_evaluation(folder) == found
+    folder = other if of_a_run else other / "model-evaluation"
+    assert read_evaluation(folder) == read_evaluation(model) == found
     assert (folder / "report.html").is_file()
-    assert read_evaluation(model) == found
 
 
 def test_nothing_is_written_to_read_only_folders(
@@ -139,21 +132,17 @@ def test_nothing_is_written_to_read_only_folders(
 
 
 def test_rivals_are_scored_on_the_same_masks(export: Export, run: Run) -> None:
-    model, other = export(), export("other", seed=3)
-    found = run(model, f"evaluation.compare_with=[{other}]")
+    other, uniform = export("other", seed=3), export("uniform", UniformFlowMatching(), seed=3)
+    found = run(export(), f"evaluation.compare_with=[{other},{uniform}]")
     alone = run(other)
     assert found.others[str(other)].nelbo.value == pytest.approx(alone.model.nelbo.value)
     difference = found.model.nelbo.value - alone.model.nelbo.value
     assert found.others[str(other)].difference.value == pytest.approx(difference)
+    assert found.others[str(uniform)].estimator == "time-reversal bound"
+    assert found.others[str(uniform)].perplexity_mlm15 is None
     export("other", seed=4)
-    assert run(model, f"evaluation.compare_with=[{other}]").others != found.others
-
-
-def test_a_uniform_rival_has_its_own_bound(export: Export, run: Run) -> None:
-    other = export("other", UniformFlowMatching(), seed=3)
-    found = run(export(), f"evaluation.compare_with=[{other}]")
-    assert found.others[str(other)].estimator == "time-reversal bound"
-    assert found.others[str(other)].perplexity_mlm15 is None
+    again = run(export(), f"evaluation.compare_with=[{other},{uniform}]")
+    assert again.others[str(other)] != found.others[str(other)]
 
 
 def test_a_rival_that_takes_fewer_tokens_or_is_no_model_is_rejected(
@@ -176,8 +165,8 @@ def test_what_is_impossible_is_rejected_before_anything_is_computed(
 
 
 def test_residues_that_are_not_protein_letters_are_not_scored(
-    export: Export, run: Run, stores: dict[str, SequenceStore], tmp_path: Path
+    export: Export, run: Run, stores_to_evaluate: Stores, tmp_path: Path
 ) -> None:
     pieces = [encode("MKXXBVLU"), encode("GGAVLKR")]
-    stores["validation"] = write_store(tmp_path / "with_x", pieces, [0, 1])
+    stores_to_evaluate["validation"] = write_store(tmp_path / "with_x", pieces, [0, 1])
     assert run(export()).residues == 11

@@ -33,18 +33,8 @@ def fasta(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("form", ["fasta", "csv"])
-def test_names_are_printable(exports: Exports, tmp_path: Path, form: str, capsys: Captured) -> None:
-    names, file = ["first\x01second", "bell\x07", "two\x02\x7f"], tmp_path / f"in.{form}"
-    rows = [f"{name},MKT\n" if form == "csv" else f">{name} x\nMKT\n" for name in names]
-    file.write_text("name,sequence\n" * (form == "csv") + "".join(rows))
-    assert main(["score", f"model_dir={exports.masked}", f"input={file}", "device=cpu"]) == 0
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", capsys.readouterr().out)
-
-
 def written(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as stream:
-        return list(csv.DictReader(stream))
+    return [*csv.DictReader(io.StringIO(file.read_text(), newline=""))]
 
 
 def refusal(capsys: Captured, *words: str) -> str:
@@ -82,41 +72,47 @@ def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys
 
     assert main(["score", *words]) == 0
     assert capsys.readouterr().out == output.read_text()
+    table = tmp_path / "names.csv"
+    table.write_text("name,sequence\nfirst\x01second,MKT\nbell\x07,MKT\ntwo\x02\x7f,MKT\n")
+    assert main(["score", words[0], f"input={table}"]) == 0
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", capsys.readouterr().out)
 
 
-def test_a_file_in_parts_is_scored_as_a_whole(
+def test_a_file_in_parts_compressed_or_from_standard_input_is_scored_as_a_whole(
     exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    words = [f"model_dir={exports.masked}", f"input={fasta}", "precision=fp64"]
-    main(["score", *words, f"output={tmp_path / 'whole.csv'}"])
-    monkeypatch.setattr(score, "_CHUNK_TOKENS", 20)
-    main(["score", *words, f"output={tmp_path / 'parts.csv'}", "evaluation.token_budget=30"])
-    assert (tmp_path / "parts.csv").read_text() == (tmp_path / "whole.csv").read_text()
-
-
-def test_compressed_and_standard_input_are_read(
-    exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
-    packed = tmp_path / "proteins.fasta.gz"
-    packed.write_bytes(gzip.compress(fasta.read_bytes()))
-    model = f"model_dir={exports.masked}"
-    assert main(["score", model, f"input={packed}"]) == 0
-    from_file = capsys.readouterr().out
+    (tmp_path / "proteins.fasta.gz").write_bytes(gzip.compress(fasta.read_bytes()))
     stream: Any = io.BufferedReader(io.BytesIO(fasta.read_bytes()))  # type: ignore[arg-type]  # as good as raw
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(stream))
-    assert main(["score", model, "input=-"]) == 0
-    assert capsys.readouterr().out == from_file
+    output = tmp_path / "scores.csv"
+
+    def scored(source: object, *more: str) -> str:
+        words = [f"model_dir={exports.masked}", "precision=fp64", f"output={output}"]
+        assert main(["score", *words, f"input={source}", *more]) == 0
+        return output.read_text()
+
+    whole = scored(fasta)
+    assert scored(tmp_path / "proteins.fasta.gz") == whole
+    monkeypatch.setattr(score, "_CHUNK_TOKENS", 20)
+    assert scored("-", "evaluation.token_budget=30") == whole
 
 
-def test_the_bound_alone_of_any_paradigm(exports: Exports, fasta: Path, capsys: Captured) -> None:
-    words = [f"model_dir={exports.uniform}", f"input={fasta}", "pseudo_log_likelihood=false"]
-    assert main(["score", *words]) == 0
-    row, *_ = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert [*row] == SCORED
-    assert float(row["nats_low"]) < float(row["nats"]) < float(row["nats_high"])
-    assert main(["score", *words, "evaluation.masks_per_sequence=1"]) == 0
-    row, *_ = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert row["nats_low"] == row["nats_high"] == ""
+def test_of_a_uniform_source_there_is_the_bound_alone(
+    exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    words = [f"model_dir={exports.uniform}", f"input={fasta}"]
+    assert "set pseudo_log_likelihood=false" in refusal(capsys, *words)
+    (tmp_path / "any.csv").write_text(f"name,mutant\n{next(iter(PROTEINS))},M1A\n")
+    assert "no masked prediction" in refusal(capsys, *words, f"mutations={tmp_path}/any.csv")
+    for masks in (4, 1):
+        more = ("pseudo_log_likelihood=false", f"evaluation.masks_per_sequence={masks}")
+        assert main(["score", *words, *more]) == 0
+        row, *_ = csv.DictReader(io.StringIO(capsys.readouterr().out))
+        assert [*row] == SCORED
+        if masks > 1:
+            assert float(row["nats_low"]) < float(row["nats"]) < float(row["nats_high"])
+        else:
+            assert row["nats_low"] == row["nats_high"] == ""
 
 
 def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_be_left_out(
@@ -140,32 +136,21 @@ def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_b
 def test_a_run_that_fails_leaves_what_was_there(
     exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
+    before, words = fasta.read_text(), (f"model_dir={exports.masked}", f"input={fasta}")
+    assert "cannot be written" in refusal(capsys, *words, f"output={fasta / 'scores.csv'}")
+    assert "another file" in refusal(capsys, *words, f"output={fasta}")
+    assert fasta.read_text() == before
+
     def diverged(tokens: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.full((len(tokens), 33), float("nan"))
 
     monkeypatch.setattr(ExportedModel, "denoiser", lambda *_: diverged)
     output = tmp_path / "scores.csv"
     output.write_text("older")
-    line = refusal(capsys, f"model_dir={exports.masked}", f"input={fasta}", f"output={output}")
-    assert "the bound of 'P2' is nan" in line  # the longest comes first
+    # The longest comes first.
+    assert "the bound of 'P2' is nan" in refusal(capsys, *words, f"output={output}")
     assert output.read_text() == "older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["proteins.fasta", "scores.csv"]
-
-
-def test_an_output_is_writable_and_new(exports: Exports, fasta: Path, capsys: Captured) -> None:
-    before, words = fasta.read_text(), (f"model_dir={exports.masked}", f"input={fasta}")
-    assert "cannot be written" in refusal(capsys, *words, f"output={fasta / 'scores.csv'}")
-    assert "another file" in refusal(capsys, *words, f"output={fasta}")
-    assert fasta.read_text() == before
-
-
-def test_a_uniform_source_is_rejected_with_the_reason(
-    exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    words = [f"model_dir={exports.uniform}", f"input={fasta}"]
-    assert "set pseudo_log_likelihood=false" in refusal(capsys, *words)
-    (tmp_path / "any.csv").write_text(f"name,mutant\n{next(iter(PROTEINS))},M1A\n")
-    assert "no masked prediction" in refusal(capsys, *words, f"mutations={tmp_path}/any.csv")
 
 
 MUTANTS = ["M1A", "K2G:T3L", "WT", "T3T", "M1C", "K2G,T3Y", "R10W"]
@@ -288,13 +273,12 @@ def test_rows_that_cannot_be_scored_are_left_out_unless_strict(scan: Scan) -> No
     assert f"{scan.table}, line 3: " in scan.refused(content, "strict=true")
 
 
-def test_rows_of_other_proteins_are_left_out_and_counted(scan: Scan) -> None:
+def test_two_proteins_have_offsets_of_their_own_and_rows_of_others_are_left_out(
+    scan: Scan,
+) -> None:
     _, said = scan.scored("name,mutant\nP1,M1A\nother,M1A\nP1,K2A\nother,K2A\n")
     assert "2 of another protein (line 3: 'other', line 5: 'other')" in said
     assert "has no record 'other'" in scan.refused("name,mutant\nother,M1A\nother,K2A\n")
-
-
-def test_two_proteins_have_offsets_of_their_own(scan: Scan) -> None:
     scan.fasta.write_text(">sp|P00001|ONE_TEST\nMKTAYIAKQR\n>Q2/11-20\nGSHMALVAGG\n")
     lines = ["P00001,M25A", "P00001,K26A", "P00001,T27A", "Q2,M14A"]
     rows, said = scan.scored("\n".join(["name,mutant", *lines]))
@@ -327,32 +311,26 @@ def test_columns_may_be_named(scan: Scan, exports: Exports) -> None:
     np.testing.assert_allclose(scores(rows), effects_of(exports, "P1", ["K2A", "T3A"]), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such file"),
-        ("", "is empty"),
-        ("mutant\n", "no rows"),
-        ("a,b\nx,1\n", "(it has: 'a', 'b')"),
-        ("mutant,d2plm_score\nM1A,1\n", "column d2plm_score"),
-        ("mutant,x\nM1A,1\nM1A,K2G,1\n", "line 3: has 3 cells"),
-        ("mutant\nM1B\n", "no variant to score"),
-        ("mutant\nK1A\nM1A\n", "line 2: K1A"),
-        ("mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n", "line 3: 'K2G'"),
-    ],
-)
-def test_a_bad_table_is_named_with_its_row(content: str | None, message: str, scan: Scan) -> None:
-    line = scan.refused(content)
-    assert str(scan.table) in line and message in line
+BAD_TABLES = {
+    "is empty": "",
+    "no rows": "mutant\n",
+    "(it has: 'a', 'b')": "a,b\nx,1\n",
+    "column d2plm_score": "mutant,d2plm_score\nM1A,1\n",
+    "line 3: has 3 cells": "mutant,x\nM1A,1\nM1A,K2G,1\n",
+    "no variant to score": "mutant\nM1B\n",
+    "line 2: K1A": "mutant\nK1A\nM1A\n",
+    "line 3: 'K2G'": "mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n",
+}
 
 
-@pytest.mark.parametrize(
-    ("records", "content", "message"),
-    [
-        (">P1\nMK\n>P2\nMK\n", "mutant\nM1A\n", "has 2 proteins"),
-        (f">P1\n{'M' * 127}\n", "mutant\nM1A\n", "record 'P1' has 127 residues"),
-    ],
-)
-def test_wild_types_are_checked(records: str, content: str, message: str, scan: Scan) -> None:
-    scan.fasta.write_text(records)
-    assert message in scan.refused(content)
+def test_bad_tables_and_wild_types_are_named_with_their_rows(scan: Scan) -> None:
+    assert "no such file" in scan.refused(None)
+    for message, content in BAD_TABLES.items():
+        line = scan.refused(content)
+        assert str(scan.table) in line and message in line
+    for message, records in {
+        "has 2 proteins": ">P1\nMK\n>P2\nMK\n",
+        "record 'P1' has 127 residues": f">P1\n{'M' * 127}\n",
+    }.items():
+        scan.fasta.write_text(records)
+        assert message in scan.refused("mutant\nM1A\n")

@@ -21,6 +21,9 @@ from tests.conftest import Captured, Exports
 from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
 
 TERMS = ["d2plm_score", "d2plm_profile_score", "d2plm_pairs_score", "d2plm_blosum62_score"]
+# Every third position's.
+CHOSEN = [place for place, one in enumerate(singles()) if one.positions[0] % 3 == 0]
+VARIANTS, MEASURED = [singles()[place] for place in CHOSEN], measured_effects()[CHOSEN]
 COLUMNS = [*TERMS, "d2plm_model_score", "d2plm_model_alone_score"]
 
 
@@ -34,18 +37,17 @@ def scan(tmp_path: Path) -> Path:
     """The folder of wt.fasta, family.fasta and scan.csv, which is in ProteinGym's format."""
     wild_type = decode(likeliest())
     (tmp_path / "wt.fasta").write_text(f">WT\n{wild_type}\n")
-    records = (f">m{i}\n{decode(one)}\n" for i, one in enumerate(members(60)))
+    records = (f">m{i}\n{decode(one)}\n" for i, one in enumerate(members(30)))
     (tmp_path / "family.fasta").write_text("".join([*records, f">itself\n{wild_type}\n"]))
-    measured = measured_effects()
     with (tmp_path / "scan.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["mutant", "mutated_sequence", "DMS_score", "DMS_score_bin"])
-        for variant, effect in zip(singles(), measured, strict=True):
+        for variant, effect in zip(VARIANTS, MEASURED, strict=True):
             changed, (place,) = likeliest().copy(), variant.positions
             changed[place] = variant.mutants[0]
             text = decode(changed)
             mutant = f"{wild_type[place]}{place + 1}{text[place]}"
-            writer.writerow([mutant, text, f"{effect:.6f}", int(effect > np.median(measured))])
+            writer.writerow([mutant, text, f"{effect:.6f}", int(effect > np.median(MEASURED))])
     return tmp_path
 
 
@@ -63,8 +65,8 @@ def test_each_predictor_is_correlated(folder: Path, scan: Path, capsys: Captured
     before = ["mutant", "mutated_sequence", "DMS_score", "DMS_score_bin"]
     assert [*rows[0]] == [*before, *COLUMNS]
     scores = {name: np.array([float(row[name]) for row in rows]) for name in COLUMNS}
-    family, mutants = [decode(one) for one in members(60)], [row["mutant"] for row in rows]
-    effects = FamilyEffects.of(likeliest(), members(60)).effects(singles())
+    family, mutants = [decode(one) for one in members(30)], [row["mutant"] for row in rows]
+    effects = FamilyEffects.of(likeliest(), members(30)).effects(VARIANTS)
     for name, term in zip(TERMS, effects.values(), strict=True):
         np.testing.assert_allclose(scores[name], term, atol=1e-5)
     model, wild_type = load_model(folder, device="cpu", precision="fp32"), decode(likeliest())
@@ -76,10 +78,10 @@ def test_each_predictor_is_correlated(folder: Path, scan: Path, capsys: Captured
 
     measured = np.array([float(row["DMS_score"]) for row in rows])
     scores |= dict(zip(TERMS, effects.values(), strict=True))  # as they are, before rounding
-    found = {name: rank_correlation(scores[name], measured, singles()) for name in COLUMNS}
+    found = {name: rank_correlation(scores[name], measured, VARIANTS) for name in COLUMNS}
     said = [one for one in capsys.readouterr().err.splitlines() if one.startswith("WT, ")]
     assert said == [f"WT, {name}: {found[name]}" for name in COLUMNS]
-    assert found["d2plm_score"].low > 0.6
+    assert found["d2plm_score"].low > 0.4
     alone_rho = found["d2plm_model_alone_score"]
     assert alone_rho.low < 0 < alone_rho.high  # random weights
 
@@ -90,7 +92,7 @@ def test_the_correlations_are_numbers_in_json(folder: Path, scan: Path, capsys: 
     correlation, _ = document["correlations"]
     assert {*correlation} == {"name", "score", "changes", "variants", "rho", "low", "high"}
     assert (correlation["name"], correlation["score"]) == ("WT", "d2plm_score")
-    assert correlation["variants"] == len(singles())
+    assert correlation["variants"] == len(VARIANTS)
     assert correlation["low"] < correlation["rho"] < correlation["high"]
     assert "d2plm_model_alone_score" not in document
 

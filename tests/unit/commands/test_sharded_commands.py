@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def vectors(folder: Path, form: str) -> tuple[list[str], list[Any]]:
 
 @pytest.mark.parametrize(
     ("form", "count"),
-    [("parquet pooled=true", 3), ("parquet pooled=false", 13), ("safetensors pooled=false", 3)],
+    [("parquet pooled=true", 3), ("safetensors pooled=false", 13)],
 )
 def test_embeddings_in_shards_are_those_of_one_process(
     model: Path, fasta: Path, tmp_path: Path, form: str, count: int, monkeypatch: MonkeyPatch
@@ -81,19 +82,24 @@ def test_embeddings_in_shards_are_those_of_one_process(
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_shard_continues_after_its_last_file(
-    model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
-    calls, compute = list[int](), embed.embeddings
+def interrupt_at(call: int, function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    """The function, whose call of this number is interrupted; `calls` grows by one at each."""
 
     def counted(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == call:
             raise KeyboardInterrupt
-        return compute(*arguments, **options)
+        return function(*arguments, **options)
 
-    monkeypatch.setattr(embed, "embeddings", counted)
+    return counted
+
+
+def test_a_shard_that_is_killed_continues_after_its_last_file(
+    model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
+    calls = list[int]()
+    monkeypatch.setattr(embed, "embeddings", interrupt_at(3, embed.embeddings, calls))
     words = ["embed", model, tmp_path / "out", f"input={fasta}", "shard=0/2"]
     assert run(*words) == 130
     assert run(*words) == 0
@@ -104,20 +110,12 @@ def test_a_second_joining_that_is_killed_is_repeated(
     model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
-    words = [f"input={fasta}", "shard=0/1"]
-    assert run("embed", model, tmp_path / "out", *words) == 0
+    words = ["embed", model, tmp_path / "out", f"input={fasta}", "shard=0/1"]
+    assert run(*words) == 0
     shutil.rmtree(tmp_path / "out")
-    calls, write = list[int](), pq.write_table
-
-    def counted(*arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == RECORDS + 3:
-            raise KeyboardInterrupt
-        write(*arguments)
-
-    monkeypatch.setattr(pq, "write_table", counted)
-    assert run("embed", model, tmp_path / "out", *words) == 130
-    assert run("embed", model, tmp_path / "out", *words) == 0
+    monkeypatch.setattr(pq, "write_table", interrupt_at(RECORDS + 3, pq.write_table, []))
+    assert run(*words) == 130
+    assert run(*words) == 0
     assert len(vectors(tmp_path / "out", "parquet")[0]) == RECORDS
 
 
@@ -135,28 +133,27 @@ def test_other_files_are_left(model: Path, fasta: Path, tmp_path: Path, capsys: 
     assert other.read_text() == "mine"
 
 
-@pytest.mark.parametrize(("output", "shard"), [(".", "shard=0/1"), ("/", "shard=null")])
-def test_embeddings_need_a_folder_with_a_name(
-    model: Path, fasta: Path, output: str, shard: str, capsys: Captured
-) -> None:
-    assert run("embed", model, Path(output), f"input={fasta}", shard) == 2
-    assert f"output='{output}'" in capsys.readouterr().err
+def test_embeddings_need_a_folder_with_a_name(model: Path, fasta: Path, capsys: Captured) -> None:
+    for output, shard in ((".", "shard=0/1"), ("/", "shard=null")):
+        assert run("embed", model, Path(output), f"input={fasta}", shard) == 2
+        assert f"output='{output}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "key"),
+    ("command", "words"),
     [
-        ("embed", "input=- output=/workspace/e", "input"),
-        ("score", "input=a relatives=- output=/workspace/e", "relatives"),
-        ("embed", "input=a output=/workspace", "output"),
-        ("embed", "input=a output=/workspace/../etc/e", "output"),
+        ("embed", "input=-"),
+        ("score", "relatives=-"),
+        ("embed", "output=/workspace"),
+        ("embed", "output=/workspace/../etc/e"),
     ],
 )
-def test_pods_lose_nothing(command: str, words: str, key: str, capsys: Captured) -> None:
+def test_pods_lose_nothing(command: str, words: str, capsys: Captured) -> None:
     own = ["job", "show", f"command={command}", "shards=2", "launcher.name=mine", "model_dir=m"]
-    assert main([*own, "input=a", "output=/workspace/e"]) == 0
-    assert main([*own, *words.split()]) == 2
-    assert f"{key}='" in capsys.readouterr().err
+    own += ["input=a", "output=/workspace/e"]
+    assert main(own) == 0
+    assert main([*own, words]) == 2
+    assert f"{words.split('=')[0]}='" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["embed", "score", "generate"])
@@ -171,7 +168,9 @@ def test_shards_of_other_precisions_are_not_mixed(
         assert main([*own, f"shard={index}/2"]) == index
 
 
-def test_scores_in_shards_are_of_one_process(model: Path, fasta: Path, tmp_path: Path) -> None:
+def test_scores_and_designs_in_shards_are_those_of_one_process(
+    model: Path, fasta: Path, tmp_path: Path
+) -> None:
     one, joined = tmp_path / "one.csv", tmp_path / "joined.csv"
     words = [f"input={fasta}", "evaluation.masks_per_sequence=2"]
     assert run("score", model, one, *words) == 0
@@ -179,12 +178,10 @@ def test_scores_in_shards_are_of_one_process(model: Path, fasta: Path, tmp_path:
     found, expected = pd.read_csv(joined), pd.read_csv(one)
     assert [*found["name"]] == [f"p{number}" for number in range(RECORDS)]
     pd.testing.assert_frame_equal(found, expected, atol=2e-4, rtol=0)
-
-
-def test_designs_in_shards_are_those_of_one_process(model: Path, tmp_path: Path) -> None:
     one, joined = tmp_path / "one.fasta", tmp_path / "joined.fasta"
-    assert run("generate", model, one, "number=7", "seed=3", "steps=5") == 0
-    in_any_order("generate", model, joined, 3, "number=7", "seed=3", "steps=5")
+    words = ["number=7", "seed=3", "steps=5"]
+    assert run("generate", model, one, *words) == 0
+    in_any_order("generate", model, joined, 3, *words)
     assert joined.read_text() == one.read_text()
     assert len({*one.read_text().split(">")[1:]}) == 7
 
@@ -194,12 +191,9 @@ def test_a_repeated_shard_reports_the_same_and_what_is_missing(
     command: str, model: Path, fasta: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     read = [f"input={fasta}"] if command == "score" else ["number=2", "steps=2"]
-    reports = []
     for _ in range(2):
         assert run(command, model, tmp_path / "out", *read, "shard=1/3", "--json") == 0
-        reports.append(json.loads(capsys.readouterr().out))
-    assert reports[0] == reports[1]
-    assert reports[0]["missing"] == [0, 2]
+        assert json.loads(capsys.readouterr().out)["missing"] == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """d2plm train in a folder that another training uses."""
 
-import logging
 import shutil
 import threading
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from d2plm.settings.registry import Entry
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.conftest import Captured, Logged, MonkeyPatch
+from tests.runs import wait_for
 
 
 def tiny(tmp_path: Path, *more: str) -> Any:
@@ -46,19 +46,16 @@ def test_a_deleted_training_folder_is_reported(tmp_path: Path, monkeypatch: Monk
         run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("distributed.tensor=3", "distributed.tensor=3"),
-        ("distributed.pipeline=2", "num_hidden_layers=1"),
-    ],
-)
 def test_a_plan_that_does_not_fit_is_refused_before_processes_are_started(
-    setting: str, message: str, tmp_path: Path, monkeypatch: MonkeyPatch
+    tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr("d2plm.commands.train.train_locally", pytest.fail)
-    with pytest.raises(ConfigError, match=message):
-        run(tiny(tmp_path, "distributed.processes=2", setting))
+    for setting, message in {
+        "distributed.tensor=3": "distributed.tensor=3",
+        "distributed.pipeline=2": "num_hidden_layers=1",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            run(tiny(tmp_path, "distributed.processes=2", setting))
 
 
 class DeleteFolder(Callback):
@@ -77,19 +74,15 @@ def test_a_training_waits_for_another_one_in_its_folder(tmp_path: Path, caplog: 
     def other() -> None:
         with locked(output_dir / ".lock", "busy"):
             held.set()
-            deadline = time.monotonic() + 180
-            while "another training" not in caplog.text and time.monotonic() < deadline:
-                time.sleep(0.05)
+            wait_for(lambda: "another training run is writing to" in caplog.text)
             ended.append(not (output_dir / "checkpoints").exists())
 
     thread = threading.Thread(target=other)
     thread.start()
     assert held.wait(180)
-    with caplog.at_level(logging.WARNING):
-        run(config)
+    run(config)
     thread.join()
     assert ended == [True], "nothing was written before the other had ended"
-    assert "another training run is writing to" in caplog.text
     assert (output_dir / "checkpoints" / "step-00000001").is_dir()
     assert not (output_dir / ".lock").exists()
 
@@ -111,16 +104,8 @@ def test_a_training_that_waits_gives_up(
         run(config)
 
 
-def damage(name: str, model: Path) -> None:
-    file = model / name
-    if name.endswith(".safetensors"):
-        file.write_bytes(file.read_bytes()[:-5])
-    else:
-        file.unlink()
-
-
 def test_a_damaged_export_of_a_run_is_written_again(tmp_path: Path, capsys: Captured) -> None:
-    config = tiny(tmp_path, "callbacks.export={}")
+    config = tiny(tmp_path / "here", "callbacks.export={}")
     run(config)
     model = Path(config.model_dir)
     whole = weights_digest(model)
@@ -129,29 +114,20 @@ def test_a_damaged_export_of_a_run_is_written_again(tmp_path: Path, capsys: Capt
     run(config)
     assert f"reusing {model}" in capsys.readouterr().out
     assert (model / "mine").exists(), "a whole export is kept"
-    for name in ("model.safetensors", "config.json", "paradigm_config.json"):
-        damage(name, model)
-        run(config)
-        assert f"exported {model}" in capsys.readouterr().out
-        load_export(model)
-        assert weights_digest(model) == whole
-
-
-def test_other_steps_for_a_complete_run_name_what_trains_its_model_further(tmp_path: Path) -> None:
-    run(tiny(tmp_path))
-    with pytest.raises(CheckpointError, match=r"max_steps: 1 → 2.*init_from="):
-        run(tiny(tmp_path, "trainer.max_steps=2"))
-
-
-def test_export_takes_the_run_s_own_configuration(tmp_path: Path, capsys: Captured) -> None:
-    config = tiny(tmp_path / "here", "callbacks.export={}")
+    (model / "config.json").unlink()
     run(config)
-    whole = weights_digest(Path(config.model_dir))
+    assert f"exported {model}" in capsys.readouterr().out
+    load_export(model)
+    assert weights_digest(model) == whole
+
+    # `d2plm export` takes the run's own configuration, wherever its folder has been moved.
     moved = (tmp_path / "here").rename(tmp_path / "20240503") / "diffusion"
-    damage("model.safetensors", moved / "model")
+    weights = moved / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
     assert main(["export", f"output_dir={moved}"]) == 0
     assert f"to {moved / 'model'}" in capsys.readouterr().out
-    assert weights_digest(moved / "model") == whole
     assert main(["export", str(moved), f"model_dir={tmp_path / 'other'}"]) == 0
-    assert weights_digest(tmp_path / "other") == whole
+    assert weights_digest(moved / "model") == weights_digest(tmp_path / "other") == whole
     assert not (tmp_path / "here").exists()
+    with pytest.raises(CheckpointError, match=r"max_steps: 1 → 2.*init_from="):
+        run(replace(config, output_dir=str(moved), trainer=replace(config.trainer, max_steps=2)))

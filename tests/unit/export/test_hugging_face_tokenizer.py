@@ -27,14 +27,18 @@ UNKNOWN, BERT_UNKNOWN = "<unk>", "[UNK]"
 SENTENCE = "In the beginning é 日\n  x y"
 
 
-def saved(vocabulary: Vocabulary, folder: Path) -> Any:
+def check(vocabulary: Vocabulary, text: str, folder: Path) -> Any:
     """The tokenizer that `AutoTokenizer` loads from an export of this vocabulary."""
-    tokenizer = hugging_face_tokenizer(vocabulary, 16)
-    assert tokenizer is not None
-    tokenizer.save_pretrained(folder)
+    saved = hugging_face_tokenizer(vocabulary, 16)
+    assert saved is not None
+    saved.save_pretrained(folder)
     vocabulary.save(folder)
     assert open_vocabulary(folder) == vocabulary  # no file is of both
-    return AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = vocabulary.encode(text, "text", aligned=True)
+    assert tokenizer(text)["input_ids"][1:-1] == tokens.tolist()
+    assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (1, vocabulary.mask)
+    return tokenizer
 
 
 def byte_pairs() -> Tokenizer:
@@ -86,9 +90,7 @@ def word_pieces() -> Tokenizer:
 @pytest.mark.parametrize(
     ("vocabulary", "text"),
     [
-        (PROTEIN, "MKTAY"),
-        (PROTEIN, "mktay xBu\nZo*"),
-        (PROTEIN, CANONICAL.lower()),
+        (PROTEIN, f"{CANONICAL}{CANONICAL.lower()}mktay xBu\nZo*"),
         (DNA, "ATGaaacgtU\nTGA ACN-"),
         (RNA, "AUGaaacgtT"),
         (Codons(), "ATGaaaACNTGA"),
@@ -97,12 +99,9 @@ def word_pieces() -> Tokenizer:
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_letters_codons_and_bytes(vocabulary: Vocabulary, text: str, tmp_path: Path) -> None:
-    tokenizer = saved(vocabulary, tmp_path)
-    tokens = vocabulary.encode(text, "text", aligned=True)
-    assert tokenizer(text)["input_ids"] == [0, *tokens.tolist(), 2]
+    tokenizer = check(vocabulary, text, tmp_path)
     shown = tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
-    assert shown == vocabulary.decode(tokens)
-    assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (1, vocabulary.mask)
+    assert shown == vocabulary.decode(vocabulary.encode(text, "text", aligned=True))
     assert tokenizer("<mask>")["input_ids"] == [0, vocabulary.mask, 2]
     cut = tokenizer(text * 20, truncation=True)
     assert len(cut["input_ids"]) == tokenizer.model_max_length == 16
@@ -113,9 +112,7 @@ def test_letters_codons_and_bytes(vocabulary: Vocabulary, text: str, tmp_path: P
 def test_those_of_a_tokenizer_are_renumbered(made: Callable[[], Tokenizer], tmp_path: Path) -> None:
     made().save(str(tmp_path / "own.json"))
     vocabulary = Subwords(tmp_path / "own.json")
-    tokenizer = saved(vocabulary, tmp_path)
-    assert tokenizer(SENTENCE)["input_ids"][1:-1] == vocabulary.encode(SENTENCE, "text").tolist()
-    assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (1, vocabulary.mask)
+    tokenizer = check(vocabulary, SENTENCE, tmp_path)
     with_mask = tokenizer(f"the {tokenizer.mask_token} earth")["input_ids"]
     assert with_mask.count(vocabulary.mask) == 1
 

@@ -168,10 +168,6 @@ def page(run: Path) -> Page:
     return Page((run / "diffusion" / "report.html").read_text())
 
 
-def designs_of(run: Path) -> Any:
-    return json.loads((run / "diffusion" / "designs.json").read_text())
-
-
 def shown(cell: str | Number) -> list[float]:
     """The figures of a cell of a table."""
     if isinstance(cell, str) or cell.value is None:
@@ -188,18 +184,6 @@ def test_the_tables_are_the_evaluations(run: Path, page: Page) -> None:
         rows, expected = page.rows(name), tables_of(evaluation)[name].rows
         assert [[*map(figures, row)] for row in rows] == [[*map(shown, row)] for row in expected]
         assert [text(row[0]) for row in rows] == [row[0] for row in expected]
-
-
-def test_the_curves_are_of_perplexity() -> None:
-    rows = [{"step": step, "loss": 1.0} for step in range(1, 9)]
-    figure = Figure()
-    figures_of(None, [*rows, {"step": 8, "validation_perplexity": 17.5}], None)["training"](figure)
-    held_out, training = (np.asarray(axes.lines[0].get_ydata()) for axes in figure.axes)
-    assert training == pytest.approx(np.e)
-    assert held_out.tolist() == [17.5]
-
-
-def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:
     numbers = re.findall('<data value="([^"]+)">([^<]*)</data>', page.source)
     assert len(numbers) > 150
     for value, written in numbers:
@@ -209,13 +193,26 @@ def test_every_number_is_shown_as_it_is_rounded(page: Page) -> None:
         assert float(written.replace(",", "").rstrip("%")) == rounded
 
 
-def test_the_statistics_are_those_of_the_sets(run: Path, page: Page) -> None:
-    sets = designs_of(run)["quality"]["sets"]
+def test_the_statistics_are_those_of_the_sets_and_the_data_the_manifests(
+    run: Path, page: Page
+) -> None:
+    designs = json.loads((run / "diffusion" / "designs.json").read_text())
+    sets = designs["quality"]["sets"]
     assert [*sets] == ["generated", "natural, held out", "composition"]
     found = {text(label): [*map(text, cells)] for label, *cells in page.rows("statistics")}
     assert found["proteins"] == [str(one["sequences"]) for one in sets.values()] == ["4"] * 3
     ngrams = [f"{one['ngram_js']['3']:.4f}" for one in sets.values()]
     assert found["3-grams: JS to training, nats"] == ngrams
+    rows = [[*map(text, row)] for row in page.rows("designs")]
+    assert rows[0][4:] == ["protein7 a copy", "100.0%"]
+    assert rows[2][4:] == ["none found", "–"]
+    assert [one["in_training"] for one in designs["proteins"]] == [True, False, False, False]
+    manifest = json.loads((run / "data" / "manifest.json").read_text())
+    for place, what in enumerate(("sequences", "residues", "clusters"), start=1):
+        expected = [[manifest["counts"][f"{split}_{what}"]] for split in manifest["digests"]]
+        assert page.column("splits", place) == expected
+    assert [text(row[4]) for row in page.rows("splits")] == [*manifest["digests"].values()]
+    assert page.column("searches", 2) == [[5]]
 
 
 def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, page: Page) -> None:
@@ -236,24 +233,6 @@ def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, pa
     assert all(low < value < high for value, low, high in shown)
     np.testing.assert_allclose(np.ravel(page.column("designs", 3)), np.exp(nelbo), rtol=1e-5)
     assert page.column("designs", 1) == [[len(sequence)] for sequence in sequences]
-
-
-def test_a_copy_of_a_training_protein_is_named_and_called_one(run: Path, page: Page) -> None:
-    rows = [[*map(text, row)] for row in page.rows("designs")]
-    assert rows[0][4:] == ["protein7 a copy", "100.0%"]
-    assert rows[2][4:] == ["none found", "–"]
-    described = designs_of(run)["proteins"]
-    assert [one["in_training"] for one in described] == [True, False, False, False]
-
-
-def test_the_data_are_the_manifests(run: Path, page: Page) -> None:
-    manifest = json.loads((run / "data" / "manifest.json").read_text())
-    counts = manifest["counts"]
-    for place, what in enumerate(("sequences", "residues", "clusters"), start=1):
-        expected = [[counts[f"{split}_{what}"]] for split in manifest["digests"]]
-        assert page.column("splits", place) == expected
-    assert [text(row[4]) for row in page.rows("splits")] == [*manifest["digests"].values()]
-    assert page.column("searches", 2) == [[5]]
 
 
 def test_the_page_has_no_outer_address_no_markup_of_names_and_no_passwords(
@@ -288,8 +267,8 @@ def sources(folder: Path) -> Sources:
     return Sources(folder, folder / "model", folder.parent / "data")
 
 
-def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) -> None:
-    """Of an evaluation of a foreign export, in one cluster; nothing else is there."""
+def test_what_is_missing_is_said_with_the_command_that_gives_it(run: Path, tmp_path: Path) -> None:
+    """Of an evaluation of a foreign export, in one cluster, and of metrics alone."""
     with pytest.raises(DataError, match=str(tmp_path)):
         gather(sources(tmp_path))
     write_evaluation(tmp_path, evaluation_of({}, foreign=True))
@@ -299,16 +278,22 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(tmp_path: Path) 
     assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
     for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
         assert command in page.text
-
-
-def test_a_run_without_an_evaluation_has_its_curves(run: Path, tmp_path: Path) -> None:
-    shutil.copy(run / "diffusion" / "metrics.jsonl", tmp_path)
-    page = Page(write_report(sources(tmp_path)).read_text())
+    (tmp_path / "curves").mkdir()
+    shutil.copy(run / "diffusion" / "metrics.jsonl", tmp_path / "curves")
+    page = Page(write_report(sources(tmp_path / "curves")).read_text())
     assert re.findall('<section id="([a-z]+)">', page.source) == ["training", "settings", "missing"]
     assert "17.500" in page.text
+    rows = [{"step": step, "loss": 1.0} for step in range(1, 9)]
+    figure = Figure()
+    figures_of(None, [*rows, {"step": 8, "validation_perplexity": 17.5}], None)["training"](figure)
+    held_out, training = (np.asarray(axes.lines[0].get_ydata()) for axes in figure.axes)
+    assert training == pytest.approx(np.e), "curves are of perplexity"
+    assert held_out.tolist() == [17.5]
 
 
-def test_new_members_have_a_section(run: Path, tmp_path: Path, proteins: list[Tokens]) -> None:
+def test_new_members_have_a_section_and_proteins_of_another_model_are_not_shown(
+    run: Path, tmp_path: Path, proteins: list[Tokens]
+) -> None:
     folder = tmp_path / "copy" / "diffusion"
     shutil.copytree(run, folder.parent)
     assert "New members of a family" not in (folder / "report.html").read_text()
@@ -316,17 +301,11 @@ def test_new_members_have_a_section(run: Path, tmp_path: Path, proteins: list[To
     given, held_out = Family(whole[:3], 8, [EVIL, "b", "c"]), Family(whole[3:], 8, ["d"])
     described = Judge(given, held_out).describe(whole[:1], ["copied"])
     write_members(described, folder / "generated.fasta")
-    page = Page(write_report(sources(folder)).read_text())
-    assert len(page.rows("alignment")) == 1
-    write_fasta(folder / "generated.fasta", [("other", "MKV")])
-    assert "New members of a family" not in write_report(sources(folder)).read_text()
-
-
-def test_proteins_of_another_model_and_other_data_are_not_shown(run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "copy" / "diffusion"
-    shutil.copytree(run, folder.parent)
+    assert len(Page(write_report(sources(folder)).read_text()).rows("alignment")) == 1
     write_evaluation(folder, evaluation_of({"train": "another", "validation": "another"}))
     content = gather(sources(folder))
     assert content["designs"] is content["manifest"] is content["model"] is None
     assert content["fasta"] is None
     assert {"model", "manifest", "designs"} <= content["missing"].keys()
+    write_fasta(folder / "generated.fasta", [("other", "MKV")])
+    assert "New members of a family" not in write_report(sources(folder)).read_text()

@@ -51,6 +51,7 @@ class Mine(AbsorbingDiffusion):
 
 def test_a_registered_paradigm_is_configured_saved_and_loaded(tmp_path: Path) -> None:
     register("paradigm", "mine", Mine, MineSettings)
+    register("paradigm", "mine", Mine, MineSettings)  # the module is imported twice
     config = compose("train", ["paradigm=mine", "paradigm.strength=0.25"])
     assert config.paradigm == MineSettings(name="mine", strength=0.25)
     paradigm = find("paradigm", "mine").factory(config.paradigm)
@@ -58,6 +59,10 @@ def test_a_registered_paradigm_is_configured_saved_and_loaded(tmp_path: Path) ->
     loaded = load_paradigm(tmp_path)
     assert isinstance(loaded, Mine)
     assert loaded.settings.strength == 0.25
+    with pytest.raises(ConfigError, match="the paradigm 'mine' exists already"):
+        register("paradigm", "mine", AbsorbingDiffusion, MineSettings)
+    with pytest.raises(ConfigError, match=r"unknown group 'paradigms' \(did you mean 'paradigm'"):
+        register("paradigms", "mine", Mine)
     del registry._ENTRIES["paradigm"]["mine"]
     with pytest.raises(ModelError, match=r"unknown paradigm.*--module FILE"):
         load_paradigm(tmp_path)
@@ -78,15 +83,6 @@ def test_a_field_is_a_key_in_help_completion_documents_and_validation(capsys: Ca
         compose("train", ["paradigm.type=mine", "paradigm.strength=2"])
     assert caught.value.settings == {"paradigm.strength": 2}
     assert Mine(MineSettings(strength=1)).settings.strength == 1
-
-
-def test_a_name_and_a_group_that_are_taken_or_unknown_are_rejected() -> None:
-    register("paradigm", "mine", Mine, MineSettings)
-    register("paradigm", "mine", Mine, MineSettings)  # the module is imported twice
-    with pytest.raises(ConfigError, match="the paradigm 'mine' exists already"):
-        register("paradigm", "mine", AbsorbingDiffusion, MineSettings)
-    with pytest.raises(ConfigError, match=r"unknown group 'paradigms' \(did you mean 'paradigm'"):
-        register("paradigms", "mine", Mine)
 
 
 # A researcher's single file: one of every kind.
@@ -152,16 +148,14 @@ def research(tmp_path: Path) -> list[str]:
     return ["--module", str(file)]
 
 
-def test_a_module_is_named_on_the_command_line_and_passed_on(research: list[str]) -> None:
+def test_a_module_is_named_on_the_command_line_and_passed_on(
+    research: list[str], tmp_path: Path
+) -> None:
     config, _ = compose_arguments("train", [*research, *CHOICES])
     assert config.paradigm.strength == 0.25
     assert list(config.callbacks)[-1] == "mark"
+    load_modules(research[1:])  # a second time
     assert module_words() == research
-    load_modules(research[1:])
-    assert module_words() == research
-
-
-def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "failing_module.py").write_text("1 / 0")
     (tmp_path / "json.py").touch()
     for name, reason in (
@@ -175,19 +169,22 @@ def test_a_module_that_is_missing_fails_or_has_another_s_name_is_one_line(tmp_pa
         assert str(caught.value).startswith(f"--module {name}: ")
 
 
-def test_every_process_has_the_module(research: list[str], tmp_path: Path) -> None:
-    work_dir = tmp_path / "run"
-    result = d2plm(
-        *("train", *research, *CHOICES, f"work_dir={work_dir}", "tracking=none"),
-        *("model.hidden_size=16", "model.num_hidden_layers=1", "model.time_embedding_dim=4"),
-        *("model.intermediate_size=16", "data.residues=random", "data.token_budget=1024"),
-        *("trainer.max_steps=2", "trainer.global_batch_tokens=2048", "callbacks.evaluation=null"),
-        "distributed.processes=2",
-    )
-    assert result.returncode == 0, result.stderr
-    output_dir = work_dir / "my_paradigm"
-    marks = sorted(file.name for file in output_dir.glob("MyTrainer-*"))
-    assert marks == ["MyTrainer-Mine-0", "MyTrainer-Mine-1"]
+def test_processes_of_a_training_have_the_module(
+    research: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    def train_here(file: Path, processes: int, options: list[str]) -> None:
+        words = ("train", f"--config-file={file}", *options)
+        ran = d2plm(*words, WORLD_SIZE="1")  # a rank of torchrun
+        assert (processes, ran.returncode) == (2, 0), ran.stderr
+
+    monkeypatch.setattr("d2plm.commands.train.train_locally", train_here)
+    words = ["train", *research, *CHOICES, f"work_dir={tmp_path}", "tracking=none"]
+    words += ["model.hidden_size=16", "model.num_hidden_layers=1", "model.time_embedding_dim=4"]
+    words += ["model.intermediate_size=16", "data.residues=random", "data.token_budget=1024"]
+    words += ["trainer.max_steps=2", "trainer.global_batch_tokens=2048", "trainer.compile=false"]
+    assert main([*words, "callbacks.evaluation=null", "distributed.processes=2"]) == 0
+    output_dir = tmp_path / "my_paradigm"
+    assert (output_dir / "MyTrainer-Mine-0").exists()
     row = (output_dir / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(row)["strength"] == 0.25
     words = ["generate", str(output_dir / "model"), "generation.number=1"]

@@ -1,7 +1,9 @@
 """Fixtures: a local MLflow store, made once, and a folder for a run's outputs."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import mlflow
@@ -16,9 +18,9 @@ Refuse = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of an SQLite store; making its tables takes seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+def store(tmp_path_factory: pytest.TempPathFactory, new_mlflow_store: Path) -> str:
+    """The address of an SQLite store."""
+    return f"sqlite:///{shutil.copy(new_mlflow_store, tmp_path_factory.mktemp('store'))}"
 
 
 @pytest.fixture
@@ -44,8 +46,9 @@ def refuse(monkeypatch: MonkeyPatch) -> Refuse:
     return make
 
 
-def repeat(monkeypatch: MonkeyPatch, store: type, method: str) -> None:
-    """Have a store do everything twice, as for a client whose first answer a proxy has lost."""
+def repeat(monkeypatch: MonkeyPatch, package: str, method: str) -> None:
+    """Have MLflow's SQL store of `package` do everything twice, as after a lost answer."""
+    store = resolve_name(f"mlflow.store.{package}.sqlalchemy_store:SqlAlchemyStore")
     once = getattr(store, method)
 
     def twice(*arguments: Any, **named: Any) -> Any:

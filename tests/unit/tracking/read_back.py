@@ -56,11 +56,7 @@ def tensorboard_events(output_dir: Path) -> Events:
 class WandBSession:
     """One `.wandb` file: the data that one process sent to a W&B run."""
 
-    run_id: str = ""
-    name: str = ""
-    project: str = ""
-    group: str = ""
-    notes: str = ""
+    run: Any = None  # its name, project, …
     exit_code: int | None = None
     scalars: Points = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -90,10 +86,7 @@ def _session(file: Path) -> WandBSession:
         record = Record.FromString(content)
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            run = record.run
-            session.run_id, session.name = run.run_id, run.display_name
-            session.project, session.group = run.project, run.run_group
-            session.notes = run.notes
+            session.run = record.run
         elif kind == "history":
             row = _values(record.history.item)
             step = int(row["_step"])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm import __version__, load_model
+from d2plm.api import SequenceModel
 from d2plm.core.errors import ModelError
 from d2plm.core.vocabulary import CANONICAL, RESIDUES
 from d2plm.export.exported_model import ExportedModel, load_export
@@ -37,27 +39,18 @@ def table(column: str, *values: Any, **params: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["masked", "uniform"])
-def test_scores_are_bit_for_bit_those_of_the_library(exports: Exports, kind: str) -> None:
-    folder = getattr(exports, kind)
-    expected = load_model(folder).score(PROTEINS, masks_per_sequence=3, seed=4)
-    with asking(Service(load_export(folder))) as ask:
-        rows = rows_of(ask(table("sequence", *PROTEINS, masks_per_sequence=3, seed=4)))
-        first = rows_of(ask(table("sequence", PROTEINS[0], masks_per_sequence=3, seed=4)))
-    for row, score in zip(rows, expected, strict=True):
-        assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
-        assert all(value == getattr(score, name) for name, value in row.items())
-    assert first[0]["nats"] == pytest.approx(rows[0]["nats"], rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["masked", "uniform"])
-def test_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
+def test_scores_and_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
     folder = getattr(exports, kind)
     model, templates = load_model(folder), ["MK__<mask>GG", "_____"]
-    settings: dict[str, Any] = {"number": 2, "steps": 3, "seed": 5, "temperature": 0.8}
+    masks, settings = {"masks_per_sequence": 3, "seed": 4}, {"number": 2, "steps": 3, "seed": 5}
     with asking(Service(load_export(folder))) as ask:
+        rows = rows_of(ask(table("sequence", *PROTEINS, **masks)))
         filled = rows_of(ask(table("sequence", *templates, task="infill", **settings)))
         new = rows_of(ask(table("length", None, None, task="generate", max_length=20, **settings)))
         of_length = rows_of(ask(table("length", 9, 11.0, task="generate", **settings)))
+    for row, score in zip(rows, model.score(PROTEINS, **masks), strict=True):
+        assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
+        assert all(value == getattr(score, name) for name, value in row.items())
     assert [row["sequence"] for row in filled] == model.infill(templates, **settings)
     assert [row["row"] for row in filled] == [0, 0, 1, 1]
     assert [row["length"] for row in filled] == [7, 7, 5, 5]
@@ -69,15 +62,13 @@ def test_designs_are_those_of_the_library(exports: Exports, kind: str) -> None:
     assert [row["sequence"] for row in of_length] == given_lengths
 
 
-def test_what_has_no_value_is_null_as_json_has_no_nan(ask: Ask) -> None:
+def test_what_has_no_value_is_null_and_the_model_is_prepared_once(
+    ask: Ask, monkeypatch: MonkeyPatch
+) -> None:
     (row,) = rows_of(ask(table("sequence", "XX", masks_per_sequence=1)))
     assert row["residues"] == 0
     assert [row[name] for name in ("nats_low", "nats_high", "perplexity")] == [None] * 3
-
-
-def test_the_model_is_prepared_once_for_all_requests(ask: Ask, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(ExportedModel, "denoiser", lambda *_: pytest.fail("prepared again"))
-    rows_of(ask(table("sequence", *PROTEINS, masks_per_sequence=1)))
     rows_of(ask(table("length", 3, task="generate", steps=1)))
 
 
@@ -86,8 +77,7 @@ def test_pings_and_the_version_are_answered(service: Service) -> None:
         assert client.get("/ping").status_code == client.get("/health").status_code == 200
         assert client.get("/version").json() == __version__
         response = client.get("/invocations")
-        assert response.status_code == 405
-        assert {*response.json()} == {"error_code", "message"}
+    assert (response.status_code, {*response.json()}) == (405, {"error_code", "message"})
 
 
 # Requests of wrong contents: the beginning of the message, which names the field → the body.
@@ -117,13 +107,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_bad_input_is_a_bad_request_of_one_line_that_names_the_field(ask: Ask, reason: str) -> None:
-    status, document = ask(REFUSED[reason])
-    assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
-    assert document["message"].startswith(reason)
-    assert "\n" not in document["message"]
-    assert len(document["message"]) < 600
+def test_bad_input_is_a_bad_request_of_one_line_that_names_the_field(ask: Ask) -> None:
+    for reason, body in REFUSED.items():
+        status, document = ask(body)
+        assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+        assert document["message"].startswith(reason)
+        assert "\n" not in document["message"]
+        assert len(document["message"]) < 600
 
 
 SCORE = b'{"inputs": {"sequence": ["MKT"]}}'
@@ -143,6 +133,8 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
     (b'{"inputs": {"sequence": ["\xff"]}}', JSON, 400, "unicode"),
     (b'{"inputs": {"sequence": ["MK\\ud800"]}}', JSON, 400, "Invalid JSON"),
     (b'{"inputs": {"length": [1%s]}}' % (b",1" * 65536), JSON, 400, "inputs"),
+    (b'{"inputs": [{"sequence": "M"}, {"sequence": "M", "sequence": "K"}]}', JSON, 400, "twice"),
+    (b'{"inputs": [{"sequence": "M", "n": {"a": 1, "\\u0061": 2}}]}', JSON, 400, "occurs twice"),
     (
         b'{"inputs": {"sequence": ["<mask:999999>"]}, "params": {"task": "infill"}}',
         *(JSON, 400, "1,000,012 residues"),
@@ -165,39 +157,33 @@ def test_a_hostile_request_is_rejected_in_a_short_answer(
     assert "junk junk junk junk" not in document["message"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        table("sequence", "M" * 60, "M" * 41),
-        table("sequence", "M_" * 17, task="infill", number=3),
-        table("length", 60, 41, task="generate"),
-        table("length", None, task="generate", number=10**30),
-    ],
-)
 def test_a_request_for_too_much_is_rejected_before_the_work(
-    exports: Exports, body: dict[str, Any], monkeypatch: MonkeyPatch
+    exports: Exports, monkeypatch: MonkeyPatch
 ) -> None:
     service = Service(load_export(exports.masked), max_residues=100)
     monkeypatch.setattr(service, "denoiser", lambda *_: pytest.fail("it has begun"))
     with asking(service) as ask:
-        status, document = ask(body)
-    assert status == 400
-    assert "residues; this server accepts 100 per request" in document["message"]
+        for body in (
+            table("sequence", "M" * 60, "M" * 41),
+            table("sequence", "M_" * 17, task="infill", number=3),
+            table("length", 60, 41, task="generate"),
+            table("length", None, task="generate", number=10**30),
+        ):
+            status, document = ask(body)
+            assert status == 400
+            assert "residues; this server accepts 100 per request" in document["message"]
 
 
-def in_form(form: str, columns: dict[str, list[Any]]) -> dict[str, Any]:
-    names, rows = [*columns], [*zip(*columns.values(), strict=True)]
-    if form.endswith("columns"):
-        return {form.split()[0]: columns}
-    if form == "dataframe_split":
-        return {form: {"columns": names, "data": rows}}
-    return {form.split()[0]: [dict(zip(names, row, strict=True)) for row in rows]}
-
-
-FORMS = [
-    *("inputs columns", "inputs rows", "instances columns", "instances rows"),
-    *("dataframe_records", "dataframe_split"),
-]
+# Form → the body of a request with these cells of a column `sequence`.
+FORMS: dict[str, Callable[[list[Any]], Any]] = {
+    "inputs": lambda cells: {"sequence": cells},
+    "instances": lambda cells: [{"sequence": cell} for cell in cells],
+    "dataframe_records": lambda cells: [{"sequence": cell} for cell in cells],
+    "dataframe_split": lambda cells: {
+        "columns": ["sequence"],
+        "data": [[cell] for cell in cells],
+    },
+}
 PROTEIN = st.text(RESIDUES + RESIDUES.lower(), min_size=1, max_size=5)
 # Texts that hold something else than residues, also where a conversion would drop or replace it.
 NO_PROTEIN = st.sampled_from(["", " ", "MK1", "MKT\0", "\0", "МКТ", "MK\u200b", "Ｍ", "M\xa0"])
@@ -208,12 +194,11 @@ NO_TEXT = st.one_of(
 
 
 @given(
-    form=st.sampled_from(FORMS),
+    form=st.sampled_from([*FORMS]),
     cells=st.lists(PROTEIN | NO_PROTEIN | NO_TEXT, min_size=1, max_size=3),
 )
 def test_only_residues_are_scored_in_any_form(ask: Ask, form: str, cells: list[Any]) -> None:
-    body = in_form(form, {"sequence": cells}) | {"params": {"masks_per_sequence": 1}}
-    status, document = ask(body)
+    status, document = ask({form: FORMS[form](cells), "params": {"masks_per_sequence": 1}})
     good = [isinstance(x, str) and x != "" and {*x.upper()} <= {*RESIDUES} for x in cells]
     assert status == (200 if all(good) else 400), document
     if status == 200:
@@ -234,9 +219,6 @@ def test_a_defect_shows_nothing(ask: Ask, service: Service, monkeypatch: MonkeyP
     assert (status, document["error_code"]) == (500, "INTERNAL_ERROR")
     assert "the server's log" in document["message"]
     assert "/" not in document["message"]
-
-
-def test_a_damaged_model_is_a_500(ask: Ask, service: Service, monkeypatch: MonkeyPatch) -> None:
     damaged = ModelError("the model's bound is not finite: it has diverged")
     work = Work("score", 0.0, lambda _: (_ for _ in ()).throw(damaged))
     monkeypatch.setattr(service, "work", lambda _: work)
@@ -245,29 +227,21 @@ def test_a_damaged_model_is_a_500(ask: Ask, service: Service, monkeypatch: Monke
     assert "diverged" in document["message"]
 
 
-@pytest.fixture
-def measured(service: Service, monkeypatch: MonkeyPatch) -> Service:
-    """The service, if it computed a pass in a second, and a thousand tokens in another."""
+def test_work_that_would_be_late_is_refused(service: Service, monkeypatch: MonkeyPatch) -> None:
+    # As if it computed a pass in a second, and a thousand tokens in another.
     monkeypatch.setattr(service, "speed", Speed(1.0, 0.001))
-    return service
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        table("sequence", "M" * 100, masks_per_sequence=600),
-        table("length", 98, task="generate", steps=100, number=6),
-        table("sequence", "M" * 28 + "_" * 70, task="infill", number=9),
-    ],
-)
-def test_work_that_would_be_late_is_refused(measured: Service, body: dict[str, Any]) -> None:
-    app = application(measured, 60)
-    with TestClient(app) as client:
-        response = client.post("/invocations", json=body)
-    assert (response.status_code, response.json()["error_code"]) == (429, "RESOURCE_EXHAUSTED")
-    assert 1 <= int(response.headers["Retry-After"]) <= 60
-    assert "would not be finished within 60 seconds" in response.json()["message"]
-    with asking(measured, 6000) as ask:
+    with TestClient(application(service, 60)) as client:
+        for body in (
+            table("sequence", "M" * 100, masks_per_sequence=600),
+            table("length", 98, task="generate", steps=100, number=6),
+            table("sequence", "M" * 28 + "_" * 70, task="infill", number=9),
+        ):
+            response = client.post("/invocations", json=body)
+            assert response.status_code == 429
+            assert response.json()["error_code"] == "RESOURCE_EXHAUSTED"
+            assert 1 <= int(response.headers["Retry-After"]) <= 60
+            assert "would not be finished within 60 seconds" in response.json()["message"]
+    with asking(service, 6000) as ask:
         assert ask(table("sequence", "MKT", masks_per_sequence=1))[0] == 200
 
 
@@ -345,13 +319,14 @@ async def post(app: Any, gone: threading.Event, body: bytes = SCORE) -> int:
     return int(sent[0]["status"])
 
 
-def test_hanging_up_ends_the_work(service: Service, monkeypatch: MonkeyPatch) -> None:
-    blocked = Blocked(service, monkeypatch)
-    assert asyncio.run(post(application(service, 60), blocked.entered)) == 400  # nobody reads it
-    assert blocked.stopped.wait(10)
-
-
-def test_hanging_up_in_the_queue_ends_the_work(service: Service, monkeypatch: MonkeyPatch) -> None:
+def test_hanging_up_ends_the_work_also_in_the_queue(
+    service: Service, monkeypatch: MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        blocked = Blocked(service, patched)
+        assert asyncio.run(post(application(service, 60), blocked.entered)) == 400  # nobody reads
+        assert blocked.stopped.wait(10)
+    assert asyncio.run(post(application(service, 0.05), threading.Event(), b"")) == 408
     blocked, app = Blocked(service, monkeypatch), application(service, 60)
 
     async def two() -> tuple[int, int]:
@@ -365,26 +340,97 @@ def test_hanging_up_in_the_queue_ends_the_work(service: Service, monkeypatch: Mo
     assert blocked.runs == 1
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(service: Service) -> None:
-    assert asyncio.run(post(application(service, 0.05), threading.Event(), b"")) == 408
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"inputs": [{"sequence": "MKV"}, {"sequence": "MKT", "sequence": "MKV"}]}',
-        b'{"inputs": [{"sequence": "MKT", "name": {"a": 1, "\\u0061": 2}}]}',
-    ],
-)
-def test_a_key_twice_is_refused(ask: Ask, body: bytes) -> None:
-    status, document = ask(body)
-    assert status == 400
-    assert "occurs twice" in document["message"]
-
-
 def test_many_requests_at_a_time_have_the_answers_of_each_alone(ask: Ask) -> None:
     bodies = [table("sequence", "MKTAYIAKQR"[: 3 + i], masks_per_sequence=2) for i in range(6)]
     alone = [rows_of(ask(body)) for body in bodies]
     with ThreadPoolExecutor(6) as pool:
         assert [rows_of(answer) for answer in pool.map(ask, bodies)] == alone
     assert np.isfinite([rows[0]["nats"] for rows in alone]).all()
+
+
+FAMILY = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
+RELATED = ["MKTAYIAKQRLI", "GSHMLVAGG"]
+
+
+@pytest.fixture(scope="module")
+def library(exports: Exports) -> SequenceModel:
+    return load_model(exports.related)
+
+
+@pytest.fixture(scope="module")
+def ask_related(exports: Exports) -> Iterator[Ask]:
+    """(columns, **params) → (status, document)."""
+    with asking(Service(load_export(exports.related), 65536)) as ask:
+        yield lambda columns, **params: ask({"inputs": columns, "params": params})
+
+
+def column_of(answer: tuple[int, Any], column: str) -> list[Any]:
+    return [row[column] for row in rows_of(answer)]
+
+
+def test_scores_given_relatives_are_those_of_the_library(
+    ask_related: Ask, library: SequenceModel
+) -> None:
+    given = column_of(ask_related({"sequence": RELATED}, relatives=FAMILY, max_relatives=2), "nats")
+    expected = library.score(RELATED, relatives=FAMILY, max_relatives=2)
+    assert given == pytest.approx([one.nats for one in expected], rel=1e-6)
+    alone = column_of(ask_related({"sequence": RELATED}), "nats")
+    assert alone == pytest.approx([one.nats for one in library.score(RELATED)], rel=1e-6)
+    assert all(one != pytest.approx(other) for one, other in zip(given, alone, strict=True))
+    assert column_of(ask_related({"sequence": RELATED}, relatives=[]), "nats") == alone
+    long = (FAMILY[0] * 200)[:3000]  # is cut
+    found = column_of(ask_related({"sequence": RELATED}, relatives=[long]), "nats")
+    expected = library.score(RELATED, relatives=[long[:2048]])
+    assert found == pytest.approx([one.nats for one in expected], rel=1e-6)
+
+
+def test_designs_given_relatives_are_those_of_the_library(
+    ask_related: Ask, library: SequenceModel
+) -> None:
+    settings = {"steps": 4, "seed": 3, "relatives": FAMILY}
+    answer = ask_related({"length": [None]}, task="generate", number=6, **settings)
+    found = column_of(answer, "sequence")
+    assert found == library.generate(6, **settings)
+    assert {len(text) for text in found} <= {len(text) for text in FAMILY}
+    assert all(text.endswith("relatives=5") for text in column_of(answer, "settings"))
+    template = "MKT____KQR__"
+    filled = column_of(
+        ask_related({"sequence": [template]}, task="infill", number=3, **settings), "sequence"
+    )
+    assert filled == library.infill(template, 3, **settings)
+    assert filled != library.infill(template, 3, steps=4, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"relatives": "MKT"}, "params.relatives='MKT': "),
+        ({"relatives": ["MKT", "MJT"]}, "relative 1: the sequence holds 'J'"),
+        ({"relatives": ["XX"]}, "there are no relatives"),
+        ({"relatives": [""] * 250_000}, "params.relatives=['', '', "),
+        ({"relatives": FAMILY, "max_relatives": 17}, "params.max_relatives=17: "),
+        ({"relatives": ["M" * 40_000] * 2}, "relatives: the request has"),
+        ({"max_relatives": 3}, "max_relatives=3: "),
+    ],
+)
+def test_bad_relatives_are_rejected(ask_related: Ask, params: dict[str, Any], reason: str) -> None:
+    status, document = ask_related({"sequence": ["MKT"]}, **params)
+    assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+    assert reason in document["message"]
+    assert len(document["message"]) < 600
+
+
+def test_what_gives_a_protein_away_is_left_out_of_its_relatives(ask_related: Ask) -> None:
+    away = [f"GG{RELATED[0]}GG", RELATED[0], RELATED[0][3:9]]
+    columns = {"sequence": RELATED[:1]}
+    more, fewer = (ask_related(columns, relatives=one) for one in ([*FAMILY, *away], FAMILY))
+    assert column_of(more, "nats") == column_of(fewer, "nats")
+    status, document = ask_related({"sequence": RELATED[:1]}, relatives=away)
+    assert status == 400
+    assert document["message"].startswith("relatives: ")
+
+
+def test_a_model_that_takes_no_relatives_rejects_them(ask: Ask) -> None:
+    status, document = ask(table("sequence", "MKT", relatives=FAMILY))
+    assert status == 400
+    assert document["message"].startswith("relatives: not supported")

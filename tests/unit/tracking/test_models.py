@@ -1,4 +1,4 @@
-"""Locations of models: versions of the registry, adapters with their bases, ESM-2, the Hub."""
+"""Locations of models, adapters with their bases, and the registered model of MLflow's own API."""
 
 import json
 import shutil
@@ -6,16 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
+import mlflow
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from transformers import EsmForMaskedLM
 
+from d2plm import load_model
 from d2plm.assembly.training_run import refuse_adapter
-from d2plm.core.errors import ConfigError, ModelError, TrackingError
+from d2plm.core.errors import ConfigError, DataError, ModelError, TrackingError
 from d2plm.export.exported_model import save_export, weights_digest
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.model.dit import DiT
@@ -23,10 +28,10 @@ from d2plm.model.lora import add_lora
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.tracking.locations import model_folder, open_model, pinned
 from d2plm.tracking.mlflow_run import open_client
-from d2plm.tracking.pyfunc_model import PyfuncModel
-from d2plm.tracking.registry import export_digest, register
+from d2plm.tracking.pyfunc_model import SERVER_TIMEOUT, PyfuncModel
+from d2plm.tracking.registry import MODEL_CODE, _signature, export_digest, register
 from d2plm.tracking.runs import tracking_run
-from tests.conftest import MonkeyPatch
+from tests.conftest import Exports, MonkeyPatch
 from tests.unit.model.test_esm import esm_like
 from tests.unit.tracking.test_registry import whole
 
@@ -111,30 +116,21 @@ def test_esm_2_is_a_model_as_any(esm: Path) -> None:
     assert 50 <= len(model.generate(1, steps=2, seed=1)[0]) <= 126
 
 
-def test_the_hub_gives_no_code(esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {}
-
-    def fetch(name: str, allow_patterns: list[str]) -> str:
-        asked.update(name=name, patterns=allow_patterns)
-        return str(esm)
-
+def test_the_hub_gives_no_code_and_its_errors_are_one_line(
+    esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path
+) -> None:
+    fetch = Mock(return_value=str(esm))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.chdir(tmp_path)
     assert open_model("facebook/esm2", key="model_dir").folder == esm
-    assert asked["name"] == "facebook/esm2"
-    assert not {"*.py", "*.bin", "*"} & {*asked["patterns"]}
+    assert fetch.call_args.args == ("facebook/esm2",)
+    assert not {"*.py", "*.bin", "*"} & {*fetch.call_args.kwargs["allow_patterns"]}
+    failure = huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong story")
+    fetch.side_effect = failure
+    with pytest.raises(ModelError, match=r"on the Hugging Face Hub: no connection$"):
+        open_model("facebook/esm2", key="model_dir")
     (tmp_path / "facebook").mkdir()  # a folder of this name: what is not in it is a mistake
     with pytest.raises(ModelError, match="facebook/esm2: no such model folder"):
-        open_model("facebook/esm2", key="model_dir")
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
-    def fail(*_: object, **__: object) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong story")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=r"on the Hugging Face Hub: no connection$"):
         open_model("facebook/esm2", key="model_dir")
 
 
@@ -167,3 +163,48 @@ def test_another_kind_of_model_is_rejected(tmp_path: Path) -> None:
     for location in ("models:/proteins", "models:/a/b/3", "models:/@x", 3):
         with pytest.raises(ConfigError, match="model_dir="):
             model_folder(location, key="model_dir")
+
+
+PROTEINS = ["MKTAYIAKQR", "GSHMLVAGG"]
+
+
+@pytest.fixture(scope="module")
+def folder(exports: Exports, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logged") / "model"
+    mlflow.pyfunc.save_model(
+        folder,
+        python_model=str(MODEL_CODE),
+        artifacts={"export": str(exports.masked)},
+        signature=_signature(),
+        pip_requirements=["d2plm"],
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Any:
+    return mlflow.pyfunc.load_model(str(folder))
+
+
+def test_it_designs_as_the_library_does(loaded: Any, exports: Exports) -> None:
+    library, settings = load_model(exports.masked), {"number": 2, "steps": 2, "temperature": 0.7}
+    lengths = pd.DataFrame({"length": [np.nan, np.nan]})
+    new = loaded.predict(lengths, params={"task": "generate", **settings})
+    assert new["sequence"].tolist() == library.generate(**settings | {"number": 4})
+    lengths = pd.DataFrame({"length": [5.0, np.nan]})
+    assert loaded.predict(lengths, params={"task": "generate"})["length"][0] == 5
+    templates = pd.DataFrame({"sequence": ["MK__GG"]})
+    filled = loaded.predict(templates, params={"task": "infill", **settings})
+    assert filled["sequence"].tolist() == library.infill("MK__GG", **settings)
+
+
+@pytest.mark.parametrize("rows", [pd.DataFrame({"sequence": ["MKT", None]}), [{"sequence": None}]])
+def test_it_takes_no_other_value_for_a_text(loaded: Any, rows: Any) -> None:
+    with pytest.raises((MlflowException, DataError), match=r"valid string|Incompatible input"):
+        loaded.predict(rows)
+
+
+def test_mlflow_s_server_is_refused(folder: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setenv(SERVER_TIMEOUT, "60")
+    with pytest.raises(ConfigError, match="run d2plm serve model_dir="):
+        mlflow.pyfunc.load_model(str(folder))

@@ -1,4 +1,4 @@
-"""Commands that the documents name exist, and take the settings that they are given there.
+"""Commands, links and anchors that the documents name exist, and commands take their settings.
 
 No command is run: its words are parsed and its configuration is composed, as `--cfg job` does.
 """
@@ -22,7 +22,16 @@ from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
 from pipelines.command import ACTIONS, parse
 from tests.docs.conftest import OWN
-from tests.docs.markdown import DOCUMENTS, ROOT, blocks, command_lines, inline_code, of
+from tests.docs.markdown import (
+    DOCUMENTS,
+    ROOT,
+    anchors,
+    blocks,
+    command_lines,
+    inline_code,
+    links,
+    of,
+)
 
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}
 LEFT_OUT = ("…", "...")  # what a document leaves to the reader, as a word or as a value
@@ -166,26 +175,16 @@ def refuse_command(name: str, words: list[str]) -> str | None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
-def test_every_command_exists_and_takes_its_settings(document: Path) -> None:
+def test_every_command_and_make_target_exists_and_takes_its_settings(document: Path) -> None:
     refused = []
     for where, words in named(document):
         given = d2plm_words(words)
-        reason = None if given is None else refuse(*given)
-        if reason:
+        if reason := None if given is None else refuse(*given):
             refused.append(f"{where}: {' '.join(words)}: {reason}")
+        targets = words[1:] if words[0] == "make" else []
+        wanted = {word for word in targets if re.fullmatch(r"[a-z][a-z0-9-]*", word)}
+        assert not wanted - TARGETS, where
     assert not refused, "\n".join(refused)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=of)
-def test_every_make_target_exists(document: Path) -> None:
-    wanted = {
-        word
-        for _, words in named(document)
-        if words[0] == "make"
-        for word in words[1:]
-        if re.fullmatch(r"[a-z][a-z0-9-]*", word)
-    }
-    assert not wanted - TARGETS
 
 
 def test_a_command_that_is_not_is_found() -> None:
@@ -211,3 +210,22 @@ def test_every_block_is_run_or_says_what_it_needs(name: str) -> None:
         if block.language not in run_by_tests.get(name, ("python",)) and not block.needs
     ]
     assert not silent
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=of)
+def test_every_relative_link_and_anchor_resolves(document: Path) -> None:
+    broken = []
+    for target in links(document):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+def test_the_index_of_documents_names_each_of_them() -> None:
+    index = ROOT / "docs" / "README.md"
+    named = {target.partition("#")[0] for target in links(index)}
+    assert named >= {file.name for file in (ROOT / "docs").glob("*.md")} - {"README.md"}
