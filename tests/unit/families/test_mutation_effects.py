@@ -3,16 +3,6 @@
 import numpy as np
 import pytest
 
-from benchmarks.simulated_families import (
-    Array,
-    all_singles,
-    energy_of_first,
-    of_first,
-    on_a_tree,
-    spearman,
-    true_effects,
-    with_pairs,
-)
 from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
 from d2plm.families import mutation_effects
 from d2plm.families.alignment import (
@@ -34,6 +24,16 @@ from tests.unit.families.known_sites import (
     measured_effects,
     members,
     singles,
+)
+from tests.unit.families.simulated import (
+    Array,
+    all_singles,
+    energy_of_first,
+    of_first,
+    on_a_tree,
+    spearman,
+    true_effects,
+    with_pairs,
 )
 
 

@@ -1,6 +1,6 @@
 """Families whose law is known: independent sites on a tree, and independent draws with pairs.
 
-    python -m benchmarks.simulated_families
+    python -m tests.unit.families.simulated
 
 prints the rank correlations of the score, the profile and a fitted Potts model with the true
 effects. The two kinds that an alignment's covariances may come from: descent, which says nothing
