@@ -172,12 +172,13 @@ def test_a_module_is_named_on_the_command_line_and_passed_on(
 def test_processes_of_a_training_have_the_module(
     research: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    def train_here(file: Path, processes: int, options: list[str]) -> None:
-        words = ("train", f"--config-file={file}", *options)
-        ran = d2plm(*words, WORLD_SIZE="1")  # a rank of torchrun
-        assert (processes, ran.returncode) == (2, 0), ran.stderr
+    def run(torchrun: list[str], *_: object) -> int:
+        assert "--nproc-per-node=2" in torchrun
+        ran = d2plm(*torchrun[torchrun.index("train") :], WORLD_SIZE="1")  # one of its ranks
+        assert ran.returncode == 0, ran.stderr
+        return ran.returncode
 
-    monkeypatch.setattr("d2plm.commands.train.train_locally", train_here)
+    monkeypatch.setattr("d2plm.core.processes.run", run)
     words = ["train", *research, *CHOICES, f"work_dir={tmp_path}", "tracking=none"]
     words += ["model.hidden_size=16", "model.num_hidden_layers=1", "model.time_embedding_dim=4"]
     words += ["model.intermediate_size=16", "data.residues=random", "data.token_budget=1024"]
