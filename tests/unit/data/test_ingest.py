@@ -135,7 +135,7 @@ HEADERS = {
 }
 RECORD = st.tuples(
     st.sampled_from([*HEADERS]),
-    st.lists(st.text("MKVLWmkv", min_size=1, max_size=9), min_size=1, max_size=3),
+    st.lists(st.text("MKVLW", min_size=1, max_size=9), min_size=1, max_size=3),
     st.sampled_from(["\n", "*\n", "\r\n", "\n\n; a comment\n"]),
 )
 # A record, and why it is dropped.
@@ -166,7 +166,7 @@ def test_no_valid_record_is_lost_among_corrupt_ones(
             continue
         header, lines, end = piece
         content += "\n".join([f">{header}", *lines]) + end
-        names["".join(lines).upper()] |= HEADERS[header]
+        names["".join(lines)] |= HEADERS[header]
         valid += 1
     (folder / "in.fasta").write_text(content)
     with pytest.MonkeyPatch.context() as patch:
