@@ -53,6 +53,9 @@ def cluster(tmp_path: Path, monkeypatch: MonkeyPatch) -> Iterator[Cluster]:
         ):
             monkeypatch.setattr(module, name, value)
         yield double
+        for thread in threading.enumerate():
+            if thread.name == "pods":  # ends at the next change; without a server, much later
+                thread.join(5)
 
 
 class Launch(threading.Thread):
