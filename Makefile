@@ -17,8 +17,7 @@ PIP_CONFIG ?=
 BUILD_FLAGS ?=
 
 # Each worker runs a contiguous part of the tests, so that a file's fixtures are set up once; idle
-# workers take over remaining tests of others. Of the thorough ones, the first and longest of which
-# take minutes, each takes the next. The twenty slowest tests are listed.
+# workers take over remaining tests of others. The twenty slowest tests are listed.
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations=20 --durations-min=1
 
 # Output folder of make bench.
@@ -77,7 +76,7 @@ test: $(TOOLS) ## Run all tests except the long matrices
 	$(PYTEST) -m 'not thorough and not matrix'
 
 test-thorough: $(TOOLS) ## Run the long matrices, and the property tests on many examples
-	$(PYTEST) --dist load --maxschedchunk=1 -m 'thorough and not matrix' --hypothesis-profile=thorough
+	$(PYTEST) -m 'thorough and not matrix' --hypothesis-profile=thorough
 
 test-matrix: $(TOOLS) ## Train with every three settings of parallelism, memory, model and optimizer
 	$(PYTEST) -m matrix
