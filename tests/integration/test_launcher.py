@@ -29,7 +29,7 @@ from tests.conftest import Captured, Logged, MonkeyPatch
 from tests.integration.conftest import Finished, Prepared, steps
 
 JOB = TrainingJob("mine", "d2plm-trainer:1", ("-m", "d2plm", "train"), nodes=2, cpu="1")
-LATE = replace(JOB, start_deadline_seconds=0.5)
+LATE = replace(JOB, start_deadline_seconds=1.0)
 BOTH = pytest.mark.parametrize("kind", [PYTORCHJOB, TRAINJOB], ids=lambda kind: kind.name)
 LINES = tuple(f"step {number}" for number in range(100))
 LONG = Script(seconds=60)
@@ -201,7 +201,7 @@ def test_what_does_not_start_is_given_up_with_the_reason_reported_once(
     trouble(cluster)
     launch = Launch(kind, LATE)
     error = str(launch.failure())
-    assert "start_deadline_seconds=0.5" in error and reason in error
+    assert "start_deadline_seconds=1" in error and reason in error
     said = [line for line in launch.said if reason in line]
     assert said and len(said) == len({*said})
     cluster.wait_for(lambda: is_gone(cluster, kind))
@@ -210,7 +210,7 @@ def test_what_does_not_start_is_given_up_with_the_reason_reported_once(
 def test_a_lost_node_is_named(cluster: Cluster, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(run_job, "STUCK_SECONDS", 0.2)
     monkeypatch.setattr(run_job, "REPORT_SECONDS", 0.2)
-    job = replace(JOB, stall_deadline_seconds=1)
+    job = replace(JOB, stall_deadline_seconds=3)
     cluster.script(LONG)
     launch = Launch(job=job)
     name = both_run(cluster)[1]
@@ -219,7 +219,7 @@ def test_a_lost_node_is_named(cluster: Cluster, monkeypatch: MonkeyPatch) -> Non
     cluster.wait_for(lambda: launch.has_said(force))
     cluster.delete_pod(name)  # as the node controller does after a time
     error = str(launch.failure())
-    assert "stall_deadline_seconds=1" in error and force in error
+    assert "stall_deadline_seconds=3" in error and force in error
     assert force in "\n".join(launch.said).partition("cancelled: ")[2]
     with monkeypatch.context() as patched:
         patched.setattr(run_job, "GONE_SECONDS", 0.3)
@@ -233,12 +233,12 @@ def test_a_lost_node_is_named(cluster: Cluster, monkeypatch: MonkeyPatch) -> Non
 
 
 def test_fewer_nodes_train_on_for_longer_than_the_deadline(cluster: Cluster) -> None:
-    cluster.script(Script(seconds=1.2), worker=0)
+    cluster.script(Script(seconds=3), worker=0)
     cluster.script(LONG, Script(), worker=1)
-    launch = Launch(job=replace(JOB, min_nodes=1, stall_deadline_seconds=0.4))
+    launch = Launch(job=replace(JOB, min_nodes=1, stall_deadline_seconds=1))
     both_run(cluster)
     cluster.lose_node("mine-worker-1")
-    time.sleep(0.8)
+    time.sleep(2)
     cluster.delete_pod("mine-worker-1", grace_seconds=0)
     launch.finish()
 
@@ -246,8 +246,8 @@ def test_fewer_nodes_train_on_for_longer_than_the_deadline(cluster: Cluster) -> 
 def test_a_log_that_cannot_be_read_holds_nothing_up(cluster: Cluster) -> None:
     """A pod that ended with its node may have no container statuses either."""
     cluster.fail_next(10_000, 500, "get", "pods/log")
-    cluster.script(LONG, Script(seconds=0.5), worker=0)
-    cluster.script(LONG, Script(seconds=0.5, exit_code=1), worker=1)
+    cluster.script(LONG, Script(seconds=1), worker=0)
+    cluster.script(LONG, Script(seconds=1, exit_code=1), worker=1)
     launch = Launch()
     both_run(cluster)
     message = "Pod was terminated in response to imminent node shutdown."
@@ -289,13 +289,13 @@ def test_a_missing_queue_ends_the_job_and_a_full_one_waits(cluster: Cluster, kin
 
 def test_unlisted_events_delay_neither_the_end_nor_the_deadlines(cluster: Cluster) -> None:
     cluster.fail_next(10_000, 500, "list", "events")
-    cluster.script(Script(seconds=0.3))
+    cluster.script(Script(seconds=1))
     (failure,) = [line for line in Launch().finish() if "warnings cannot be reported" in line]
     assert "(500)" in failure
     connect().delete(PYTORCHJOB, "mine")
     cluster.full()
     text = str(Launch(job=LATE).failure())
-    assert "start_deadline_seconds=0.5" in text and "Insufficient nvidia.com/gpu" in text
+    assert "start_deadline_seconds=1" in text and "Insufficient nvidia.com/gpu" in text
 
 
 @pytest.mark.parametrize("status", [403, 503])  # 403: of an older Role
@@ -307,20 +307,20 @@ def test_workloads_that_cannot_be_listed_delay_neither_the_deadline_nor_the_star
         cluster.forbid("list", "workloads")
     cluster.fail_next(10_000, status, "list", "workloads")
     cluster.kueue(research="50m more needed")
-    launch = Launch(job=replace(JOB, queue="research", queue_deadline_seconds=1))
+    launch = Launch(job=replace(JOB, queue="research", queue_deadline_seconds=2))
     text = str(launch.failure())
-    assert "queue_deadline_seconds=1: Kueue holds it" in text and f"({status})" in text
-    assert launch.has_said("of 1 s (queue_deadline_seconds): Kueue holds it")
+    assert "queue_deadline_seconds=2: Kueue holds it" in text and f"({status})" in text
+    assert launch.has_said("of 2 s (queue_deadline_seconds): Kueue holds it")
     launch = Launch(job=replace(LATE, queue="research"))
     cluster.wait_for(lambda: cluster.job("mine"))
-    time.sleep(0.8)  # longer than it may take to start
+    time.sleep(1.5)  # longer than it may take to start
     cluster.script(Script())
     cluster.kueue(research="")
     launch.finish()
 
 
 def test_a_long_preparation_is_no_late_start_and_its_log_is_followed(cluster: Cluster) -> None:
-    words = "import time; print('step 0', flush=True); time.sleep(1)"
+    words = "import time; print('step 0', flush=True); time.sleep(2)"
     echo = ("--no-python", "echo", "step 1")
     launch = Launch(job=replace(LATE, nodes=1, preparation=("python", "-c", words), arguments=echo))
     launch.finish()
@@ -337,7 +337,7 @@ def test_a_failed_preparation_is_not_retried_for_ever(cluster: Cluster, kind: Jo
 def test_a_step_that_is_tried_again_adopts_its_job_if_the_settings_are_the_same(
     cluster: Cluster,
 ) -> None:
-    cluster.script(Script(lines=("step 1",), seconds=1))
+    cluster.script(Script(lines=("step 1",), seconds=2))
     first = Launch()
     cluster.wait_for(lambda: running(cluster, 0))
     second = Launch()
@@ -372,7 +372,7 @@ def test_warnings_about_other_jobs_and_a_former_one_are_not_this_jobs(cluster: C
     (former,) = cluster.events("mine-worker-0")
     with cluster.store.edit("events", NAMESPACE, former["metadata"]["name"]) as edited:
         edited["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
-    cluster.script(Script(seconds=0.5))
+    cluster.script(Script(seconds=1.5))
     launch = Launch()
     cluster.wait_for(lambda: cluster.job("mine"))
     warn("mine-2-worker-0", "of another")
@@ -383,7 +383,7 @@ def test_warnings_about_other_jobs_and_a_former_one_are_not_this_jobs(cluster: C
 
 
 def test_an_absent_api_server_is_given_up(cluster: Cluster, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
     cluster.script(LONG)
     launch = Launch()
     cluster.wait_for(lambda: running(cluster, 0))
@@ -413,7 +413,7 @@ def test_a_missing_operator_or_namespace_is_named(tmp_path: Path, monkeypatch: M
 
 def test_a_job_ends_at_its_deadline_and_after_its_restarts(cluster: Cluster) -> None:
     cluster.script(LONG)
-    assert "deadline" in str(Launch(job=replace(JOB, deadline_seconds=1)).failure())
+    assert "deadline" in str(Launch(job=replace(JOB, deadline_seconds=2)).failure())
     cluster.wait_for(lambda: is_gone(cluster))
     cluster.script(Script(exit_code=143), worker=1)
     launch = Launch(job=replace(JOB, restarts=2))
@@ -751,5 +751,5 @@ def test_a_crash_is_retried_so_often_and_a_disruption_does_not_count(cluster: Cl
 def test_a_deadline_names_what_is_missing(cluster: Cluster) -> None:
     cluster.script(WAITING, worker=3)
     cluster.script(WELL)
-    error = str(Launch(INDEXED_JOB, replace(SHARDED, deadline_seconds=1)).failure())
+    error = str(Launch(INDEXED_JOB, replace(SHARDED, deadline_seconds=3)).failure())
     assert "longer than specified deadline" in error and "shards 3 of 4 are missing" in error
