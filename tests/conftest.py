@@ -23,6 +23,7 @@ from d2plm.core.machine import usable_cores
 from d2plm.core.vocabulary import encode
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
+from tests.ranks import share_server
 
 FASTA = Path(__file__).parents[1] / "examples" / "data" / "uniprot_20k.fasta.gz"
 TINY_RECORDS = 120
@@ -70,6 +71,11 @@ LLAMA: dict[str, Any] = {
 settings.register_profile("fast", max_examples=20, deadline=None)
 settings.register_profile("thorough", max_examples=100, deadline=None)
 settings.load_profile("fast")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ or getattr(config.option, "numprocesses", None):
+        share_server()
 
 
 def pytest_collection() -> None:

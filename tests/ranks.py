@@ -9,17 +9,36 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 
+SERVER = "D2PLM_TESTS_FORK_SERVER"  # address of the server that pytest's workers share
+
 
 def context() -> Any:
     """What starts processes: each a fork of one server, which has imported `tests.preload`."""
-    forkserver = mp.get_context("forkserver")
-    forkserver.set_forkserver_preload(["tests.preload", "tests.ranks"])
-    return forkserver
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload(["tests.preload", "tests.ranks"])
+    return made
+
+
+def share_server() -> None:
+    """Start the server for this process and its children, or use the one that its parent started.
+
+    Its imports take as long as many a test. multiprocessing has no public way to join a server.
+    """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if SERVER in os.environ:
+        server._forkserver_address = os.environ[SERVER]
+        server._forkserver_alive_fd = os.pipe()[1]  # it ends with the process that started it
+        server.ensure_running = resource_tracker.ensure_running
+    else:
+        context()
+        server.ensure_running()
+        os.environ[SERVER] = server._forkserver_address
 
 
 class Ranks:

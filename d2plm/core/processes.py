@@ -210,7 +210,8 @@ def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] 
     train = ["-m", "d2plm", "train", f"--config-file={config_file}", *options]
     command = [sys.executable, *(torchrun if processes > 1 else ()), *train]
     try:
-        code = run(command, {**_for_training(processes), **_through_loopback()})
+        with handled(lambda *_: signal.raise_signal(signal.SIGTERM), signal.SIGUSR1):
+            code = run(command, {**_for_training(processes), **_through_loopback()})
     finally:
         shutil.rmtree(left, ignore_errors=True)
     if code:

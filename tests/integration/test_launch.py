@@ -13,7 +13,7 @@ import pytest
 
 from d2plm.cli import main
 from d2plm.training import checkpoint
-from tests.commands import d2plm
+from tests.commands import d2plm, python_c
 from tests.conftest import Captured
 from tests.integration.conftest import REPOSITORY, Finished, Prepared, start, steps
 from tests.runs import wait_for
@@ -44,27 +44,20 @@ def nameless() -> list[str]:
     return words if can else []
 
 
-OF_ONE_RANK = "SIGTERM to one rank"
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "SIGTERM to d2plm train",
-        *(pytest.param(how, marks=pytest.mark.thorough) for how in ("SIGUSR1", OF_ONE_RANK)),
-    ],
-)
-def test_a_signal_saves_and_exits_with_143(how: str, prepared: Prepared, tmp_path: Path) -> None:
+@pytest.mark.thorough  # the daily tests signal workers that import nothing, and trainers apart
+@pytest.mark.parametrize("to_one_rank", [False, True])
+def test_sigterm_saves_and_exits_with_143(
+    to_one_rank: bool, prepared: Prepared, tmp_path: Path
+) -> None:
     output, log = tmp_path / "run", tmp_path / "log"
     endless, entry = ENDLESS, ENTRY
-    if how.endswith("train"):  # which starts torchrun itself
+    if not to_one_rank:  # but to `d2plm train`, which starts torchrun itself
         endless = [*ENDLESS, "data.num_workers=1", "distributed.processes=2"]
         entry = [*nameless(), sys.executable]
     process = start([*entry, "-m", "d2plm", *training(prepared, output, *endless)], log)
     try:
         wait_for(lambda: steps(output) > 2)
-        target = workers(process.pid)[1] if how == OF_ONE_RANK else process.pid
-        os.kill(target, signal.SIGUSR1 if how == "SIGUSR1" else signal.SIGTERM)
+        os.kill(workers(process.pid)[1] if to_one_rank else process.pid, signal.SIGTERM)
         assert process.wait(180) == 143, log.read_text()
     finally:
         process.kill()
@@ -79,13 +72,29 @@ def test_a_signal_saves_and_exits_with_143(how: str, prepared: Prepared, tmp_pat
     assert f"from {root.of(newest)}" in again.stdout, again.stderr
 
 
-# In place of training, in workers that import nothing: one rank fails, and another one as a result.
-BROKEN = """
-import os, sys, time
+# In place of training, in workers that import nothing.
+IN_WORKERS = """
+import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 
-def run(_):
+if "RANK" in os.environ:
+    sys.modules["d2plm.commands.train"] = SimpleNamespace(run=lambda _: run())
+"""
+# Each ends by a signal, as training does.
+ENDED = """
+def run():
+    heard = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *received: heard.append(received[0]))
+    Path(__file__).with_name("ready-" + os.environ["RANK"]).touch()
+    while not heard:
+        time.sleep(0.01)
+    sys.exit(143)
+"""
+# One rank fails, and another one as a result.
+BROKEN = """
+def run():
     failed = Path(__file__).with_name("failed")
     if os.environ["RANK"] == "1":
         failed.touch()
@@ -94,15 +103,38 @@ def run(_):
         time.sleep(0.001)
     time.sleep(0.05)
     raise RuntimeError("connection closed")
-
-if "RANK" in os.environ:
-    sys.modules["d2plm.commands.train"] = SimpleNamespace(run=run)
 """
+
+
+# `d2plm` that signals itself once both workers are ready.
+SIGNALLED = """
+import os, signal, sys, threading
+from pathlib import Path
+from d2plm.cli import main
+from tests.runs import wait_for
+
+def raise_signal():
+    wait_for(lambda: len([*Path(sys.argv[-1]).parent.glob("ready-*")]) == 2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+threading.Thread(target=raise_signal).start()
+raise SystemExit(main())
+"""
+
+
+def test_a_signal_reaches_the_workers_and_143_is_returned(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    (tmp_path / "ended.py").write_text(IN_WORKERS + ENDED)
+    words = training(prepared, tmp_path / "run", *ENDLESS, "distributed.processes=2")
+    result = python_c(SIGNALLED, *words, "--module", str(tmp_path / "ended.py"))
+    assert result.returncode == 143, result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
-    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "broken.py").write_text(IN_WORKERS + BROKEN)
     result = d2plm(
         *training(prepared, tmp_path / "run", *ENDLESS, "distributed.processes=2"),
         *("--module", str(tmp_path / "broken.py")),
