@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,8 @@ from filelock import FileLock
 from hypothesis import settings
 from numpy.typing import NDArray
 
+from d2plm import config
+from d2plm.core.files import config_dir
 from d2plm.core.machine import usable_cores
 from d2plm.core.vocabulary import encode
 from d2plm.data.store import SequenceStore
@@ -84,7 +87,8 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     gc.enable()
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # what was imported stays, and is not examined after each training
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -154,6 +158,25 @@ def quick_mmseqs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             program.write_text(QUICK_MMSEQS.format(binary=find_mmseqs()))
             program.chmod(0o755)
             patch.setenv("MMSEQS_BIN", str(program))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def composed_once() -> Iterator[None]:
+    """The installed YAML files do not change meanwhile: each choice of them is composed once."""
+    compose_files, known = config._compose_files, dict[Any, dict[str, Any]]()
+
+    def compose(command: str, name: str | None, root: Path, choices: list[str]) -> dict[str, Any]:
+        own = Path("configs").resolve()
+        if root != config_dir().resolve() or (own.is_dir() and own != root):
+            return compose_files(command, name, root, choices)
+        key = command, name, *choices
+        if key not in known:
+            known[key] = compose_files(command, name, root, choices)
+        return deepcopy(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "_compose_files", compose)
         yield
 
 
