@@ -54,7 +54,9 @@ setup: $(STAMP) ## Create .venv with what the demo needs, in the versions of req
 
 tools: $(TOOLS) ## Add everything else of requirements.lock: for tests, pipelines on a cluster, trackers
 
-# pip compiles no byte code: Python compiles what is used, and keeps it whatever the environment says.
+# pip compiles no byte code for the demo: Python compiles what is used, and keeps it whatever the
+# environment says. Tests use most of it, in many processes at once, so that it is compiled first,
+# but for a few files that need a newer Python.
 unexport PYTHONDONTWRITEBYTECODE
 $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("D2PLM needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else None'
@@ -64,6 +66,7 @@ $(STAMP): requirements.lock pyproject.toml
 
 $(TOOLS): $(STAMP)
 	$(PIP) -r requirements.lock
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >$(VENV)/compiled.log || true
 	touch $@
 
 demo: $(STAMP) ## Prepare, train, evaluate, register and generate with 8,000 proteins (PARADIGM=diffusion|flow_matching)
