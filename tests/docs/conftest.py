@@ -71,11 +71,14 @@ def copy_of_the_tree(folder: Path) -> Path:
     return folder
 
 
-def follow(script: str, folder: Path) -> dict[str, Any]:
-    """Run a script as in a terminal that ends at the first failure, on a port of its own."""
+def follow(script: str, folder: Path, program: str = "-m d2plm") -> dict[str, Any]:
+    """Run a script as in a terminal that ends at the first failure, on a port of its own.
+
+    `program`: words of Python that run `d2plm`.
+    """
     programs = folder.parent / "bin"
     programs.mkdir()
-    (programs / "d2plm").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m d2plm "$@"\n')
+    (programs / "d2plm").write_text(f'#!/bin/sh\nexec "{sys.executable}" {program} "$@"\n')
     (programs / "d2plm").chmod(0o755)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     output = folder.parent / "output.txt"

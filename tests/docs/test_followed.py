@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import MonkeyPatch
 from tests.docs.conftest import TUTORIAL, Followed, copy_of_the_tree, follow, runs
 from tests.docs.markdown import DOCUMENTS, ROOT, Block, blocks, of
+from tests.integration.conftest import FORKED_STEPS
 
 pytestmark = pytest.mark.thorough  # models are trained
 
@@ -79,7 +80,10 @@ PAGE = ROOT / "docs" / "data.md"
 
 def test_every_block_of_the_page_on_data_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = copy_of_the_tree(tmp_path_factory.mktemp("alphabets") / "d2plm")
-    followed = follow("".join(as_bash(block) for block in blocks(PAGE) if block.language), folder)
+    forking = folder.parent / "forking.py"  # imports once for all of a pipeline's steps
+    forking.write_text(f"import sys\nif 'pipeline' in sys.argv: import tests.preload\n{FORKED_STEPS}")
+    script = "".join(as_bash(block) for block in blocks(PAGE) if block.language)
+    followed = follow(script, folder, str(forking))
     assert followed["exit_code"] == 0, followed["output"]
     assert followed["left"] == 0
     filled = [json.loads(line) for line in (folder / "filled.jsonl").read_text().splitlines()]

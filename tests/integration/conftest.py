@@ -18,30 +18,27 @@ REPOSITORY = Path(__file__).parents[2]
 FASTA = REPOSITORY / "examples" / "data" / "uniprot_20k.fasta.gz"
 RECORDS = 60
 
-# `d2plm` whose pipeline's steps but the first are forks of this process, which has imported all.
+# `d2plm` whose pipeline's steps are forks of this process, which has imported all.
 FORKED_STEPS = """
-import os
+import os, sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 from d2plm.cli import main
 from pipelines import local, steps
 
 @contextmanager
-def forked(command, environment, stdout, **options):
-    _, _, _, step, *words = command
-    if step == "prepare":
-        with start(command, environment, stdout=stdout, **options) as process:
-            yield process
-            return
+def forked(command, environment, stdout, **_):
+    *python, step, file = command
+    assert python == [sys.executable, "-m", "pipelines.steps"]
     child = os.fork()
     if not child:
         os.dup2(stdout, 1), os.dup2(stdout, 2)
         os.environ |= environment
         steps.train_locally = lambda file, *_: main(["train", f"--config-file={file}"])
-        os._exit(steps.main([step, *words]))
+        os._exit(steps.main([step, file]))
     yield SimpleNamespace(wait=lambda: os.waitpid(child, 0)[1])
 
-start, local.child = local.child, forked
+local.child = forked
 raise SystemExit(main())
 """
 

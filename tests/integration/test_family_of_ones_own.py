@@ -10,6 +10,7 @@ from d2plm.evaluation.new_members import NATURAL
 from d2plm.evaluation.result import GENERATED
 from tests.commands import d2plm
 from tests.conftest import FASTA
+from tests.integration.conftest import few_proteins
 
 FAMILY = FASTA.with_name("family_abc_importers.fasta.gz")
 
@@ -20,6 +21,7 @@ def test_a_family_is_predicted_better_than_by_any_baseline_and_grown(tmp_path: P
     ended = d2plm(
         *("adapt", str(FAMILY), f"init_from={shipped}", f"work_dir={tmp_path / 'abc'}"),
         *("tracking=none", "identity=0.7", "trainer.max_steps=50"),
+        f"general={few_proteins(tmp_path / 'general.fasta')}",
         *("callbacks.evaluation=null", "callbacks.early_stopping=null"),
         "evaluation.masks_per_sequence=4",
     )

@@ -1,13 +1,14 @@
 """Two of every command at once in one new folder: both work, or one is rejected in one line."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from tests.commands import d2plm
-from tests.integration.conftest import few_proteins
+from tests.commands import d2plm, python_c
+from tests.integration.conftest import FORKED_STEPS, few_proteins
 
 pytestmark = pytest.mark.thorough
 
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.thorough
 def both(*words: str) -> None:
     """Run a command twice at once."""
     with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(lambda _: d2plm(*words), range(2)))
+        run = partial(python_c, FORKED_STEPS) if words[0] == "pipeline" else d2plm
+        ended = list(pool.map(lambda _: run(*words), range(2)))
     assert 0 in {one.returncode for one in ended}, ended
     for one in ended:
         assert "Traceback" not in one.stderr, one.stderr
