@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With many examples, property tests are thorough ones."""
+    """With many examples, property tests are thorough ones; long files are dealt to the workers."""
     if config.getoption("--hypothesis-profile") == "thorough":
         for item in items:
             if hasattr(getattr(item, "obj", None), "hypothesis"):
                 item.add_marker("thorough")
+        files = [list(of) for _, of in groupby(items, key=lambda item: item.path)]
+        workers = usable_cores() + 1
+        dealt = (files[first::workers] for first in range(workers))
+        items[:] = chain.from_iterable(chain.from_iterable(dealt))
 
 
 @pytest.hookimpl(optionalhook=True)
