@@ -63,9 +63,7 @@ def test_stats_are_of_each_split(few_prepared: Path, tmp_path: Path, capsys: Cap
     assert document["verification"]["leaking_pairs_after"] == 0
 
 
-def test_verify_names_each_whole_store_and_what_is_damaged(
-    few_prepared: Path, copy: Path, capsys: Captured
-) -> None:
+def test_verify_names_what_is_damaged(few_prepared: Path, copy: Path, capsys: Captured) -> None:
     assert main(["data", "verify", f"store={few_prepared}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, line in zip(("train", "validation", "raw"), lines, strict=True):

@@ -145,9 +145,7 @@ def test_rivals_are_scored_on_the_same_masks(export: Export, run: Run) -> None:
     assert again.others[str(other)] != found.others[str(other)]
 
 
-def test_a_rival_that_takes_fewer_tokens_or_is_no_model_is_rejected(
-    export: Export, run: Run, tmp_path: Path
-) -> None:
+def test_a_short_rival_or_none_is_rejected(export: Export, run: Run, tmp_path: Path) -> None:
     export("short", max_position_embeddings=32)
     (tmp_path / "nothing").mkdir()
     for name in ("short", "nothing"):

@@ -53,9 +53,7 @@ def test_lengths_come_from_the_training_proteins(generate: Generate, tmp_path: P
 
 
 @pytest.mark.parametrize("sampler", ["first_hitting", "remdm"])
-def test_given_lengths_are_kept_and_the_settings_recorded(
-    generate: Generate, sampler: str, tmp_path: Path
-) -> None:
+def test_lengths_and_settings_are_kept(generate: Generate, sampler: str, tmp_path: Path) -> None:
     words = [*([] if sampler == "first_hitting" else ["steps=3"]), f"sampler={sampler}"]
     words += ["temperature=0.8", "top_k=5", "seed=11"]
     sequences = generate("number=2", "length=[5,126,1]", *words)
@@ -103,9 +101,7 @@ def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) 
         ("templates=absent.fasta length=5", "generation.length=5"),
     ],
 )
-def test_what_cannot_be_done_is_rejected_in_one_line(
-    generate: Generate, tmp_path: Path, words: str, message: str
-) -> None:
+def test_what_cannot_be_done(generate: Generate, tmp_path: Path, words: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         generate(*words.split())
     assert message in str(caught.value)

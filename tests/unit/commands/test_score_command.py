@@ -97,9 +97,7 @@ def test_a_file_in_parts_compressed_or_from_standard_input_is_scored_as_a_whole(
     assert scored("-", "evaluation.token_budget=30") == whole
 
 
-def test_of_a_uniform_source_there_is_the_bound_alone(
-    exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_uniform_source(exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured) -> None:
     words = [f"model_dir={exports.uniform}", f"input={fasta}"]
     assert "set pseudo_log_likelihood=false" in refusal(capsys, *words)
     (tmp_path / "any.csv").write_text(f"name,mutant\n{next(iter(PROTEINS))},M1A\n")
@@ -273,9 +271,7 @@ def test_rows_that_cannot_be_scored_are_left_out_unless_strict(scan: Scan) -> No
     assert f"{scan.table}, line 3: " in scan.refused(content, "strict=true")
 
 
-def test_two_proteins_have_offsets_of_their_own_and_rows_of_others_are_left_out(
-    scan: Scan,
-) -> None:
+def test_two_proteins_have_own_offsets_and_rows_of_others_are_left_out(scan: Scan) -> None:
     _, said = scan.scored("name,mutant\nP1,M1A\nother,M1A\nP1,K2A\nother,K2A\n")
     assert "2 of another protein (line 3: 'other', line 5: 'other')" in said
     assert "has no record 'other'" in scan.refused("name,mutant\nother,M1A\nother,K2A\n")

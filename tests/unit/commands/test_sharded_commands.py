@@ -168,9 +168,7 @@ def test_shards_of_other_precisions_are_not_mixed(
         assert main([*own, f"shard={index}/2"]) == index
 
 
-def test_scores_and_designs_in_shards_are_those_of_one_process(
-    model: Path, fasta: Path, tmp_path: Path
-) -> None:
+def test_sharded_scores_and_designs_are_the_same(model: Path, fasta: Path, tmp_path: Path) -> None:
     one, joined = tmp_path / "one.csv", tmp_path / "joined.csv"
     words = [f"input={fasta}", "evaluation.masks_per_sequence=2"]
     assert run("score", model, one, *words) == 0

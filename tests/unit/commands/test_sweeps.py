@@ -301,9 +301,7 @@ def test_what_gives_no_law_is_rejected(words: list[str], message: str, tmp_path:
     assert not any(tmp_path.iterdir())
 
 
-def test_sizes_must_differ_and_masks_agree(
-    in_place_of_training: dict[str, Any], tmp_path: Path
-) -> None:
+def test_sizes_differ_and_masks_agree(in_place_of_training: dict[str, Any], tmp_path: Path) -> None:
     config = experiment(f"work_dir={tmp_path}")
     in_place_of_training["masks"]["medium"] = "others"
     with pytest.raises(ConfigError, match="different residues or masks"):

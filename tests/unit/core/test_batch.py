@@ -64,9 +64,7 @@ def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
 
 @given(rows=ROWS, padding=st.integers(0, 40), longest=st.integers(1, 9))
 @settings(deadline=None)
-def test_no_segment_of_the_tail_is_longer_than_a_sequence_may_be(
-    rows: list[np.ndarray], padding: int, longest: int
-) -> None:
+def test_segments_of_the_tail_are_short(rows: list[np.ndarray], padding: int, longest: int) -> None:
     longest = max([longest, *map(len, rows)])
     used, pieces = sum(map(len, rows)), math.ceil(padding / longest)
     shape = {"token_budget": used + padding, "max_seqlen": longest}

@@ -118,9 +118,7 @@ def test_an_output_that_is_read_is_rejected(tmp_path: Path, monkeypatch: MonkeyP
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_second_holder_waits_and_finds_what_the_first_has_left(
-    fails: bool, tmp_path: Path, caplog: Logged
-) -> None:
+def test_a_second_holder_waits_for_the_first(fails: bool, tmp_path: Path, caplog: Logged) -> None:
     file = tmp_path / "new" / "deeper" / "lock"
     found: list[list[str]] = []
 

@@ -70,9 +70,7 @@ def test_a_quota_limits_cores_and_threads_but_never_against_the_user(
     ("given", "spins"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
 )
-def test_threads_soon_sleep_while_they_wait_unless_the_user_says_otherwise(
-    given: dict[str, str], spins: str | None
-) -> None:
+def test_waiting_threads_sleep_unless_told_not_to(given: dict[str, str], spins: str | None) -> None:
     with patch.dict(os.environ, given):
         for name in {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} - set(given):
             os.environ.pop(name, None)
@@ -91,9 +89,7 @@ def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: MonkeyPatch) ->
     assert Path.home() == Path(tempfile.gettempdir())
 
 
-def test_commands_read_and_write_utf_8_in_a_locale_of_another_encoding(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_utf_8_in_a_locale_of_another_encoding(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "prötéins.fasta").write_text(">ä\nMKTAYIAKQR\n", encoding="utf-8")
     off = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 

@@ -45,9 +45,7 @@ def salt_of(*names: str) -> int:
     second=st.integers(-1, 2**31),
 )
 @settings(max_examples=100, deadline=None)
-def test_uniform_is_the_hash_of_its_key_and_indices(
-    seed: int, step: int, name: str, first: list[int], second: int
-) -> None:
+def test_uniform_is_a_hash(seed: int, step: int, name: str, first: list[int], second: int) -> None:
     assert split_mix(1234567) == 6457827717110365317  # as published
     drawn = uniform(Key(seed, step).stream(name), torch.tensor(first), torch.tensor(second))
     expected = [hashed(seed, step, salt_of(name), index, second) for index in first]

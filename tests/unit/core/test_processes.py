@@ -186,9 +186,7 @@ def test_what_a_program_leaves_running_is_killed_and_its_output_kept(tmp_path: P
 
 
 @pytest.mark.parametrize("code", [137, 255, 2])
-def test_training_that_ends_early_passes_on_its_exit_code(
-    code: int, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_exit_code_of_a_training(code: int, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     ran = []
     monkeypatch.setattr(processes, "run", lambda *words: ran.append(words) or code)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
@@ -229,9 +227,7 @@ def test_a_signal_waits_for_the_end_of_the_block(number: int) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, ValueError])
-def test_a_handler_may_be_kept_for_the_way_out(
-    error: type[BaseException], monkeypatch: MonkeyPatch
-) -> None:
+def test_a_handler_is_kept_on_exit(error: type[BaseException], monkeypatch: MonkeyPatch) -> None:
     at_exit = []
     monkeypatch.setattr(atexit, "register", lambda *words: at_exit.append(words))
     before, heard = signal.getsignal(signal.SIGUSR1), list[int]()

@@ -81,9 +81,7 @@ def test_a_shard_is_computed_once_and_its_parts_are_removed_when_joined(output: 
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_kill_before_or_after_the_parts_are_joined_loses_none(
-    joined: bool, output: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_kill_loses_no_part(joined: bool, output: Path, monkeypatch: MonkeyPatch) -> None:
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

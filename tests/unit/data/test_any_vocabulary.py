@@ -9,16 +9,29 @@ from itertools import chain
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import pytest
 
 from d2plm.core.errors import ConfigError, DataError
-from d2plm.core.vocabulary import CLS, EOS, PAD, Vocabulary, vocabulary
+from d2plm.core.vocabulary import (
+    CANONICAL,
+    CLS,
+    EOS,
+    PAD,
+    RESIDUES,
+    Tokens,
+    Vocabulary,
+    decode,
+    encode,
+    vocabulary,
+)
 from d2plm.data.fasta_export import export_sequences, first_records
 from d2plm.data.ingest import describe, ingest
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.records import readable
 from d2plm.data.statistics import plot, store_statistics, table
 from d2plm.data.store import SequenceStore
+from tests.conftest import write_store
 
 LETTERS = {"protein": "ACDEFGHIKLMNPQRSTVWYX", "dna": "ACGTN", "codon": "ACGT"}
 WORDS = [
@@ -141,3 +154,26 @@ def test_a_store_without_its_tokenizer_is_damaged(tmp_path: Path) -> None:
     saved.rename(tmp_path / "moved.json")
     with pytest.raises(DataError, match="another alphabet"):
         SequenceStore(path)
+
+
+def test_statistics_are_those_of_plain_counting(tmp_path: Path, proteins: list[Tokens]) -> None:
+    sequences = [*proteins[:2100], encode("XBUZOX")]
+    clusters = [index // 3 if index < 900 else index for index in range(len(sequences))]
+    store = write_store(tmp_path / "s", sequences, clusters)
+    seen: list[int] = []
+    found = store_statistics(store, seen.append)
+    lengths = [len(tokens) for tokens in sequences]
+    letters = Counter("".join(decode(tokens) for tokens in sequences))
+    assert seen == [1024, 2048, 2101]
+    assert (len(found.lengths), found.store.residues) == (2101, sum(lengths))
+    quarter, median, three_quarters = np.percentile(lengths, [25, 50, 75])
+    assert list(found.length_summary().values()) == pytest.approx(
+        [min(lengths), quarter, median, np.mean(lengths), three_quarters, max(lengths)]
+    )
+    expected = [100 * letters[letter] / sum(lengths) for letter in RESIDUES]
+    np.testing.assert_allclose(found.composition, expected)
+    canonical = sum(letters[letter] for letter in CANONICAL)
+    assert found.non_canonical == pytest.approx(100 * (1 - canonical / sum(lengths)))
+    assert found.clusters == {"number": 300 + 1201, "largest": 3, "singletons": 1201}
+    assert found.bytes_on_disk == sum(f.stat().st_size for f in (tmp_path / "s").iterdir())
+    assert found.summary()["digests"] == store.manifest["digests"]

@@ -113,9 +113,7 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, place: str) -
         *(("a.idx", b"MMIDIDX\0\0"), ("a.bin", b"\1\0")),
     ],
 )
-def test_a_file_of_another_form_is_no_text_unasked(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_another_form_is_no_text_unasked(tmp_path: Path, name: str, content: bytes) -> None:
     path = _write(tmp_path / name, content)
     with pytest.raises(DataError, match=f"{path}: .*format=text"):
         ingest(path, tmp_path / "out", vocabulary=BYTES)
@@ -162,9 +160,7 @@ def test_pieces_of_parts_are_the_text(tmp_path: Path, monkeypatch: MonkeyPatch) 
 
 
 @pytest.mark.parametrize("width", [60, 10**6])
-def test_long_records_of_fasta_are_parts(
-    tmp_path: Path, monkeypatch: MonkeyPatch, width: int
-) -> None:
+def test_long_fasta_records_are_parts(tmp_path: Path, monkeypatch: MonkeyPatch, width: int) -> None:
     records = {"short": "ACGT" * 9, "long": "GATTACA" * 900, "other": "CC" * 6, "late": "TGC" * 900}
     content = "".join(
         f">{name} words\n" + re.sub(f"(.{{{width}}})", r"\1\n", text) + "\n"

@@ -60,9 +60,7 @@ def test_compressed_streams_are_recognised_by_their_bytes_and_may_follow_each_ot
 
 
 @EVERY
-def test_truncated_and_damaged_streams_are_refused(
-    tmp_path: Path, compress: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_streams_are_refused(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     whole = compress(b">a\n" + os.urandom(50_000).hex().encode().translate(LETTERS) + b"M")
     second = whole + b"\x01" + compress(b"\n>b\nAC\n")[1:]
     for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:8], second):

@@ -14,7 +14,7 @@ from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs
-from d2plm.settings.data import EITHER, ClusterSettings, SearchSettings
+from d2plm.settings.data import ClusterSettings, SearchSettings
 from tests.commands import python_c
 from tests.conftest import MonkeyPatch
 
@@ -130,86 +130,47 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     mmseqs = _mmseqs(folder)
 
     for method in ("linclust", "cluster"):
-        settings = ClusterSettings(method=method, min_seq_id=0.5)
-        clusters = mmseqs.cluster(folder / "all.fasta", 8, settings)
+        clustering = ClusterSettings(method=method, min_seq_id=0.5)
+        clusters = mmseqs.cluster(folder / "all.fasta", 8, clustering)
         assert clusters.dtype == np.int32
         assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
-    hits = mmseqs.search(
-        folder / "all.fasta", folder / "bases.fasta", SearchSettings(sensitivity=4)
-    )
-    assert sorted(zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)) == [
-        (i, i % 4) for i in range(8)
-    ]
+    settings = SearchSettings(sensitivity=4)
+    hits = mmseqs.search(folder / "all.fasta", folder / "bases.fasta", settings)
+    pairs = zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)
+    assert sorted(pairs) == [(i, i % 4) for i in range(8)]
     identical = hits.queries == hits.targets
     np.testing.assert_allclose(hits.identities[identical], 1)
     np.testing.assert_allclose(hits.identities[~identical], 0.8, atol=0.03)
     assert sorted(p.name for p in folder.iterdir()) == ["all.fasta", "bases.fasta", "log"]
 
 
-def test_settings_reach_the_program_and_its_tables_are_read(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_settings_arrive_and_tables_are_read(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A cluster is labelled by its first member."""
     body = f"""echo "$*" >> '{tmp_path / "calls"}'
 case "$1" in
 createtsv) printf '3\\t3\\n3\\t1\\n4\\t4\\n2\\t2\\n2\\t0\\n' > "$5";;
-convertalis) echo 0 2 0.375 1 11 80 90 100 320 > "$5";;
+convertalis) printf '%s %s 0.375 %s %s %s %s %s %s\\n' \\
+    0 2 1 11 80 90 100 320  1 0 9 1 98 70 100 70  2 1 1 11 79 89 100 320 > "$5";;
 esac"""
     program = _program(tmp_path / "mmseqs", body)
     mmseqs = MMseqs(program, 3, tmp_path / "log", tmp_path, memory_limit="4G")
     settings = ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.9)
     assert mmseqs.cluster(tmp_path / "x", 5, settings).tolist() == [0, 1, 0, 1, 4]
     hits = mmseqs.search(tmp_path / "x", tmp_path / "y", SearchSettings())
-    assert (hits.queries.tolist(), hits.targets.tolist()) == ([0], [2])
-    assert (hits.identities.tolist(), hits.coverages.tolist()) == ([0.375], [80 / 320])
+    # The second aligns 90 of 100 residues with 70, of which no more count; the third is too short.
+    assert (hits.queries.tolist(), hits.targets.tolist()) == ([0, 1], [2, 0])
+    assert hits.identities.tolist() == [0.375, 0.375]
+    assert hits.coverages.tolist() == [80 / 320, 70 / 100]
     for few in (4, 5):
         monkeypatch.setattr("d2plm.data.homology.SMALL", few)
         mmseqs.cluster(tmp_path / "x", 5, ClusterSettings())
     calls = (tmp_path / "calls").read_text().splitlines()
-    single = [
-        "--single-step-clustering 1" in call
-        for call in calls
-        if " sequences clusters work " in call
-    ]
+    clusterings = [call for call in calls if " sequences clusters work " in call]
+    single = ["--single-step-clustering 1" in call for call in clusterings]
     assert single == [False, False, True]  # linclust has no steps, and many sequences have several
-    clustered = next(call for call in calls if "linclust" in call)
+    clustered = clusterings[0]
     assert "--threads 3 --split-memory-limit 4G" in clustered
     assert "--min-seq-id 0.5 -c 0.9 --cov-mode 0" in clustered
     assert all(call.endswith("--dbtype 1") for call in calls if call.startswith("createdb"))
     assert "-e 0.001" in next(call for call in calls if call.startswith("search"))
-
-
-@pytest.mark.thorough
-def test_coverage_of_either_sequence_is_that_of_mmseqs2s_modes_1_or_2(tmp_path: Path) -> None:
-    """Parts of proteins, some in invented surroundings, against the proteins and such parts."""
-    draw = np.random.default_rng(0)
-    letters = np.frombuffer(CANONICAL.encode(), np.uint8)
-    bases = [
-        decode(record.tokens).encode()
-        for record in islice(read_fasta(PROTEINS), 300)
-        if 100 < len(record.tokens) < 300
-    ][:15]
-    for side in ("queries", "targets"):
-        sequences = []
-        for number, base in enumerate(bases):
-            kept = int(draw.uniform(0.6, 1) * len(base))
-            start = int(draw.integers(len(base) - kept + 1))
-            part = _mutated(base[start : start + kept], draw.uniform(0.75, 1), number)
-            around = [draw.choice(letters, int(draw.exponential(20))).tobytes() for _ in range(2)]
-            lost = int(draw.integers(60)) * (number % 2)  # a gap, over which the alignment goes on
-            part = part[: kept // 2 - lost // 2] + part[kept // 2 + lost // 2 :]
-            sequences.append(around[0] + part + around[1])
-        write_fasta(tmp_path / side, ((str(i), s) for i, s in enumerate(sequences)))
-
-    def search(coverage_mode: int | str) -> dict[tuple[int, int], float]:
-        settings = SearchSettings(coverage_mode=coverage_mode, sensitivity=4)
-        hits = _mmseqs(tmp_path).search(tmp_path / "queries", tmp_path / "targets", settings)
-        pairs = zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)
-        return dict(zip(pairs, hits.coverages.tolist(), strict=True))
-
-    either = search(EITHER)
-    of_both, of_targets, of_queries = (set(search(mode)) for mode in (0, 1, 2))
-    assert set(either) == of_targets | of_queries
-    assert {pair for pair, coverage in either.items() if coverage >= 0.8} == of_both
-    assert of_both < of_targets < of_targets | of_queries > of_queries > of_both

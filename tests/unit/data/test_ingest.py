@@ -61,9 +61,7 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
     SequenceStore(tmp_path / "out").verify()
 
 
-def test_the_store_does_not_depend_on_the_order_or_the_division_of_the_input(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_neither_order_nor_files_change_the_store(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     with gzip.open(PROTEINS, "rt") as stream:
         texts = list(islice(stream.read()[1:].split("\n>"), 1500))
     records = [text.partition("\n")[::2] for text in texts]

@@ -161,9 +161,7 @@ def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceS
 
 
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(2, 2), (4, 1)])
-def test_ranks_partition_a_batch(
-    tiny_store: SequenceStore, world_size: int, micro_batches: int
-) -> None:
+def test_ranks_cut_a_batch(tiny_store: SequenceStore, world_size: int, micro_batches: int) -> None:
     reference = loader(tiny_store, micro_batches=4).stream(Position())
     cut = {"micro_batches": micro_batches, "world_size": world_size}
     ranks = [loader(tiny_store, rank=rank, **cut).stream(Position()) for rank in range(world_size)]

@@ -22,9 +22,7 @@ Prepare = Callable[..., Path]
 # --- in the loader -----------------------------------------------------------------------------
 
 
-def test_every_segment_comes_from_the_store_that_its_number_names(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
+def test_segments_come_from_the_numbered_store(tiny_store: SequenceStore, tmp_path: Path) -> None:
     others = [np.full(n, residue, dtype=np.uint8) for n in (30, 200) for residue in range(4, 24)]
     stores = [tiny_store, write_store(tmp_path / "others", others)]
     loader = PackedLoader(
@@ -80,9 +78,7 @@ def collections(stores: Stores, *overrides: str) -> list[Collection]:
     return training_collections(compose("train", list(overrides)), stores)
 
 
-def test_sampling_by_cluster_draws_one_member_of_each(
-    stores: Stores, tiny_store: SequenceStore
-) -> None:
+def test_sampling_by_cluster_draws_one_of_each(stores: Stores, tiny_store: SequenceStore) -> None:
     (collection,) = collections(stores, "data.sampling=cluster")
     loader = PackedLoader([collection], token_budget=1024, max_length=1024)
     plan = loader.sampler.plan(0)

@@ -98,9 +98,7 @@ def _jaccard(one: Tokens, other: Tokens) -> float:
 
 
 @pytest.mark.parametrize("hashes", [97, module._HASHES])
-def test_the_clusters_are_the_components_of_exact_similarities(
-    tmp_path: Path, hashes: int, monkeypatch: MonkeyPatch
-) -> None:
+def test_clusters_are_components(tmp_path: Path, hashes: int, monkeypatch: MonkeyPatch) -> None:
     """Whether or not a document has more n-grams than are hashed at once."""
     monkeypatch.setattr(module, "_HASHES", hashes)
     documents = _documents(np.random.default_rng(0))

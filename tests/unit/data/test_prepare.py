@@ -168,9 +168,7 @@ def fake_mmseqs(monkeypatch: MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_prepared_data_are_reused_but_not_of_another_setting_or_input(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_only_the_same_setting_and_input_are_reused(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     fasta = _fasta(tmp_path, _records())
     raw = tmp_path / "out" / "raw_lmdb"
     first = prepare(fasta, tmp_path / "out")
@@ -205,9 +203,7 @@ def test_damaged_data_are_prepared_again(tmp_path: Path, fake_mmseqs: list[str],
     open_prepared(out).splits["train"].verify()
 
 
-def test_relatives_of_training_proteins_are_the_members_of_their_families(
-    tmp_path: Path, planted: tuple[Path, Any]
-) -> None:
+def test_relatives_are_the_members_of_families(tmp_path: Path, planted: tuple[Path, Any]) -> None:
     out = shutil.copytree(planted[0] / "out", tmp_path / "out")
     prepared = open_prepared(out)
     train, index = prepared.splits["train"], prepared.relatives
@@ -244,9 +240,7 @@ def test_relatives_of_other_data_are_not_opened(tmp_path: Path, fake_mmseqs: lis
     assert not (out / "train_relatives").exists()
 
 
-def test_a_raw_store_gives_the_split_of_its_fasta_in_any_order(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_a_raw_store_gives_the_split_of_its_fasta(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     records = _records()
     ingest(_fasta(tmp_path, random.Random(1).sample(records, len(records))), tmp_path / "raw")
     from_fasta = prepare(_fasta(tmp_path, records), tmp_path / "a")
@@ -258,9 +252,7 @@ def test_a_raw_store_gives_the_split_of_its_fasta_in_any_order(
         prepare(tmp_path / "a" / "train_lmdb", tmp_path / "again")
 
 
-def test_leaks_that_a_search_cannot_end_are_an_error(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
-) -> None:
+def test_endless_leaks(tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch) -> None:
     one = np.zeros(1, dtype=np.int64)
     hits = Hits(one, one, np.ones(1, np.float32), np.ones(1))
     monkeypatch.setattr(MMseqs, "search", lambda *a, **k: hits)
@@ -312,9 +304,7 @@ def test_clusters_in_use_are_not_chosen_and_a_sequence_keeps_its_place_beside_ot
     assert np.flatnonzero(chosen).tolist() == [2, 3, 6, 7]
 
 
-def test_validation_and_test_are_held_out_and_nothing_leaks_between_any_two(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_nothing_leaks_between_any_two_splits(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     manifest = prepare(
         _fasta(tmp_path, _planted()[:36]),
         tmp_path / "out",
@@ -384,9 +374,7 @@ def _stopped(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
     return fasta, out
 
 
-def test_what_took_long_is_kept_after_a_stop_and_leftovers_are_taken_away(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_a_stop_keeps_searches_and_no_leftovers(tmp_path: Path, fake_mmseqs: list[str]) -> None:
     for leftover in (".scratch/mmseqs-x", "partial.raw_lmdb", "partial.train_lmdb"):
         (tmp_path / "out" / leftover).mkdir(parents=True)
         (tmp_path / "out" / leftover / "data.mdb").write_bytes(b"half")
@@ -420,9 +408,7 @@ def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
     assert not elsewhere.exists() or not list(elsewhere.iterdir())
 
 
-def test_a_split_that_was_half_replaced_is_not_opened(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
-) -> None:
+def test_half_a_new_split(tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch) -> None:
     """Otherwise a new training split would stand beside an old validation split."""
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     prepare(fasta, out)

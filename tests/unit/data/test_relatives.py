@@ -98,9 +98,7 @@ def test_an_epoch_draws_relatives_below_an_identity_or_none(tiny_store: Sequence
 
 
 @pytest.mark.parametrize("change", [{"num_workers": 2}, {"bins_per_micro_batch": 2}])
-def test_neither_workers_nor_larger_rows_change_what_is_drawn(
-    tiny_store: SequenceStore, change: dict[str, int]
-) -> None:
+def test_workers_and_rows_change_nothing(tiny_store: SequenceStore, change: dict[str, int]) -> None:
     # In rows of several bins sequences change places, and their relatives with them.
     micro_batches = 2 // change.get("bins_per_micro_batch", 1)
     expected = in_epoch(epoch_of(loader(tiny_store, micro_batches=2)))
@@ -144,9 +142,7 @@ def homolog(random: np.random.Generator, protein: Tokens, identity: float) -> To
 
 @pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (500, 0.4)])
 @pytest.mark.parametrize(("before", "after"), [(0, 4000), (2500, 0), (30000, 2000)])
-def test_a_long_relative_is_cut_to_what_aligns(
-    identity: float, before: int, after: int, length: int
-) -> None:
+def test_a_long_relative_is_cut(identity: float, before: int, after: int, length: int) -> None:
     random = np.random.default_rng(0)
     protein = residues(random, length)
     own = homolog(random, protein, identity)

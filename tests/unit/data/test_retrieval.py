@@ -118,9 +118,7 @@ def test_relatives_are_diverse_and_the_protein_is_not_one_of_them(retrieve: Retr
         ({"min_coverage": 0.8, "max_e_value": 1e-34}, {"nearer", "remote"}),
     ],
 )
-def test_each_setting_chooses(
-    settings: dict[str, Any], expected: set[str], retrieve: Retrieve
-) -> None:
+def test_settings_choose(settings: dict[str, Any], expected: set[str], retrieve: Retrieve) -> None:
     assert {*names(retrieve(**settings)[0])} == expected
 
 

@@ -36,9 +36,7 @@ def by_part(drawn: np.ndarray, sizes: list[int]) -> list[list[int]]:
     epochs=st.integers(1, 6),
 )
 @settings(deadline=None)
-def test_shares_of_the_draws_are_the_weights_within_rounding(
-    parts: list[tuple[int, int]], scale: float, epochs: int
-) -> None:
+def test_shares_are_the_weights(parts: list[tuple[int, int]], scale: float, epochs: int) -> None:
     sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
     try:
         draws = Draws([Part(size, weight=scale * weight) for size, weight in parts], 0)

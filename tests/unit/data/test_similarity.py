@@ -59,9 +59,7 @@ def _nucleotides(count: int, length: int) -> dict[str, str]:
     return {f"n{i}": "".join(draw.choices("ACGT", k=length)) for i in range(count)}
 
 
-def test_both_strands_of_held_out_nucleotides_and_fragments_of_them_are_not_trained_on(
-    tmp_path: Path,
-) -> None:
+def test_strands_and_fragments_of_held_out_nucleotides_are_not_trained_on(tmp_path: Path) -> None:
     records, draw = _nucleotides(12, 600), random.Random(0)
     mutated = "".join(draw.choice([one] * 6 + [*"ACGT"]) for one in records["n3"])
     homologs = {

@@ -151,9 +151,7 @@ def test_a_sequence_may_have_the_names_of_its_duplicates(tmp_path: Path) -> None
     assert list(store.name_blocks()) == [[b"P1\x01P2\x01P3", b"", b"nam\xe9"]]
 
 
-def test_the_map_grows_and_the_file_does_not_exceed_the_data(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_the_map_grows_and_the_file_stays_small(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("d2plm.data.store_writer._FIRST_MAP_BYTES", 1 << 16)
     monkeypatch.setattr("d2plm.data.store_writer._COMMIT_BYTES", 1 << 18)
     sequences = [np.full(200, 4 + i % 20, dtype=np.uint8) for i in range(9 * BLOCK)]
@@ -171,9 +169,7 @@ def _check_whole_store(store: SequenceStore) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_passes_over_a_store_that_its_parent_is_in_the_middle_of(
-    several: SequenceStore, method: str
-) -> None:
+def test_a_child_passes_over_its_parents_open_store(several: SequenceStore, method: str) -> None:
     passing = several.blocks()
     next(passing)
     child = multiprocessing.get_context(method).Process(  # type: ignore[attr-defined]  # typeshed
@@ -217,9 +213,7 @@ def test_a_file_system_without_locks_is_reported_once_and_used(
     assert len(caplog.records) == 1
 
 
-def test_threads_read_at_random_while_others_pass_over_the_store(
-    several: SequenceStore, monkeypatch: MonkeyPatch
-) -> None:
+def test_threads_read_while_others_pass(several: SequenceStore, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("d2plm.data.store._PASS_BYTES", 1)
     expected = _many()
 
@@ -330,9 +324,7 @@ def _cut(file: Path, share: float) -> None:
 
 
 @pytest.mark.parametrize(("damage", "named"), DAMAGES)
-def test_what_is_missing_truncated_or_foreign_is_named(
-    tmp_path: Path, damage: Callable[[Path], object], named: str
-) -> None:
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], object], named: str) -> None:
     path = _write_with_clusters(tmp_path / "s")
     damage(path)
     assert named in _refusal(path)
@@ -345,9 +337,7 @@ def test_what_is_missing_truncated_or_foreign_is_named(
     change=st.binary(min_size=1, max_size=8),
 )
 @example(file="lengths.npy", place=0, change=b"PK\x03\x04")
-def test_bytes_that_changed_are_found_or_do_no_harm(
-    tmp_path: Path, file: str, place: float, change: bytes
-) -> None:
+def test_changed_bytes_do_no_harm(tmp_path: Path, file: str, place: float, change: bytes) -> None:
     path = tmp_path / "s"
     if not path.exists():
         _write_with_clusters(path)

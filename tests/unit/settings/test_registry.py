@@ -148,9 +148,7 @@ def research(tmp_path: Path) -> list[str]:
     return ["--module", str(file)]
 
 
-def test_a_module_is_named_on_the_command_line_and_passed_on(
-    research: list[str], tmp_path: Path
-) -> None:
+def test_a_module_of_the_command_line_is_passed_on(research: list[str], tmp_path: Path) -> None:
     config, _ = compose_arguments("train", [*research, *CHOICES])
     assert config.paradigm.strength == 0.25
     assert list(config.callbacks)[-1] == "mark"
