@@ -16,10 +16,7 @@ from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs
 from d2plm.settings.data import ClusterSettings, SearchSettings
 from tests.commands import python_c
-from tests.conftest import MonkeyPatch
-
-ROOT = Path(__file__).parents[3]
-PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
+from tests.conftest import FASTA, MonkeyPatch
 
 
 def _program(path: Path, body: str) -> Path:
@@ -121,7 +118,7 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     folder.mkdir()
     bases = [
         decode(record.tokens).encode()
-        for record in islice(read_fasta(PROTEINS), 100)
+        for record in islice(read_fasta(FASTA), 100)
         if 200 < len(record.tokens) < 400
     ][:4]
     sequences = [*bases, *(_mutated(base, 0.8, seed) for seed, base in enumerate(bases))]

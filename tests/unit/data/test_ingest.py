@@ -23,10 +23,9 @@ from d2plm.core.vocabulary import decode, vocabulary
 from d2plm.data.ingest import ingest
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading
-from tests.conftest import MonkeyPatch
+from tests.conftest import FASTA, MonkeyPatch
 
 ROOT = Path(__file__).parents[3]
-PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
 DROP = Reading(on_illegal="drop")
 
 
@@ -62,7 +61,7 @@ def test_every_record_is_a_sequence_a_duplicate_or_dropped_for_a_reason(tmp_path
 
 
 def test_neither_order_nor_files_change_the_store(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    with gzip.open(PROTEINS, "rt") as stream:
+    with gzip.open(FASTA, "rt") as stream:
         texts = list(islice(stream.read()[1:].split("\n>"), 1500))
     records = [text.partition("\n")[::2] for text in texts]
     records += [(f"again_{name}", sequence) for name, sequence in records[::3]]
@@ -202,7 +201,7 @@ def _until_written(process: "subprocess.Popen[bytes]", partial: Path) -> None:
 @pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_kills_at_moments_of_every_part_of_an_ingest(tmp_path: Path, kills: int) -> None:
     proteins = tmp_path / "proteins.fasta"
-    with gzip.open(PROTEINS) as file:
+    with gzip.open(FASTA) as file:
         proteins.write_bytes(file.read(4_000_000).rpartition(b"\n>")[0] + b"\n")
     older = ingest(_fasta(tmp_path / "older.fasta", ("a", "MK")), tmp_path / "older")["digests"]
     began = time.monotonic()
@@ -237,7 +236,7 @@ def test_no_room_on_the_disk_is_one_line_and_leaves_what_was_there(tmp_path: Pat
     )
     older = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
     for out, left in ((tmp_path / "new", set()), (tmp_path / "out", {"out"})):
-        process = _start(["ingest", f"input={PROTEINS}", f"output={out}"], full, stderr=-1)
+        process = _start(["ingest", f"input={FASTA}", f"output={out}"], full, stderr=-1)
         _, said = process.communicate()
         assert process.returncode == 1
         assert said.decode().splitlines()[-1].startswith(f"d2plm: error: {out}: ")
@@ -252,7 +251,7 @@ def test_a_stopped_ingest_leaves_nothing(tmp_path: Path, number: signal.Signals,
     # Standard input that stays open: the ingest cannot be done before the signal comes.
     process = _start(["ingest", "input=-", f"output={tmp_path / 'out'}"], stdin=subprocess.PIPE)
     assert process.stdin is not None
-    with process.stdin, gzip.open(PROTEINS) as proteins:
+    with process.stdin, gzip.open(FASTA) as proteins:
         process.stdin.write(proteins.read(4_000_000))
         process.stdin.flush()
         _until_written(process, tmp_path / "partial.out")

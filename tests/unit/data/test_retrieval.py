@@ -75,23 +75,14 @@ def reference(folder: Path) -> Path:
     return fasta(folder / "reference.fasta", REFERENCE)
 
 
-@pytest.fixture(scope="module")
-def proteins(folder: Path) -> Path:
-    names = {"first": PROTEIN, "second": OTHER, "lonely": LONELY}
-    return fasta(folder / "proteins.fasta", names)
-
-
 def names(relatives: list[Relative]) -> list[str]:
     return [one.name for one in relatives]
 
 
 @pytest.fixture(scope="module")
 def retrieve(folder: Path, reference: Path) -> Retrieve:
-    def call(**settings: Any) -> list[list[Relative]]:
-        wanted = RetrievalSettings(**settings)
-        return retrieve_relatives(PROTEINS, reference, folder / "kept", wanted)
-
-    return call
+    kept = folder / "kept"
+    return lambda **of: retrieve_relatives(PROTEINS, reference, kept, RetrievalSettings(**of))
 
 
 def test_relatives_are_diverse_and_the_protein_is_not_one_of_them(retrieve: Retrieve) -> None:
@@ -172,9 +163,10 @@ def test_a_store_is_searched_as_the_fasta_is_and_of_prepared_data_the_training_s
 
 
 def test_each_protein_is_scored_given_its_own_relatives(
-    exports: Exports, proteins: Path, reference: Path, folder: Path
+    exports: Exports, reference: Path, folder: Path
 ) -> None:
-    texts = [PROTEIN, OTHER, LONELY]
+    of_names = {"first": PROTEIN, "second": OTHER, "lonely": LONELY}
+    texts, proteins = [*of_names.values()], fasta(folder / "proteins.fasta", of_names)
     relatives = d2plm.retrieve_relatives(texts, reference, cache_dir=folder / "kept")
     assert [len(own) for own in relatives] == [4, 1, 0]
     assert d2plm.retrieve_relatives([], reference) == []
@@ -236,7 +228,6 @@ def test_a_wrong_table_is_rejected(text: str, said: str, tmp_path: Path) -> None
         ("reference=itself.fasta", 1, "no relatives of any protein"),
         ("input=twice.fasta", 1, "'first'"),
         ("output=itself.fasta", 2, "output"),
-        *((one, 2, one) for one in ("identity_below=0", "mutual_identity_below=2", "threads=0")),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(
