@@ -18,7 +18,7 @@ from d2plm.assembly.adaptation import INTERPOLATIONS
 from d2plm.cli import main
 from d2plm.commands.adapt import run
 from d2plm.config import compose
-from d2plm.core.errors import DataError, ModelError
+from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import decode
 from d2plm.data.family import read_family
 from d2plm.data.fasta import read_fasta, write_fasta
@@ -123,14 +123,6 @@ def test_a_family_is_adapted_to_compared_and_grown(
     assert logged == pytest.approx(found["test"][ADAPTED]["perplexity"]["value"])
     artifacts = {one.path for one in client.list_artifacts(tracked.info.run_id, "adaptation")}
     assert "adaptation/adaptation.md" in artifacts
-
-
-@pytest.mark.parametrize(
-    ("word", "error"), [("init_from=nowhere", ModelError), ("general=nowhere.fasta", DataError)]
-)
-def test_what_is_not_there_is_named(word: str, error: type, configured: Configured) -> None:
-    with pytest.raises(error, match=word.partition("=")[2]):
-        run(configured(word))
 
 
 def test_a_family_of_copies_is_rejected(configured: Configured, tmp_path: Path) -> None:

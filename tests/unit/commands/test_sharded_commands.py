@@ -1,6 +1,5 @@
 """`shard=i/n` of embed, score and generate: all shards together are one process's result."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,8 +60,7 @@ def vectors(folder: Path, form: str) -> tuple[list[str], list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("form", "count"),
-    [("parquet pooled=true", 3), ("safetensors pooled=false", 13)],
+    ("form", "count"), [("parquet pooled=true", 3), ("safetensors pooled=false", 13)]
 )
 def test_embeddings_in_shards_are_those_of_one_process(
     model: Path, fasta: Path, tmp_path: Path, form: str, count: int, monkeypatch: MonkeyPatch
@@ -182,16 +180,6 @@ def test_sharded_scores_and_designs_are_the_same(model: Path, fasta: Path, tmp_p
     in_any_order("generate", model, joined, 3, *words)
     assert joined.read_text() == one.read_text()
     assert len({*one.read_text().split(">")[1:]}) == 7
-
-
-@pytest.mark.parametrize("command", ["score", "generate"])
-def test_a_repeated_shard_reports_the_same_and_what_is_missing(
-    command: str, model: Path, fasta: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    read = [f"input={fasta}"] if command == "score" else ["number=2", "steps=2"]
-    for _ in range(2):
-        assert run(command, model, tmp_path / "out", *read, "shard=1/3", "--json") == 0
-        assert json.loads(capsys.readouterr().out)["missing"] == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -216,26 +216,18 @@ def test_bad_runs_are_not_started_and_a_dry_run_writes_nothing(
 ) -> None:
     forecasts = swept(tmp_path, "dry_run=true")
     assert forecasts == {"diffusion": {"steps": "1"}, "flow_matching": {"steps": "1"}}
-    monkeypatch.setattr(
-        "d2plm.assembly.sweep.forecast", Mock(side_effect=ConfigError("impossible"))
-    )
+    impossible = Mock(side_effect=ConfigError("impossible"))
+    monkeypatch.setattr("d2plm.assembly.sweep.forecast", impossible)
     with pytest.raises(ConfigError, match=r"no run was started\. diffusion and 1 more: impossible"):
         swept(tmp_path)
     assert not executed and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "experiment, arms",
-    [
-        ("compare_paradigms", ["diffusion", "flow_matching", "flow_matching_uniform"]),
-        ("compare_losses", ["diffusion", "mean", "shift"]),
-        ("compare_shuffled", ["diffusion", "shuffled"]),
-    ],
-)
-def test_every_arm_is_a_whole_configuration(experiment: str, arms: list[str]) -> None:
-    config = compose("compare", [f"experiment={experiment}"])
-    assert list(config.arms) == arms
-    for arm in arms:
+@pytest.mark.parametrize("experiment", ["paradigms", "losses", "shuffled"])
+def test_every_arm_is_a_whole_configuration(experiment: str) -> None:
+    config = compose("compare", [f"experiment=compare_{experiment}"])
+    assert next(iter(config.arms)) == "diffusion"
+    for arm in config.arms:
         settings = compare.run_settings(config, arm, 7)
         assert (settings.trainer.seed, settings.trainer.max_steps) == (7, 1000)
         assert settings.output_dir == f"runs/compare/{arm}/seed7"
@@ -268,10 +260,8 @@ def experiment(*words: str) -> Any:
 def test_the_experiment_is_three_sizes_with_three_budgets() -> None:
     runs = scaling.plan(experiment())
     expected = [(size, n) for size in ("small", "medium", "large") for n in (100, 300, 900)]
-    assert [(one.name, one.trainer.max_steps) for one in runs.values()] == expected
     for (size, steps), (name, one) in zip(expected, runs.items(), strict=True):
-        nominal = {"small": 0.1e6, "medium": 0.4e6, "large": 1.5e6}[size]
-        assert token_parameters(model_config(one)) == pytest.approx(nominal, rel=0.15)
+        assert (one.name, one.trainer.max_steps) == (size, steps)
         assert name == one.tracking.run_name == f"{size}, {steps} steps"
         assert one.output_dir == f"runs/scaling/{size}/steps{steps}"
 
@@ -317,9 +307,6 @@ def in_place_of_training(monkeypatch: MonkeyPatch) -> dict[str, Any]:
     """Runs that end at once, with the bounds of a known law."""
     seen: dict[str, Any] = {"masks": {}}
 
-    class Store:
-        lengths = LENGTHS
-
     def execute(runs: Mapping[str, Any], commands: Any, parallel: int) -> None:
         seen["runs"], seen["commands"], seen["parallel"] = runs, commands, parallel
 
@@ -340,7 +327,7 @@ def in_place_of_training(monkeypatch: MonkeyPatch) -> dict[str, Any]:
 
     for name, stand_in in (
         ("prepare_data", lambda config, runs: None),
-        ("training_stores", lambda config: {"train": Store()}),
+        ("training_stores", lambda config: {"train": Mock(lengths=LENGTHS)}),
         ("load_scores", load_scores),
         ("read_provenance", lambda folder: {"step": run_of(folder).trainer.max_steps}),
     ):

@@ -44,7 +44,7 @@ def salt_of(*names: str) -> int:
     first=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5),
     second=st.integers(-1, 2**31),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_uniform_is_a_hash(seed: int, step: int, name: str, first: list[int], second: int) -> None:
     assert split_mix(1234567) == 6457827717110365317  # as published
     drawn = uniform(Key(seed, step).stream(name), torch.tensor(first), torch.tensor(second))
@@ -74,7 +74,7 @@ def test_draws_are_uniform_and_independent() -> None:
 
 
 @given(count=st.integers(1, 300), seed=st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_stratified_times_hit_each_stratum_once(count: int, seed: int) -> None:
     times = stratified(Key(seed), torch.arange(count), count).numpy()
     assert times.min() >= 0 and times.max() < 1

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from transformers import EsmTokenizer
 
 from d2plm.core.errors import ConfigError, DataError, ModelError
@@ -175,10 +177,6 @@ def test_wrong_settings(tmp_path: Path) -> None:
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-
     path = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"a": 0}, "<unk>")).save(str(path))
     with pytest.raises(DataError, match="cannot tokenise"):

@@ -146,7 +146,7 @@ DROPPED = {
 }
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     pieces=st.lists(RECORD | st.sampled_from([*DROPPED]), max_size=12),
     block=st.sampled_from([1, 7, 64, 1 << 18]),

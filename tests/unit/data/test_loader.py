@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -135,7 +135,6 @@ def test_a_long_sequence_shows_another_window_for_each_draw_of_an_epoch_and_each
     start=st.builds(Position, st.integers(0, 3), st.just(0)),
     done=st.integers(0, 120),
 )
-@settings(deadline=None)
 def test_a_resumed_stream_continues_where_the_uninterrupted_one_was(
     tiny_store: SequenceStore, micro_batches: int, start: Position, done: int
 ) -> None:
@@ -181,7 +180,6 @@ def test_ranks_cut_a_batch(tiny_store: SequenceStore, world_size: int, micro_bat
     done=st.integers(0, 20),
     num_sequences=st.integers(1, 120),
 )
-@settings(deadline=None)
 def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
     proteins: list[np.ndarray],
     before: tuple[int, int],

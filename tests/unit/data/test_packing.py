@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm.core.errors import ConfigError, DataError
@@ -32,7 +32,6 @@ def flat(batches: list[list[Bin]]) -> list[int]:
     seed=st.integers(0, 9),
     epoch=st.integers(0, 9),
 )
-@settings(deadline=None)
 def test_an_epoch_contains_every_sequence_once_within_every_limit(
     lengths: list[int], budget: int, bins: int, seed: int, epoch: int
 ) -> None:

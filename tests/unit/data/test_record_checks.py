@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
@@ -68,7 +68,6 @@ def test_blanks_between_blocks_and_lower_case_are_no_words(tmp_path: Path, text:
     assert read(tmp_path, f">a\n{text}") == {"a": SHORT}
 
 
-@settings(deadline=None)
 @given(
     st.text(CANONICAL, min_size=25, max_size=300),
     st.integers(1, 80),

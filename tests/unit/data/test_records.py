@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
@@ -52,7 +52,6 @@ def _records(*texts: bytes) -> RawRecords:
     )
 
 
-@settings(deadline=None)
 @given(TEXTS)
 @example([])
 @example([b""])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -35,7 +35,6 @@ def by_part(drawn: np.ndarray, sizes: list[int]) -> list[list[int]]:
     scale=st.sampled_from([0.01, 1, 7]),
     epochs=st.integers(1, 6),
 )
-@settings(deadline=None)
 def test_shares_are_the_weights(parts: list[tuple[int, int]], scale: float, epochs: int) -> None:
     sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
     try:
@@ -57,7 +56,6 @@ def test_shares_are_the_weights(parts: list[tuple[int, int]], scale: float, epoc
     clustered=st.tuples(*[st.booleans()] * 3),
     epochs=st.integers(1, 8),
 )
-@settings(deadline=None)
 def test_over_epochs_no_member_or_cluster_comes_again_before_all_came_as_often(
     sizes: list[int], weights: tuple[float, ...], clustered: tuple[bool, ...], epochs: int
 ) -> None:
@@ -96,7 +94,6 @@ def test_parts_of_the_same_size_do_not_give_the_same_members() -> None:
     seed=SEEDS,
     epoch=st.integers(0, 50),
 )
-@settings(deadline=None)
 def test_an_epoch_draws_one_of_each_cluster(clusters: list[int], seed: int, epoch: int) -> None:
     drawn = Draws([Part(len(clusters), labels(*clusters))], seed).epoch(epoch)
     assert sorted(clusters[member] for member in drawn) == sorted(set(clusters))

@@ -109,7 +109,7 @@ SHARE = st.floats(0, 1)
 WINDOW = st.tuples(st.integers(0, 2 * BLOCK + 451), SHARE, SHARE, st.integers(0, 3))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(WINDOW, max_size=20))
 def test_windows_are_copied_as_slices_would_be(
     several: SequenceStore, drawn: list[tuple[int, float, float, int]]
@@ -330,7 +330,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], object], named
     assert named in _refusal(path)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     file=st.sampled_from(FILES[1:]),
     place=st.floats(0, 1, exclude_max=True),
