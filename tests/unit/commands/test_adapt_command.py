@@ -88,10 +88,8 @@ def test_a_family_is_adapted_to_compared_and_grown(
         assert main(["train", f"--config-file={file}"]) == 0
 
     def first_members(held_out: list[Any], folder: Path, *_: Any, **__: Any) -> list[list[Any]]:
-        few = [
-            SimpleNamespace(tokens=one) for one in islice(open_prepared(folder).splits["train"], 2)
-        ]
-        return [few for _ in held_out]
+        few = islice(open_prepared(folder).splits["train"], 2)
+        return [[SimpleNamespace(tokens=one) for one in few]] * len(held_out)
 
     monkeypatch.setattr(adaptation, "train_locally", train_here)
     monkeypatch.setattr(adaptation, "retrieve_relatives", first_members)  # searches take seconds

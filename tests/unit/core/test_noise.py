@@ -96,9 +96,8 @@ def test_stratified_times_are_uniform_over_steps_and_their_order_is_random() -> 
     times = torch.stack([stratified(Key(0, step), torch.arange(8), 8) for step in range(2000)])
     for sequence in (0, 5):
         assert stats.kstest(times[:, sequence].numpy(), "uniform").pvalue > P_VALUE
-    table = np.histogram2d(
-        np.floor(times[:, 0].numpy() * 8), np.floor(times[:, 1].numpy() * 8), bins=8
-    )[0]
+    strata = np.floor(times.numpy() * 8)
+    table = np.histogram2d(strata[:, 0], strata[:, 1], bins=8)[0]
     off_diagonal = table[~np.eye(8, dtype=bool)]
     assert np.trace(table) == 0
     assert stats.chisquare(off_diagonal).pvalue > P_VALUE

@@ -244,10 +244,8 @@ def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the
     tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    code = (
-        f"cd {tmp_path}; echo $OMP_NUM_THREADS; touch $$.running; sleep 0.1; ls *.running | wc -l"
-    )
-    words = [["sh", "-c", f"{code}; rm $$.running"], ["echo", "second"]]
+    code = f"cd {tmp_path}; echo $OMP_NUM_THREADS; touch $$.runs; sleep 0.1; ls *.runs | wc -l"
+    words = [["sh", "-c", f"{code}; rm $$.runs"], ["echo", "second"]]
     jobs = [Job(f"job {i}", words, tmp_path / f"{i}.log") for i in range(4)]
     assert {job.name for job in run_jobs(jobs, parallel=2)} == {job.name for job in jobs}
     for job in jobs:
@@ -260,11 +258,8 @@ def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the
 def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> None:
     began = tmp_path / "endless.log"
     broken = f"until [ -s {began} ]; do sleep 0.02; done; echo no luck; exit 1"
-    commands = {"endless": "echo $$; exec sleep 100", "broken": broken}
-    jobs = [
-        Job(name, [["sh", "-c", script]], tmp_path / f"{name}.log")
-        for name, script in commands.items()
-    ]
+    scripts = {"endless": "echo $$; exec sleep 100", "broken": broken}
+    jobs = [Job(one, [["sh", "-c", scripts[one]]], tmp_path / f"{one}.log") for one in scripts]
     with pytest.raises(LaunchError, match=r"broken: .*no luck.*broken\.log"):
         list(run_jobs(jobs, parallel=2))
     assert not running([int(began.read_text())]), "the other job was ended"

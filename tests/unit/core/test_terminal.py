@@ -156,8 +156,7 @@ def refusal(capsys: Captured, *words: str) -> str:
     ("words", "meant"),
     [
         *((["Trian"], "train"), (["--versoin"], "--version"), (["checkpoint", "lst", "x"], "list")),
-        *((["train", "trainer.max_stepz=3"], "trainer.max_steps"), (["train", "--jsno"], "--json")),
-        (["train", "--trianer.max_steps", "3"], "--trainer.max_steps"),
+        (["train", "--jsno"], "--json"),
         *((["pipeline", "run", "experiment=dmo"], "demo"), (["train", "modle=nano"], "model")),
         (["train", "--config-name", "pipelin"], "pipeline"),
     ],

@@ -1,4 +1,4 @@
-"""Stores, batches, exports and statistics in the tokens of every vocabulary."""
+"""Stores, batches, exports and statistics in the tokens of every vocabulary; files of FASTA."""
 
 import json
 import pickle
@@ -25,21 +25,19 @@ from d2plm.core.vocabulary import (
     encode,
     vocabulary,
 )
+from d2plm.data.fasta import read_fasta_blocks
 from d2plm.data.fasta_export import export_sequences, first_records
 from d2plm.data.ingest import describe, ingest
 from d2plm.data.loader import Collection, PackedLoader, Position
 from d2plm.data.records import readable
 from d2plm.data.statistics import plot, store_statistics, table
 from d2plm.data.store import SequenceStore
+from d2plm.data.store_writer import SequenceStoreWriter
 from tests.conftest import write_store
 
 LETTERS = {"protein": "ACDEFGHIKLMNPQRSTVWYX", "dna": "ACGTN", "codon": "ACGT"}
-WORDS = [
-    "In the beginning",
-    " was the Wörd,",
-    "\n\nand the “word” was",
-    " with\tGod \U0001f600 $1$2",
-]
+WORDS = ["In the beginning", " was a Wörd,", "\n\nand the “word” was", " with\tGod \U0001f600 $1"]
+COUNT = 1100
 NAMES = [*LETTERS, "bytes", "tokenizer"]
 # A byte-level BPE whose tokens need two bytes each.
 TOKENIZER = Path(__file__).parents[3] / "examples" / "data" / "king_james_bible_bpe.json"
@@ -55,14 +53,14 @@ def any_store(
     return _store(tmp_path_factory.mktemp("any"), found, window)
 
 
-def _texts(found: Vocabulary, number: int = 1100) -> dict[str, str]:
+def _texts(found: Vocabulary) -> dict[str, str]:
     draw, letters = random.Random(0), LETTERS.get(found.name, "")
     if found.is_text:
         return {
-            f"text {n}": "".join(draw.choices(WORDS, k=1 + n % 3)) + str(n) for n in range(number)
+            f"text {n}": "".join(draw.choices(WORDS, k=1 + n % 3)) + str(n) for n in range(COUNT)
         }
     rest = 0 if found.name == "codon" else 1
-    lengths = [3 * draw.randint(4, 9) + rest for _ in range(number)]
+    lengths = [3 * draw.randint(4, 9) + rest for _ in range(COUNT)]
     return {f"s{n}": "".join(draw.choices(letters, k=length)) for n, length in enumerate(lengths)}
 
 
@@ -108,9 +106,8 @@ def test_an_export_ingests_to_the_same_store(any_store: SequenceStore, tmp_path:
     ingest(output, tmp_path / "again", vocabulary=any_store.vocabulary)
     again = SequenceStore(tmp_path / "again")
     assert again.digest == any_store.digest
-    assert [*again.name_blocks()] == [
-        [readable(name) for name in names] for names in any_store.name_blocks()
-    ]
+    shown = [[readable(name) for name in names] for names in any_store.name_blocks()]
+    assert [*again.name_blocks()] == shown
     with pytest.raises(ConfigError, match=r"must be a (\.jsonl or \.jsonl\.gz|FASTA) file"):
         export_sequences(any_store, tmp_path / ("o.fasta" if is_text else "o.jsonl.gz"))
     head = b"".join(first_records(any_store, 2)).decode()
@@ -177,3 +174,51 @@ def test_statistics_are_those_of_plain_counting(tmp_path: Path, proteins: list[T
     assert found.clusters == {"number": 300 + 1201, "largest": 3, "singletons": 1201}
     assert found.bytes_on_disk == sum(f.stat().st_size for f in (tmp_path / "s").iterdir())
     assert found.summary()["digests"] == store.manifest["digests"]
+
+
+AWKWARD = (
+    b">plain\nMKV\n>also plain, with more words\nmkv*\n>\xff\xfe\nAC\n>\nGGG\n"
+    b">nr1\x01nr2 an nr header\nLLLL\n>>greater\n" + b"W" * 60 + b"\n>over\n" + b"W" * 61 + b"\n"
+)
+
+
+def _named(path: Path, names: list[str]) -> SequenceStore:
+    with SequenceStoreWriter(path, kind="raw") as writer:
+        sequences = [encode("M" * count).tobytes() for count in range(1, len(names) + 1)]
+        writer.extend([name.encode() for name in names], sequences)
+    return SequenceStore(path)
+
+
+def test_an_export_ingests_to_its_named(tmp_path: Path) -> None:
+    source = tmp_path / "in.fasta"
+    source.write_bytes(AWKWARD)
+    ingest(source, tmp_path / "first")
+    store = SequenceStore(tmp_path / "first")
+    assert store.manifest["provenance"]["duplicates"] > 0
+    output = tmp_path / "new" / "out.fasta"
+    seen: list[int] = []
+    assert export_sequences(store, output, seen.append) == 0
+    assert seen == [len(store)]
+    ingest(output, tmp_path / "second")
+    assert SequenceStore(tmp_path / "second").manifest["digests"] == store.manifest["digests"]
+
+
+def test_blanks_in_names_are_written_so_that_no_name_is_lost(tmp_path: Path) -> None:
+    store = _named(tmp_path / "s", ["one protein\x01another one", "plain"])
+    assert export_sequences(store, tmp_path / "out.fasta") == 1
+    (records,) = read_fasta_blocks(tmp_path / "out.fasta")
+    assert records.names == [b"one_protein\x01another_one", b"plain"]
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    store, file = _named(tmp_path / "s", ["a"]), tmp_path / "file"
+    file.write_text("in the way")
+    for output in (tmp_path / "s", Path("/dev/null"), file / "out.fasta", tmp_path / "a.fasta.xz"):
+        with pytest.raises((DataError, ConfigError), match=str(output)):
+            export_sequences(store, output)
+    other = write_store(tmp_path / "t", [np.array([4, 30], dtype=np.uint8)])
+    (tmp_path / "out.fasta").write_text("old")
+    with pytest.raises(DataError, match="not residues"):
+        export_sequences(other, tmp_path / "out.fasta")
+    assert (tmp_path / "out.fasta").read_text() == "old"
+    assert {file.name for file in tmp_path.iterdir()} == {"s", "file", "t", "out.fasta"}

@@ -67,11 +67,6 @@ def test_damaged_streams_are_refused(tmp_path: Path, compress: Callable[[bytes],
         assert "truncated or corrupt compressed file" in _refusal(_file(tmp_path, damaged))
 
 
-def test_xz_streams_may_be_padded_with_zeros(tmp_path: Path) -> None:
-    path = _file(tmp_path, lzma.compress(TWO) + bytes(200_000) + lzma.compress(TWO) + bytes(8))
-    assert _read(path) == [("a", "MK"), ("b", "AC")] * 2
-
-
 def test_written_records_are_read_back_from_lines_of_60(tmp_path: Path) -> None:
     records = [("a", "M"), ("b", "MK" * 30), ("c|1", "ACDEFGHIKLMNPQRSTVWYXBUZO" * 9)]
     write_fasta(tmp_path / "out.fasta", records)

@@ -26,9 +26,7 @@ def _program(path: Path, body: str) -> Path:
 
 
 def _mmseqs(folder: Path, binary: Path | None = None) -> MMseqs:
-    return MMseqs(
-        binary=binary or find_mmseqs(), threads=1, log=folder / "log", temporary_folder=folder
-    )
+    return MMseqs(binary or find_mmseqs(), 1, folder / "log", folder)
 
 
 def _mutated(sequence: bytes, identity: float, seed: int) -> bytes:

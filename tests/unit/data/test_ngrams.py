@@ -52,9 +52,8 @@ def test_overlaps_are_those_of_sets_of_ngrams(tmp_path: Path, length: int, share
     chosen[7] = False
     del pool[7]
     found = find_overlaps(store, chosen, NgramIndex(texts, length), share)
-    assert sorted((int(a), bool(b)) for a, b in found) == sorted(
-        _expected(pool, texts, length, share)
-    )
+    expected = sorted(_expected(pool, texts, length, share))
+    assert sorted((int(a), bool(b)) for a, b in found) == expected
     assert len(found)
 
 

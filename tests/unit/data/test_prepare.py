@@ -190,10 +190,8 @@ def test_relatives_are_the_members_of_families(tmp_path: Path, planted: tuple[Pa
     prepared = open_prepared(out)
     train, index = prepared.splits["train"], prepared.relatives
     assert index is not None
-    families = [
-        train.names(number)[-1].removesuffix("_1").removesuffix("_2")
-        for number in range(len(train))
-    ]
+    last = [train.names(number)[-1] for number in range(len(train))]
+    families = [name.removesuffix("_1").removesuffix("_2") for name in last]
     assert len({*families}) == 4
     for number, family in enumerate(families):
         own = {other for other, name in enumerate(families) if name == family and other != number}
@@ -270,9 +268,7 @@ def test_never_more_is_held_out_and_no_cluster_that_fits_is_left(tmp_path: Path,
         rest &= ~held_out
 
 
-def test_clusters_in_use_are_not_chosen_and_sequences_keep_places(
-    tmp_path: Path,
-) -> None:
+def test_clusters_in_use_are_not_chosen_and_sequences_keep_places(tmp_path: Path) -> None:
     """The order of the clusters is a hash of their own content."""
     store, none = _store(tmp_path, 60), np.zeros(60, dtype=bool)
     alone = np.arange(60, dtype=np.int32)
@@ -341,9 +337,8 @@ def test_homologs_of_excluded_ones_are_left_out(tmp_path: Path, calls: Calls) ->
     records, out = _records(), tmp_path / "out"
     excluded = _fasta(tmp_path, records[:10], "excluded.fasta")
     prepare(_fasta(tmp_path, records), out, exclude_homologs_of=[str(excluded)])
-    assert not {len(text) for _, text in records[:10]} & set(
-        SequenceStore(out / "train_lmdb").lengths.tolist()
-    )
+    lengths = SequenceStore(out / "train_lmdb").lengths.tolist()
+    assert not {len(text) for _, text in records[:10]} & {*lengths}
 
 
 def _stopped(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:

@@ -134,9 +134,8 @@ def residues(random: np.random.Generator, length: int) -> Tokens:
 
 def homolog(random: np.random.Generator, protein: Tokens, identity: float) -> Tokens:
     """Residues replaced, and one in fifty deleted or doubled."""
-    changed = np.where(
-        random.random(len(protein)) < identity, protein, residues(random, len(protein))
-    )
+    others = residues(random, len(protein))
+    changed = np.where(random.random(len(protein)) < identity, protein, others)
     return np.repeat(changed, random.choice([0, 1, 2], len(protein), p=[0.01, 0.98, 0.01]))
 
 

@@ -17,12 +17,7 @@ from d2plm.data.family import read_families
 from d2plm.data.homology import Hits, MMseqs
 from d2plm.data.ingest import ingest
 from d2plm.data.prepare import prepare
-from d2plm.data.retrieval import (
-    Relative,
-    held_out_relatives,
-    open_reference,
-    retrieve_relatives,
-)
+from d2plm.data.retrieval import Relative, held_out_relatives, open_reference, retrieve_relatives
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import ClusterSettings, RetrievalSettings, SplitSettings
 from tests.conftest import Captured, Exports, MonkeyPatch

@@ -34,14 +34,8 @@ BYTES = vocabulary("bytes")
 def _split(inputs: Path, output: Path, of: Vocabulary, **settings: Any) -> dict[str, Any]:
     """The manifest of a split, by default of the identifiers in the file `ids` beside it."""
     split = settings.pop("split", {"validation_ids": str(output.parent / "ids")})
-    return prepare(
-        inputs,
-        output,
-        vocabulary=of,
-        split=SplitSettings(**split),
-        resources=Resources(threads=1),
-        **settings,
-    )
+    settings |= {"split": SplitSettings(**split), "resources": Resources(threads=1)}
+    return prepare(inputs, output, vocabulary=of, **settings)
 
 
 def _names(output: Path, split: str) -> set[str]:
@@ -71,13 +65,9 @@ def test_strands_and_fragments_of_held_out_nucleotides_are_not_trained_on(tmp_pa
     written = {one: text.replace("T", "U") for one, text in (records | homologs).items()}
     write_fasta(tmp_path / "in.fasta", [*written.items()])
     (tmp_path / "ids").write_text("n0\nn1\nn2\nn3\n")
-    manifest = _split(
-        tmp_path / "in.fasta",
-        tmp_path / "out",
-        vocabulary("rna"),
-        clustering=ClusterSettings(method="none"),
-        search=SearchSettings(),
-    )
+    given = tmp_path / "in.fasta", tmp_path / "out", vocabulary("rna")
+    none = ClusterSettings(method="none")
+    manifest = _split(*given, clustering=none, search=SearchSettings())
     assert _names(tmp_path / "out", "train") == {*records} - {"n0", "n1", "n2", "n3"}
     assert manifest["counts"]["leaking_dropped"] == 4
     assert manifest["counts"]["leaking_dropped_partial"] == 2
@@ -89,14 +79,10 @@ def test_clusters_of_nucleotides_hold_both_strands(tmp_path: Path) -> None:
     records = _nucleotides(12, 600)
     strands = {f"{name}_strand": _reverse_complement(one) for name, one in records.items()}
     write_fasta(tmp_path / "in.fasta", [*records.items(), *strands.items()])
-    search = SearchSettings(max_seqs=20)
     split = {"validation_fraction": 0.34, "search_directions": "from_held_out"}
-    manifest = _split(
-        *(tmp_path / "in.fasta", tmp_path / "out", vocabulary("dna")),
-        split=split,
-        clustering=ClusterSettings(method="linclust"),
-        search=search,
-    )
+    given = tmp_path / "in.fasta", tmp_path / "out", vocabulary("dna")
+    clustering, search = ClusterSettings(method="linclust"), SearchSettings(max_seqs=20)
+    manifest = _split(*given, split=split, clustering=clustering, search=search)
     assert manifest["counts"]["clusters"] == 12
     assert manifest["counts"]["leaking_dropped"] == 0
     held = _names(tmp_path / "out", "validation")
@@ -155,21 +141,19 @@ def test_near_duplicates_are_held_out_together_and_reused_by_content(tmp_path: P
     texts = _texts(20)
     copies = {f"{name}_copy": f"{text} end" for name, text in texts.items()}
     corpus = _jsonl(tmp_path / "in.jsonl", texts | copies)
-    lines = list[str]()
-    manifest = _split(corpus, tmp_path / "out", BYTES, split={"validation_fraction": 0.2})
+    lines, split = list[str](), {"validation_fraction": 0.2}
+    manifest = _split(corpus, tmp_path / "out", BYTES, split=split)
     assert manifest["counts"]["clusters"] == 20
     assert manifest["counts"]["leaking_dropped"] == 0
     held = _names(tmp_path / "out", "validation")
     assert len(held) == 8
     assert {name.removesuffix("_copy") for name in held} == {*held} & {*texts}
     raw = tmp_path / "out" / "raw_lmdb"
-    again = _split(
-        raw, tmp_path / "out", BYTES, split={"validation_fraction": 0.2}, report=lines.append
-    )
+    again = _split(raw, tmp_path / "out", BYTES, split=split, report=lines.append)
     assert again == manifest
     assert "reusing prepared data" in lines[-1]
     without = TextSettings(near_duplicate_similarity=None)
-    alone = _split(raw, tmp_path / "b", BYTES, split={"validation_fraction": 0.2}, text=without)
+    alone = _split(raw, tmp_path / "b", BYTES, split=split, text=without)
     assert alone["counts"]["clusters"] == 40
     assert alone["counts"]["leaking_dropped"] > 0
 
@@ -177,9 +161,8 @@ def test_near_duplicates_are_held_out_together_and_reused_by_content(tmp_path: P
 def test_a_record_that_was_cut_is_never_split_between_the_stores(tmp_path: Path) -> None:
     texts = _texts(12)
     corpus = _jsonl(tmp_path / "in.jsonl", texts)
-    manifest = _split(
-        *(corpus, tmp_path / "out", BYTES), window=100, split={"validation_fraction": 0.3}
-    )
+    split = {"validation_fraction": 0.3}
+    manifest = _split(corpus, tmp_path / "out", BYTES, window=100, split=split)
     assert manifest["counts"]["clusters"] == 12
     assert manifest["window"] == 100
     assert manifest["counts"]["pieces"] > manifest["counts"]["input"]

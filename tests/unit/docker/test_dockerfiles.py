@@ -38,29 +38,21 @@ def test_the_trainer_has_every_extra_that_is_used_at_run_time() -> None:
     extras = found[1].split()
     # Lightning is what examples and benchmarks of a source checkout need; demo names two of these.
     assert {*extras, "demo", "dev", "lightning"} == {*project["optional-dependencies"]}
-    printed = subprocess.run(
-        [sys.executable, ROOT / "docker/requirements.py", *extras],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    printed = ran(sys.executable, "docker/requirements.py", *extras).stdout
     names = {re.split(r"[\[<>=]", line)[0] for line in printed.splitlines()}
     assert {"torch", "kfp", "kubernetes", "mlflow", "tensorboard", "wandb"} <= names <= LOCKED
     assert not names & {"pytest", "mypy", "ruff", "hypothesis"}
 
 
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+def ran(*words: str) -> "subprocess.CompletedProcess[str]":
     # Without what a make that runs these tests hands down.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-    return subprocess.run(
-        ["/usr/bin/env", "make", "--dry-run", *arguments],
-        cwd=ROOT,
-        env={**kept, "REGISTRY": "", "VARIANT": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    given = {**kept, "REGISTRY": "", "VARIANT": "cpu"}
+    return subprocess.run(words, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
+
+
+def make(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return ran("/usr/bin/env", "make", "--dry-run", *arguments)
 
 
 def test_images_are_named_by_registry_tag_and_version() -> None:

@@ -22,11 +22,7 @@ from tests.conftest import MonkeyPatch
 
 REJECTED = """\
 trainer.seed=18446744073709551616
-optimizer.learning_rate=true
-data.search.sensitivity=9
 trainer.freeze=blocks
-data.on_illegal=dorp
-trainer.compile=fals
 launcher.claims={a: /workspace, b: /workspace/}
 launcher.claims={a: /dev/shm}
 launcher.claims={tmp: /w}
