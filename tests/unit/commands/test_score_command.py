@@ -54,7 +54,6 @@ def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys
     assert [row["name"] for row in rows] == [*PROTEINS]
     assert [*rows[0]] == [*SCORED, "pseudo_log_likelihood"]
     assert [row["residues"] for row in rows] == ["10", "11", "0", "3"]
-
     model, sequences = load_export(exports.masked), [encode(s) for s in PROTEINS.values()]
     assert isinstance(model.paradigm, MaskedParadigm)
     draws = scoring.bound_draws(model.denoiser("fp64"), model.paradigm, sequences)
@@ -69,7 +68,6 @@ def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys
         np.testing.assert_allclose([float(row[column]) for row in rows], values, atol=6e-5)
     assert rows[2]["perplexity"] == ""
     assert float(rows[0]["perplexity"]) == pytest.approx(np.exp(draws[0].mean() / 10), abs=1e-3)
-
     assert main(["score", *words]) == 0
     assert capsys.readouterr().out == output.read_text()
     table = tmp_path / "names.csv"
@@ -215,7 +213,6 @@ def test_a_table_of_variants_gets_a_column_of_scores(scan: Scan, exports: Export
     expected = effects_of(exports, "P1", MUTANTS)
     np.testing.assert_allclose(scores(rows), expected, atol=1e-6)
     assert expected[2] == expected[3] == 0
-
     known = [0, 1, 2, 4, 6]
     rho = spearmanr([expected[i] for i in known], [float(MEASURED[i]) for i in known]).statistic
     assert "7 variants in column 'Mutant', measured in 'DMS_score', offset 0" in said

@@ -68,7 +68,6 @@ def test_each_predictor_is_correlated(exports: Exports, scan: Path, capsys: Capt
     alone = model.score_mutations(wild_type, mutants)
     np.testing.assert_allclose(scores["d2plm_model_alone_score"], alone, atol=1e-5)
     assert not np.allclose(scores["d2plm_model_score"], alone, atol=1e-3)
-
     measured = np.array([float(row["DMS_score"]) for row in rows])
     scores |= dict(zip(TERMS, effects.values(), strict=True))  # as they are, before rounding
     found = {name: rank_correlation(scores[name], measured, VARIANTS) for name in COLUMNS}

@@ -117,7 +117,6 @@ def test_a_damaged_export_of_a_run_is_written_again(tmp_path: Path, capsys: Capt
     assert f"exported {model}" in capsys.readouterr().out
     load_export(model)
     assert weights_digest(model) == whole
-
     # `d2plm export` takes the run's own configuration, wherever its folder has been moved.
     moved = (tmp_path / "here").rename(tmp_path / "20240503") / "diffusion"
     weights = moved / "model" / "model.safetensors"

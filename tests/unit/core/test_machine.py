@@ -92,7 +92,6 @@ def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: MonkeyPatch) ->
 def test_utf_8_in_a_locale_of_another_encoding(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "prötéins.fasta").write_text(">ä\nMKTAYIAKQR\n", encoding="utf-8")
     off = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-
     monkeypatch.chdir(tmp_path)
     assert main(["ingest", "input='prötéins.fasta'", "output='störe'"]) == 0
     call = [sys.executable, "-m", "d2plm", "data", "head", "store='störe'"]

@@ -4,18 +4,20 @@ import importlib.util
 import os
 import select
 import signal
+import subprocess
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from d2plm.core.errors import DataError
+from d2plm.core.processes import unwound_by_sigterm
 from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs
 from d2plm.settings.data import ClusterSettings, SearchSettings
-from tests.commands import python_c
 from tests.conftest import FASTA, MonkeyPatch
 
 
@@ -78,32 +80,26 @@ def test_a_failure_leaves_only_the_log(tmp_path: Path, body: str | None, said: s
     assert {p.name for p in tmp_path.iterdir()} <= {"log", "mmseqs"}
 
 
-def test_sigterm_as_the_program_starts_ends_all_its_processes(tmp_path: Path) -> None:
+def test_sigterm_as_the_program_starts_ends_all_its_processes(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
     # Every process of the program holds the pipe open for writing: it ends with the last of them.
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     body = f"exec 3>'{tmp_path / 'pipe'}'; (sleep 60; true) & echo started >&3; wait"
-    program = _program(tmp_path / "mmseqs", body)
+    start, program = subprocess.Popen, _program(tmp_path / "mmseqs", body)
+
+    def stopped(*words: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        process = start(*words, **options)
+        assert select.select([pipe], [], [], 60)[0] and os.read(pipe, 100) == b"started\n"
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", stopped)
     (tmp_path / "work").mkdir()
-    script = (
-        "import os, signal, subprocess\n"
-        "from pathlib import Path\n"
-        "from d2plm.core.processes import unwound_by_sigterm\n"
-        "from d2plm.data.homology import ClusterSettings, MMseqs\n"
-        "start = subprocess.Popen\n"
-        "def stopped(*words, **options):\n"
-        "    process = start(*words, **options)\n"
-        f"    assert open({str(tmp_path / 'pipe')!r}).readline() == 'started\\n'\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return process\n"
-        "subprocess.Popen = stopped\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        f"mmseqs = MMseqs(Path({str(program)!r}), 1, folder / 'log', folder / 'work')\n"
-        "with unwound_by_sigterm():\n"
-        "    mmseqs.cluster(folder / 'x', 1, ClusterSettings())\n"
-    )
-    stopped = python_c(script)
-    assert stopped.returncode == 128 + signal.SIGTERM
+    mmseqs = MMseqs(program, 1, tmp_path / "log", tmp_path / "work")
+    with pytest.raises(SystemExit), unwound_by_sigterm():
+        mmseqs.cluster(tmp_path / "x", 1, ClusterSettings())
     assert select.select([pipe], [], [], 20)[0], "a process of the program still runs"
     assert os.read(pipe, 100) == b""
     os.close(pipe)
@@ -123,13 +119,11 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     write_fasta(folder / "all.fasta", ((str(i), s) for i, s in enumerate(sequences)))
     write_fasta(folder / "bases.fasta", ((str(i), s) for i, s in enumerate(bases)))
     mmseqs = _mmseqs(folder)
-
     for method in ("linclust", "cluster"):
         clustering = ClusterSettings(method=method, min_seq_id=0.5)
         clusters = mmseqs.cluster(folder / "all.fasta", 8, clustering)
         assert clusters.dtype == np.int32
         assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-
     settings = SearchSettings(sensitivity=4)
     hits = mmseqs.search(folder / "all.fasta", folder / "bases.fasta", settings)
     pairs = zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)

@@ -39,14 +39,12 @@ def loader(*stores: SequenceStore | SyntheticSequences, **changes: Any) -> Packe
 
 def content(batch: GlobalBatch) -> list[Any]:
     """All of a batch, in a form that compares."""
-    micro_batches = [
-        {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
-            for name, value in vars(packed).items()
-        }
-        for packed in batch.micro_batches
-    ]
-    return [micro_batches, batch.following, batch.segment_lengths]
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    fields = [{name: plain(one) for name, one in vars(row).items()} for row in batch.micro_batches]
+    return [fields, batch.following, batch.segment_lengths]
 
 
 def segments(batches: list[PackedBatch]) -> dict[int, Segment]:
@@ -73,9 +71,6 @@ def rest_of_epoch(stream: Iterator[GlobalBatch], epoch: int) -> list[GlobalBatch
         if batch.following.epoch > epoch:
             return batches
     raise AssertionError("a stream has no end")
-
-
-# --- content -----------------------------------------------------------------------------------
 
 
 def test_an_epoch_gives_each_sequence_once_framed_or_cropped(tiny_store: SequenceStore) -> None:
@@ -127,9 +122,6 @@ def test_a_long_sequence_shows_another_window_for_each_draw_of_an_epoch_and_each
     assert len({*windows}) > 2 * 40
 
 
-# --- resuming ----------------------------------------------------------------------------------
-
-
 @given(
     micro_batches=st.integers(1, 4),
     start=st.builds(Position, st.integers(0, 3), st.just(0)),
@@ -154,9 +146,6 @@ def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceS
     bins = [Position(0, 2 * i) for i in range(1, count)]
     assert following == [*bins, Position(1, 0), Position(1, 2)]
     assert first.epochs_done(Position(3, 2)) == pytest.approx(3 + 1 / first.batches_in_epoch(3))
-
-
-# --- ranks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(2, 2), (4, 1)])
@@ -211,9 +200,6 @@ def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
     assert dict(seen) == dict(drawn(rest_of_epoch(loader(sequences).stream(Position()), 0)))
 
 
-# --- workers -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("method", "num_workers"), [("fork", 2), ("spawn", 1)])
 def test_worker_processes_change_nothing(
     tiny_store: SequenceStore,
@@ -247,9 +233,6 @@ def test_a_store_that_cannot_be_read_is_named_in_one_line(num_workers: int) -> N
     damaged = Damaged(np.array([30, 40], dtype=np.int32))
     with pytest.raises(DataError, match=r"^runs/data\.mdb: damaged; prepare the data again$"):
         next(loader(damaged, num_workers=num_workers).stream(Position()))
-
-
-# --- the rest ----------------------------------------------------------------------------------
 
 
 def test_packing_all_gives_each_sequence_under_its_index(proteins: list[np.ndarray]) -> None:

@@ -19,8 +19,6 @@ from tests.conftest import MonkeyPatch, write_store
 Stores = dict[str, SequenceStore]
 Prepare = Callable[..., Path]
 
-# --- in the loader -----------------------------------------------------------------------------
-
 
 def test_segments_come_from_the_numbered_store(tiny_store: SequenceStore, tmp_path: Path) -> None:
     others = [np.full(n, residue, dtype=np.uint8) for n in (30, 200) for residue in range(4, 24)]
@@ -41,9 +39,6 @@ def test_segments_come_from_the_numbered_store(tiny_store: SequenceStore, tmp_pa
             assert row.numpy().tobytes() in whole.tobytes()
             draws[which] += 1
     assert draws == [120, 40]  # of 120 + 40 sequences, three quarters and one quarter
-
-
-# --- by command --------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -103,15 +103,9 @@ OTHERS = ["gi|129295|sp|P01013|OVAX_CHICK", "ref|NP_000508.1|", "pdb|1ABC|A", "U
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("sp|P02185|MYG_PHYMC", 0),
-        ("MYG_PHYMC", 0),
-        ("UniRef100_P02185", 0),
-        ("sp|P02185|MYG_PHYMC Myoglobin OS=Physeter", 0),
-        ("A0A0A0MRZ7", 1),
-        ("Q9Y5X2", 2),
-        ("sp|Q9Y5X2|SNX8_HUMAN", 2),
-        ("toy", 3),
-        ("toy/11-47", 3),
+        *(("sp|P02185|MYG_PHYMC", 0), ("MYG_PHYMC", 0), ("UniRef100_P02185", 0)),
+        *(("sp|P02185|MYG_PHYMC Myoglobin OS=Physeter", 0), ("A0A0A0MRZ7", 1), ("Q9Y5X2", 2)),
+        *(("sp|Q9Y5X2|SNX8_HUMAN", 2), ("toy", 3), ("toy/11-47", 3)),
         *(("P01013", 4), ("OVAX_CHICK", 4), ("NP_000508.1", 5), ("pdb|1ABC|A", 6)),
         *((name, None) for name in ("P0218", "sp", "HUMAN", "MYG", "", "toy/1", "TOY")),
         *((name, None) for name in ("129295", "1ABC", "A", "90")),

@@ -27,9 +27,6 @@ def by_part(drawn: np.ndarray, sizes: list[int]) -> list[list[int]]:
     return [(drawn[which == part] - firsts[part]).tolist() for part in range(len(sizes))]
 
 
-# --- mixtures ----------------------------------------------------------------------------------
-
-
 @given(
     parts=st.lists(st.tuples(st.integers(10, 60), st.integers(1, 20)), min_size=1, max_size=4),
     scale=st.sampled_from([0.01, 1, 7]),
@@ -86,9 +83,6 @@ def test_parts_of_the_same_size_do_not_give_the_same_members() -> None:
     assert len({*first} & {*second}) == pytest.approx(102 / 2, abs=15)
 
 
-# --- clusters ----------------------------------------------------------------------------------
-
-
 @given(
     clusters=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 5), min_size=1),
     seed=SEEDS,
@@ -114,9 +108,6 @@ def test_members_of_a_cluster_are_drawn_with_equal_chances_and_fresh_each_epoch(
             agreeing = sum(a == b for a, b in zip(chosen, chosen[1:], strict=False))
             expected = (len(chosen) - 1) / len(members)
             assert agreeing == pytest.approx(expected, abs=4 * expected**0.5)
-
-
-# --- rejected input ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight", [0, float("nan"), float("inf"), "1", True, None, 0.001])
