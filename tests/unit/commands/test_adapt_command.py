@@ -23,14 +23,8 @@ from d2plm.core.vocabulary import decode
 from d2plm.data.family import read_family
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.manifest import open_prepared
-from d2plm.evaluation.family_bound import (
-    ADAPTED,
-    BASE,
-    FAMILY_PROFILE,
-    WITH_PAIRS,
-    compare_on_family,
-    family_verdict,
-)
+from d2plm.evaluation import family_bound
+from d2plm.evaluation.family_bound import ADAPTED, BASE, compare_on_family, family_verdict
 from d2plm.evaluation.result import Compared
 from d2plm.export.exported_model import load_export, save_export
 from d2plm.families.profile_hmm import alignment_nats, members_nats
@@ -99,7 +93,7 @@ def test_a_family_is_adapted_to_compared_and_grown(
     kept = json.loads((work / "adaptation.json").read_text())["test"]
     assert kept == json.loads(json.dumps(found["test"]))
     names = {"unigram", "5-gram", "composition", BASE, f"{BASE}, alone", ADAPTED}
-    assert names | {FAMILY_PROFILE, WITH_PAIRS} < set(found["test"])
+    assert names | {family_bound.FAMILY_PROFILE, family_bound.WITH_PAIRS} < {*found["test"]}
     assert [row["share"] for row in found["shares"]] == [*INTERPOLATIONS]
     assert found["verdict"] in (work / "adaptation.md").read_text()
     assert len([*read_fasta(work / "members.fasta")]) == 3

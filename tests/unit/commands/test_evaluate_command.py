@@ -162,7 +162,7 @@ def test_what_is_impossible_is_rejected_before_anything_is_computed(
         run(export(), "evaluation.generated=5", override)
 
 
-def test_residues_that_are_not_protein_letters_are_not_scored(
+def test_x_is_not_scored(
     export: Export, run: Run, stores_to_evaluate: Stores, tmp_path: Path
 ) -> None:
     pieces = [encode("MKXXBVLU"), encode("GGAVLKR")]

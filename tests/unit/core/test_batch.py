@@ -19,9 +19,7 @@ ROWS = st.lists(ROW.map(lambda row: np.array(row, dtype=np.uint8)), max_size=6)
 
 
 @given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
-def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
-    rows: list[np.ndarray], padding: int, empty: int
-) -> None:
+def test_packing_lays_end_to_end_and_pads(rows: list[np.ndarray], padding: int, empty: int) -> None:
     used = sum(len(row) for row in rows)
     segments = len(rows) + (padding > 0) + empty
     batch = PackedBatch.pack(rows, token_budget=used + padding, max_segments=segments)

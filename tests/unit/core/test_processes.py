@@ -21,18 +21,7 @@ import pytest
 
 from d2plm.core import processes
 from d2plm.core.errors import LaunchError
-from d2plm.core.processes import (
-    Job,
-    deferred,
-    end_with_parent,
-    for_children,
-    handled,
-    last_lines,
-    run,
-    run_jobs,
-    run_program,
-    train_locally,
-)
+from d2plm.core.processes import Job, deferred, end_with_parent, run, run_jobs, run_program
 from tests.conftest import MonkeyPatch
 
 # A program of ours, and one that has a child of its own and ends orderly on SIGTERM.
@@ -142,7 +131,7 @@ def test_a_child_of_a_parent_that_is_gone_already_ends_at_once(monkeypatch: Monk
     environment = {processes.PARENT: gone.stdout.decode().strip()}
     assert run([sys.executable, "-c", CHILD], environment) == 128 + signal.SIGKILL
     # A process that was told its parent tells no child of its own.
-    monkeypatch.setenv(*next(iter(for_children().items())))
+    monkeypatch.setenv(*next(iter(processes.for_children().items())))
     end_with_parent()
     assert processes.PARENT not in os.environ
     before = threading.active_count()
@@ -184,18 +173,18 @@ def test_what_a_program_leaves_running_is_killed_and_its_output_kept(tmp_path: P
     first, pid, *rest = log.read_text().splitlines()
     assert (first, rest) == ("before", [str(tmp_path), " the end ", ""])
     assert not running([int(pid)], seconds=30)
-    assert last_lines(log, 5, start=len("before\n")) == f"{pid} | {tmp_path} | the end"
+    assert processes.last_lines(log, 5, start=len("before\n")) == f"{pid} | {tmp_path} | the end"
 
 
 @pytest.mark.parametrize("code", [137, 255, 2])
-def test_the_exit_code_of_a_training(code: int, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
+def test_a_trainings_exit_code_is_kept(code: int, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     ran = []
     monkeypatch.setattr(processes, "run", lambda *words: ran.append(words) or code)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     monkeypatch.delenv(processes.GLOO_INTERFACE, raising=False)
     with pytest.raises(LaunchError) as caught:
-        train_locally(tmp_path / "config.yaml", processes=2)
+        processes.train_locally(tmp_path / "config.yaml", processes=2)
     assert caught.value.exit_code == code
     assert ("resumes it" in str(caught.value)) == (code != 2)
     ((command, environment),) = ran
@@ -231,7 +220,7 @@ def test_a_handler_is_kept_on_exit(error: type[BaseException], monkeypatch: Monk
     monkeypatch.setattr(atexit, "register", lambda *words: at_exit.append(words))
     before, handler = signal.getsignal(signal.SIGUSR1), Mock()
     try:
-        with pytest.raises(error), handled(handler, signal.SIGUSR1, kept_on_exit=True):
+        with pytest.raises(error), processes.handled(handler, signal.SIGUSR1, kept_on_exit=True):
             raise error
         kept = signal.getsignal(signal.SIGUSR1)
     finally:
@@ -240,9 +229,7 @@ def test_a_handler_is_kept_on_exit(error: type[BaseException], monkeypatch: Monk
     assert (kept, at_exit) == ((handler, ignored) if error is SystemExit else (before, []))
 
 
-def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the_cores(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_jobs_run_in_order_with_shares_of_cores(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     code = f"cd {tmp_path}; echo $OMP_NUM_THREADS; touch $$.runs; sleep 0.1; ls *.runs | wc -l"
     words = [["sh", "-c", f"{code}; rm $$.runs"], ["echo", "second"]]

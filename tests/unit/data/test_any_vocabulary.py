@@ -18,11 +18,9 @@ from d2plm.core.vocabulary import (
     CLS,
     EOS,
     PAD,
+    PROTEIN,
     RESIDUES,
-    Tokens,
     Vocabulary,
-    decode,
-    encode,
     vocabulary,
 )
 from d2plm.data.fasta import read_fasta_blocks
@@ -33,7 +31,7 @@ from d2plm.data.records import readable
 from d2plm.data.statistics import plot, store_statistics, table
 from d2plm.data.store import SequenceStore
 from d2plm.data.store_writer import SequenceStoreWriter
-from tests.conftest import write_store
+from tests.conftest import Tokens, write_store
 
 LETTERS = {"protein": "ACDEFGHIKLMNPQRSTVWYX", "dna": "ACGTN", "codon": "ACGT"}
 WORDS = ["In the beginning", " was a Wörd,", "\n\nand the “word” was", " with\tGod \U0001f600 $1"]
@@ -154,13 +152,13 @@ def test_a_store_without_its_tokenizer_is_damaged(tmp_path: Path) -> None:
 
 
 def test_statistics_are_those_of_plain_counting(tmp_path: Path, proteins: list[Tokens]) -> None:
-    sequences = [*proteins[:2100], encode("XBUZOX")]
+    sequences = [*proteins[:2100], PROTEIN.encode("XBUZOX", "it")]
     clusters = [index // 3 if index < 900 else index for index in range(len(sequences))]
     store = write_store(tmp_path / "s", sequences, clusters)
     seen: list[int] = []
     found = store_statistics(store, seen.append)
     lengths = [len(tokens) for tokens in sequences]
-    letters = Counter("".join(decode(tokens) for tokens in sequences))
+    letters = Counter("".join(PROTEIN.decode(tokens) for tokens in sequences))
     assert seen == [1024, 2048, 2101]
     assert (len(found.lengths), found.store.residues) == (2101, sum(lengths))
     quarter, median, three_quarters = np.percentile(lengths, [25, 50, 75])
@@ -184,7 +182,9 @@ AWKWARD = (
 
 def _named(path: Path, names: list[str]) -> SequenceStore:
     with SequenceStoreWriter(path, kind="raw") as writer:
-        sequences = [encode("M" * count).tobytes() for count in range(1, len(names) + 1)]
+        sequences = [
+            PROTEIN.encode("M" * count, "it").tobytes() for count in range(1, len(names) + 1)
+        ]
         writer.extend([name.encode() for name in names], sequences)
     return SequenceStore(path)
 

@@ -62,9 +62,7 @@ def _expected(text: str, form: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("part", [7, 64, 1 << 20])
 @pytest.mark.parametrize("form", ["text", "lines", "paragraphs"])
-def test_a_plain_text_is_read_whole_in_parts_of_any_size(
-    tmp_path: Path, monkeypatch: MonkeyPatch, form: str, part: int
-) -> None:
+def test_parts_join_whole(tmp_path: Path, monkeypatch: MonkeyPatch, form: str, part: int) -> None:
     monkeypatch.setattr("d2plm.data.documents._PART_BYTES", part)
     monkeypatch.setattr("d2plm.data.documents._BLOCK_BYTES", part)
     path = _write(tmp_path / "a.txt", "\ufeff" + TEXT)

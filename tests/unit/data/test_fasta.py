@@ -51,9 +51,7 @@ EVERY = pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSI
 
 
 @EVERY
-def test_compressed_streams_are_recognised_by_their_bytes_and_may_follow_each_other(
-    tmp_path: Path, compress: Callable[[bytes], bytes]
-) -> None:
+def test_compressed_streams_are_read(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     packed = compress(TWO) + compress(b"") + compress(b">c\nWY\n")
     assert _read(_file(tmp_path, packed)) == [("a", "MK"), ("b", "AC"), ("c", "WY")]
     assert _read(_file(tmp_path, TWO, "y.fasta.gz")) == [("a", "MK"), ("b", "AC")]
@@ -123,9 +121,7 @@ def test_what_is_not_fasta_is_refused(tmp_path: Path, content: bytes, said: str)
 
 
 @pytest.mark.parametrize("line", [b"M" * 300_000, b"MKV\n" * 100_000], ids=["a line", "many"])
-def test_a_record_far_longer_than_any_protein_is_rejected_before_it_is_in_memory(
-    tmp_path: Path, monkeypatch: MonkeyPatch, line: bytes
-) -> None:
+def test_a_giant_record_is_refused(tmp_path: Path, monkeypatch: MonkeyPatch, line: bytes) -> None:
     monkeypatch.setattr("d2plm.data.fasta._MAX_RECORD_BYTES", 100_000)
     monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", 10_000)
     path = tmp_path / "bomb.fasta.gz"

@@ -80,9 +80,7 @@ def test_a_failure_leaves_only_the_log(tmp_path: Path, body: str | None, said: s
     assert {p.name for p in tmp_path.iterdir()} <= {"log", "mmseqs"}
 
 
-def test_sigterm_as_the_program_starts_ends_all_its_processes(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_sigterm_as_the_program_starts_ends_all(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     # Every process of the program holds the pipe open for writing: it ends with the last of them.
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)

@@ -232,7 +232,7 @@ def test_a_raw_store_gives_the_split_of_its_fasta(tmp_path: Path, calls: Calls) 
         prepare(tmp_path / "a" / "train_lmdb", tmp_path / "again")
 
 
-def test_endless_leaks(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
+def test_endless_leaks_are_an_error(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
     hits = Hits(np.zeros(1, int), np.zeros(1, int), np.ones(1, np.float32), np.ones(1))
     monkeypatch.setattr(MMseqs, "search", lambda *a, **k: hits)
     with pytest.raises(DataError, match="still finds homologs"):
@@ -368,9 +368,7 @@ def test_a_stop_keeps_searches_and_no_leftovers(tmp_path: Path, calls: Calls) ->
     assert resumed["digests"] == prepare(fasta, tmp_path / "unbroken")["digests"]
 
 
-def test_temporary_files_go_elsewhere(
-    tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch
-) -> None:
+def test_scratch_files_go_elsewhere(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
     elsewhere, made = tmp_path / "elsewhere", Mock(side_effect=MMseqs)
     monkeypatch.setattr(homology, "MMseqs", made)
     resources = Resources(threads=1, memory_limit="1G", temporary_dir=str(elsewhere))
@@ -381,7 +379,7 @@ def test_temporary_files_go_elsewhere(
     assert not elsewhere.exists() or not list(elsewhere.iterdir())
 
 
-def test_half_a_new_split(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
+def test_half_a_split_is_not_opened(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
     """Otherwise a new training split would stand beside an old validation split."""
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     prepare(fasta, out)
@@ -403,9 +401,7 @@ def test_half_a_new_split(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch
         open_prepared(out)
 
 
-def test_searches_of_others_are_not_taken(
-    tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch
-) -> None:
+def test_others_searches_are_unused(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
     """A clustering that was lost and came out otherwise holds out others."""
     fasta, out = _stopped(tmp_path)
     for stage in (out / "cache").glob("clusters-*"):

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import ESM2_TOKENS, PROTEIN
-from d2plm.data.records import (
-    RawRecords,
-    first_words,
-    places_by_name,
-    refuse,
-    require_distinct,
-    shown,
-)
+from d2plm.data import records
+from d2plm.data.records import first_words, places_by_name, refuse, require_distinct, shown
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWY" + "UOBZX"
 
@@ -43,8 +37,8 @@ def _clean_slowly(text: bytes) -> list[int] | None:
     return tokens
 
 
-def _records(*texts: bytes) -> RawRecords:
-    return RawRecords(
+def _records(*texts: bytes) -> records.RawRecords:
+    return records.RawRecords(
         names=[b"p%d" % index for index in range(len(texts))],
         sequences=list(texts),
         where=lambda record, offset: f"record {record}, offset {offset}",
@@ -124,9 +118,7 @@ def test_a_record_is_found_by_its_name_or_an_identifier_in_it(name: str, place: 
         (["UniRef50_P1", "x", "sp|P1|A_B"], "tr|P1|A_B"),
     ],
 )
-def test_a_name_that_may_mean_two_records_is_refused_with_the_lines_of_both(
-    tmp_path: Path, names: list[str], wanted: str
-) -> None:
+def test_a_name_of_two_records_is_refused(tmp_path: Path, names: list[str], wanted: str) -> None:
     source = tmp_path / "in.fasta"
     source.write_text("".join(f">{name} words\nMKT\nAYI\n" for name in names))
     place_of = places_by_name(names, source)

@@ -10,14 +10,8 @@ import pytest
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import PROTEIN, Tokens
-from d2plm.data.loader import (
-    IDENTITIES,
-    WITHOUT_RELATIVES,
-    Collection,
-    GlobalBatch,
-    PackedLoader,
-    Position,
-)
+from d2plm.data import loader as module
+from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
 from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex, aligned_part
 from d2plm.data.store import SequenceStore
 from tests.conftest import write_store
@@ -89,11 +83,11 @@ def test_an_epoch_draws_relatives_below_an_identity_or_none(tiny_store: Sequence
     assert sorted(found) == list(range(len(tiny_store)))
     texts = [tokens[:LONGEST_RELATIVE].tobytes() for tokens in tiny_store]
     for sequence, relatives in found.items():
-        below = [index.below(sequence, identity) for identity in IDENTITIES]
+        below = [index.below(sequence, identity) for identity in module.IDENTITIES]
         allowed = [[texts[i] for i in own[:most]] for own in below for most in range(MOST + 1)]
         assert relatives in allowed
     alone = np.mean([not relatives for relatives in found.values()])
-    assert abs(alone - WITHOUT_RELATIVES) < 4 * (0.2 * 0.8 / len(tiny_store)) ** 0.5
+    assert abs(alone - module.WITHOUT_RELATIVES) < 4 * (0.2 * 0.8 / len(tiny_store)) ** 0.5
     assert {len(relatives) for relatives in found.values()} == {0, 1, 2, 3}
 
 

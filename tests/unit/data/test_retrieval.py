@@ -116,9 +116,7 @@ def test_distant_relatives_are_found_behind_hundreds_of_near_copies(folder: Path
     assert names(found) == ["remote"]
 
 
-def test_a_result_is_kept_and_another_reference_or_setting_searched_again(
-    reference: Path, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_only_the_same_is_kept(reference: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     searches: list[Any] = []
     search = MMseqs.alignments
 
@@ -157,9 +155,7 @@ def test_a_store_is_searched_as_the_fasta_is_and_of_prepared_data_the_training_s
     assert len(trained) < len(REFERENCE)
 
 
-def test_each_protein_is_scored_given_its_own_relatives(
-    exports: Exports, reference: Path, folder: Path
-) -> None:
+def test_scores_given_own_relatives(exports: Exports, reference: Path, folder: Path) -> None:
     of_names = {"first": PROTEIN, "second": OTHER, "lonely": LONELY}
     texts, proteins = [*of_names.values()], fasta(folder / "proteins.fasta", of_names)
     relatives = d2plm.retrieve_relatives(texts, reference, cache_dir=folder / "kept")

@@ -178,7 +178,7 @@ def test_every_form_gives_the_same_records(tmp_path: Path, few: list[Record], fo
     assert sorted(read) == sorted(few) if form.startswith("lmdb") else read == few
 
 
-def test_several_inputs(tmp_path: Path, few: list[Record], monkeypatch: MonkeyPatch) -> None:
+def test_all_inputs_are_read(tmp_path: Path, few: list[Record], monkeypatch: MonkeyPatch) -> None:
     parts = {"fasta.zst": few[:3], "parquet": few[3:6], "csv": few[6:]}
     paths = [FORMS[form](tmp_path, own) for form, own in parts.items()]
     with monkeypatch.context() as patch:
