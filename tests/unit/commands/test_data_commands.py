@@ -56,8 +56,6 @@ def test_stats_are_of_each_split(few_prepared: Path, tmp_path: Path, capsys: Cap
     train = document["stores"]["train"]
     assert train["sequences"] == len(store)
     assert train["residues"] == sum(train["residue_counts"].values()) == store.residues
-    assert sum(train["composition_percent"].values()) == pytest.approx(100)
-    assert train["clusters"] == {"number": 24, "largest": 1, "singletons": 24}
     assert document["digests"]["train"] == store.digest
     assert document["verification"]["leaking_pairs_after"] == 0
 

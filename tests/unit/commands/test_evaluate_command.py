@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from d2plm.commands import evaluate
 from d2plm.config import compose
 from d2plm.core.errors import ConfigError, ModelError
-from d2plm.core.vocabulary import encode
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.result import Evaluation, read_evaluation
 from d2plm.export.exported_model import save_export
@@ -20,7 +19,7 @@ from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
-from tests.conftest import Captured, DiTFactory, MonkeyPatch, write_store
+from tests.conftest import Captured, DiTFactory, MonkeyPatch
 
 Export = Callable[..., Path]
 Run = Callable[..., Evaluation]
@@ -160,11 +159,3 @@ def test_what_is_impossible_is_rejected_before_anything_is_computed(
     monkeypatch.setattr(evaluate, "fit_baselines", lambda *_, **__: pytest.fail("fitted"))
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         run(export(), "evaluation.generated=5", override)
-
-
-def test_x_is_not_scored(
-    export: Export, run: Run, stores_to_evaluate: Stores, tmp_path: Path
-) -> None:
-    pieces = [encode("MKXXBVLU"), encode("GGAVLKR")]
-    stores_to_evaluate["validation"] = write_store(tmp_path / "with_x", pieces, [0, 1])
-    assert run(export()).residues == 11

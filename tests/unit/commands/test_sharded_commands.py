@@ -131,12 +131,6 @@ def test_other_files_are_left(model: Path, fasta: Path, tmp_path: Path, capsys: 
     assert other.read_text() == "mine"
 
 
-def test_embeddings_need_a_folder_with_a_name(model: Path, fasta: Path, capsys: Captured) -> None:
-    for output, shard in ((".", "shard=0/1"), ("/", "shard=null")):
-        assert run("embed", model, Path(output), f"input={fasta}", shard) == 2
-        assert f"output='{output}'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -113,7 +113,7 @@ def test_an_export_ingests_to_the_same_store(any_store: SequenceStore, tmp_path:
 
 
 def test_statistics_count_tokens(any_store: SequenceStore, tmp_path: Path) -> None:
-    found, nouns = store_statistics(any_store), any_store.vocabulary.nouns
+    found = store_statistics(any_store)
     many = any_store.vocabulary.predicted > 64
     counts = Counter(token for tokens in any_store for token in tokens.tolist())
     assert {4 + i: n for i, n in enumerate(found.counts.tolist()) if n} == counts
@@ -121,8 +121,6 @@ def test_statistics_count_tokens(any_store: SequenceStore, tmp_path: Path) -> No
     most = counts.most_common()[:20] if many else counts.items()
     assert sorted(n for n in shown.values() if n) == sorted(n for _, n in most)
     text = table({"raw": found})
-    assert text.splitlines()[1].split()[0] in (f"{nouns.sequence}s", "sequences")
-    assert f"composition, % of the {nouns.token}s" in text
     assert ("20 most frequent" in text) == many
     if any_store.vocabulary.name == "bytes":
         plot({"raw": found}, tmp_path / "a.svg", "title")

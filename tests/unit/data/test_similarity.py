@@ -100,13 +100,12 @@ def _jsonl(path: Path, texts: dict[str, str]) -> Path:
     return path
 
 
-@pytest.fixture(params=["bytes", "tokenizer"])
-def text_vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
-    return vocabulary(request.param, tokenizer=TOKENIZER if request.param == "tokenizer" else None)
+TEXTS = [BYTES, vocabulary("tokenizer", tokenizer=TOKENIZER)]
 
 
+@pytest.mark.parametrize("of", TEXTS, ids=lambda of: of.name)
 def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
-    tmp_path: Path, text_vocabulary: Vocabulary, monkeypatch: MonkeyPatch
+    tmp_path: Path, of: Vocabulary, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(similarity, "find_mmseqs", Mock(side_effect=DataError("not installed")))
     texts, other = _texts(30), [*_texts(40).values()][30:]
@@ -120,7 +119,7 @@ def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
     }
     corpus = _jsonl(tmp_path / "in.jsonl", texts | planted)
     (tmp_path / "ids").write_text("t0\nt1\nt2\n")
-    manifest = _split(corpus, tmp_path / "out", text_vocabulary)
+    manifest = _split(corpus, tmp_path / "out", of)
     expected = {*texts, "quotes"} - {"t0", "t1", "t2"}
     assert _names(tmp_path / "out", "train") == expected
     counts = manifest["counts"]
@@ -132,7 +131,7 @@ def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
     assert "mmseqs_version" not in manifest
     assert open_prepared(tmp_path / "out").provenance["search"] == manifest["settings"]["search"]
     # As of GPT-3: any shared n-gram.
-    every = _split(corpus, tmp_path / "out", text_vocabulary, text=TextSettings(overlap_share=1e-9))
+    every = _split(corpus, tmp_path / "out", of, text=TextSettings(overlap_share=1e-9))
     assert "quotes" not in _names(tmp_path / "out", "train")
     assert every["key"] != manifest["key"]
 

@@ -96,10 +96,7 @@ def _parquet(path: Path, records: list[Record], **options: Any) -> Path:
 
 def _arrow(path: Path, records: list[Record]) -> Path:
     table = _table(records)
-    with (
-        pyarrow.OSFile(str(path), "wb") as file,
-        pyarrow.ipc.new_stream(file, table.schema) as stream,
-    ):
+    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
         stream.write_table(table, max_chunksize=1000)
     return path
 

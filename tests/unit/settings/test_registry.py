@@ -99,37 +99,30 @@ from d2plm.training.metrics import Metric
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
 
-
 @dataclass(frozen=True, kw_only=True)
 class MySettings(DiffusionSettings):
     type: str = key("my_paradigm")
     strength: float = key(0.5, low=0, high=1)
 
-
 class MyParadigm(AbsorbingDiffusion):
     Settings = MySettings
-
 
 class MyMetric(Metric):
     def read(self, trainer):
         return {"strength": trainer.paradigm.settings.strength}
-
 
 class Mark(Callback):
     def on_train_end(self, trainer):
         name = f"{type(trainer).__name__}-{type(trainer.optimizer).__name__}-{trainer.process.rank}"
         (trainer.output_dir / name).touch()
 
-
 class MyTrainer(Trainer):
     pass
-
 
 def my_optimizer(model, parameters, settings):
     optimizer = build_adamw(model, parameters, settings)
     optimizer.__class__ = type("Mine", (type(optimizer),), {})
     return optimizer
-
 
 register("paradigm", "my_paradigm", MyParadigm, MySettings)
 register("metric", "my_metric", MyMetric)
