@@ -84,13 +84,13 @@ def test_the_same_seed_writes_the_same_file(generate: Generate, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("length=127", "generation.length=127"),
-        ("length=[10,0]", "generation.length=[10, 0]"),
-        ("length=[]", "generation.length=[]"),
+        *(("length=127", "generation.length=127"), ("length=[10,0]", "generation.length=[10, 0]")),
+        *(("length=[]", "generation.length=[]"), ("min_length=41", "generation.min_length=41")),
         ("length=10 max_length=20", "generation.max_length=20"),
-        ("min_length=20 max_length=10", "from 20 to 126"),
-        ("min_length=41", "generation.min_length=41"),
-        ("sampler=euler", "velocity of a flow"),
+        *(
+            ("min_length=20 max_length=10", "from 20 to 126"),
+            ("sampler=euler", "velocity of a flow"),
+        ),
         ("templates=absent.fasta length=5", "generation.length=5"),
     ],
 )

@@ -46,24 +46,20 @@ def test_the_tightest_limit_of_the_control_groups_counts(
 
 
 @pytest.mark.parametrize(
-    ("quota", "usable", "given", "threads"),
+    ("quota", "cores", "given", "set_to"),
     [(None, 8, None, None), (2.5, 2, None, "2"), (0.5, 1, "5", "5"), (64.0, 8, None, None)],
 )
 def test_a_quota_limits_cores_and_threads_but_never_against_the_user(
-    quota: float | None,
-    usable: int,
-    given: str | None,
-    threads: str | None,
-    monkeypatch: MonkeyPatch,
+    quota: float | None, cores: int, given: str | None, set_to: str | None, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "available_cpus", lambda: 8)
     monkeypatch.setattr(machine, "cgroup_limits", lambda: (quota, None))
-    assert machine.usable_cores() == usable
+    assert machine.usable_cores() == cores
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     machine.configure_threads()
-    assert os.environ.get("OMP_NUM_THREADS") == threads
+    assert os.environ.get("OMP_NUM_THREADS") == set_to
 
 
 @pytest.mark.parametrize(

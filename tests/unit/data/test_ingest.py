@@ -122,13 +122,8 @@ def test_the_command_takes_patterns_and_fields(tmp_path: Path, monkeypatch: Monk
 
 
 # Of a header, the names in it.
-HEADERS = {
-    "a": {"a"},
-    "b|1 of two": {"b|1"},
-    "": {""},
-    "tr|Q1|X\tdescribed": {"tr|Q1|X"},
-    "x of\x01y of": {"x", "y"},
-}
+HEADERS = {"a": {"a"}, "b|1 of two": {"b|1"}, "": {""}, "tr|Q1|X\tsaid": {"tr|Q1|X"}}
+HEADERS["x of\x01y of"] = {"x", "y"}
 RECORD = st.tuples(
     st.sampled_from([*HEADERS]),
     st.lists(st.text("MKVLW", min_size=1, max_size=9), min_size=1, max_size=3),

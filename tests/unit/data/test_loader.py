@@ -122,11 +122,7 @@ def test_a_long_sequence_shows_another_window_for_each_draw_of_an_epoch_and_each
     assert len({*windows}) > 2 * 40
 
 
-@given(
-    micro_batches=st.integers(1, 4),
-    start=st.builds(Position, st.integers(0, 3), st.just(0)),
-    done=st.integers(0, 120),
-)
+@given(st.integers(1, 4), st.builds(Position, st.integers(0, 3), st.just(0)), st.integers(0, 120))
 def test_a_resumed_stream_continues_where_the_uninterrupted_one_was(
     tiny_store: SequenceStore, micro_batches: int, start: Position, done: int
 ) -> None:
@@ -167,17 +163,13 @@ def test_ranks_cut_a_batch(tiny_store: SequenceStore, world_size: int, micro_bat
     before=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     after=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     done=st.integers(0, 20),
-    num_sequences=st.integers(1, 120),
+    count=st.integers(1, 120),
 )
 def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
-    proteins: list[np.ndarray],
-    before: tuple[int, int],
-    after: tuple[int, int],
-    done: int,
-    num_sequences: int,
+    proteins: list[Any], before: tuple[int, int], after: tuple[int, int], done: int, count: int
 ) -> None:
     """Ranks and micro-batches change in the middle of an epoch: none is lost, none comes twice."""
-    sequences = SyntheticSequences(np.array([len(tokens) for tokens in proteins[:num_sequences]]))
+    sequences = SyntheticSequences(np.array([len(tokens) for tokens in proteins[:count]]))
 
     def ranks(cut: tuple[int, int], start: Position) -> list[Iterator[GlobalBatch]]:
         shape = {"world_size": cut[0], "micro_batches": cut[1]}
@@ -195,18 +187,14 @@ def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
         rests = [rest_of_epoch(rank, 0) for rank in ranks(after, position)]
         assert len({len(rest) for rest in rests}) == 1
         seen += [segment for rest in rests for segment in drawn(rest)]
-    assert sorted(index for index, _ in seen) == list(range(num_sequences))
+    assert sorted(index for index, _ in seen) == list(range(count))
     # The windows, too, are those of the unbroken epoch.
     assert dict(seen) == dict(drawn(rest_of_epoch(loader(sequences).stream(Position()), 0)))
 
 
 @pytest.mark.parametrize(("method", "num_workers"), [("fork", 2), ("spawn", 1)])
 def test_worker_processes_change_nothing(
-    tiny_store: SequenceStore,
-    proteins: list[np.ndarray],
-    tmp_path: Path,
-    method: str,
-    num_workers: int,
+    tiny_store: SequenceStore, proteins: list[Any], tmp_path: Path, method: str, num_workers: int
 ) -> None:
     default = multiprocessing.get_start_method()
     multiprocessing.set_start_method(method, force=True)

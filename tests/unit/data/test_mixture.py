@@ -23,11 +23,8 @@ Prepare = Callable[..., Path]
 def test_segments_come_from_the_numbered_store(tiny_store: SequenceStore, tmp_path: Path) -> None:
     others = [np.full(n, residue, dtype=np.uint8) for n in (30, 200) for residue in range(4, 24)]
     stores = [tiny_store, write_store(tmp_path / "others", others)]
-    loader = PackedLoader(
-        [Collection(stores[0], weight=3), Collection(stores[1], weight=1)],
-        token_budget=512,
-        max_length=128,
-    )
+    mixed = [Collection(stores[0], weight=3), Collection(stores[1], weight=1)]
+    loader = PackedLoader(mixed, token_budget=512, max_length=128)
     draws = [0, 0]
     for batch in islice(loader.stream(Position()), loader.batches_in_epoch(0)):
         (packed,) = batch.micro_batches

@@ -66,12 +66,7 @@ def test_blanks_between_blocks_and_lower_case_are_no_words(tmp_path: Path, text:
     assert read(tmp_path, f">a\n{text}") == {"a": SHORT}
 
 
-@given(
-    st.text(CANONICAL, min_size=25, max_size=300),
-    st.integers(1, 80),
-    st.integers(0, 30),
-    st.booleans(),
-)
+@given(st.text(CANONICAL, min_size=25), st.integers(1, 80), st.integers(0, 30), st.booleans())
 def test_a_sequence_may_be_divided_and_masked_in_any_regular_way(
     tmp_path_factory: pytest.TempPathFactory, text: str, width: int, masked: int, blocks: bool
 ) -> None:

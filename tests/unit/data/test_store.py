@@ -105,7 +105,7 @@ def test_round_trip(several: SequenceStore, tmp_path: Path) -> None:
 
 
 # Which sequence, where in it a window begins and how much of the rest it has, and a gap before it.
-SHARE = st.floats(0, 1)
+SHARE, PLACE = st.floats(0, 1), st.floats(0, 1, exclude_max=True)
 WINDOW = st.tuples(st.integers(0, 2 * BLOCK + 451), SHARE, SHARE, st.integers(0, 3))
 
 
@@ -323,11 +323,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], object], named
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    file=st.sampled_from(FILES[1:]),
-    place=st.floats(0, 1, exclude_max=True),
-    change=st.binary(min_size=1, max_size=8),
-)
+@given(file=st.sampled_from(FILES[1:]), place=PLACE, change=st.binary(min_size=1, max_size=8))
 @example(file="lengths.npy", place=0, change=b"PK\x03\x04")
 def test_changed_bytes_do_no_harm(tmp_path: Path, file: str, place: float, change: bytes) -> None:
     path = tmp_path / "s"
