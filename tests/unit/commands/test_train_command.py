@@ -24,18 +24,11 @@ from tests.runs import wait_for
 
 
 def tiny(tmp_path: Path, *more: str) -> Any:
-    return compose(
-        "train",
-        [
-            f"work_dir={tmp_path}",
-            f"data.prepared_dir={tmp_path / 'none'}",
-            *("data.residues=random", "data.token_budget=512", "data.max_length=64"),
-            *("trainer.max_steps=1", "trainer.compile=false", "tracking=none"),
-            *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
-            *("model.intermediate_size=16", "callbacks.evaluation=null", "callbacks.export=null"),
-            *more,
-        ],
-    )
+    own = [f"work_dir={tmp_path}", f"data.prepared_dir={tmp_path / 'none'}", "tracking=none"]
+    own += ["data.residues=random", "data.token_budget=512", "data.max_length=64"]
+    own += ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+    own += ["model.intermediate_size=16", "trainer.max_steps=1", "trainer.compile=false"]
+    return compose("train", [*own, "callbacks.evaluation=null", "callbacks.export=null", *more])
 
 
 def test_a_deleted_training_folder_is_reported(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:

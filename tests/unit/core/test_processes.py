@@ -63,15 +63,9 @@ STATEMENTS = {
     "python": ("run([python, '-c', child])", 1),
     # Between them is a shell, as there is in the pipeline's steps.
     "behind a shell": ("run(['sh', '-c', '\"$0\" -c \"$1\"; true', python, child])", 2),
-    "jobs": (
-        "list(run_jobs([Job(n, [[python, '-c', child]], folder / n) for n in 'ab'], parallel=2))",
-        2,
-    ),
+    "jobs": ("[*run_jobs([Job(n, [[python, '-c', child]], folder / n) for n in 'ab'], 2)]", 2),
     # The shell that watches it, the program, and two of its own.
-    "another program": (
-        "run_program(['sh', '-c', 'sleep 100 & sleep 100; true'], folder, folder / 'log')",
-        4,
-    ),
+    "program": ("run_program(['sh', '-c', 'sleep 99 & sleep 99; true'], folder, folder / 'l')", 4),
 }
 
 
@@ -112,7 +106,7 @@ def left_after(
         *((kind, signal.SIGKILL, os.kill) for kind in [*STATEMENTS][1:]),
         ("python", signal.SIGTERM, os.killpg),
         ("jobs", signal.SIGTERM, os.kill),
-        ("another program", signal.SIGINT, os.killpg),
+        ("program", signal.SIGINT, os.killpg),
     ],
 )
 def test_children_end_with_a_parent_that_is_killed_or_signalled(

@@ -180,23 +180,13 @@ AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 def test_the_tokens_are_esm2s_in_its_order() -> None:
     assert list(module.ESM2_TOKENS) == ESM2
     tokens = np.arange(33, dtype=np.uint8)
-    assert (
-        {ESM2[t] for t in tokens[module.is_canonical(tokens)]}
-        == {*AMINO_ACIDS}
-        == {*module.CANONICAL}
-    )
+    canonical = {ESM2[token] for token in tokens[module.is_canonical(tokens)]}
+    assert canonical == {*AMINO_ACIDS} == {*module.CANONICAL}
     letters = f"{AMINO_ACIDS}XBUZO"
     for written in (letters, letters.lower(), letters.encode()):
         assert encode(written).tolist() == [ESM2.index(letter) for letter in letters]
-    row = [
-        module.CLS,
-        *encode(letters),
-        module.MASK,
-        ESM2.index("<null_1>"),
-        module.EOS,
-        module.PAD,
-        module.UNK,
-    ]
+    row = [module.CLS, *encode(letters), module.MASK, ESM2.index("<null_1>"), module.EOS]
+    row += [module.PAD, module.UNK]
     assert module.decode(np.array(row, dtype=np.uint8)) == f"{letters}_"  # without special tokens
 
 

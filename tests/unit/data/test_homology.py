@@ -108,11 +108,8 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     monkeypatch.delenv("MMSEQS_BIN")  # with its index, as users have it
     folder = tmp_path / "with a space"
     folder.mkdir()
-    bases = [
-        decode(record.tokens).encode()
-        for record in islice(read_fasta(FASTA), 100)
-        if 200 < len(record.tokens) < 400
-    ][:4]
+    proteins = [record.tokens for record in islice(read_fasta(FASTA), 100)]
+    bases = [decode(one).encode() for one in proteins if 200 < len(one) < 400][:4]
     sequences = [*bases, *(_mutated(base, 0.8, seed) for seed, base in enumerate(bases))]
     write_fasta(folder / "all.fasta", ((str(i), s) for i, s in enumerate(sequences)))
     write_fasta(folder / "bases.fasta", ((str(i), s) for i, s in enumerate(bases)))

@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from d2plm.core.vocabulary import decode, vocabulary
 from d2plm.data.ingest import ingest
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import Reading
-from tests.conftest import FASTA, MonkeyPatch
+from tests.conftest import FASTA, Captured, MonkeyPatch
 
 ROOT = Path(__file__).parents[3]
 DROP = Reading(on_illegal="drop")
@@ -177,12 +178,12 @@ def test_no_valid_record_is_lost_among_corrupt_ones(
 SMALL_BUFFER = "from d2plm.data import deduplication; deduplication._BUFFER_BYTES = 300_000"
 
 
-def _start(words: Sequence[str], prelude: str = "", **pipes: int) -> "subprocess.Popen[bytes]":
-    """`d2plm <words>` in a process of its own, in which `prelude` has been run first."""
+def _start(words: Sequence[str], **pipes: int) -> "subprocess.Popen[bytes]":
+    """`d2plm <words>` in a process of its own."""
     # A shell's background job ignores SIGINT, and its children with it.
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     run = "import sys\nfrom d2plm.cli import main\nsys.exit(main(sys.argv[1:]))"
-    program = "\n".join([SMALL_BUFFER, heard, prelude, run])
+    program = "\n".join([SMALL_BUFFER, heard, run])
     command = [sys.executable, "-c", program, *words]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, **pipes)  # type: ignore[call-overload, no-any-return]
 
@@ -209,18 +210,19 @@ def test_a_killed_ingest_leaves_what_was_there_and_is_done_again(tmp_path: Path)
     assert [path.name for path in tmp_path.glob("*out")] == ["out"]
 
 
-def test_no_room_on_the_disk_is_one_line_and_leaves_what_was_there(tmp_path: Path) -> None:
-    full = (
-        "import resource, signal\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
-    )
+def test_no_room_on_the_disk_is_one_line_and_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("d2plm.data.deduplication._BUFFER_BYTES", 300_000)
     older = ingest(_fasta(tmp_path / "in.fasta", ("a", "MK")), tmp_path / "out")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for out, left in ((tmp_path / "new", set()), (tmp_path / "out", {"out"})):
-        process = _start(["ingest", f"input={FASTA}", f"output={out}"], full, stderr=-1)
-        _, said = process.communicate()
-        assert process.returncode == 1
-        assert said.decode().splitlines()[-1].startswith(f"d2plm: error: {out}: ")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            assert main(["ingest", f"input={FASTA}", f"output={out}"]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"d2plm: error: {out}: ")
         assert {file.name for file in tmp_path.glob(f"*{out.name}")} == left
     assert SequenceStore(tmp_path / "out").manifest == older
 

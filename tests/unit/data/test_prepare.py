@@ -81,13 +81,10 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     folder = tmp_path_factory.mktemp("planted")
     records = _planted()
     (folder / "ids").write_text("\n".join(name for name, _ in records[:24:3]))
-    manifest = prepare(
-        _fasta(folder, [*records, ("duplicate", records[0][1])]),
-        folder / "out",
-        validation_ids=str(folder / "ids"),
-        clustering=ClusterSettings(method="linclust", min_seq_id=0.95),
-        relatives_sensitivity=4,
-    )
+    fasta = _fasta(folder, [*records, ("duplicate", records[0][1])])
+    settings = {"validation_ids": str(folder / "ids"), "relatives_sensitivity": 4}
+    clustering = ClusterSettings(method="linclust", min_seq_id=0.95)
+    manifest = prepare(fasta, folder / "out", clustering=clustering, **settings)
     return folder, manifest
 
 
@@ -159,12 +156,9 @@ def test_only_the_same_setting_and_input_are_reused(tmp_path: Path, calls: Calls
     assert prepare(fasta.rename(tmp_path / "elsewhere.fasta"), tmp_path / "out") == first
     assert (calls, raw.stat().st_ino) == ([], inode)
     fasta = tmp_path / "elsewhere.fasta"
-    made = [
-        first,
-        prepare(fasta, tmp_path / "out", validation_fraction=0.3),
-        prepare(fasta, tmp_path / "out", validation_fraction=0.3, split_seed=1),
-        prepare(fasta, tmp_path / "out", split_seed=1, coverage_mode=0),
-    ]
+    more = {"validation_fraction": 0.3}
+    changes = [more, {**more, "split_seed": 1}, {"split_seed": 1, "coverage_mode": 0}]
+    made = [first, *(prepare(fasta, tmp_path / "out", **one) for one in changes)]
     assert calls.count("cluster") == 0
     fasta = _fasta(tmp_path, _records(90))
     made.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, split_seed=1))
@@ -282,13 +276,9 @@ def test_clusters_in_use_are_not_chosen_and_sequences_keep_places(tmp_path: Path
 
 
 def test_nothing_leaks_between_any_two_splits(tmp_path: Path, calls: Calls) -> None:
-    manifest = prepare(
-        _fasta(tmp_path, _planted()[:36]),
-        tmp_path / "out",
-        validation_fraction=0.25,
-        test_fraction=0.25,
-        clustering=ClusterSettings(method="none"),
-    )
+    fasta, clustering = _fasta(tmp_path, _planted()[:36]), ClusterSettings(method="none")
+    shares = {"validation_fraction": 0.25, "test_fraction": 0.25}
+    manifest = prepare(fasta, tmp_path / "out", clustering=clustering, **shares)
     stores = {
         name: list(SequenceStore(tmp_path / "out" / f"{name}_lmdb"))
         for name in ("train", "validation", "test")
@@ -417,11 +407,8 @@ def test_others_searches_are_unused(tmp_path: Path, calls: Calls, monkeypatch: M
 
 def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
     """Where dropping something lets the other direction find more, it is asked again."""
-    hits = {
-        ("from_held_out", 6): [(0, 1)],
-        ("from_training", 5): [(1, 0), (1, 1)],
-        ("from_held_out", 4): [(0, 0), (0, 0)],
-    }
+    hits = {("from_held_out", 6): [(0, 1)], ("from_training", 5): [(1, 0), (1, 1)]}
+    hits["from_held_out", 4] = [(0, 0), (0, 0)]
     asked: list[tuple[str, int]] = []
 
     def search(direction: str, left: np.ndarray) -> np.ndarray:

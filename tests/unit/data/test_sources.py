@@ -130,7 +130,6 @@ def _parquet_shards(folder: Path, records: list[Record]) -> Path:
 
 FORMS: dict[str, Build] = {
     "fasta": lambda p, r: _write(p / "a.fasta", _fasta(r)),
-    "fasta.gz": lambda p, r: _write(p / "a.fasta.gz", gzip.compress(_fasta(r))),
     "fasta.zst": lambda p, r: _write(p / "a.fasta.zst", _zstd(_fasta(r))),
     "lmdb of JSON": lambda p, r: _lmdb(p / "l", _numbered(r)),
     "lmdb of letters": lambda p, r: _lmdb(p / "l", [(n.encode(), t.encode()) for n, t in r]),

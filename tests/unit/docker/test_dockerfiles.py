@@ -20,13 +20,8 @@ from tests.http_server import JSON, listening
 
 ROOT = Path(__file__).parents[3]
 IMAGES = ("trainer", "mmseqs2", "mlflow")
-LOCKED = {
-    name.lower().replace("_", "-")
-    for name, equals, _ in (
-        line.partition("==") for line in (ROOT / "requirements.lock").read_text().splitlines()
-    )
-    if equals
-}
+LINES = (ROOT / "requirements.lock").read_text().lower().replace("_", "-").splitlines()
+LOCKED = {line.partition("==")[0] for line in LINES if "==" in line}
 
 
 def test_what_the_wheel_includes_is_in_the_images() -> None:

@@ -43,15 +43,13 @@ def test_what_a_field_or_the_cluster_does_not_take_is_rejected_by_its_key(word: 
     assert list(caught.value.settings) == [word.partition("=")[0]]
 
 
+NO_MODEL = ["lab/kinases", "a:b", "", " x", "it's", "a@b", "a\tb", "..", "a" * 257]
 TEXTS = [
     (LauncherSettings, "memory", ["8Gi", "1.5G", "1e9"], ["12Gx", "", "-1", "8 Gi"]),
     (LauncherSettings, "cpu", ["2", "500m", ".5"], ["zero"]),
     (LauncherSettings, "queue", ["team-a.gpu", None], ["Nope_X", "", "a" * 64]),
     (LauncherSettings, "name", ["a-1", None], ["BAD_NAME", "-a", "a" * 64]),
-    (
-        *(TrackingSettings, "registered_model", ["my model-1.0"]),
-        ["lab/kinases", "a:b", "", " x", "it's", "a@b", "a\tb", "..", "a" * 257],
-    ),
+    (TrackingSettings, "registered_model", ["my model-1.0"], NO_MODEL),
     (TrackingSettings, "experiment", ["lab/kinases"], ["", " x", "a\nb", "a" * 501]),
 ]
 
@@ -211,11 +209,8 @@ def test_fields_are_keys_with_their_sentences_choices_and_defaults() -> None:
     assert (known["place"].path, known["place"].default) == ("folder", "???")
     assert Outer(inner=Inner(size=2), place="x").inner.size == 2
     assert build(Outer, {"inner": {"size": 2}, "place": "x"}).inner == Inner(size=2)
-    assert with_defaults(Outer, {"inner": {"mode": "a"}, "place": "x"}) == {
-        "inner": {"size": 3, "mode": "a"},
-        "rates": [0.5],
-        "place": "x",
-    }
+    whole = {"inner": {"size": 3, "mode": "a"}, "rates": [0.5], "place": "x"}
+    assert with_defaults(Outer, {"inner": {"mode": "a"}, "place": "x"}) == whole
 
 
 @pytest.mark.parametrize(
