@@ -18,7 +18,6 @@ from d2plm.export.exported_model import save_export
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import UniformFlowMatching
-from d2plm.paradigms.paradigm import Paradigm
 from tests.conftest import Captured, DiTFactory, MonkeyPatch
 
 Export = Callable[..., Path]
@@ -28,9 +27,7 @@ Stores = dict[str, SequenceStore]
 
 @pytest.fixture
 def export(tmp_path: Path, tiny_dit: DiTFactory) -> Export:
-    def make(
-        name: str = "model", paradigm: Paradigm | None = None, seed: int = 0, **sizes: Any
-    ) -> Path:
+    def make(name: str = "model", paradigm: Any = None, seed: int = 0, **sizes: Any) -> Path:
         lengths = LengthHistogram.of(np.array([20, 30]), sizes.get("max_position_embeddings", 128))
         model: Any = tiny_dit(seed, **sizes)
         own = paradigm or AbsorbingDiffusion()
@@ -48,9 +45,9 @@ def run(tmp_path: Path, stores_to_evaluate: Stores, monkeypatch: MonkeyPatch) ->
 
     def call(model: Path, *overrides: str) -> Evaluation:
         words = [f"model_dir={model}", f"output_dir={tmp_path / 'out'}", "tracking=none"]
-        fast = ["evaluation.masks_per_sequence=2", "evaluation.generated=0"]
-        quick = [*fast, "evaluation.nearest_identity=false"]
-        return evaluate.run(compose("evaluate", [*words, *quick, *overrides]))
+        words += ["evaluation.masks_per_sequence=2", "evaluation.generated=0"]
+        words += ["evaluation.nearest_identity=false", *overrides]
+        return evaluate.run(compose("evaluate", words))
 
     return call
 

@@ -238,13 +238,11 @@ def test_variants_of_proteins_keep_their_order(scan: Scan, exports: Exports, fas
 
 
 DIALECTS = {
-    "comments": "# project: toy; filtered\nmutant,DMS_score\nM1A,1\nK2G,2\nR10W,3\n",
     "other names, tabs": "id\tmutants\tlog_fitness\na\tM1A\t1\nb\tK2G\t2\nc\tR10W\t3\n",
     "letters apart": "site,wt,mutant,mutation,score\n1,M,A,M1A,1\n2,K,G,K2G,2\n10,R,W,R10W,3\n",
     "only letters apart": "wt,pos,mut,fitness\nM,1,A,1\nK,2,G,2\nR,10,W,3\n",
     "HGVS": "hgvs_nt,hgvs_pro,score\nc.1A>G,p.Met1Ala,1\nNA,p.Lys2Gly,2\nNA,p.(Arg10Trp),3\n",
     "decimal comma, unit": "mutant;Fitness (log2)\nM1A;0,1\nK2G;0,2\nR10W;0,3\n",
-    "row names of R": '"mutant" "score"\n"1" "M1A" 1\n"2" "K2G" 2\n"3" "R10W" 3\n',
     "another numbering": "mutant,DMS-score\nM25A,1\nK26G,2\nR34W,3\n",
     "labelled": "mutant,score\nSM1A,1\nSK2G,2\nSR10W,3\n",
     "same lengths": "mutated_sequence,score\nAKTAYIAKQR,1\nMGTAYIAKQR,2\nMKTAYIAKQW,3\n",

@@ -14,9 +14,6 @@ from d2plm.config import compose
 from d2plm.core.errors import CheckpointError, ConfigError, DataError
 from d2plm.core.locks import locked
 from d2plm.export.exported_model import load_export, weights_digest
-from d2plm.settings import registry
-from d2plm.settings.callbacks import CallbackSettings
-from d2plm.settings.registry import Entry
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.conftest import Captured, Logged, MonkeyPatch
@@ -32,11 +29,14 @@ def tiny(tmp_path: Path, *more: str) -> Any:
 
 
 def test_a_deleted_training_folder_is_reported(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    chosen = Entry(CallbackSettings, DeleteFolder)
-    monkeypatch.setitem(registry._ENTRIES["callback"], "delete_folder", chosen)
-    more = ("callbacks.delete_folder={}", "trainer.max_steps=4")
+    def delete(_: Callback, trainer: Trainer) -> None:  # as a user in another terminal might
+        if trainer.step == 1:
+            shutil.rmtree(trainer.output_dir, ignore_errors=True)
+
+    monkeypatch.setattr(Callback, "on_step_begin", delete)
+    more = ("trainer.max_steps=4", "callbacks.checkpoint.every=3", "callbacks.metrics=null")
     with pytest.raises(DataError, match="diffusion: was deleted during training"):
-        run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
+        run(tiny(tmp_path, *more))
 
 
 def test_a_plan_that_does_not_fit_starts_nothing(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -47,14 +47,6 @@ def test_a_plan_that_does_not_fit_starts_nothing(tmp_path: Path, monkeypatch: Mo
     }.items():
         with pytest.raises(ConfigError, match=message):
             run(tiny(tmp_path, "distributed.processes=2", setting))
-
-
-class DeleteFolder(Callback):
-    """As a user in another terminal might."""
-
-    def on_step_begin(self, trainer: Trainer) -> None:
-        if trainer.step == 1:
-            shutil.rmtree(trainer.output_dir)
 
 
 def test_a_training_waits_for_another_one_in_its_folder(tmp_path: Path, caplog: Logged) -> None:

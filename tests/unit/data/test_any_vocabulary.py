@@ -178,16 +178,7 @@ AWKWARD = (
 )
 
 
-def _named(path: Path, names: list[str]) -> SequenceStore:
-    with SequenceStoreWriter(path, kind="raw") as writer:
-        sequences = [
-            PROTEIN.encode("M" * count, "it").tobytes() for count in range(1, len(names) + 1)
-        ]
-        writer.extend([name.encode() for name in names], sequences)
-    return SequenceStore(path)
-
-
-def test_an_export_ingests_to_its_named(tmp_path: Path) -> None:
+def test_a_fasta_file_ingests_to_its_store(tmp_path: Path) -> None:
     source = tmp_path / "in.fasta"
     source.write_bytes(AWKWARD)
     ingest(source, tmp_path / "first")
@@ -202,14 +193,16 @@ def test_an_export_ingests_to_its_named(tmp_path: Path) -> None:
 
 
 def test_blanks_in_names_are_written_so_that_no_name_is_lost(tmp_path: Path) -> None:
-    store = _named(tmp_path / "s", ["one protein\x01another one", "plain"])
-    assert export_sequences(store, tmp_path / "out.fasta") == 1
+    with SequenceStoreWriter(tmp_path / "s", kind="raw") as writer:
+        writer.extend([b"one protein\x01another one", b"plain"], [bytes([4]), bytes([5])])
+    assert export_sequences(SequenceStore(tmp_path / "s"), tmp_path / "out.fasta") == 1
     (records,) = read_fasta_blocks(tmp_path / "out.fasta")
     assert records.names == [b"one_protein\x01another_one", b"plain"]
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
-    store, file = _named(tmp_path / "s", ["a"]), tmp_path / "file"
+    store = write_store(tmp_path / "s", [PROTEIN.encode("M", "it")])
+    file = tmp_path / "file"
     file.write_text("in the way")
     for output in (tmp_path / "s", Path("/dev/null"), file / "out.fasta", tmp_path / "a.fasta.xz"):
         with pytest.raises((DataError, ConfigError), match=str(output)):
