@@ -19,7 +19,6 @@ from d2plm.data.manifest import open_prepared
 from d2plm.data.store import SequenceStore
 from tests.conftest import Captured
 
-ACTIONS = ("stats", "verify", "head", "export")
 GIVEN = {"export": ["output=/nowhere/out.fasta"]}
 
 
@@ -82,7 +81,7 @@ def test_an_export_is_all_of_standard_output(
     assert capfdbinary.readouterr().out == gzip.decompress(output.read_bytes())
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", ["stats", "verify", "head", "export"])
 def test_a_broken_store_is_named(action: str, copy: Path, tmp_path: Path, capsys: Captured) -> None:
     def message(path: Path) -> str:
         return refusal(capsys, 1, action, f"store={path}", *GIVEN.get(action, []))

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pandas as pd
@@ -80,28 +81,22 @@ def test_embeddings_in_shards_are_those_of_one_process(
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
-def interrupt_at(call: int, function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
-    """The function, whose call of this number is interrupted; `calls` grows by one at each."""
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        return function(*arguments, **options)
-
-    return counted
+def interrupted_at(call: int, function: Callable[..., Any]) -> Mock:
+    """The function, whose call of this number is interrupted."""
+    effects = [*[DEFAULT] * (call - 1), KeyboardInterrupt, *[DEFAULT] * 99]
+    return Mock(side_effect=effects, wraps=function)
 
 
 def test_a_shard_that_is_killed_continues_after_its_last_file(
     model: Path, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "FILE_BYTES", 1)  # a file for each record
-    calls = list[int]()
-    monkeypatch.setattr(embed, "embeddings", interrupt_at(3, embed.embeddings, calls))
+    embeddings = interrupted_at(3, embed.embeddings)
+    monkeypatch.setattr(embed, "embeddings", embeddings)
     words = ["embed", model, tmp_path / "out", f"input={fasta}", "shard=0/2"]
     assert run(*words) == 130
     assert run(*words) == 0
-    assert len(calls) == 1 + (RECORDS + 1) // 2
+    assert embeddings.call_count == 1 + (RECORDS + 1) // 2
 
 
 def test_a_second_joining_that_is_killed_is_repeated(
@@ -111,7 +106,7 @@ def test_a_second_joining_that_is_killed_is_repeated(
     words = ["embed", model, tmp_path / "out", f"input={fasta}", "shard=0/1"]
     assert run(*words) == 0
     shutil.rmtree(tmp_path / "out")
-    monkeypatch.setattr(pq, "write_table", interrupt_at(RECORDS + 3, pq.write_table, []))
+    monkeypatch.setattr(pq, "write_table", interrupted_at(RECORDS + 3, pq.write_table))
     assert run(*words) == 130
     assert run(*words) == 0
     assert len(vectors(tmp_path / "out", "parquet")[0]) == RECORDS
@@ -132,20 +127,21 @@ def test_other_files_are_left(model: Path, fasta: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    "words",
     [
-        ("embed", "input=-"),
-        ("score", "relatives=-"),
-        ("embed", "output=/workspace"),
-        ("embed", "output=/workspace/../etc/e"),
+        "embed input=-",
+        "score relatives=-",
+        "embed output=/workspace",
+        "embed output=/workspace/../e",
     ],
 )
-def test_pods_lose_nothing(command: str, words: str, capsys: Captured) -> None:
+def test_pods_lose_nothing(words: str, capsys: Captured) -> None:
+    command, wrong = words.split()
     own = ["job", "show", f"command={command}", "shards=2", "launcher.name=mine", "model_dir=m"]
     own += ["input=a", "output=/workspace/e"]
     assert main(own) == 0
-    assert main([*own, words]) == 2
-    assert f"{words.split('=')[0]}='" in capsys.readouterr().err
+    assert main([*own, wrong]) == 2
+    assert f"{wrong.split('=')[0]}='" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["embed", "score", "generate"])

@@ -33,9 +33,7 @@ def names(*words: str) -> list[str]:
 
 def test_every_combination_is_a_run_and_the_last_key_varies_fastest() -> None:
     rates, models = ("0.001", "0.0004"), ("nano", "8m")
-    expected = [
-        f"optimizer.learning_rate={rate},model={model}" for rate in rates for model in models
-    ]
+    expected = [f"optimizer.learning_rate={rate},model={one}" for rate in rates for one in models]
     given = "optimizer.learning_rate=1e-3,4e-4", "model=nano,8m", "trainer.seed=1"
     assert names(*given) == expected
 

@@ -148,12 +148,10 @@ def test_a_wait_says_so_and_ends(tmp_path: Path, monkeypatch: MonkeyPatch, caplo
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     file = tmp_path / "lock"
     busy = "another training writes"
-    with (
-        caplog.at_level(logging.INFO),
-        locked(file, "busy"),
-        pytest.raises(DataError, match=r"data\.max_wait_seconds=0\.3"),
-        locked(file, busy, max_wait_seconds=0.3, limit_key="data.max_wait_seconds"),
-    ):
+    caplog.set_level(logging.INFO)
+    refused = pytest.raises(DataError, match=r"data\.max_wait_seconds=0\.3")
+    second = locked(file, busy, max_wait_seconds=0.3, limit_key="data.max_wait_seconds")
+    with locked(file, "busy"), refused, second:
         pass
     assert caplog.text.count(busy) > 2
     assert not file.exists()

@@ -119,9 +119,7 @@ def test_children_end_with_a_parent_that_is_killed_or_signalled(
 
 
 def test_a_child_of_a_parent_that_is_gone_already_ends_at_once(monkeypatch: MonkeyPatch) -> None:
-    gone = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True
-    )
+    gone = subprocess.run(["/bin/sh", "-c", "echo $$"], stdout=subprocess.PIPE, check=True)
     environment = {processes.PARENT: gone.stdout.decode().strip()}
     assert run([sys.executable, "-c", CHILD], environment) == 128 + signal.SIGKILL
     # A process that was told its parent tells no child of its own.
@@ -249,10 +247,8 @@ def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> No
 def test_a_child_that_does_not_end_in_time_is_killed(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.1)
     stubborn = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
-    with (
-        pytest.raises(ZeroDivisionError),
-        processes.child(["sh", "-c", stubborn], stdout=subprocess.PIPE) as process,
-    ):
+    child = processes.child(["sh", "-c", stubborn], stdout=subprocess.PIPE)
+    with pytest.raises(ZeroDivisionError), child as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         _ = 1 / 0

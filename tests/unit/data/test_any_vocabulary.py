@@ -3,7 +3,6 @@
 import json
 import pickle
 import random
-import struct
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -72,17 +71,13 @@ def _store(folder: Path, found: Vocabulary, window: int | None = None) -> Sequen
     return SequenceStore(folder / "store")
 
 
-def _integers(content: bytes, found: Vocabulary) -> list[int]:
-    code = {1: "B", 2: "H", 4: "I"}[1 if found.size <= 256 else 2]
-    return list(struct.unpack(f"<{len(content) // struct.calcsize(code)}{code}", content))
-
-
 def test_a_store_holds_little_endian_integers(any_store: SequenceStore) -> None:
     found = any_store.vocabulary
+    kind = "<u1" if found.size <= 256 else "<u2"
     with lmdb.open(str(any_store.path), readonly=True, lock=False, max_dbs=1) as environment:
         database = environment.open_db(b"sequences", create=False)
         with environment.begin(db=database) as transaction:
-            blocks = [_integers(value, found) for _, value in transaction.cursor()]
+            blocks = [np.frombuffer(value, kind).tolist() for _, value in transaction.cursor()]
     tokens = [tokens.tolist() for tokens in any_store]
     firsts = range(0, len(tokens), 1024)
     assert [[*chain(*tokens[first : first + 1024])] for first in firsts] == blocks

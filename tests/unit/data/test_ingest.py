@@ -131,14 +131,8 @@ RECORD = st.tuples(
     st.sampled_from(["\n", "*\n", "\r\n", "\n\n; a comment\n"]),
 )
 # A record, and why it is dropped.
-DROPPED = {
-    ">lost\nM1K\n": "illegal letter",
-    ">lost\nM*K\n": "illegal letter",
-    ">lost\nMK\0\n": "illegal letter",
-    ">lost\n": "no sequence",
-    ">lost\n*\n": "no sequence",
-    ">lost\nn/a\n": "no sequence",
-}
+DROPPED = dict.fromkeys([">lost\nM1K\n", ">lost\nM*K\n", ">lost\nMK\0\n"], "illegal letter")
+DROPPED |= dict.fromkeys([">lost\n", ">lost\n*\n", ">lost\nn/a\n"], "no sequence")
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])

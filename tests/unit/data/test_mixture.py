@@ -93,9 +93,7 @@ def test_shuffled_proteins_keep_their_composition_alone(stores: Stores) -> None:
 def test_a_mixture_is_of_training_stores_with_weights(stores: Stores, prepare: Prepare) -> None:
     digest = stores["validation"].digest
     own, other = prepare("own", digest, []), prepare("other", "another", ["first", digest])
-    both = (
-        f"own: {{prepared_dir: {own}, weight: 0.7}}, other: {{prepared_dir: {other}, weight: 0.3}}"
-    )
+    both = f"a: {{prepared_dir: {own}, weight: 0.7}}, b: {{prepared_dir: {other}, weight: 0.3}}"
     mixed = collections(stores, f"data.mixture={{{both}}}", "data.sampling=cluster")
     assert [(one.weight, one.by_cluster) for one in mixed] == [(0.7, True), (0.3, True)]
     paths = [one.sequences.path for one in mixed if isinstance(one.sequences, SequenceStore)]

@@ -17,8 +17,6 @@ from tests.unit.data.test_loader import content
 
 BATCHES = 20
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
 
 def stream(store: SequenceStore, **settings: Any) -> Iterator[GlobalBatch]:
     settings = {"token_budget": 512, "max_length": 128, "micro_batches": 2, **settings}
@@ -67,7 +65,7 @@ def test_a_thread_makes_the_next_batch_while_one_is_used(tiny_store: SequenceSto
     assert list(read_ahead(islice(stream(tiny_store), 0))) == []
 
 
-@needs_cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_gpus_change_nothing(tiny_store: SequenceStore, enabled: bool, pin_memory: bool) -> None:

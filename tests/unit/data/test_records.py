@@ -38,12 +38,8 @@ def _clean_slowly(text: bytes) -> list[int] | None:
 
 
 def _records(*texts: bytes) -> records.RawRecords:
-    return records.RawRecords(
-        names=[b"p%d" % index for index in range(len(texts))],
-        sequences=list(texts),
-        where=lambda record, offset: f"record {record}, offset {offset}",
-        done=1.0,
-    )
+    names, where = [b"p%d" % n for n in range(len(texts))], "record {}, offset {}".format
+    return records.RawRecords(names=names, sequences=list(texts), where=where, done=1.0)
 
 
 @given(TEXTS)

@@ -73,10 +73,7 @@ _zstd = partial(pyarrow.compress, codec="zstd", asbytes=True)
 
 
 def _lmdb(path: Path, items: Items, subdir: bool = True) -> Path:
-    with (
-        lmdb.open(str(path), map_size=1 << 28, subdir=subdir, sync=False) as environment,
-        environment.begin(write=True) as transaction,
-    ):
+    with lmdb.open(str(path), 1 << 28, subdir) as opened, opened.begin(write=True) as transaction:
         for key, value in items:
             transaction.put(key, value)
     return path

@@ -193,10 +193,8 @@ def test_a_child_passes_over_its_parents_open_store(several: SequenceStore, meth
 def test_what_no_store_takes_leaves_nothing(
     tmp_path: Path, names: list[bytes], tokens: list[bytes], clusters: list[int], named: str
 ) -> None:
-    with (
-        pytest.raises(DataError, match=named),
-        SequenceStoreWriter(tmp_path / "s", kind="raw") as writer,
-    ):
+    refused = pytest.raises(DataError, match=named)
+    with refused, SequenceStoreWriter(tmp_path / "s", kind="raw") as writer:
         writer.extend(names, tokens)
         writer.set_clusters(clusters)
     assert not any(tmp_path.iterdir())

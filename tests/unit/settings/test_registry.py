@@ -37,8 +37,6 @@ def as_before(monkeypatch: MonkeyPatch) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class MineSettings(DiffusionSettings):
-    """A paradigm of one's own."""
-
     type: str = key("mine")
     """registered name of the paradigm"""
     strength: float = key(0.5, low=0, high=1)

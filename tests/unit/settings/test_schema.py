@@ -201,6 +201,9 @@ class Outer(Settings):
     """where results go"""
 
 
+NO_CHOICE = "must be one of a, b or null (did you mean 'a'?)"
+
+
 def test_fields_are_keys_with_their_sentences_choices_and_defaults() -> None:
     known = keys(Outer)
     assert list(known) == ["inner.size", "inner.mode", "rates", "place"]
@@ -217,11 +220,7 @@ def test_fields_are_keys_with_their_sentences_choices_and_defaults() -> None:
     ("values", "key", "reason"),
     [
         ({"inner": {"size": True}}, "inner.size", "must be an integer ≥ 1"),
-        (
-            {"inner": {"mode": "aa"}},
-            "inner.mode",
-            "must be one of a, b or null (did you mean 'a'?)",
-        ),
+        ({"inner": {"mode": "aa"}}, "inner.mode", NO_CHOICE),
         ({"inner": 3}, "inner", "must be a mapping, {KEY: VALUE, …}"),
         ({"rates": [math.nan]}, "rates", "must be a list, [a number > 0, …]"),
     ],
