@@ -152,7 +152,7 @@ def test_only_the_same_setting_and_input_are_reused(tmp_path: Path, calls: Calls
     assert prepare(fasta.rename(tmp_path / "elsewhere.fasta"), tmp_path / "out") == first
     assert (calls, raw.stat().st_ino) == ([], inode)
     fasta = tmp_path / "elsewhere.fasta"
-    more = {"validation_fraction": 0.3}
+    more: dict[str, Any] = {"validation_fraction": 0.3}
     changes = [more, {**more, "split_seed": 1}, {"split_seed": 1, "coverage_mode": 0}]
     made = [first, *(prepare(fasta, tmp_path / "out", **one) for one in changes)]
     assert calls.count("cluster") == 0
