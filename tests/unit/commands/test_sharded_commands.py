@@ -178,8 +178,8 @@ def test_sharded_scores_and_designs_are_the_same(model: Path, fasta: Path, tmp_p
         ("score input={fasta}", "shard"),
         ("score input={fasta} output=s.csv mutations={fasta}", "shard"),
         ("generate output=g.fasta generation.relatives={fasta}", "shard"),
-        ("score input=- output=s.csv", "input"),
-        ("embed input=- output=e", "input"),
+        *(("score input=- output=s.csv", "input"), ("embed input=- output=e", "input")),
+        ("embed input={fasta} output=.", "output"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_by_key(

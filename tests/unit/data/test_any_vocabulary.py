@@ -206,5 +206,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out.fasta").write_text("old")
     with pytest.raises(DataError, match="not residues"):
         export_sequences(other, tmp_path / "out.fasta")
+    with pytest.raises(DataError, match="no sequence of residues"):
+        store_statistics(other)
     assert (tmp_path / "out.fasta").read_text() == "old"
     assert {file.name for file in tmp_path.iterdir()} == {"s", "file", "t", "out.fasta"}

@@ -235,7 +235,9 @@ def test_packing_all_gives_each_sequence_under_its_index(proteins: list[np.ndarr
         pack_all([], token_budget=2048, max_length=300)
 
 
-@pytest.mark.parametrize("changes", [{"micro_batches": 0}, {"token_budget": 127}])
+@pytest.mark.parametrize(
+    "changes", [{"num_workers": -1}, {"micro_batches": 0}, {"token_budget": 9}]
+)
 def test_impossible_settings_are_named(tiny_store: SequenceStore, changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError) as caught:
         loader(tiny_store, **changes)
