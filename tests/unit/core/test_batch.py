@@ -7,38 +7,19 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm.core.batch import PackedBatch, segment_sum
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import PAD, encode
 
-ROWS = st.lists(
-    st.lists(st.integers(0, 32), min_size=1, max_size=12).map(
-        lambda x: np.array(x, dtype=np.uint8)
-    ),
-    max_size=6,
-)
-
-
-def assert_equal(found: PackedBatch, expected: PackedBatch) -> None:
-    assert vars(found).keys() == vars(expected).keys()
-    for name, value in vars(expected).items():
-        other = getattr(found, name)
-        assert type(other) is type(value), name
-        if isinstance(value, torch.Tensor):
-            assert other.dtype == value.dtype, name
-            assert torch.equal(other, value), name
-        else:
-            assert other == value, name
+ROW = st.lists(st.integers(0, 32), min_size=1, max_size=12)
+ROWS = st.lists(ROW.map(lambda row: np.array(row, dtype=np.uint8)), max_size=6)
 
 
 @given(rows=ROWS, padding=st.integers(0, 20), empty=st.integers(0, 5))
-@settings(deadline=None)
-def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
-    rows: list[np.ndarray], padding: int, empty: int
-) -> None:
+def test_packing_lays_end_to_end_and_pads(rows: list[np.ndarray], padding: int, empty: int) -> None:
     used = sum(len(row) for row in rows)
     segments = len(rows) + (padding > 0) + empty
     batch = PackedBatch.pack(rows, token_budget=used + padding, max_segments=segments)
@@ -57,16 +38,13 @@ def test_packing_lays_sequences_end_to_end_and_pads_with_a_segment_of_its_own(
     assert batch.sequence_lengths() == [len(row) for row in rows]
     assert batch.segment_ids().tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
     assert batch.positions().tolist() == [i for n in lengths for i in range(n)]
-    assert_equal(batch.to("cpu"), batch)
+    torch.testing.assert_close(vars(batch.to("cpu")), vars(batch), rtol=0, atol=0)
     assert (batch.tokens.dtype, batch.cu_seqlens.dtype) == (torch.uint8, torch.int32)
     assert batch.sequence_ids.dtype == batch.draw_ids.dtype == torch.int64
 
 
 @given(rows=ROWS, padding=st.integers(0, 40), longest=st.integers(1, 9))
-@settings(deadline=None)
-def test_no_segment_of_the_tail_is_longer_than_a_sequence_may_be(
-    rows: list[np.ndarray], padding: int, longest: int
-) -> None:
+def test_segments_of_the_tail_are_short(rows: list[np.ndarray], padding: int, longest: int) -> None:
     longest = max([longest, *map(len, rows)])
     used, pieces = sum(map(len, rows)), math.ceil(padding / longest)
     shape = {"token_budget": used + padding, "max_seqlen": longest}
@@ -111,12 +89,11 @@ def test_a_batch_goes_to_another_process_whole_and_without_shared_memory() -> No
     assert batch.tokens.numpy().tobytes() in sent
     assert b"rebuild_storage" not in sent
     received = pickle.loads(sent)
-    assert_equal(received, batch)
+    torch.testing.assert_close(vars(received), vars(batch), rtol=0, atol=0)
     received.tokens[0] = PAD  # its memory is its own, and may be written
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-100, 100)), max_size=30))
-@settings(deadline=None)
 def test_segment_sum_adds_by_segment(pairs: list[tuple[int, int]]) -> None:
     segments = torch.tensor([s for s, _ in pairs], dtype=torch.long)
     values = torch.tensor([v for _, v in pairs], dtype=torch.float64)

@@ -46,33 +46,27 @@ def test_the_tightest_limit_of_the_control_groups_counts(
 
 
 @pytest.mark.parametrize(
-    ("quota", "usable", "given", "threads"),
+    ("quota", "cores", "given", "set_to"),
     [(None, 8, None, None), (2.5, 2, None, "2"), (0.5, 1, "5", "5"), (64.0, 8, None, None)],
 )
 def test_a_quota_limits_cores_and_threads_but_never_against_the_user(
-    quota: float | None,
-    usable: int,
-    given: str | None,
-    threads: str | None,
-    monkeypatch: MonkeyPatch,
+    quota: float | None, cores: int, given: str | None, set_to: str | None, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "available_cpus", lambda: 8)
     monkeypatch.setattr(machine, "cgroup_limits", lambda: (quota, None))
-    assert machine.usable_cores() == usable
+    assert machine.usable_cores() == cores
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     machine.configure_threads()
-    assert os.environ.get("OMP_NUM_THREADS") == threads
+    assert os.environ.get("OMP_NUM_THREADS") == set_to
 
 
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
 )
-def test_threads_soon_sleep_while_they_wait_unless_the_user_says_otherwise(
-    given: dict[str, str], spins: str | None
-) -> None:
+def test_waiting_threads_sleep_unless_told_not_to(given: dict[str, str], spins: str | None) -> None:
     with patch.dict(os.environ, given):
         for name in {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} - set(given):
             os.environ.pop(name, None)
@@ -91,12 +85,9 @@ def test_a_user_without_a_home_gets_a_temporary_one(monkeypatch: MonkeyPatch) ->
     assert Path.home() == Path(tempfile.gettempdir())
 
 
-def test_commands_read_and_write_utf_8_in_a_locale_of_another_encoding(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_utf_8_in_a_locale_of_another_encoding(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     (tmp_path / "prötéins.fasta").write_text(">ä\nMKTAYIAKQR\n", encoding="utf-8")
     off = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-
     monkeypatch.chdir(tmp_path)
     assert main(["ingest", "input='prötéins.fasta'", "output='störe'"]) == 0
     call = [sys.executable, "-m", "d2plm", "data", "head", "store='störe'"]

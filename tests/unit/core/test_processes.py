@@ -13,24 +13,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from d2plm.core import processes
 from d2plm.core.errors import LaunchError
-from d2plm.core.processes import (
-    Job,
-    deferred,
-    end_with_parent,
-    for_children,
-    handled,
-    last_lines,
-    run,
-    run_jobs,
-    run_program,
-    train_locally,
-)
+from d2plm.core.processes import Job, deferred, end_with_parent, run, run_jobs, run_program
 from tests.conftest import MonkeyPatch
 
 # A program of ours, and one that has a child of its own and ends orderly on SIGTERM.
@@ -72,15 +63,9 @@ STATEMENTS = {
     "python": ("run([python, '-c', child])", 1),
     # Between them is a shell, as there is in the pipeline's steps.
     "behind a shell": ("run(['sh', '-c', '\"$0\" -c \"$1\"; true', python, child])", 2),
-    "jobs": (
-        "list(run_jobs([Job(n, [[python, '-c', child]], folder / n) for n in 'ab'], parallel=2))",
-        2,
-    ),
+    "jobs": ("[*run_jobs([Job(n, [[python, '-c', child]], folder / n) for n in 'ab'], 2)]", 2),
     # The shell that watches it, the program, and two of its own.
-    "another program": (
-        "run_program(['sh', '-c', 'sleep 100 & sleep 100; true'], folder, folder / 'log')",
-        4,
-    ),
+    "program": ("run_program(['sh', '-c', 'sleep 99 & sleep 99; true'], folder, folder / 'l')", 4),
 }
 
 
@@ -121,7 +106,7 @@ def left_after(
         *((kind, signal.SIGKILL, os.kill) for kind in [*STATEMENTS][1:]),
         ("python", signal.SIGTERM, os.killpg),
         ("jobs", signal.SIGTERM, os.kill),
-        ("another program", signal.SIGINT, os.killpg),
+        ("program", signal.SIGINT, os.killpg),
     ],
 )
 def test_children_end_with_a_parent_that_is_killed_or_signalled(
@@ -134,13 +119,11 @@ def test_children_end_with_a_parent_that_is_killed_or_signalled(
 
 
 def test_a_child_of_a_parent_that_is_gone_already_ends_at_once(monkeypatch: MonkeyPatch) -> None:
-    gone = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True
-    )
+    gone = subprocess.run(["/bin/sh", "-c", "echo $$"], stdout=subprocess.PIPE, check=True)
     environment = {processes.PARENT: gone.stdout.decode().strip()}
     assert run([sys.executable, "-c", CHILD], environment) == 128 + signal.SIGKILL
     # A process that was told its parent tells no child of its own.
-    monkeypatch.setenv(*next(iter(for_children().items())))
+    monkeypatch.setenv(*next(iter(processes.for_children().items())))
     end_with_parent()
     assert processes.PARENT not in os.environ
     before = threading.active_count()
@@ -182,20 +165,18 @@ def test_what_a_program_leaves_running_is_killed_and_its_output_kept(tmp_path: P
     first, pid, *rest = log.read_text().splitlines()
     assert (first, rest) == ("before", [str(tmp_path), " the end ", ""])
     assert not running([int(pid)], seconds=30)
-    assert last_lines(log, 5, start=len("before\n")) == f"{pid} | {tmp_path} | the end"
+    assert processes.last_lines(log, 5, start=len("before\n")) == f"{pid} | {tmp_path} | the end"
 
 
 @pytest.mark.parametrize("code", [137, 255, 2])
-def test_training_that_ends_early_passes_on_its_exit_code(
-    code: int, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_trainings_exit_code_is_kept(code: int, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     ran = []
     monkeypatch.setattr(processes, "run", lambda *words: ran.append(words) or code)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     monkeypatch.delenv(processes.GLOO_INTERFACE, raising=False)
     with pytest.raises(LaunchError) as caught:
-        train_locally(tmp_path / "config.yaml", processes=2)
+        processes.train_locally(tmp_path / "config.yaml", processes=2)
     assert caught.value.exit_code == code
     assert ("resumes it" in str(caught.value)) == (code != 2)
     ((command, environment),) = ran
@@ -207,16 +188,13 @@ def test_training_that_ends_early_passes_on_its_exit_code(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_the_end_of_the_block(number: int) -> None:
-    class StoppedError(Exception):
-        pass
-
     def stop(*_: object) -> None:
-        raise StoppedError
+        raise ZeroDivisionError
 
     before = signal.signal(number, stop)
     finished = False
     try:
-        with pytest.raises(StoppedError), deferred():
+        with pytest.raises(ZeroDivisionError), deferred():
             signal.raise_signal(number)
             finished = True
         assert finished
@@ -229,71 +207,48 @@ def test_a_signal_waits_for_the_end_of_the_block(number: int) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, ValueError])
-def test_a_handler_may_be_kept_for_the_way_out(
-    error: type[BaseException], monkeypatch: MonkeyPatch
-) -> None:
-    at_exit = []
+def test_a_handler_is_kept_on_exit(error: type[BaseException], monkeypatch: MonkeyPatch) -> None:
+    at_exit = list[Any]()
     monkeypatch.setattr(atexit, "register", lambda *words: at_exit.append(words))
-    before, heard = signal.getsignal(signal.SIGUSR1), list[int]()
-
-    def handler(number: int, _frame: object) -> None:
-        heard.append(number)
-
+    before, handler = signal.getsignal(signal.SIGUSR1), Mock()
     try:
-        with pytest.raises(error), handled(handler, signal.SIGUSR1, kept_on_exit=True):
+        with pytest.raises(error), processes.handled(handler, signal.SIGUSR1, kept_on_exit=True):
             raise error
         kept = signal.getsignal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    if error is SystemExit:
-        assert kept is handler
-        assert at_exit == [(signal.signal, signal.SIGUSR1, signal.SIG_IGN)]
-    else:
-        assert (kept, at_exit) == (before, [])
+    ignored = [(signal.signal, signal.SIGUSR1, signal.SIG_IGN)]
+    assert (kept, at_exit) == ((handler, ignored) if error is SystemExit else (before, []))
 
 
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
-
-
-def test_jobs_run_their_commands_in_order_few_at_once_each_with_its_share_of_the_cores(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_jobs_run_in_order_with_shares_of_cores(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    code = (
-        "import os, time, pathlib; print(os.environ['OMP_NUM_THREADS']); "
-        f"folder = pathlib.Path({str(tmp_path)!r}); mine = folder / f'running-{{os.getpid()}}'; "
-        "mine.touch(); time.sleep(0.1); "
-        "print(len(list(folder.glob('running-*')))); mine.unlink()"
-    )
-    words = [python(code), python("print('second')")]
+    code = f"cd {tmp_path}; echo $OMP_NUM_THREADS; touch $$.runs; sleep 0.1; ls *.runs | wc -l"
+    words = [["sh", "-c", f"{code}; rm $$.runs"], ["echo", "second"]]
     jobs = [Job(f"job {i}", words, tmp_path / f"{i}.log") for i in range(4)]
-    assert {job.name for job in run_jobs(jobs, parallel=2)} == {f"job {i}" for i in range(4)}
-    for i in range(4):
-        threads, running, second = (tmp_path / f"{i}.log").read_text().split()
+    assert {job.name for job in run_jobs(jobs, parallel=2)} == {job.name for job in jobs}
+    for job in jobs:
+        threads, running, second = job.log.read_text().split()
         assert int(threads) == max((os.cpu_count() or 1) // 2, 1)
         assert int(running) <= 2
         assert second == "second"
 
 
 def test_a_failure_names_the_job_its_last_line_and_its_log(tmp_path: Path) -> None:
-    endless = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     began = tmp_path / "endless.log"
     broken = f"until [ -s {began} ]; do sleep 0.02; done; echo no luck; exit 1"
-    commands = {"endless": python(endless), "broken": ["sh", "-c", broken]}
-    jobs = [Job(name, [words], tmp_path / f"{name}.log") for name, words in commands.items()]
+    scripts = {"endless": "echo $$; exec sleep 100", "broken": broken}
+    jobs = [Job(one, [["sh", "-c", scripts[one]]], tmp_path / f"{one}.log") for one in scripts]
     with pytest.raises(LaunchError, match=r"broken: .*no luck.*broken\.log"):
         list(run_jobs(jobs, parallel=2))
-    assert not running([int((tmp_path / "endless.log").read_text())]), "the other job was ended"
+    assert not running([int(began.read_text())]), "the other job was ended"
 
 
 def test_a_child_that_does_not_end_in_time_is_killed(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.1)
     stubborn = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
-    with (
-        pytest.raises(ZeroDivisionError),
-        processes.child(["sh", "-c", stubborn], stdout=subprocess.PIPE) as process,
-    ):
+    child = processes.child(["sh", "-c", stubborn], stdout=subprocess.PIPE)
+    with pytest.raises(ZeroDivisionError), child as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         _ = 1 / 0

@@ -1,6 +1,5 @@
 """Which records a shard has, how its form is read, and that joining is their inverse."""
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -81,9 +80,7 @@ def test_a_shard_is_computed_once_and_its_parts_are_removed_when_joined(output: 
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_kill_before_or_after_the_parts_are_joined_loses_none(
-    joined: bool, output: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_a_kill_loses_no_part(joined: bool, output: Path, monkeypatch: MonkeyPatch) -> None:
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -116,13 +113,3 @@ def test_two_settings_at_once_are_not_mixed(output: Path, monkeypatch: MonkeyPat
     monkeypatch.setattr(shards, "read_json", slow)
     with ThreadPoolExecutor(2) as pool:
         assert sorted(pool.map(begun, [0, 1])) == [False, True]
-
-
-def test_parts_of_something_else_are_never_joined(output: Path) -> None:
-    compute(output, 0)
-    with pytest.raises(DataError, match=str(output)):
-        compute(output, 1, setting=2)
-    assert json.loads((output.with_name("all.txt.shards") / "manifest.json").read_text()) == {
-        "setting": 1,
-        "shards": 3,
-    }

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import platform
 import warnings
 from dataclasses import dataclass
 from io import StringIO
@@ -12,7 +11,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from d2plm import __version__
 from d2plm.cli import main
 from d2plm.core import progress as progress_module
 from d2plm.core.files import nearest_path
@@ -90,12 +88,9 @@ def warn_and_log() -> None:
 def test_a_warning_is_one_line_and_shown_once_unless_quiet_or_debug(capsys: Captured) -> None:
     with output_in(set()):
         warn_and_log()
-    assert capsys.readouterr().err.splitlines() == [
-        "warning: torch: first",
-        "warning: library: the store is old",
-        "warning: a folder is old",
-        "reading it",
-    ]
+    warned = [f"warning: {one} is old" for one in ("library: the store", "a folder")]
+    said = ["warning: torch: first", *warned, "reading it"]
+    assert capsys.readouterr().err.splitlines() == said
     with output_in({"quiet"}):
         warn_and_log()
         logging.getLogger("d2plm").error("bro\x1b[31mken\x07, é\ta")  # no control characters
@@ -138,20 +133,6 @@ def test_on_a_terminal_there_is_a_bar_which_goes_away(time: Mock, monkeypatch: M
     assert shown.getvalue().endswith("\x1b[2K")  # the bar's line is erased
 
 
-def test_the_versions_are_a_line_each(capsys: Captured) -> None:
-    import torch
-    import transformers
-
-    assert main(["--version"]) == 0
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert rows["d2plm"].startswith(__version__)
-    assert rows["python"] == platform.python_version()
-    assert torch.__version__.startswith(rows["torch"])
-    assert rows["transformers"] == transformers.__version__
-    assert main(["--version", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["python"] == platform.python_version()
-
-
 def refusal(capsys: Captured, *words: str) -> str:
     assert main([*words, "--quiet"]) != 0
     (line,) = capsys.readouterr().err.splitlines()
@@ -161,37 +142,34 @@ def refusal(capsys: Captured, *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        *((["Trian"], "train"), (["--versoin"], "--version"), (["checkpoint", "lst", "x"], "list")),
-        *((["train", "trainer.max_stepz=3"], "trainer.max_steps"), (["train", "--jsno"], "--json")),
-        (["train", "--trianer.max_steps", "3"], "--trainer.max_steps"),
-        *((["pipeline", "run", "experiment=dmo"], "demo"), (["train", "modle=nano"], "model")),
-        (["train", "--config-name", "pipelin"], "pipeline"),
+        *(("Trian", "train"), ("--versoin", "--version"), ("checkpoint lst x", "list")),
+        *(("pipeline run experiment=dmo", "demo"), ("train modle=nano", "model")),
+        *(("train --jsno", "--json"), ("train --config-name pipelin", "pipeline")),
     ],
 )
-def test_a_mistyped_word(words: list[str], meant: str, capsys: Captured) -> None:
-    assert f"'{meant}'?" in refusal(capsys, *words)
+def test_a_mistyped_word(words: str, meant: str, capsys: Captured) -> None:
+    assert f"'{meant}'?" in refusal(capsys, *words.split())
 
 
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        (["ingest", "input=uniprot_50.fasta.gz", "output=x"], "uniprot_500.fasta.gz"),
-        (["evaluate", "model_dir=runs/dmeo/model"], "runs/demo/model"),
-        (["data", "stats", "store=runs/demo/dat"], "runs/demo/data"),
-        (["train", "data.prepared_dir=runs/demo/dta"], "runs/demo/data"),
-        (["train", "--config-file", "runs/demo/confg.yaml"], "runs/demo/config.yaml"),
-        (["checkpoint", "list", "Runs/dem"], "runs/demo"),  # every part may be wrong
+        ("ingest input=uniprot_50.fasta.gz output=x", "uniprot_500.fasta.gz"),
+        ("evaluate model_dir=runs/dmeo/model", "runs/demo/model"),
+        ("data stats store=runs/demo/dat", "runs/demo/data"),
+        ("train --config-file runs/demo/confg.yaml", "runs/demo/config.yaml"),
+        ("checkpoint list Runs/dem", "runs/demo"),  # every part may be wrong
     ],
 )
 def test_a_mistyped_path(
-    words: list[str], meant: str, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
+    words: str, meant: str, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
     for folder in ("model", "data"):
         (tmp_path / "runs" / "demo" / folder).mkdir(parents=True)
     (tmp_path / "runs" / "demo" / "config.yaml").touch()
     (tmp_path / "uniprot_500.fasta.gz").touch()
     monkeypatch.chdir(tmp_path)
-    assert f"'{meant}'?" in refusal(capsys, *words)
+    assert f"'{meant}'?" in refusal(capsys, *words.split())
 
 
 @pytest.mark.parametrize("path", ["quite/another", "runs/xylophone", "", "."])

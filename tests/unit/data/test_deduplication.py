@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from d2plm.core.vocabulary import PROTEIN, Tokenised, encode
@@ -58,7 +58,6 @@ def _sort_in_memory(records: list[Record]) -> Sorted:
     ]
 
 
-@settings(deadline=None)
 @given(
     records=st.lists(
         st.tuples(

@@ -8,18 +8,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from d2plm.core.errors import DataError, SplitError
+from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import DNA, vocabulary
 from d2plm.data.ingest import ingest
 from d2plm.data.sources import read_sources, resolve_inputs
-from d2plm.data.split import hold_out
 from d2plm.data.store import SequenceStore
-from d2plm.settings.data import Reading, SplitSettings
+from d2plm.settings.data import Reading
 from tests.conftest import MonkeyPatch
 
 BYTES = vocabulary("bytes")
@@ -64,9 +62,7 @@ def _expected(text: str, form: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("part", [7, 64, 1 << 20])
 @pytest.mark.parametrize("form", ["text", "lines", "paragraphs"])
-def test_a_plain_text_is_read_whole_in_parts_of_any_size(
-    tmp_path: Path, monkeypatch: MonkeyPatch, form: str, part: int
-) -> None:
+def test_parts_join_whole(tmp_path: Path, monkeypatch: MonkeyPatch, form: str, part: int) -> None:
     monkeypatch.setattr("d2plm.data.documents._PART_BYTES", part)
     monkeypatch.setattr("d2plm.data.documents._BLOCK_BYTES", part)
     path = _write(tmp_path / "a.txt", "\ufeff" + TEXT)
@@ -113,24 +109,12 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, place: str) -
         *(("a.idx", b"MMIDIDX\0\0"), ("a.bin", b"\1\0")),
     ],
 )
-def test_a_file_of_another_form_is_no_text_unasked(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_another_form_is_no_text_unasked(tmp_path: Path, name: str, content: bytes) -> None:
     path = _write(tmp_path / name, content)
     with pytest.raises(DataError, match=f"{path}: .*format=text"):
         ingest(path, tmp_path / "out", vocabulary=BYTES)
     ingest(path, tmp_path / "out", vocabulary=BYTES, reading=Reading(format="text"))
     ingest(_write(tmp_path / "persian.fa", "سلام"), tmp_path / "persian", vocabulary=BYTES)
-
-
-def test_one_record_in_pieces_is_too_few_to_split(tmp_path: Path) -> None:
-    random = np.random.default_rng(1)
-    path = _write(tmp_path / "a", "".join(random.choice([*"ACGT"], 2000)))
-    ingest(path, tmp_path / "raw", vocabulary=BYTES, window=100)
-    store = SequenceStore(tmp_path / "raw")
-    selected, clusters = np.ones(len(store), np.bool_), np.zeros(len(store), np.int32)
-    with pytest.raises(SplitError, match="format=paragraphs"):
-        hold_out(store, selected, clusters, SplitSettings(), "near_duplicate_similarity")
 
 
 def _pieces(path: Path) -> dict[str, list[str]]:
@@ -162,9 +146,7 @@ def test_pieces_of_parts_are_the_text(tmp_path: Path, monkeypatch: MonkeyPatch) 
 
 
 @pytest.mark.parametrize("width", [60, 10**6])
-def test_long_records_of_fasta_are_parts(
-    tmp_path: Path, monkeypatch: MonkeyPatch, width: int
-) -> None:
+def test_long_fasta_records_are_parts(tmp_path: Path, monkeypatch: MonkeyPatch, width: int) -> None:
     records = {"short": "ACGT" * 9, "long": "GATTACA" * 900, "other": "CC" * 6, "late": "TGC" * 900}
     content = "".join(
         f">{name} words\n" + re.sub(f"(.{{{width}}})", r"\1\n", text) + "\n"
@@ -181,11 +163,6 @@ def test_long_records_of_fasta_are_parts(
     assert {(index, named[record]) for index, record in store.pieces.tolist()} == {*owners}
     with pytest.raises(DataError, match="'long words' has more than 1,000"):
         ingest(path, tmp_path / "out", vocabulary=DNA)
-
-
-def test_a_dataset_of_the_hub_is_to_be_downloaded(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^hf://datasets/a/b: .* --repo-type dataset OWNER/NAME"):
-        ingest("hf://datasets/a/b", tmp_path / "out", vocabulary=BYTES)
 
 
 def test_peptides_of_few_letters_are_proteins_and_nucleotides_none(tmp_path: Path) -> None:

@@ -51,27 +51,18 @@ EVERY = pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSI
 
 
 @EVERY
-def test_compressed_streams_are_recognised_by_their_bytes_and_may_follow_each_other(
-    tmp_path: Path, compress: Callable[[bytes], bytes]
-) -> None:
+def test_compressed_streams_are_read(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     packed = compress(TWO) + compress(b"") + compress(b">c\nWY\n")
     assert _read(_file(tmp_path, packed)) == [("a", "MK"), ("b", "AC"), ("c", "WY")]
     assert _read(_file(tmp_path, TWO, "y.fasta.gz")) == [("a", "MK"), ("b", "AC")]
 
 
 @EVERY
-def test_truncated_and_damaged_streams_are_refused(
-    tmp_path: Path, compress: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_streams_are_refused(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     whole = compress(b">a\n" + os.urandom(50_000).hex().encode().translate(LETTERS) + b"M")
     second = whole + b"\x01" + compress(b"\n>b\nAC\n")[1:]
     for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:8], second):
         assert "truncated or corrupt compressed file" in _refusal(_file(tmp_path, damaged))
-
-
-def test_xz_streams_may_be_padded_with_zeros(tmp_path: Path) -> None:
-    path = _file(tmp_path, lzma.compress(TWO) + bytes(200_000) + lzma.compress(TWO) + bytes(8))
-    assert _read(path) == [("a", "MK"), ("b", "AC")] * 2
 
 
 def test_written_records_are_read_back_from_lines_of_60(tmp_path: Path) -> None:
@@ -97,9 +88,7 @@ def test_places_are_right_in_every_block(tmp_path: Path, monkeypatch: MonkeyPatc
 
 def test_a_header_of_several_proteins_gives_the_names_of_all(tmp_path: Path) -> None:
     path = _file(tmp_path, b">P1 one [a b]\x01P2 two\x01 P3\nMK\n")
-    assert [name for block in read_fasta_blocks(path) for name in block.names] == [
-        b"P1\x01P2\x01P3"
-    ]
+    assert [block.names for block in read_fasta_blocks(path)] == [[b"P1\x01P2\x01P3"]]
     assert _read(path) == [("P1", "MK")]  # what people see
 
 
@@ -111,13 +100,8 @@ def test_templates_are_read_as_they_stand(tmp_path: Path) -> None:
 
 def test_writing_leaves_nothing_behind_when_the_records_fail(tmp_path: Path) -> None:
     path = _file(tmp_path, b"before")
-
-    def failing() -> object:
-        yield "a", b"MK"
-        raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError):
-        write_fasta(path, failing())  # type: ignore[arg-type]  # a generator that breaks off
+    with pytest.raises(ZeroDivisionError):
+        write_fasta(path, (("a", bytes(1 // n)) for n in (1, 0)))
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert path.read_bytes() == b"before"
 
@@ -137,9 +121,7 @@ def test_what_is_not_fasta_is_refused(tmp_path: Path, content: bytes, said: str)
 
 
 @pytest.mark.parametrize("line", [b"M" * 300_000, b"MKV\n" * 100_000], ids=["a line", "many"])
-def test_a_record_far_longer_than_any_protein_is_rejected_before_it_is_in_memory(
-    tmp_path: Path, monkeypatch: MonkeyPatch, line: bytes
-) -> None:
+def test_a_giant_record_is_refused(tmp_path: Path, monkeypatch: MonkeyPatch, line: bytes) -> None:
     monkeypatch.setattr("d2plm.data.fasta._MAX_RECORD_BYTES", 100_000)
     monkeypatch.setattr("d2plm.data.fasta._BLOCK_BYTES", 10_000)
     path = tmp_path / "bomb.fasta.gz"

@@ -4,22 +4,21 @@ import importlib.util
 import os
 import select
 import signal
+import subprocess
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from d2plm.core.errors import DataError
+from d2plm.core.processes import unwound_by_sigterm
 from d2plm.core.vocabulary import CANONICAL, decode
 from d2plm.data.fasta import read_fasta, write_fasta
 from d2plm.data.homology import MMseqs, find_mmseqs
-from d2plm.settings.data import EITHER, ClusterSettings, SearchSettings
-from tests.commands import python_c
-from tests.conftest import MonkeyPatch
-
-ROOT = Path(__file__).parents[3]
-PROTEINS = ROOT / "examples" / "data" / "uniprot_20k.fasta.gz"
+from d2plm.settings.data import ClusterSettings, SearchSettings
+from tests.conftest import FASTA, MonkeyPatch
 
 
 def _program(path: Path, body: str) -> Path:
@@ -29,9 +28,7 @@ def _program(path: Path, body: str) -> Path:
 
 
 def _mmseqs(folder: Path, binary: Path | None = None) -> MMseqs:
-    return MMseqs(
-        binary=binary or find_mmseqs(), threads=1, log=folder / "log", temporary_folder=folder
-    )
+    return MMseqs(binary or find_mmseqs(), 1, folder / "log", folder)
 
 
 def _mutated(sequence: bytes, identity: float, seed: int) -> bytes:
@@ -83,32 +80,24 @@ def test_a_failure_leaves_only_the_log(tmp_path: Path, body: str | None, said: s
     assert {p.name for p in tmp_path.iterdir()} <= {"log", "mmseqs"}
 
 
-def test_sigterm_as_the_program_starts_ends_all_its_processes(tmp_path: Path) -> None:
+def test_sigterm_as_the_program_starts_ends_all(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     # Every process of the program holds the pipe open for writing: it ends with the last of them.
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     body = f"exec 3>'{tmp_path / 'pipe'}'; (sleep 60; true) & echo started >&3; wait"
-    program = _program(tmp_path / "mmseqs", body)
+    start, program = subprocess.Popen, _program(tmp_path / "mmseqs", body)
+
+    def stopped(*words: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        process = start(*words, **options)
+        assert select.select([pipe], [], [], 60)[0] and os.read(pipe, 100) == b"started\n"
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", stopped)
     (tmp_path / "work").mkdir()
-    script = (
-        "import os, signal, subprocess\n"
-        "from pathlib import Path\n"
-        "from d2plm.core.processes import unwound_by_sigterm\n"
-        "from d2plm.data.homology import ClusterSettings, MMseqs\n"
-        "start = subprocess.Popen\n"
-        "def stopped(*words, **options):\n"
-        "    process = start(*words, **options)\n"
-        f"    assert open({str(tmp_path / 'pipe')!r}).readline() == 'started\\n'\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return process\n"
-        "subprocess.Popen = stopped\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        f"mmseqs = MMseqs(Path({str(program)!r}), 1, folder / 'log', folder / 'work')\n"
-        "with unwound_by_sigterm():\n"
-        "    mmseqs.cluster(folder / 'x', 1, ClusterSettings())\n"
-    )
-    stopped = python_c(script)
-    assert stopped.returncode == 128 + signal.SIGTERM
+    mmseqs = MMseqs(program, 1, tmp_path / "log", tmp_path / "work")
+    with pytest.raises(SystemExit), unwound_by_sigterm():
+        mmseqs.cluster(tmp_path / "x", 1, ClusterSettings())
     assert select.select([pipe], [], [], 20)[0], "a process of the program still runs"
     assert os.read(pipe, 100) == b""
     os.close(pipe)
@@ -119,97 +108,53 @@ def test_clusters_and_hits_are_those_planted(tmp_path: Path, monkeypatch: Monkey
     monkeypatch.delenv("MMSEQS_BIN")  # with its index, as users have it
     folder = tmp_path / "with a space"
     folder.mkdir()
-    bases = [
-        decode(record.tokens).encode()
-        for record in islice(read_fasta(PROTEINS), 100)
-        if 200 < len(record.tokens) < 400
-    ][:4]
+    proteins = [record.tokens for record in islice(read_fasta(FASTA), 100)]
+    bases = [decode(one).encode() for one in proteins if 200 < len(one) < 400][:4]
     sequences = [*bases, *(_mutated(base, 0.8, seed) for seed, base in enumerate(bases))]
     write_fasta(folder / "all.fasta", ((str(i), s) for i, s in enumerate(sequences)))
     write_fasta(folder / "bases.fasta", ((str(i), s) for i, s in enumerate(bases)))
     mmseqs = _mmseqs(folder)
-
     for method in ("linclust", "cluster"):
-        settings = ClusterSettings(method=method, min_seq_id=0.5)
-        clusters = mmseqs.cluster(folder / "all.fasta", 8, settings)
+        clustering = ClusterSettings(method=method, min_seq_id=0.5)
+        clusters = mmseqs.cluster(folder / "all.fasta", 8, clustering)
         assert clusters.dtype == np.int32
         assert clusters.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-
-    hits = mmseqs.search(
-        folder / "all.fasta", folder / "bases.fasta", SearchSettings(sensitivity=4)
-    )
-    assert sorted(zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)) == [
-        (i, i % 4) for i in range(8)
-    ]
+    settings = SearchSettings(sensitivity=4)
+    hits = mmseqs.search(folder / "all.fasta", folder / "bases.fasta", settings)
+    pairs = zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)
+    assert sorted(pairs) == [(i, i % 4) for i in range(8)]
     identical = hits.queries == hits.targets
     np.testing.assert_allclose(hits.identities[identical], 1)
     np.testing.assert_allclose(hits.identities[~identical], 0.8, atol=0.03)
     assert sorted(p.name for p in folder.iterdir()) == ["all.fasta", "bases.fasta", "log"]
 
 
-def test_settings_reach_the_program_and_its_tables_are_read(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_settings_arrive_and_tables_are_read(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A cluster is labelled by its first member."""
     body = f"""echo "$*" >> '{tmp_path / "calls"}'
 case "$1" in
 createtsv) printf '3\\t3\\n3\\t1\\n4\\t4\\n2\\t2\\n2\\t0\\n' > "$5";;
-convertalis) echo 0 2 0.375 1 11 80 90 100 320 > "$5";;
+convertalis) printf '%s %s 0.375 %s %s %s %s %s %s\\n' \\
+    0 2 1 11 80 90 100 320  1 0 9 1 98 70 100 70  2 1 1 11 79 89 100 320 > "$5";;
 esac"""
     program = _program(tmp_path / "mmseqs", body)
     mmseqs = MMseqs(program, 3, tmp_path / "log", tmp_path, memory_limit="4G")
     settings = ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.9)
     assert mmseqs.cluster(tmp_path / "x", 5, settings).tolist() == [0, 1, 0, 1, 4]
     hits = mmseqs.search(tmp_path / "x", tmp_path / "y", SearchSettings())
-    assert (hits.queries.tolist(), hits.targets.tolist()) == ([0], [2])
-    assert (hits.identities.tolist(), hits.coverages.tolist()) == ([0.375], [80 / 320])
+    # The second aligns 90 of 100 residues with 70, of which no more count; the third is too short.
+    assert (hits.queries.tolist(), hits.targets.tolist()) == ([0, 1], [2, 0])
+    assert hits.identities.tolist() == [0.375, 0.375]
+    assert hits.coverages.tolist() == [80 / 320, 70 / 100]
     for few in (4, 5):
         monkeypatch.setattr("d2plm.data.homology.SMALL", few)
         mmseqs.cluster(tmp_path / "x", 5, ClusterSettings())
     calls = (tmp_path / "calls").read_text().splitlines()
-    single = [
-        "--single-step-clustering 1" in call
-        for call in calls
-        if " sequences clusters work " in call
-    ]
+    clusterings = [call for call in calls if " sequences clusters work " in call]
+    single = ["--single-step-clustering 1" in call for call in clusterings]
     assert single == [False, False, True]  # linclust has no steps, and many sequences have several
-    clustered = next(call for call in calls if "linclust" in call)
+    clustered = clusterings[0]
     assert "--threads 3 --split-memory-limit 4G" in clustered
     assert "--min-seq-id 0.5 -c 0.9 --cov-mode 0" in clustered
     assert all(call.endswith("--dbtype 1") for call in calls if call.startswith("createdb"))
     assert "-e 0.001" in next(call for call in calls if call.startswith("search"))
-
-
-@pytest.mark.thorough
-def test_coverage_of_either_sequence_is_that_of_mmseqs2s_modes_1_or_2(tmp_path: Path) -> None:
-    """Parts of proteins, some in invented surroundings, against the proteins and such parts."""
-    draw = np.random.default_rng(0)
-    letters = np.frombuffer(CANONICAL.encode(), np.uint8)
-    bases = [
-        decode(record.tokens).encode()
-        for record in islice(read_fasta(PROTEINS), 300)
-        if 100 < len(record.tokens) < 300
-    ][:15]
-    for side in ("queries", "targets"):
-        sequences = []
-        for number, base in enumerate(bases):
-            kept = int(draw.uniform(0.6, 1) * len(base))
-            start = int(draw.integers(len(base) - kept + 1))
-            part = _mutated(base[start : start + kept], draw.uniform(0.75, 1), number)
-            around = [draw.choice(letters, int(draw.exponential(20))).tobytes() for _ in range(2)]
-            lost = int(draw.integers(60)) * (number % 2)  # a gap, over which the alignment goes on
-            part = part[: kept // 2 - lost // 2] + part[kept // 2 + lost // 2 :]
-            sequences.append(around[0] + part + around[1])
-        write_fasta(tmp_path / side, ((str(i), s) for i, s in enumerate(sequences)))
-
-    def search(coverage_mode: int | str) -> dict[tuple[int, int], float]:
-        settings = SearchSettings(coverage_mode=coverage_mode, sensitivity=4)
-        hits = _mmseqs(tmp_path).search(tmp_path / "queries", tmp_path / "targets", settings)
-        pairs = zip(hits.queries.tolist(), hits.targets.tolist(), strict=True)
-        return dict(zip(pairs, hits.coverages.tolist(), strict=True))
-
-    either = search(EITHER)
-    of_both, of_targets, of_queries = (set(search(mode)) for mode in (0, 1, 2))
-    assert set(either) == of_targets | of_queries
-    assert {pair for pair, coverage in either.items() if coverage >= 0.8} == of_both
-    assert of_both < of_targets < of_targets | of_queries > of_queries > of_both

@@ -37,7 +37,6 @@ def test_pairs_and_common_pieces_join_what_a_walk_reaches(tmp_path: Path, seed: 
     found = merged(clusters, pairs)
     assert all(found[index] == _reached(near, index) for index in near)
     assert (found[clusters < 0] == -1).all()
-
     owners = [sorted({*draw.integers(0, 9, draw.integers(0, 3)).tolist()}) for _ in range(20)]
     near = {i: {j for j in range(20) if i == j or {*owners[i]} & {*owners[j]}} for i in range(20)}
     records = records_of(_store(tmp_path / "cut", owners, window=3))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -39,14 +39,12 @@ def loader(*stores: SequenceStore | SyntheticSequences, **changes: Any) -> Packe
 
 def content(batch: GlobalBatch) -> list[Any]:
     """All of a batch, in a form that compares."""
-    micro_batches = [
-        {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
-            for name, value in vars(packed).items()
-        }
-        for packed in batch.micro_batches
-    ]
-    return [micro_batches, batch.following, batch.segment_lengths]
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    fields = [{name: plain(one) for name, one in vars(row).items()} for row in batch.micro_batches]
+    return [fields, batch.following, batch.segment_lengths]
 
 
 def segments(batches: list[PackedBatch]) -> dict[int, Segment]:
@@ -73,9 +71,6 @@ def rest_of_epoch(stream: Iterator[GlobalBatch], epoch: int) -> list[GlobalBatch
         if batch.following.epoch > epoch:
             return batches
     raise AssertionError("a stream has no end")
-
-
-# --- content -----------------------------------------------------------------------------------
 
 
 def test_an_epoch_gives_each_sequence_once_framed_or_cropped(tiny_store: SequenceStore) -> None:
@@ -127,15 +122,7 @@ def test_a_long_sequence_shows_another_window_for_each_draw_of_an_epoch_and_each
     assert len({*windows}) > 2 * 40
 
 
-# --- resuming ----------------------------------------------------------------------------------
-
-
-@given(
-    micro_batches=st.integers(1, 4),
-    start=st.builds(Position, st.integers(0, 3), st.just(0)),
-    done=st.integers(0, 120),
-)
-@settings(deadline=None)
+@given(st.integers(1, 4), st.builds(Position, st.integers(0, 3), st.just(0)), st.integers(0, 120))
 def test_a_resumed_stream_continues_where_the_uninterrupted_one_was(
     tiny_store: SequenceStore, micro_batches: int, start: Position, done: int
 ) -> None:
@@ -157,13 +144,8 @@ def test_positions_count_bins_and_start_each_epoch_at_zero(tiny_store: SequenceS
     assert first.epochs_done(Position(3, 2)) == pytest.approx(3 + 1 / first.batches_in_epoch(3))
 
 
-# --- ranks -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("world_size", "micro_batches"), [(2, 2), (4, 1)])
-def test_ranks_partition_a_batch(
-    tiny_store: SequenceStore, world_size: int, micro_batches: int
-) -> None:
+def test_ranks_cut_a_batch(tiny_store: SequenceStore, world_size: int, micro_batches: int) -> None:
     reference = loader(tiny_store, micro_batches=4).stream(Position())
     cut = {"micro_batches": micro_batches, "world_size": world_size}
     ranks = [loader(tiny_store, rank=rank, **cut).stream(Position()) for rank in range(world_size)]
@@ -181,18 +163,13 @@ def test_ranks_partition_a_batch(
     before=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     after=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     done=st.integers(0, 20),
-    num_sequences=st.integers(1, 120),
+    count=st.integers(1, 120),
 )
-@settings(deadline=None)
 def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
-    proteins: list[np.ndarray],
-    before: tuple[int, int],
-    after: tuple[int, int],
-    done: int,
-    num_sequences: int,
+    proteins: list[Any], before: tuple[int, int], after: tuple[int, int], done: int, count: int
 ) -> None:
     """Ranks and micro-batches change in the middle of an epoch: none is lost, none comes twice."""
-    sequences = SyntheticSequences(np.array([len(tokens) for tokens in proteins[:num_sequences]]))
+    sequences = SyntheticSequences(np.array([len(tokens) for tokens in proteins[:count]]))
 
     def ranks(cut: tuple[int, int], start: Position) -> list[Iterator[GlobalBatch]]:
         shape = {"world_size": cut[0], "micro_batches": cut[1]}
@@ -210,21 +187,14 @@ def test_after_resharding_the_epoch_ends_with_the_sequences_not_yet_seen(
         rests = [rest_of_epoch(rank, 0) for rank in ranks(after, position)]
         assert len({len(rest) for rest in rests}) == 1
         seen += [segment for rest in rests for segment in drawn(rest)]
-    assert sorted(index for index, _ in seen) == list(range(num_sequences))
+    assert sorted(index for index, _ in seen) == list(range(count))
     # The windows, too, are those of the unbroken epoch.
     assert dict(seen) == dict(drawn(rest_of_epoch(loader(sequences).stream(Position()), 0)))
 
 
-# --- workers -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("method", "num_workers"), [("fork", 2), ("spawn", 1)])
 def test_worker_processes_change_nothing(
-    tiny_store: SequenceStore,
-    proteins: list[np.ndarray],
-    tmp_path: Path,
-    method: str,
-    num_workers: int,
+    tiny_store: SequenceStore, proteins: list[Any], tmp_path: Path, method: str, num_workers: int
 ) -> None:
     default = multiprocessing.get_start_method()
     multiprocessing.set_start_method(method, force=True)
@@ -253,9 +223,6 @@ def test_a_store_that_cannot_be_read_is_named_in_one_line(num_workers: int) -> N
         next(loader(damaged, num_workers=num_workers).stream(Position()))
 
 
-# --- the rest ----------------------------------------------------------------------------------
-
-
 def test_packing_all_gives_each_sequence_under_its_index(proteins: list[np.ndarray]) -> None:
     sequences = proteins[:40]
     batches = pack_all(sequences, token_budget=2048, max_length=300)
@@ -269,8 +236,7 @@ def test_packing_all_gives_each_sequence_under_its_index(proteins: list[np.ndarr
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"num_workers": -1}, {"prefetch_factor": 0}, {"micro_batches": 0}, {"token_budget": 127}],
+    "changes", [{"num_workers": -1}, {"micro_batches": 0}, {"token_budget": 9}]
 )
 def test_impossible_settings_are_named(tiny_store: SequenceStore, changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError) as caught:

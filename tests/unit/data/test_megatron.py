@@ -10,7 +10,7 @@ the document index.
 
 import struct
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +21,12 @@ from d2plm.core.vocabulary import DNA, FIRST, Bytes, Subwords, Vocabulary
 from d2plm.data.ingest import ingest
 from d2plm.data.megatron import read_megatron
 from d2plm.data.store import SequenceStore
-from tests.conftest import MonkeyPatch
+from tests.conftest import Logged, MonkeyPatch
 
 Document = Sequence[Sequence[int]]  # of sequences of token ids
 CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H", 9: "I", 10: "Q"}  # of `struct`
 DOCUMENTS: list[Document] = [[[1, 2, 3]], [[4], [5, 6]], [], [[]], [[7, 0, 119, 8, 9]], [[10]]]
-WHOLE = {
-    "document0": [1, 2, 3],
-    "document1": [4, 5, 6],
-    "document4": [7, 0, 119, 8, 9],
-    "document5": [10],
-}
+WHOLE = {f"document{n}": [*chain(*one)] for n, one in enumerate(DOCUMENTS) if any(one)}
 BYTES = Bytes()
 
 
@@ -82,9 +77,7 @@ def read(
 
 @pytest.mark.parametrize("build", [mmididx, tntidx])
 @pytest.mark.parametrize("code", sorted(CODES))
-def test_both_layouts_and_every_dtype(
-    tmp_path: Path, build: Callable[..., Path], code: int
-) -> None:
+def test_both_layouts_any_dtype(tmp_path: Path, build: Callable[..., Path], code: int) -> None:
     assert read(build(tmp_path / "a.b", DOCUMENTS, code)) == WHOLE
 
 
@@ -114,9 +107,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     return Subwords(file)
 
 
-def test_the_tokenizers_end_of_document_is_no_content(
-    tmp_path: Path, words: Vocabulary, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ends_of_documents_are_dropped(tmp_path: Path, words: Vocabulary, caplog: Logged) -> None:
     ended = mmididx(tmp_path / "ended", [[[1, 2, 4]], [[3], [1, 4]], [], [[4]], [[4, 4]]])
     assert read(ended, words) == {"document0": [1, 2], "document1": [3, 1], "document4": [4]}
     plain = mmididx(tmp_path / "plain", [[[1, 2]], [[3]]])
@@ -150,9 +141,6 @@ def _put(place: int, change: bytes) -> Callable[[bytes], bytes]:
     return lambda whole: whole[:place] + change + whole[place + len(change) :]
 
 
-QUARTER = 1 << 62  # four lengths of it have no sum
-OVERFLOWING = [1, 4, 4, 5, 5, 6, *range(6), 0, QUARTER, -2 * QUARTER, -QUARTER, 0, 5]
-OVERFLOWING += [*[QUARTER] * 4, 5, *range(6)]
 # What is damaged: how the corpus is written, which of its files, and how that changes.
 DAMAGES: dict[str, tuple[Callable[..., Path], str, Callable[[bytes], bytes]]] = {
     "truncated data": (mmididx, ".bin", lambda whole: whole[:-2]),
@@ -173,18 +161,13 @@ DAMAGES: dict[str, tuple[Callable[..., Path], str, Callable[[bytes], bytes]]] = 
     "a token's width": (tntidx, ".idx", _put(24, b"\2")),
     "an older pointer": (tntidx, ".idx", _put(120, b"\x63")),
     "number of sizes": (tntidx, ".idx", lambda whole: _put(40, b"\7")(whole) + bytes(8)),
-    "a sum": (
-        tntidx,
-        ".idx",
-        lambda whole: whole[:8] + struct.pack(f"<{len(OVERFLOWING)}q", *OVERFLOWING),
-    ),
 }
 
 
 @pytest.mark.parametrize("what", DAMAGES)
 def test_damage_is_reported(tmp_path: Path, what: str) -> None:
     build, ending, change = DAMAGES[what]
-    build(tmp_path / "a", [[[1, 2, 3, 4, 5]]] if what == "a sum" else DOCUMENTS)
+    build(tmp_path / "a", DOCUMENTS)
     file = tmp_path / f"a{ending}"
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(DataError, match=str(tmp_path / "a")):

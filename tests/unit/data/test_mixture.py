@@ -19,19 +19,12 @@ from tests.conftest import MonkeyPatch, write_store
 Stores = dict[str, SequenceStore]
 Prepare = Callable[..., Path]
 
-# --- in the loader -----------------------------------------------------------------------------
 
-
-def test_every_segment_comes_from_the_store_that_its_number_names(
-    tiny_store: SequenceStore, tmp_path: Path
-) -> None:
+def test_segments_come_from_the_numbered_store(tiny_store: SequenceStore, tmp_path: Path) -> None:
     others = [np.full(n, residue, dtype=np.uint8) for n in (30, 200) for residue in range(4, 24)]
     stores = [tiny_store, write_store(tmp_path / "others", others)]
-    loader = PackedLoader(
-        [Collection(stores[0], weight=3), Collection(stores[1], weight=1)],
-        token_budget=512,
-        max_length=128,
-    )
+    mixed = [Collection(stores[0], weight=3), Collection(stores[1], weight=1)]
+    loader = PackedLoader(mixed, token_budget=512, max_length=128)
     draws = [0, 0]
     for batch in islice(loader.stream(Position()), loader.batches_in_epoch(0)):
         (packed,) = batch.micro_batches
@@ -43,9 +36,6 @@ def test_every_segment_comes_from_the_store_that_its_number_names(
             assert row.numpy().tobytes() in whole.tobytes()
             draws[which] += 1
     assert draws == [120, 40]  # of 120 + 40 sequences, three quarters and one quarter
-
-
-# --- by command --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -80,9 +70,7 @@ def collections(stores: Stores, *overrides: str) -> list[Collection]:
     return training_collections(compose("train", list(overrides)), stores)
 
 
-def test_sampling_by_cluster_draws_one_member_of_each(
-    stores: Stores, tiny_store: SequenceStore
-) -> None:
+def test_sampling_by_cluster_draws_one_of_each(stores: Stores, tiny_store: SequenceStore) -> None:
     (collection,) = collections(stores, "data.sampling=cluster")
     loader = PackedLoader([collection], token_budget=1024, max_length=1024)
     plan = loader.sampler.plan(0)
@@ -105,12 +93,8 @@ def test_shuffled_proteins_keep_their_composition_alone(stores: Stores) -> None:
 def test_a_mixture_is_of_training_stores_with_weights(stores: Stores, prepare: Prepare) -> None:
     digest = stores["validation"].digest
     own, other = prepare("own", digest, []), prepare("other", "another", ["first", digest])
-    mixed = collections(
-        stores,
-        f"data.mixture={{own: {{prepared_dir: {own}, weight: 0.7}},"
-        f" other: {{prepared_dir: {other}, weight: 0.3}}}}",
-        "data.sampling=cluster",
-    )
+    both = f"a: {{prepared_dir: {own}, weight: 0.7}}, b: {{prepared_dir: {other}, weight: 0.3}}"
+    mixed = collections(stores, f"data.mixture={{{both}}}", "data.sampling=cluster")
     assert [(one.weight, one.by_cluster) for one in mixed] == [(0.7, True), (0.3, True)]
     paths = [one.sequences.path for one in mixed if isinstance(one.sequences, SequenceStore)]
     assert paths == [own / "train_lmdb", other / "train_lmdb"]

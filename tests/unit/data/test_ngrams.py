@@ -52,9 +52,8 @@ def test_overlaps_are_those_of_sets_of_ngrams(tmp_path: Path, length: int, share
     chosen[7] = False
     del pool[7]
     found = find_overlaps(store, chosen, NgramIndex(texts, length), share)
-    assert sorted((int(a), bool(b)) for a, b in found) == sorted(
-        _expected(pool, texts, length, share)
-    )
+    expected = sorted(_expected(pool, texts, length, share))
+    assert sorted((int(a), bool(b)) for a, b in found) == expected
     assert len(found)
 
 
@@ -98,9 +97,7 @@ def _jaccard(one: Tokens, other: Tokens) -> float:
 
 
 @pytest.mark.parametrize("hashes", [97, module._HASHES])
-def test_the_clusters_are_the_components_of_exact_similarities(
-    tmp_path: Path, hashes: int, monkeypatch: MonkeyPatch
-) -> None:
+def test_clusters_are_components(tmp_path: Path, hashes: int, monkeypatch: MonkeyPatch) -> None:
     """Whether or not a document has more n-grams than are hashed at once."""
     monkeypatch.setattr(module, "_HASHES", hashes)
     documents = _documents(np.random.default_rng(0))

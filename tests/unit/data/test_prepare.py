@@ -26,43 +26,25 @@ from d2plm.data.manifest import open_prepared
 from d2plm.data.split import choose_clusters, find_ids
 from d2plm.data.store import SequenceStore
 from d2plm.settings.data import EITHER, ClusterSettings, Resources, SearchSettings, SplitSettings
-from tests.conftest import Logged, MonkeyPatch, write_store
+from tests.conftest import FASTA, Logged, MonkeyPatch, write_store
 
-ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "examples" / "data"
-PROTEINS = EXAMPLES / "uniprot_20k.fasta.gz"
+Calls = list[str]
 Records = Sequence[tuple[str, bytes | str]]
 
 
-def prepare(
-    inputs: Path,
-    output_dir: Path,
-    *,
-    clustering: ClusterSettings = ClusterSettings(),
-    coverage_mode: int | str = EITHER,
-    resources: Resources = Resources(threads=1),
-    keep: bool = False,
-    report: Any = lambda line: None,
-    relatives_sensitivity: float | None = None,
-    **split: Any,
-) -> dict[str, Any]:
+def prepare(inputs: Path, output_dir: Path, **given: Any) -> dict[str, Any]:
     """The function under test; what is left over are settings of the split."""
-    return module.prepare(
-        inputs,
-        output_dir,
-        split=SplitSettings(**{"validation_fraction": 0.2, **split}),
-        clustering=clustering,
-        # Half the time, and enough for planted families.
-        search=SearchSettings(coverage_mode=coverage_mode, sensitivity=4),
-        relatives_sensitivity=relatives_sensitivity,
-        resources=resources,
-        keep=keep,
-        report=report,
-    )
+    own = {"clustering", "resources", "keep", "report", "relatives_sensitivity"} & given.keys()
+    named: dict[str, Any] = {"resources": Resources(threads=1), "report": lambda _: None}
+    named |= {name: given.pop(name) for name in own}
+    # Half the time, and enough for planted families.
+    search = SearchSettings(coverage_mode=given.pop("coverage_mode", EITHER), sensitivity=4)
+    split = SplitSettings(**{"validation_fraction": 0.2, **given})
+    return module.prepare(inputs, output_dir, split=split, search=search, **named)
 
 
 def _records(count: int = 100) -> list[tuple[str, bytes | str]]:
-    return [(r.name, decode(r.tokens)) for r in islice(read_fasta(PROTEINS), count)]
+    return [(r.name, decode(r.tokens)) for r in islice(read_fasta(FASTA), count)]
 
 
 def _planted() -> list[tuple[str, str]]:
@@ -89,23 +71,16 @@ def _fasta(folder: Path, records: Records, name: str = "in.fasta") -> Path:
     return folder / name
 
 
-def _homologous(one: np.ndarray, two: np.ndarray) -> bool:
-    return len(one) == len(two) and bool((one == two).mean() >= 0.5)
-
-
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The first proteins of eight families are held out: at 0.95 clusters are single sequences."""
     folder = tmp_path_factory.mktemp("planted")
     records = _planted()
     (folder / "ids").write_text("\n".join(name for name, _ in records[:24:3]))
-    manifest = prepare(
-        _fasta(folder, [*records, ("duplicate", records[0][1])]),
-        folder / "out",
-        validation_ids=str(folder / "ids"),
-        clustering=ClusterSettings(method="linclust", min_seq_id=0.95),
-        relatives_sensitivity=4,
-    )
+    fasta = _fasta(folder, [*records, ("duplicate", records[0][1])])
+    settings = {"validation_ids": str(folder / "ids"), "relatives_sensitivity": 4}
+    clustering = ClusterSettings(method="linclust", min_seq_id=0.95)
+    manifest = prepare(fasta, folder / "out", clustering=clustering, **settings)
     return folder, manifest
 
 
@@ -145,18 +120,18 @@ def test_the_manifest_accounts_for_every_record(planted: tuple[Path, Any]) -> No
 
 
 @pytest.fixture
-def fake_mmseqs(monkeypatch: MonkeyPatch) -> list[str]:
+def calls(monkeypatch: MonkeyPatch) -> Calls:
     """Stands in for MMseqs2: proteins of one length are homologs; lists the calls."""
-    calls: list[str] = []
+    called: Calls = []
 
     def cluster(self: MMseqs, fasta: Path, count: int, settings: ClusterSettings) -> np.ndarray:
-        calls.append("cluster")
+        called.append("cluster")
         lengths = [len(r.tokens) for r in read_fasta(fasta)]
         assert len(lengths) == count
         return np.array([lengths.index(n) for n in lengths], dtype=np.int32)
 
     def search(self: MMseqs, queries: Path, targets: Path, settings: SearchSettings) -> Hits:
-        calls.append("search")
+        called.append("search")
         lengths = [[len(r.tokens) for r in read_fasta(path)] for path in (queries, targets)]
         pairs = np.argwhere(np.equal.outer(*map(np.array, lengths)))
         alike = np.ones(len(pairs))
@@ -165,36 +140,31 @@ def fake_mmseqs(monkeypatch: MonkeyPatch) -> list[str]:
     monkeypatch.setattr(MMseqs, "cluster", cluster)
     monkeypatch.setattr(MMseqs, "search", search)
     monkeypatch.setattr(similarity, "mmseqs_version", lambda binary: "fake")
-    return calls
+    return called
 
 
-def test_prepared_data_are_reused_but_not_of_another_setting_or_input(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_only_the_same_setting_and_input_are_reused(tmp_path: Path, calls: Calls) -> None:
     fasta = _fasta(tmp_path, _records())
     raw = tmp_path / "out" / "raw_lmdb"
     first = prepare(fasta, tmp_path / "out")
     inode = raw.stat().st_ino
-    fake_mmseqs.clear()
+    calls.clear()
     assert prepare(fasta.rename(tmp_path / "elsewhere.fasta"), tmp_path / "out") == first
-    assert (fake_mmseqs, raw.stat().st_ino) == ([], inode)
+    assert (calls, raw.stat().st_ino) == ([], inode)
     fasta = tmp_path / "elsewhere.fasta"
-    made = [
-        first,
-        prepare(fasta, tmp_path / "out", validation_fraction=0.3),
-        prepare(fasta, tmp_path / "out", validation_fraction=0.3, split_seed=1),
-        prepare(fasta, tmp_path / "out", split_seed=1, coverage_mode=0),
-    ]
-    assert fake_mmseqs.count("cluster") == 0
+    more: dict[str, Any] = {"validation_fraction": 0.3}
+    changes = [more, {**more, "split_seed": 1}, {"split_seed": 1, "coverage_mode": 0}]
+    made = [first, *(prepare(fasta, tmp_path / "out", **one) for one in changes)]
+    assert calls.count("cluster") == 0
     fasta = _fasta(tmp_path, _records(90))
     made.append(prepare(fasta, tmp_path / "out", validation_fraction=0.3, split_seed=1))
     assert len({manifest["key"] for manifest in made}) == 5
     assert len({manifest["digests"]["validation"] for manifest in made}) == 5
-    assert fake_mmseqs.count("cluster") == 1
+    assert calls.count("cluster") == 1
 
 
 @pytest.mark.parametrize("file", ["train_lmdb/data.mdb", "manifest.json", "cache/*"])
-def test_damaged_data_are_prepared_again(tmp_path: Path, fake_mmseqs: list[str], file: str) -> None:
+def test_damaged_data_are_prepared_again(tmp_path: Path, calls: Calls, file: str) -> None:
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     first = prepare(fasta, out)
     (damaged,) = out.glob(file)
@@ -205,17 +175,13 @@ def test_damaged_data_are_prepared_again(tmp_path: Path, fake_mmseqs: list[str],
     open_prepared(out).splits["train"].verify()
 
 
-def test_relatives_of_training_proteins_are_the_members_of_their_families(
-    tmp_path: Path, planted: tuple[Path, Any]
-) -> None:
+def test_relatives_are_the_members_of_families(tmp_path: Path, planted: tuple[Path, Any]) -> None:
     out = shutil.copytree(planted[0] / "out", tmp_path / "out")
     prepared = open_prepared(out)
     train, index = prepared.splits["train"], prepared.relatives
     assert index is not None
-    families = [
-        train.names(number)[-1].removesuffix("_1").removesuffix("_2")
-        for number in range(len(train))
-    ]
+    last = [train.names(number)[-1] for number in range(len(train))]
+    families = [name.removesuffix("_1").removesuffix("_2") for name in last]
     assert len({*families}) == 4
     for number, family in enumerate(families):
         own = {other for other, name in enumerate(families) if name == family and other != number}
@@ -230,7 +196,7 @@ def test_relatives_of_training_proteins_are_the_members_of_their_families(
         open_prepared(out).verify_relatives()
 
 
-def test_relatives_of_other_data_are_not_opened(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+def test_relatives_of_other_data_are_not_opened(tmp_path: Path, calls: Calls) -> None:
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     prepare(fasta, out, relatives_sensitivity=1)
     bounds = out / "train_relatives" / "bounds.npy"
@@ -244,9 +210,7 @@ def test_relatives_of_other_data_are_not_opened(tmp_path: Path, fake_mmseqs: lis
     assert not (out / "train_relatives").exists()
 
 
-def test_a_raw_store_gives_the_split_of_its_fasta_in_any_order(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_a_raw_store_gives_the_split_of_its_fasta(tmp_path: Path, calls: Calls) -> None:
     records = _records()
     ingest(_fasta(tmp_path, random.Random(1).sample(records, len(records))), tmp_path / "raw")
     from_fasta = prepare(_fasta(tmp_path, records), tmp_path / "a")
@@ -258,11 +222,8 @@ def test_a_raw_store_gives_the_split_of_its_fasta_in_any_order(
         prepare(tmp_path / "a" / "train_lmdb", tmp_path / "again")
 
 
-def test_leaks_that_a_search_cannot_end_are_an_error(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
-) -> None:
-    one = np.zeros(1, dtype=np.int64)
-    hits = Hits(one, one, np.ones(1, np.float32), np.ones(1))
+def test_endless_leaks_are_an_error(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
+    hits = Hits(np.zeros(1, int), np.zeros(1, int), np.ones(1, np.float32), np.ones(1))
     monkeypatch.setattr(MMseqs, "search", lambda *a, **k: hits)
     with pytest.raises(DataError, match="still finds homologs"):
         prepare(_fasta(tmp_path, _records()), tmp_path / "out")
@@ -297,9 +258,7 @@ def test_never_more_is_held_out_and_no_cluster_that_fits_is_left(tmp_path: Path,
         rest &= ~held_out
 
 
-def test_clusters_in_use_are_not_chosen_and_a_sequence_keeps_its_place_beside_others(
-    tmp_path: Path,
-) -> None:
+def test_clusters_in_use_are_not_chosen_and_sequences_keep_places(tmp_path: Path) -> None:
     """The order of the clusters is a hash of their own content."""
     store, none = _store(tmp_path, 60), np.zeros(60, dtype=bool)
     alone = np.arange(60, dtype=np.int32)
@@ -312,22 +271,16 @@ def test_clusters_in_use_are_not_chosen_and_a_sequence_keeps_its_place_beside_ot
     assert np.flatnonzero(chosen).tolist() == [2, 3, 6, 7]
 
 
-def test_validation_and_test_are_held_out_and_nothing_leaks_between_any_two(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
-    manifest = prepare(
-        _fasta(tmp_path, _planted()[:36]),
-        tmp_path / "out",
-        validation_fraction=0.25,
-        test_fraction=0.25,
-        clustering=ClusterSettings(method="none"),
-    )
+def test_nothing_leaks_between_any_two_splits(tmp_path: Path, calls: Calls) -> None:
+    fasta, clustering = _fasta(tmp_path, _planted()[:36]), ClusterSettings(method="none")
+    shares = {"validation_fraction": 0.25, "test_fraction": 0.25}
+    manifest = prepare(fasta, tmp_path / "out", clustering=clustering, **shares)
     stores = {
         name: list(SequenceStore(tmp_path / "out" / f"{name}_lmdb"))
         for name in ("train", "validation", "test")
     }
     for one, other in combinations(stores.values(), 2):
-        assert not any(_homologous(a, b) for a in one for b in other)
+        assert not {*map(len, one)} & {*map(len, other)}
     assert len(stores["test"]) == 9
     assert {one["dropped_from"] for one in manifest["searches"]} == {"validation", "train"}
     counts = manifest["counts"]
@@ -336,7 +289,7 @@ def test_validation_and_test_are_held_out_and_nothing_leaks_between_any_two(
     assert manifest["leaking_pairs_after"] == 0
 
 
-def test_listed_identifiers_are_held_out(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+def test_listed_identifiers_are_held_out(tmp_path: Path, calls: Calls) -> None:
     records = [*_records(40), ("copy", _records(40)[7][1])]
     by_name, by_accession = records[3][0], records[5][0].split("|")[1]
     validation, test = tmp_path / "validation.txt", tmp_path / "test.txt"
@@ -366,12 +319,12 @@ def test_identifiers_that_name_nothing_are_rejected(tmp_path: Path) -> None:
             find_ids(store, ids, everything)
 
 
-def test_homologs_of_excluded_ones_are_left_out(tmp_path: Path, fake_mmseqs: list[str]) -> None:
+def test_homologs_of_excluded_ones_are_left_out(tmp_path: Path, calls: Calls) -> None:
     records, out = _records(), tmp_path / "out"
     excluded = _fasta(tmp_path, records[:10], "excluded.fasta")
     prepare(_fasta(tmp_path, records), out, exclude_homologs_of=[str(excluded)])
-    lengths = {len(record[1]) for record in records[:10]}
-    assert not lengths & set(SequenceStore(out / "train_lmdb").lengths.tolist())
+    lengths = SequenceStore(out / "train_lmdb").lengths.tolist()
+    assert not {len(text) for _, text in records[:10]} & {*lengths}
 
 
 def _stopped(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
@@ -384,32 +337,24 @@ def _stopped(tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
     return fasta, out
 
 
-def test_what_took_long_is_kept_after_a_stop_and_leftovers_are_taken_away(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_a_stop_keeps_searches_and_no_leftovers(tmp_path: Path, calls: Calls) -> None:
     for leftover in (".scratch/mmseqs-x", "partial.raw_lmdb", "partial.train_lmdb"):
         (tmp_path / "out" / leftover).mkdir(parents=True)
         (tmp_path / "out" / leftover / "data.mdb").write_bytes(b"half")
     fasta, out = _stopped(tmp_path)
-    assert fake_mmseqs.count("cluster") == 1
-    assert fake_mmseqs.count("search") >= 2
+    assert calls.count("cluster") == 1
+    assert calls.count("search") >= 2
     assert not (out / "manifest.json").exists()
-    fake_mmseqs.clear()
+    calls.clear()
     resumed = prepare(fasta, out)
-    assert fake_mmseqs == []
+    assert calls == []
     assert {p.name for p in out.iterdir()} - {"mmseqs.log"} == {
         *("cache", "manifest.json", "raw_lmdb", "train_lmdb", "validation_lmdb")
     }
     assert resumed["digests"] == prepare(fasta, tmp_path / "unbroken")["digests"]
-    fake_mmseqs.clear()
-    prepare(fasta, out, coverage_mode=0)  # searched by another rule
-    assert fake_mmseqs.count("search") >= 2
-    assert fake_mmseqs.count("cluster") == 0
 
 
-def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
-) -> None:
+def test_scratch_files_go_elsewhere(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
     elsewhere, made = tmp_path / "elsewhere", Mock(side_effect=MMseqs)
     monkeypatch.setattr(homology, "MMseqs", made)
     resources = Resources(threads=1, memory_limit="1G", temporary_dir=str(elsewhere))
@@ -420,9 +365,7 @@ def test_temporary_files_go_where_they_are_sent_and_are_taken_away(
     assert not elsewhere.exists() or not list(elsewhere.iterdir())
 
 
-def test_a_split_that_was_half_replaced_is_not_opened(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
-) -> None:
+def test_half_a_split_is_not_opened(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
     """Otherwise a new training split would stand beside an old validation split."""
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     prepare(fasta, out)
@@ -444,29 +387,24 @@ def test_a_split_that_was_half_replaced_is_not_opened(
         open_prepared(out)
 
 
-def test_searches_of_other_sequences_are_not_taken_for_these(
-    tmp_path: Path, fake_mmseqs: list[str], monkeypatch: MonkeyPatch
-) -> None:
+def test_others_searches_are_unused(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
     """A clustering that was lost and came out otherwise holds out others."""
     fasta, out = _stopped(tmp_path)
     for stage in (out / "cache").glob("clusters-*"):
         stage.unlink()
     monkeypatch.setattr(MMseqs, "cluster", lambda *of: np.arange(of[2], dtype=np.int32))
-    fake_mmseqs.clear()
+    calls.clear()
     prepare(fasta, out)
     stores = (SequenceStore(out / f"{split}_lmdb") for split in ("train", "validation"))
     train, held = (set(store.lengths.tolist()) for store in stores)
-    assert "search" in fake_mmseqs
+    assert "search" in calls
     assert not train & held
 
 
 def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
     """Where dropping something lets the other direction find more, it is asked again."""
-    hits = {
-        ("from_held_out", 6): [(0, 1)],
-        ("from_training", 5): [(1, 0), (1, 1)],
-        ("from_held_out", 4): [(0, 0), (0, 0)],
-    }
+    hits = {("from_held_out", 6): [(0, 1)], ("from_training", 5): [(1, 0), (1, 1)]}
+    hits["from_held_out", 4] = [(0, 0), (0, 0)]
     asked: list[tuple[str, int]] = []
 
     def search(direction: str, left: np.ndarray) -> np.ndarray:
@@ -489,9 +427,7 @@ def test_every_direction_is_searched_on_what_is_left_at_the_end() -> None:
     assert asked[:3] == [("from_held_out", 6), ("from_training", 6), ("from_held_out", 5)]
 
 
-def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_from(
-    tmp_path: Path, fake_mmseqs: list[str]
-) -> None:
+def test_kept_data_are_taken_whatever_they_were_made_from(tmp_path: Path, calls: Calls) -> None:
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     made = prepare(fasta, out, validation_fraction=0.2, keep=True)
     kept = prepare(tmp_path / "absent.fasta", out, validation_fraction=0.3, keep=True)
@@ -502,8 +438,8 @@ def test_prepared_data_that_are_to_be_kept_are_taken_whatever_they_were_made_fro
 
 
 @pytest.mark.parametrize("settings", [{}, {"keep": True}, {"validation_fraction": 0.3}])
-def test_of_two_preparations_the_second_waits_for_the_first(
-    settings: dict[str, Any], tmp_path: Path, fake_mmseqs: list[str], caplog: Logged
+def test_a_second_preparation_waits(
+    settings: dict[str, Any], tmp_path: Path, calls: Calls, caplog: Logged
 ) -> None:
     fasta, out, begun = _fasta(tmp_path, _records()), tmp_path / "out", list[str]()
     with ThreadPoolExecutor() as pool:
@@ -523,7 +459,7 @@ def test_of_two_preparations_the_second_waits_for_the_first(
 
 
 @pytest.mark.parametrize("name", [".lock", "mmseqs.log", "train_lmdb", "manifest.json"])
-def test_what_is_in_the_way_is_named(tmp_path: Path, fake_mmseqs: list[str], name: str) -> None:
+def test_what_is_in_the_way_is_named(tmp_path: Path, calls: Calls, name: str) -> None:
     fasta, out = _fasta(tmp_path, _records()), tmp_path / "out"
     (out / name / "in the way").mkdir(parents=True)
     with pytest.raises(DataError, match=str(out)):
@@ -532,7 +468,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, fake_mmseqs: list[str], nam
 
 
 @pytest.mark.parametrize("texts", [[b"MKV"], [b"MKV", b"MKV"], [b"MKV", b"MKL"]])
-def test_too_few_to_split(tmp_path: Path, fake_mmseqs: list[str], texts: list[bytes]) -> None:
+def test_too_few_to_split(tmp_path: Path, calls: Calls, texts: list[bytes]) -> None:
     fasta = _fasta(tmp_path, [(f"p{i}", text) for i, text in enumerate(texts)])
     with pytest.raises(SplitError):
         prepare(fasta, tmp_path / "out", validation_fraction=0.5)

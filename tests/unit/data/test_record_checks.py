@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from d2plm.core.errors import DataError
@@ -54,9 +54,7 @@ def read(folder: Path, content: str | bytes) -> dict[str, str]:
 @pytest.mark.parametrize(
     "text",
     [
-        "M K R T L V W G A D E N Q S Y P I H C F M K L",
         "MKRTLVWGAD\tENQSYPIHCF\tMKL  ",
-        "MKRTLVWGAD\nenqsypihcf\nMkl\n",  # soft-masked
         "MKRTlvwgadENQSYPIHCFMKL*\n",
         "MKRTLVWGADENQSYPIHCFMKL.\n",
         "MKRTLVWGAD ENQSYPIHCF MK\nL*",
@@ -68,13 +66,7 @@ def test_blanks_between_blocks_and_lower_case_are_no_words(tmp_path: Path, text:
     assert read(tmp_path, f">a\n{text}") == {"a": SHORT}
 
 
-@settings(deadline=None)
-@given(
-    st.text(CANONICAL, min_size=25, max_size=300),
-    st.integers(1, 80),
-    st.integers(0, 30),
-    st.booleans(),
-)
+@given(st.text(CANONICAL, min_size=25), st.integers(1, 80), st.integers(0, 30), st.booleans())
 def test_a_sequence_may_be_divided_and_masked_in_any_regular_way(
     tmp_path_factory: pytest.TempPathFactory, text: str, width: int, masked: int, blocks: bool
 ) -> None:

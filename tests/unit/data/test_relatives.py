@@ -10,14 +10,8 @@ import pytest
 from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import PROTEIN, Tokens
-from d2plm.data.loader import (
-    IDENTITIES,
-    WITHOUT_RELATIVES,
-    Collection,
-    GlobalBatch,
-    PackedLoader,
-    Position,
-)
+from d2plm.data import loader as module
+from d2plm.data.loader import Collection, GlobalBatch, PackedLoader, Position
 from d2plm.data.relatives import LONGEST_RELATIVE, RelativesIndex, aligned_part
 from d2plm.data.store import SequenceStore
 from tests.conftest import write_store
@@ -89,18 +83,16 @@ def test_an_epoch_draws_relatives_below_an_identity_or_none(tiny_store: Sequence
     assert sorted(found) == list(range(len(tiny_store)))
     texts = [tokens[:LONGEST_RELATIVE].tobytes() for tokens in tiny_store]
     for sequence, relatives in found.items():
-        below = [index.below(sequence, identity) for identity in IDENTITIES]
+        below = [index.below(sequence, identity) for identity in module.IDENTITIES]
         allowed = [[texts[i] for i in own[:most]] for own in below for most in range(MOST + 1)]
         assert relatives in allowed
     alone = np.mean([not relatives for relatives in found.values()])
-    assert abs(alone - WITHOUT_RELATIVES) < 4 * (0.2 * 0.8 / len(tiny_store)) ** 0.5
+    assert abs(alone - module.WITHOUT_RELATIVES) < 4 * (0.2 * 0.8 / len(tiny_store)) ** 0.5
     assert {len(relatives) for relatives in found.values()} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("change", [{"num_workers": 2}, {"bins_per_micro_batch": 2}])
-def test_neither_workers_nor_larger_rows_change_what_is_drawn(
-    tiny_store: SequenceStore, change: dict[str, int]
-) -> None:
+def test_workers_and_rows_change_nothing(tiny_store: SequenceStore, change: dict[str, int]) -> None:
     # In rows of several bins sequences change places, and their relatives with them.
     micro_batches = 2 // change.get("bins_per_micro_batch", 1)
     expected = in_epoch(epoch_of(loader(tiny_store, micro_batches=2)))
@@ -136,17 +128,14 @@ def residues(random: np.random.Generator, length: int) -> Tokens:
 
 def homolog(random: np.random.Generator, protein: Tokens, identity: float) -> Tokens:
     """Residues replaced, and one in fifty deleted or doubled."""
-    changed = np.where(
-        random.random(len(protein)) < identity, protein, residues(random, len(protein))
-    )
+    others = residues(random, len(protein))
+    changed = np.where(random.random(len(protein)) < identity, protein, others)
     return np.repeat(changed, random.choice([0, 1, 2], len(protein), p=[0.01, 0.98, 0.01]))
 
 
 @pytest.mark.parametrize(("length", "identity"), [(150, 0.6), (500, 0.4)])
 @pytest.mark.parametrize(("before", "after"), [(0, 4000), (2500, 0), (30000, 2000)])
-def test_a_long_relative_is_cut_to_what_aligns(
-    identity: float, before: int, after: int, length: int
-) -> None:
+def test_a_long_relative_is_cut(identity: float, before: int, after: int, length: int) -> None:
     random = np.random.default_rng(0)
     protein = residues(random, length)
     own = homolog(random, protein, identity)

@@ -34,14 +34,8 @@ BYTES = vocabulary("bytes")
 def _split(inputs: Path, output: Path, of: Vocabulary, **settings: Any) -> dict[str, Any]:
     """The manifest of a split, by default of the identifiers in the file `ids` beside it."""
     split = settings.pop("split", {"validation_ids": str(output.parent / "ids")})
-    return prepare(
-        inputs,
-        output,
-        vocabulary=of,
-        split=SplitSettings(**split),
-        resources=Resources(threads=1),
-        **settings,
-    )
+    settings |= {"split": SplitSettings(**split), "resources": Resources(threads=1)}
+    return prepare(inputs, output, vocabulary=of, **settings)
 
 
 def _names(output: Path, split: str) -> set[str]:
@@ -59,9 +53,7 @@ def _nucleotides(count: int, length: int) -> dict[str, str]:
     return {f"n{i}": "".join(draw.choices("ACGT", k=length)) for i in range(count)}
 
 
-def test_both_strands_of_held_out_nucleotides_and_fragments_of_them_are_not_trained_on(
-    tmp_path: Path,
-) -> None:
+def test_strands_and_fragments_of_held_out_nucleotides_are_not_trained_on(tmp_path: Path) -> None:
     records, draw = _nucleotides(12, 600), random.Random(0)
     mutated = "".join(draw.choice([one] * 6 + [*"ACGT"]) for one in records["n3"])
     homologs = {
@@ -73,13 +65,9 @@ def test_both_strands_of_held_out_nucleotides_and_fragments_of_them_are_not_trai
     written = {one: text.replace("T", "U") for one, text in (records | homologs).items()}
     write_fasta(tmp_path / "in.fasta", [*written.items()])
     (tmp_path / "ids").write_text("n0\nn1\nn2\nn3\n")
-    manifest = _split(
-        tmp_path / "in.fasta",
-        tmp_path / "out",
-        vocabulary("rna"),
-        clustering=ClusterSettings(method="none"),
-        search=SearchSettings(),
-    )
+    given = tmp_path / "in.fasta", tmp_path / "out", vocabulary("rna")
+    none = ClusterSettings(method="none")
+    manifest = _split(*given, clustering=none, search=SearchSettings())
     assert _names(tmp_path / "out", "train") == {*records} - {"n0", "n1", "n2", "n3"}
     assert manifest["counts"]["leaking_dropped"] == 4
     assert manifest["counts"]["leaking_dropped_partial"] == 2
@@ -91,14 +79,10 @@ def test_clusters_of_nucleotides_hold_both_strands(tmp_path: Path) -> None:
     records = _nucleotides(12, 600)
     strands = {f"{name}_strand": _reverse_complement(one) for name, one in records.items()}
     write_fasta(tmp_path / "in.fasta", [*records.items(), *strands.items()])
-    search = SearchSettings(max_seqs=20)
     split = {"validation_fraction": 0.34, "search_directions": "from_held_out"}
-    manifest = _split(
-        *(tmp_path / "in.fasta", tmp_path / "out", vocabulary("dna")),
-        split=split,
-        clustering=ClusterSettings(method="linclust"),
-        search=search,
-    )
+    given = tmp_path / "in.fasta", tmp_path / "out", vocabulary("dna")
+    clustering, search = ClusterSettings(method="linclust"), SearchSettings(max_seqs=20)
+    manifest = _split(*given, split=split, clustering=clustering, search=search)
     assert manifest["counts"]["clusters"] == 12
     assert manifest["counts"]["leaking_dropped"] == 0
     held = _names(tmp_path / "out", "validation")
@@ -116,13 +100,12 @@ def _jsonl(path: Path, texts: dict[str, str]) -> Path:
     return path
 
 
-@pytest.fixture(params=["bytes", "tokenizer"])
-def text_vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
-    return vocabulary(request.param, tokenizer=TOKENIZER if request.param == "tokenizer" else None)
+TEXTS = [BYTES, vocabulary("tokenizer", tokenizer=TOKENIZER)]
 
 
+@pytest.mark.parametrize("of", TEXTS, ids=lambda of: of.name)
 def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
-    tmp_path: Path, text_vocabulary: Vocabulary, monkeypatch: MonkeyPatch
+    tmp_path: Path, of: Vocabulary, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(similarity, "find_mmseqs", Mock(side_effect=DataError("not installed")))
     texts, other = _texts(30), [*_texts(40).values()][30:]
@@ -136,7 +119,7 @@ def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
     }
     corpus = _jsonl(tmp_path / "in.jsonl", texts | planted)
     (tmp_path / "ids").write_text("t0\nt1\nt2\n")
-    manifest = _split(corpus, tmp_path / "out", text_vocabulary)
+    manifest = _split(corpus, tmp_path / "out", of)
     expected = {*texts, "quotes"} - {"t0", "t1", "t2"}
     assert _names(tmp_path / "out", "train") == expected
     counts = manifest["counts"]
@@ -148,7 +131,7 @@ def test_texts_that_overlap_with_held_out_ones_are_not_trained_on(
     assert "mmseqs_version" not in manifest
     assert open_prepared(tmp_path / "out").provenance["search"] == manifest["settings"]["search"]
     # As of GPT-3: any shared n-gram.
-    every = _split(corpus, tmp_path / "out", text_vocabulary, text=TextSettings(overlap_share=1e-9))
+    every = _split(corpus, tmp_path / "out", of, text=TextSettings(overlap_share=1e-9))
     assert "quotes" not in _names(tmp_path / "out", "train")
     assert every["key"] != manifest["key"]
 
@@ -157,21 +140,19 @@ def test_near_duplicates_are_held_out_together_and_reused_by_content(tmp_path: P
     texts = _texts(20)
     copies = {f"{name}_copy": f"{text} end" for name, text in texts.items()}
     corpus = _jsonl(tmp_path / "in.jsonl", texts | copies)
-    lines = list[str]()
-    manifest = _split(corpus, tmp_path / "out", BYTES, split={"validation_fraction": 0.2})
+    lines, split = list[str](), {"validation_fraction": 0.2}
+    manifest = _split(corpus, tmp_path / "out", BYTES, split=split)
     assert manifest["counts"]["clusters"] == 20
     assert manifest["counts"]["leaking_dropped"] == 0
     held = _names(tmp_path / "out", "validation")
     assert len(held) == 8
     assert {name.removesuffix("_copy") for name in held} == {*held} & {*texts}
     raw = tmp_path / "out" / "raw_lmdb"
-    again = _split(
-        raw, tmp_path / "out", BYTES, split={"validation_fraction": 0.2}, report=lines.append
-    )
+    again = _split(raw, tmp_path / "out", BYTES, split=split, report=lines.append)
     assert again == manifest
     assert "reusing prepared data" in lines[-1]
     without = TextSettings(near_duplicate_similarity=None)
-    alone = _split(raw, tmp_path / "b", BYTES, split={"validation_fraction": 0.2}, text=without)
+    alone = _split(raw, tmp_path / "b", BYTES, split=split, text=without)
     assert alone["counts"]["clusters"] == 40
     assert alone["counts"]["leaking_dropped"] > 0
 
@@ -179,9 +160,8 @@ def test_near_duplicates_are_held_out_together_and_reused_by_content(tmp_path: P
 def test_a_record_that_was_cut_is_never_split_between_the_stores(tmp_path: Path) -> None:
     texts = _texts(12)
     corpus = _jsonl(tmp_path / "in.jsonl", texts)
-    manifest = _split(
-        *(corpus, tmp_path / "out", BYTES), window=100, split={"validation_fraction": 0.3}
-    )
+    split = {"validation_fraction": 0.3}
+    manifest = _split(corpus, tmp_path / "out", BYTES, window=100, split=split)
     assert manifest["counts"]["clusters"] == 12
     assert manifest["window"] == 100
     assert manifest["counts"]["pieces"] > manifest["counts"]["input"]

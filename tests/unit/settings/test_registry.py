@@ -37,8 +37,6 @@ def as_before(monkeypatch: MonkeyPatch) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class MineSettings(DiffusionSettings):
-    """A paradigm of one's own."""
-
     type: str = key("mine")
     """registered name of the paradigm"""
     strength: float = key(0.5, low=0, high=1)
@@ -99,37 +97,30 @@ from d2plm.training.metrics import Metric
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.trainer import Trainer
 
-
 @dataclass(frozen=True, kw_only=True)
 class MySettings(DiffusionSettings):
     type: str = key("my_paradigm")
     strength: float = key(0.5, low=0, high=1)
 
-
 class MyParadigm(AbsorbingDiffusion):
     Settings = MySettings
-
 
 class MyMetric(Metric):
     def read(self, trainer):
         return {"strength": trainer.paradigm.settings.strength}
-
 
 class Mark(Callback):
     def on_train_end(self, trainer):
         name = f"{type(trainer).__name__}-{type(trainer.optimizer).__name__}-{trainer.process.rank}"
         (trainer.output_dir / name).touch()
 
-
 class MyTrainer(Trainer):
     pass
-
 
 def my_optimizer(model, parameters, settings):
     optimizer = build_adamw(model, parameters, settings)
     optimizer.__class__ = type("Mine", (type(optimizer),), {})
     return optimizer
-
 
 register("paradigm", "my_paradigm", MyParadigm, MySettings)
 register("metric", "my_metric", MyMetric)
@@ -148,9 +139,7 @@ def research(tmp_path: Path) -> list[str]:
     return ["--module", str(file)]
 
 
-def test_a_module_is_named_on_the_command_line_and_passed_on(
-    research: list[str], tmp_path: Path
-) -> None:
+def test_a_module_of_the_command_line_is_passed_on(research: list[str], tmp_path: Path) -> None:
     config, _ = compose_arguments("train", [*research, *CHOICES])
     assert config.paradigm.strength == 0.25
     assert list(config.callbacks)[-1] == "mark"
@@ -169,9 +158,7 @@ def test_a_module_is_named_on_the_command_line_and_passed_on(
         assert str(caught.value).startswith(f"--module {name}: ")
 
 
-def test_processes_of_a_training_have_the_module(
-    research: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_ranks_have_modules(research: list[str], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     def run(torchrun: list[str], *_: object) -> int:
         assert "--nproc-per-node=2" in torchrun
         ran = d2plm(*torchrun[torchrun.index("train") :], WORLD_SIZE="1")  # one of its ranks
