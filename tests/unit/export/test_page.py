@@ -20,6 +20,7 @@ from d2plm.core.table import Number
 from d2plm.core.vocabulary import decode, encode
 from d2plm.data.family import Family
 from d2plm.data.fasta import write_fasta
+from d2plm.data.store import SequenceStore
 from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.membership import Judge
 from d2plm.evaluation.new_members import write_members
@@ -33,7 +34,7 @@ from d2plm.export.report_content import Sources, gather
 from d2plm.export.report_page import write_report
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from tests.conftest import DiTFactory, Tokens, write_store
+from tests.conftest import DiTFactory, Tokens
 from tests.evaluations import (
     BASELINES,
     invented_baselines,
@@ -66,34 +67,14 @@ def evaluation_of(digests: dict[str, str], *, foreign: bool = False) -> Evaluati
 
 
 @pytest.fixture(scope="module")
-def run(
-    tmp_path_factory: pytest.TempPathFactory, proteins: list[Tokens], tiny_dit: DiTFactory
-) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, few_prepared: Path, tiny_dit: DiTFactory) -> Path:
     """A finished run, of `d2plm report`: an export, an evaluation, prepared data, four proteins."""
     folder = tmp_path_factory.mktemp("run")
     output_dir, data = folder / "diffusion", folder / "data"
-    chosen = [tokens[:100] for tokens in proteins if len(tokens) > 100 and max(tokens) < 24][:60]
-    stores = {
-        "train": write_store(data / "train_lmdb", chosen[:48], [*range(48)]),
-        "validation": write_store(data / "validation_lmdb", chosen[48:], [*range(12)]),
-    }
-    digests = {split: store.digest for split, store in stores.items()}
-    counts: dict[str, Any] = {"input": 70, "dropped": {"too_short": 3}, "duplicates": 4}
-    counts |= {"distinct": 63, "clusters": 60, "leaking_dropped": 2, "leaking_dropped_partial": 0}
-    for split, store in stores.items():
-        counts |= {f"{split}_sequences": len(store), f"{split}_residues": store.residues}
-        counts[f"{split}_clusters"] = len(store)
-    similarity = {"min_seq_id": 0.5, "coverage": 0.8, "sensitivity": 7.0}
-    settings: dict[str, Any] = {
-        "split": {"search_directions": "from_held_out"},
-        "clustering": {"method": "cluster", "min_seq_id": 0.3, "coverage": 0.8},
-        "search": similarity,
-    }
-    search = {"dropped_from": "train", "direction": "from_held_out", "pairs": 5}
-    manifest = {"format": "d2plm.prepared", "key": "k", "mmseqs_version": "15"}
-    manifest |= {"input": f"{EVIL}.fasta", "counts": counts, "settings": settings}
-    manifest |= {"searches": [search], "leaking_pairs_after": 0, "digests": digests}
+    shutil.copytree(few_prepared, data)
+    manifest = {**json.loads((data / "manifest.json").read_text()), "input": f"{EVIL}.fasta"}
     (data / "manifest.json").write_text(json.dumps(manifest))
+    digests, train = manifest["digests"], SequenceStore(data / "train_lmdb")
     model: Any = tiny_dit(0)
     lengths = LengthHistogram.of(np.array([90, 100]), 126)
     provenance = {"step": 40, "name": EVIL, "settings": {"global_batch_tokens": 4096}}
@@ -108,7 +89,7 @@ def run(
         f"launcher: {{environment: {{HF_TOKEN: {PASSWORD}}}}}\n"
     )
     designs = [
-        ("copied", chosen[7]),
+        ("copied", next(one for one in train if len(one) <= 126 and max(one) < 24)),
         (EVIL, encode("MKV")),
         ("unlike", np.random.default_rng(2).integers(4, 24, 90).astype(np.uint8)),
         ("unknown", encode("MKTXXAYIAKQRQISFVKSHFSRQLEER")),
@@ -204,7 +185,7 @@ def test_the_statistics_are_those_of_the_sets_and_the_data_the_manifests(
     ngrams = [f"{one['ngram_js']['3']:.4f}" for one in sets.values()]
     assert found["3-grams: JS to training, nats"] == ngrams
     rows = [[*map(text, row)] for row in page.rows("designs")]
-    assert rows[0][4:] == ["protein7 a copy", "100.0%"]
+    assert rows[0][4].endswith(" a copy") and rows[0][5] == "100.0%"
     assert rows[2][4:] == ["none found", "–"]
     assert [one["in_training"] for one in designs["proteins"]] == [True, False, False, False]
     manifest = json.loads((run / "data" / "manifest.json").read_text())
@@ -212,7 +193,7 @@ def test_the_statistics_are_those_of_the_sets_and_the_data_the_manifests(
         expected = [[manifest["counts"][f"{split}_{what}"]] for split in manifest["digests"]]
         assert page.column("splits", place) == expected
     assert [text(row[4]) for row in page.rows("splits")] == [*manifest["digests"].values()]
-    assert page.column("searches", 2) == [[5]]
+    assert page.column("searches", 2) == [[one["pairs"]] for one in manifest["searches"]]
 
 
 def test_the_generated_proteins_are_the_files_with_their_own_bound(run: Path, page: Page) -> None:

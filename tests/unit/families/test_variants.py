@@ -13,6 +13,7 @@ from d2plm.families.variants import (
     MALFORMED,
     STOP,
     UNKNOWN,
+    UNSURE,
     VariantError,
     label_of,
     parse_variant,
@@ -41,9 +42,12 @@ SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
         ("p.A24G", ["A24G"]),
         ("p.Ala24=", ["A24A"]),
         ("A24=", ["A24A"]),
+        *((f"A24{arrow}G", ["A24G"]) for arrow in (">", "→", "->")),
+        ("p.Ala24>Gly", ["A24G"]),
         ("SA108D:SN144D", ["A108D", "N144D"]),  # of the protein S
         ("LA38G:KA40G", ["L38G", "K40G"]),  # of chain A
         *((text, []) for text in ("WT", "wt", "_wt", "p.=", "p.(=)", "=", "_sy", "wild-type")),
+        *((text, []) for text in ("parent", "Parental", "wild type", "wild_type")),
     ],
 )
 def test_a_variant_is_read(text: str, expected: list[str]) -> None:
@@ -55,9 +59,13 @@ def test_a_variant_is_read(text: str, expected: list[str]) -> None:
     [
         *((text, MALFORMED) for text in ("", "A24", "AA24G", "A24G::", "KRAS")),
         *((text, MALFORMED) for text in ("A24G:A24L", "c.76A>T", "A99999999999999999999G")),
-        *((text, STOP) for text in ("A24*", "p.Ala24Ter", "p.Ala24*", "A2G:L30*")),
+        *((text, MALFORMED) for text in ("Y52AF", "S100aS")),  # insertion codes
+        *((text, STOP) for text in ("A24*", "p.Ala24Ter", "p.Ala24*", "A2G:L30*", "A24>*")),
+        *((text, STOP) for text in ("A24stop", "A24Ter", "A24Stop")),
         *((text, INDEL) for text in ("A24-", "A24del", "p.Ala24del", "p.Lys23_Ala24insGly")),
         *((text, INDEL) for text in ("p.Ala24_Leu30del", "p.Arg97ProfsTer23", "p.Ala24fs")),
+        *((text, INDEL) for text in ("A24Δ", "delA24", "ΔA24", "A24DEL")),
+        *((text, UNSURE) for text in ("p.?", "p.Met1?", "p.0?", "p.0", "p.(Met1?)", "M1?")),
         *((text, UNKNOWN) for text in ("B24A", "A24J", "A24X", "X24A", "p.Ala24Sec")),
     ],
 )
