@@ -28,6 +28,11 @@ def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) 
     return phase.double() / 8 + times[segments][:, None] * (letters % 3)
 
 
+def uniform_model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
+    """Equal logits."""
+    return torch.zeros(len(tokens), 33, dtype=torch.float64)
+
+
 def invented_scores(
     residues: NDArray[np.int64],
     per_residue: float,
@@ -80,14 +85,9 @@ def invented_given_relatives() -> GivenRelatives:
     return GivenRelatives(8, 24, invented_bound(2.85), below, unrelated, 9e-8)
 
 
-def invented_evaluation(
-    perplexity: float, baselines: Mapping[str, float], **others: Any
-) -> Evaluation:
-    """An evaluation of a model and baselines of these perplexities, some attributes being others'.
-
-    Every difference has an interval of a tenth around it.
-    """
-    nats = math.log(perplexity)
+def invented_evaluation(model: float, baselines: Mapping[str, float], **others: Any) -> Evaluation:
+    """An evaluation of a model and baselines of these perplexities, with other attributes."""
+    nats = math.log(model)
     compared: dict[str, Any] = {
         name: invented_bound(math.log(other), nats - math.log(other))
         for name, other in baselines.items()

@@ -14,9 +14,7 @@ from tests.docs.markdown import DOCUMENTS, ROOT, Block, blocks, of
 pytestmark = pytest.mark.thorough  # models are trained
 
 
-def test_every_block_succeeds_and_leaves_a_trained_evaluated_registered_model(
-    followed: Followed,
-) -> None:
+def test_every_block_succeeds_and_leaves_a_registered_model(followed: Followed) -> None:
     assert followed.exit_code == 0, followed.output[-3000:]
     assert followed.left == 0, "the server has ended"
     left_out = [b for b in blocks(TUTORIAL) if not runs(b.language, b.needs)]

@@ -39,9 +39,7 @@ class KeepLosses(Callback):
         self.losses.append(float(trainer.loss))
 
 
-def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
-    tiny_workload: Workload, tmp_path: Path
-) -> None:
+def test_it_trains_exactly_as_our_trainer_does(tiny_workload: Workload, tmp_path: Path) -> None:
     import pytorch_lightning as lightning
     from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
 
@@ -106,9 +104,7 @@ def exported(prepared: Path, output: Path, *more: str) -> ExportedModel:
 
 
 @pytest.mark.thorough
-def test_the_lightning_script_shards_the_model_and_resumes(
-    few_prepared: Path, tmp_path: Path
-) -> None:
+def test_the_script_shards_the_model_and_resumes(few_prepared: Path, tmp_path: Path) -> None:
     whole = exported(few_prepared, tmp_path / "whole")
     assert (whole.provenance["step"], whole.max_length) == (4, 64)
     half = tmp_path / "whole" / "checkpoints" / "epoch=0-step=2.ckpt"
@@ -117,9 +113,7 @@ def test_the_lightning_script_shards_the_model_and_resumes(
         assert torch.equal(parameter, dict(whole.model.named_parameters())[name]), name
 
 
-def test_the_lightning_example_names_what_is_wrong_with_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(tmp_path / "absent"), str(tmp_path)])
     with pytest.raises(SystemExit, match="absent"):
         runpy.run_path(str(EXAMPLE), run_name="__main__")

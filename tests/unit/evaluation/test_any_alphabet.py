@@ -130,9 +130,7 @@ def test_bits_per_byte_are_those_of_a_hand_computation() -> None:
     assert "bits/byte" in as_markdown(found) and "bits/byte" in as_text(found)
 
 
-def test_a_model_of_bytes_is_evaluated_as_one_of_texts(
-    tmp_path: Path, tiny_dit: DiTFactory
-) -> None:
+def test_a_model_of_bytes_is_evaluated_as_of_texts(tmp_path: Path, tiny_dit: DiTFactory) -> None:
     model: Any = tiny_dit(0, vocab_size=BYTES.size)
     paradigm = AbsorbingDiffusion()
     paradigm.vocabulary = BYTES

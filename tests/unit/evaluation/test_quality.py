@@ -124,9 +124,7 @@ def test_training_counts_are_of_substrings(make_store: StoreFactory, limit: int 
     assert_same(found, counts_of([text[:limit] for text in sequences]))
 
 
-def test_copies_are_found_and_nothing_near_them(
-    make_store: StoreFactory, proteins: list[Tokens]
-) -> None:
+def test_only_exact_copies_are_found(make_store: StoreFactory, proteins: list[Tokens]) -> None:
     store = make_store(proteins[:1500])
     changed = proteins[1400].copy()
     changed[0] ^= 1

@@ -57,9 +57,7 @@ HEADER = "mutant,score,sd"
         ("line 2", [",Library,", HEADER, "K2A,1,2"]),
     ],
 )
-def test_what_cannot_be_read_as_meant_is_named(
-    tmp_path: Path, message: str, lines: list[str]
-) -> None:
+def test_what_cannot_be_read_is_named(tmp_path: Path, message: str, lines: list[str]) -> None:
     with pytest.raises(DataError, match=message):
         table(tmp_path, *lines).measured()
 

@@ -143,9 +143,7 @@ def exact_toy() -> tuple[FamilyDesigns, Floats]:
     return toy, law
 
 
-def test_residues_that_depend_on_each_other_are_drawn_from_their_joint_law(
-    monkeypatch: MonkeyPatch,
-) -> None:
+def test_residues_that_depend_on_each_other_are_drawn_jointly(monkeypatch: MonkeyPatch) -> None:
     """An exact denoiser of a known law in the place of the pairs."""
     toy, joint = exact_toy()
     monkeypatch.setattr(toy, "closeness", lambda temperature, identity: (1.0, 1.0))

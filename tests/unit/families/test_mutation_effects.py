@@ -99,9 +99,7 @@ def test_it_finds_the_effects_of_a_family_of_independent_sites() -> None:
 
 @pytest.mark.parametrize("text", ["M", "MX", "X", "MKTAYIAKUQRBZO", "W" * 300])
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_every_variant_has_a_score_whatever_is_given(
-    text: str, number: int, caplog: Logged
-) -> None:
+def test_every_variant_has_a_score_in_any_family(text: str, number: int, caplog: Logged) -> None:
     strange = [encode("G" * 40), encode("X" * 5), encode("M"), encode("MKTAUIAKQRXX")][:number]
     protein = encode(text)
     variants = [Variant((len(text) - 1,), (CANONICAL_START + to,)) for to in range(20)]

@@ -82,9 +82,7 @@ def test_what_cannot_be_scored_has_a_reason(text: str, reason: str) -> None:
     st.integers(-50, 500),
     st.data(),
 )
-def test_a_placed_variant_changes_what_is_written(
-    text: str, separator: str, offset: int, data: st.DataObject
-) -> None:
+def test_a_variant_is_placed(text: str, separator: str, offset: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, unique=True))
     mutants = [data.draw(st.sampled_from(CANONICAL)) for _ in positions]
     written = [
@@ -109,9 +107,7 @@ def test_a_placed_variant_changes_what_is_written(
         ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K", DISAGREES),
     ],
 )
-def test_a_variant_of_another_protein_is_rejected(
-    text: str, offset: int, message: str, reason: str
-) -> None:
+def test_variants_of_others_are_rejected(text: str, offset: int, message: str, reason: str) -> None:
     with pytest.raises(VariantError) as caught:
         place(parse_variant(text), "MKXT", offset=offset, name="P1")
     assert message in str(caught.value)
@@ -137,9 +133,7 @@ def numbered(places: list[int], offset: int) -> list[str]:
         (["WT"], "P1", 0),
     ],
 )
-def test_the_offset_at_which_nearly_all_agree_is_found(
-    texts: list[str], name: str, offset: int
-) -> None:
+def test_the_offset_at_which_most_agree_is_found(texts: list[str], name: str, offset: int) -> None:
     assert place_variants(texts, encode(SEQUENCE), name=name)[1] == offset
 
 
@@ -150,9 +144,7 @@ def test_the_offset_at_which_nearly_all_agree_is_found(
         (["A11G", "K12G", "L13G"], "MAKLMAKL", "3 at 5, 9"),
     ],
 )
-def test_a_numbering_that_is_not_clear_is_refused_with_the_candidates(
-    texts: list[str], sequence: str, message: str
-) -> None:
+def test_an_unclear_numbering_is_refused(texts: list[str], sequence: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         place_variants(texts, encode(sequence), name="P1")
     assert message in str(caught.value)

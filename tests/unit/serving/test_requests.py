@@ -62,7 +62,7 @@ def test_scores_and_designs_are_those_of_the_library(exports: Exports, kind: str
         assert [row["sequence"] for row in found] == model.generate(**settings | other)
 
 
-def test_what_has_no_value_is_null_and_the_model_is_prepared_once(
+def test_no_value_is_null_and_the_model_is_prepared_once(
     ask: Ask, monkeypatch: MonkeyPatch
 ) -> None:
     (row,) = rows_of(ask(table("sequence", "XX", masks_per_sequence=1)))
@@ -149,9 +149,7 @@ def test_a_hostile_request_is_rejected_in_a_short_answer(
     assert "junk junk junk junk" not in document["message"]
 
 
-def test_a_request_for_too_much_is_rejected_before_the_work(
-    exports: Exports, monkeypatch: MonkeyPatch
-) -> None:
+def test_too_much_is_rejected_before_the_work(exports: Exports, monkeypatch: MonkeyPatch) -> None:
     service = Service(load_export(exports.masked), max_residues=100)
     monkeypatch.setattr(service, "denoiser", lambda *_: pytest.fail("it has begun"))
     with asking(service) as ask:
@@ -301,9 +299,7 @@ async def post(app: Any, gone: threading.Event, body: bytes = SCORE) -> int:
     return int(sent[0]["status"])
 
 
-def test_hanging_up_ends_the_work_also_in_the_queue(
-    service: Service, monkeypatch: MonkeyPatch
-) -> None:
+def test_hanging_up_ends_work_also_in_the_queue(service: Service, monkeypatch: MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         blocked = Blocked(service, patched)
         assert asyncio.run(post(application(service, 60), blocked.entered)) == 400  # nobody reads
@@ -350,9 +346,7 @@ def column_of(answer: tuple[int, Any], column: str) -> list[Any]:
     return [row[column] for row in rows_of(answer)]
 
 
-def test_scores_given_relatives_are_those_of_the_library(
-    ask_related: Ask, library: SequenceModel
-) -> None:
+def test_scores_given_relatives_are_the_library_s(ask_related: Ask, library: SequenceModel) -> None:
     given = column_of(ask_related({"sequence": RELATED}, relatives=FAMILY, max_relatives=2), "nats")
     expected = library.score(RELATED, relatives=FAMILY, max_relatives=2)
     assert given == pytest.approx([one.nats for one in expected], rel=1e-6)
@@ -366,9 +360,7 @@ def test_scores_given_relatives_are_those_of_the_library(
     assert found == pytest.approx([one.nats for one in expected], rel=1e-6)
 
 
-def test_designs_given_relatives_are_those_of_the_library(
-    ask_related: Ask, library: SequenceModel
-) -> None:
+def test_designs_of_relatives_are_the_library_s(ask_related: Ask, library: SequenceModel) -> None:
     settings = {"steps": 4, "seed": 3, "relatives": FAMILY}
     answer = ask_related({"length": [None]}, task="generate", number=6, **settings)
     found = column_of(answer, "sequence")

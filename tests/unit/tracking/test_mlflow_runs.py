@@ -155,9 +155,7 @@ def test_secrets_in_texts_and_configurations_are_not_shown() -> None:
     }
 
 
-def test_a_server_that_never_answers_is_reported_soon_and_no_password_is_shown(
-    monkeypatch: MonkeyPatch,
-) -> None:
+def test_a_server_that_never_answers_is_reported_without_password(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_run, "ANSWER_SECONDS", 0.3)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted by the system
@@ -169,9 +167,7 @@ def test_a_server_that_never_answers_is_reported_soon_and_no_password_is_shown(
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_starting_server_is_waited_for_and_an_absent_one_reported(
-    monkeypatch: MonkeyPatch, caplog: Logged
-) -> None:
+def test_a_starting_server_is_waited_for_a_while(monkeypatch: MonkeyPatch, caplog: Logged) -> None:
     port, servers = free_port(), list[HTTPServer]()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     monkeypatch.setattr(mlflow_run, "START_SECONDS", 0.5)
@@ -217,9 +213,7 @@ def test_after_a_slow_failure_batches_wait(monkeypatch: MonkeyPatch) -> None:
     assert attempts == [0.0, 1000.0]
 
 
-def test_a_deleted_run_is_replaced_and_a_deleted_experiment_names_its_restoring(
-    client: MlflowClient, output_dir: Path, caplog: Logged
-) -> None:
+def test_what_was_deleted_is_named(client: MlflowClient, output_dir: Path, caplog: Logged) -> None:
     first = begun(output_dir)
     client.delete_run(first)
     second = begun(output_dir)
@@ -301,9 +295,7 @@ def test_only_changed_figures_are_sent_again(client: MlflowClient, output_dir: P
         assert [point.value for point in points] == expected
 
 
-def test_parameters_and_tags_of_any_key_are_kept_cuts_marked_and_secrets_hidden(
-    client: MlflowClient, output_dir: Path
-) -> None:
+def test_parameters_and_tags_are_cut_and_redacted(client: MlflowClient, output_dir: Path) -> None:
     with tracking_run(output_dir) as run:
         run.log_params({f"p{number}": number for number in range(300)} | {"long": "x" * 7000})
         run.log_params({"key." + 300 * "k": 1, "arms.a+b=c": 2, "environment.HF_TOKEN": "s3cret"})
@@ -316,9 +308,7 @@ def test_parameters_and_tags_of_any_key_are_kept_cuts_marked_and_secrets_hidden(
     assert logged.params["environment.HF_TOKEN"] == logged.tags["api_token"] == HIDDEN
 
 
-def test_a_run_says_what_it_is_hides_secrets_and_is_finished(
-    client: MlflowClient, config: TrainSettings, tmp_path: Path
-) -> None:
+def test_a_run_says_what_it_is(client: MlflowClient, config: TrainSettings, tmp_path: Path) -> None:
     secret = replace(config, init_from="s3://key:s3cret@bucket/model")
     with tracked_run(with_tags(config, project="antibodies"), "train") as run:
         assert client.get_run(str(run.id)).info.status == "RUNNING"
@@ -335,9 +325,7 @@ def test_a_run_says_what_it_is_hides_secrets_and_is_finished(
     assert "init_from: s3://***@bucket/model" in file.read_text()
 
 
-def test_each_split_is_an_input_and_of_a_mixture_its_members_are_trained_on(
-    client: MlflowClient, output_dir: Path, tmp_path: Path
-) -> None:
+def test_each_split_is_an_input(client: MlflowClient, output_dir: Path, tmp_path: Path) -> None:
     folder = prepared(tmp_path / "data")
     for _ in ("prepared", "trained"):
         with tracking_run(output_dir) as run:

@@ -72,9 +72,7 @@ def nearly(points: list[tuple[int, float]]) -> Any:
     return [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
 
 
-def test_each_chosen_tracker_contains_everything(
-    client: MlflowClient, output_dir: Path, tmp_path: Path
-) -> None:
+def test_each_tracker_is_complete(client: MlflowClient, output_dir: Path, tmp_path: Path) -> None:
     steps = range(1, 6)
     with tracking_run(output_dir, trackers=TRACKERS, run_name="mine") as run:
         tell(run, steps, tmp_path)
@@ -235,9 +233,7 @@ def test_a_missing_package_is_named(name: str, output_dir: Path, monkeypatch: Mo
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_damaged_run_file_and_an_unwritable_folder_are_named(
-    tracker: str, client: MlflowClient, output_dir: Path
-) -> None:
+def test_damaged_and_unwritable_files(tracker: str, client: MlflowClient, output_dir: Path) -> None:
     file = output_dir / (RUN_FILE if tracker == "mlflow" else WANDB_RUN_FILE)
     output_dir.mkdir()
     for content in ("{", "[]", "{}"):
