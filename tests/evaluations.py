@@ -14,6 +14,8 @@ from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.estimate import Estimate
 from d2plm.evaluation.likelihood import FRACTION_BINS, CrossEntropy, SequenceScores
 from d2plm.evaluation.result import Bound, Compared, Evaluation, GivenRelatives, RelativesBelow
+from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.generation.lengths import LengthHistogram
 
 NGRAMS = ("unigram", "2-gram", "3-gram", "4-gram", "5-gram")
 BASELINES = ("uniform", *NGRAMS, "composition", *(f"composition × {name}" for name in NGRAMS))
@@ -59,6 +61,15 @@ def invented_scores(
 def invented_baselines(residues: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
     """Nats [N] of each baseline, the last the best."""
     return {name: residues * (2.95 - 0.01 * place) for place, name in enumerate(BASELINES)}
+
+
+def summary(
+    scores: SequenceScores, proteins: HeldOut, others: Any = None, **named: Any
+) -> Evaluation:
+    """Without quality and settings, unless they are named."""
+    lengths = LengthHistogram.of(scores.residues, 400)
+    given = {"quality": None, "settings": {}, "digests": {}, **named}
+    return summarise(scores, others or {}, proteins, lengths, **given)
 
 
 def invented_bound(nats: float, difference: float | None = None) -> Bound:

@@ -12,15 +12,14 @@ from d2plm.core.estimate import Estimate, Verdict, verdict
 from d2plm.evaluation import tables
 from d2plm.evaluation.findings import judge
 from d2plm.evaluation.result import Evaluation, read_evaluation, write_evaluation
-from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.summary import HeldOut
 from d2plm.export.model_card import model_card
 from d2plm.export.report_content import Sources
 from d2plm.export.report_page import write_report
-from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.tracking.description import description
 from tests.conftest import MonkeyPatch
-from tests.evaluations import invented_evaluation, invented_scores
+from tests.evaluations import invented_evaluation, invented_scores, summary
 
 N = 40
 RESIDUES = np.full(N, 100)
@@ -30,15 +29,8 @@ def of(model: float, clusters: int = 20, noise: float = 0.01, **baselines: float
     """The result of a model and baselines with these nats per residue."""
     baselines = {"uniform": 3.0, **baselines}
     nats = {name: RESIDUES * value for name, value in baselines.items()}
-    return summarise(
-        invented_scores(RESIDUES, model, noise=noise),
-        {},
-        HeldOut(RESIDUES, np.arange(N) % clusters, nats),
-        LengthHistogram.of(RESIDUES, 400),
-        quality=None,
-        settings={},
-        digests={},
-    )
+    proteins = HeldOut(RESIDUES, np.arange(N) % clusters, nats)
+    return summary(invented_scores(RESIDUES, model, noise=noise), proteins)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from d2plm.evaluation.likelihood import score_sequences
 from d2plm.evaluation.new_members import write_members
 from d2plm.evaluation.plots import figures_of
 from d2plm.evaluation.result import Evaluation, read_evaluation, write_evaluation
-from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.summary import HeldOut
 from d2plm.evaluation.tables import tables_of
 from d2plm.export.designs import write_sampling
 from d2plm.export.exported_model import load_export, save_export
@@ -40,6 +40,7 @@ from tests.evaluations import (
     invented_baselines,
     invented_given_relatives,
     invented_scores,
+    summary,
 )
 
 N = 24
@@ -54,13 +55,11 @@ def evaluation_of(digests: dict[str, str], *, foreign: bool = False) -> Evaluati
     clusters = np.arange(N) % (1 if foreign else 8)
     identities = None if foreign else np.linspace(0, 0.45, N)
     settings = {"split": "validation", "seed": 0, "precision": "fp32", "token_budget": 4096}
-    return summarise(
+    return summary(
         invented_scores(RESIDUES, 2.85),
-        {} if foreign else {EVIL: invented_scores(RESIDUES, 2.8, 1)},
         HeldOut(RESIDUES, clusters, invented_baselines(RESIDUES), identities),
-        LengthHistogram.of(RESIDUES, 400),
+        {} if foreign else {EVIL: invented_scores(RESIDUES, 2.8, 1)},
         given_relatives=invented_given_relatives(),
-        quality=None,
         settings={**settings, "nearest_sensitivity": 4.0, "masks_per_sequence": 4},
         digests=digests,
     )

@@ -78,8 +78,7 @@ def test_each_tracker_is_complete(client: MlflowClient, output_dir: Path, tmp_pa
         tell(run, steps, tmp_path)
     kept = json.loads((output_dir / RUN_FILE).read_text())["run_id"]
     logged = client.get_run(kept)
-    assert run.id == kept
-    assert logged.info.run_name == "mine"
+    assert (run.id, logged.info.run_name) == (kept, "mine")
     assert logged.data.params["uri"] == "http://***@host"
     assert logged.data.tags["data.digest"] == "0" * 64
     assert logged.data.tags["mlflow.note.content"] == SHOWN
@@ -100,31 +99,30 @@ def test_each_tracker_is_complete(client: MlflowClient, output_dir: Path, tmp_pa
     assert json.loads(events.texts["data/train/proteins:train"])["num_rows"] == 5
 
     (session,) = wandb_sessions(output_dir)
-    assert session.run.run_id == json.loads((output_dir / WANDB_RUN_FILE).read_text())["run_id"]
-    assert (session.run.display_name, session.run.project) == ("mine", "d2plm")
+    kept = json.loads((output_dir / WANDB_RUN_FILE).read_text())["run_id"]
+    shown = session.run.run_id, session.run.display_name, session.run.project, session.run.notes
+    assert shown == (kept, "mine", "d2plm", SHOWN)
     assert session.exit_code == 0
     assert session.scalars == {
         "train/loss": losses(steps),
         "train/evaluation_loss": [(step, 2.0 * step) for step in steps],
     }
     assert session.summary["perplexity"] == 9.5
-    assert session.config["uri"] == "http://***@host"
-    assert session.config["lr"] == 0.1
+    assert (session.config["uri"], session.config["lr"]) == ("http://***@host", 0.1)
     assert session.config["tags/data.digest"] == "0" * 64
-    assert session.run.notes == SHOWN
     assert session.config["data/train/proteins:train"]["num_rows"] == 5
     assert "data/a [1] file.txt" in session.files
     (copy,) = output_dir.glob("wandb/offline-run-*/files/data/*.txt")
     assert copy.read_text() == "content"
 
 
-def script(*words: str, body: str, **environment: str) -> "CompletedProcess[str]":
+def script(*words: str, body: str) -> "CompletedProcess[str]":
     imports = "import os, signal, sys; from pathlib import Path\n"
     imports += "from d2plm.tracking.runs import tracking_run\n"
     # Without the address of this process's W&B service, which a child would use.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    own = {**kept, "WANDB_MODE": "offline", **environment}
-    return python_c(imports + body, *words, environment=own, seconds=120)
+    kept["WANDB_MODE"] = "offline"
+    return python_c(imports + body, *words, environment=kept, seconds=120)
 
 
 def test_a_killed_run_continues_in_the_same_runs(client: MlflowClient, output_dir: Path) -> None:
@@ -184,14 +182,6 @@ with tracking_run(Path(sys.argv[1]), trackers=["wandb"]) as run:
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
     assert any(file.suffix == ".wandb" for file in files)
     assert [file for file in files if b"s3cret" in file.read_bytes()] == []
-
-
-def test_without_a_valid_key_wandb_is_refused_in_one_line(output_dir: Path) -> None:
-    wrong = {"WANDB_MODE": "online", "HOME": str(output_dir), "WANDB_API_KEY": "tooshort"}
-    body = "tracking_run(Path(sys.argv[1]), trackers=['wandb']).__enter__()"
-    *_, error = script(str(output_dir), body=body, **wrong).stderr.strip().splitlines()
-    assert "TrackingError" in error and "key" in error.lower()
-    assert "tooshort" not in error
 
 
 def test_an_exception_marks_the_wandb_run_failed_and_stays_in_sight(output_dir: Path) -> None:
