@@ -22,17 +22,9 @@ from d2plm.core.errors import ConfigError, D2PLMError
 from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
 from pipelines.command import ACTIONS, parse
+from tests.docs import markdown
 from tests.docs.conftest import OWN
-from tests.docs.markdown import (
-    DOCUMENTS,
-    ROOT,
-    anchors,
-    blocks,
-    command_lines,
-    inline_code,
-    links,
-    of,
-)
+from tests.docs.markdown import DOCUMENTS, ROOT, anchors, blocks, links, of
 
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}
 LEFT_OUT = ("…", "...")  # what a document leaves to the reader, as a word or as a value
@@ -64,13 +56,13 @@ def named(document: Path) -> Iterator[tuple[str, list[str]]]:
     """(where, words) of everything that the document would have one run."""
     for block in blocks(document):
         if block.language in ("", "bash", "sh"):
-            for line in command_lines(block.text):
+            for line in markdown.command_lines(block.text):
                 if re.search(r"\b(d2plm|make)\b", line):
                     try:
                         yield from ((block.place, words) for words in commands(line))
                     except ValueError:  # a line of output with a lone quote
                         assert not re.match(r"(\$ )?(d2plm|make) ", line), (block.place, line)
-    for code in inline_code(document):
+    for code in markdown.inline_code(document):
         part_of_a_message = code.count("'") % 2 == 1
         if COMMAND.match(code) and not part_of_a_message:
             yield from ((f"{of(document)}: {code}", words) for words in commands(code))

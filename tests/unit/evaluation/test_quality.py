@@ -20,29 +20,16 @@ from scipy.stats import ecdf, entropy
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.store import SequenceStore
+from d2plm.evaluation import quality
 from d2plm.evaluation.baselines import sample_composition as composition_samples
 from d2plm.evaluation.nearest import Nearest, nearest_search
-from d2plm.evaluation.quality import (
-    Counts,
-    Novelty,
-    QualitySettings,
-    compare_quality,
-    find_novelty,
-    in_training,
-    js_divergence,
-    kl_divergence,
-    ks_distance,
-    longest_run,
-    low_complexity,
-    quality,
-    training_counts,
-)
+from d2plm.evaluation.quality import Novelty
 from d2plm.evaluation.result import Quality, typed
 from d2plm.settings.data import ClusterSettings, Resources
 from tests.conftest import Tokens, write_store
 
 StoreFactory = Callable[[list[Tokens]], SequenceStore]
-FAST = QualitySettings(
+FAST = quality.QualitySettings(
     nearest=nearest_search(4),
     diversity=ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.8),
 )
@@ -51,7 +38,7 @@ texts = st.text("AAAACDWXK", min_size=1, max_size=60)
 histograms = st.lists(st.integers(0, 9), min_size=5, max_size=5).map(np.array)
 
 
-def counts_of(sequences: list[str]) -> Counts:
+def counts_of(sequences: list[str]) -> quality.Counts:
     """By counting substrings."""
     kmers = []
     for k in (1, 2, 3):
@@ -59,10 +46,10 @@ def counts_of(sequences: list[str]) -> Counts:
         seen = Counter(piece for piece in pieces if {*piece} <= {*CANONICAL})
         kmers.append(np.array([seen["".join(piece)] for piece in product(CANONICAL, repeat=k)]))
     lengths = np.bincount([len(text) for text in sequences])
-    return Counts(lengths, kmers[0], kmers)
+    return quality.Counts(lengths, kmers[0], kmers)
 
 
-def assert_same(found: Counts, expected: Counts) -> None:
+def assert_same(found: quality.Counts, expected: quality.Counts) -> None:
     np.testing.assert_array_equal(found.lengths, expected.lengths)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     for one, other in zip(found.kmers, expected.kmers, strict=True):
@@ -72,7 +59,7 @@ def assert_same(found: Counts, expected: Counts) -> None:
 @given(texts)
 def test_the_longest_run_is_that_of_one_canonical_residue(text: str) -> None:
     runs = [len(list(run)) for letter, run in groupby(text) if letter in CANONICAL]
-    assert longest_run(encode(text)) == max(runs, default=0)
+    assert quality.longest_run(encode(text)) == max(runs, default=0)
 
 
 @given(texts, st.integers(1, 14), st.sampled_from([0.0, 0.9, 1.37, 2.2]))
@@ -85,12 +72,12 @@ def test_low_complexity_is_of_windows_of_small_entropy(text: str, window: int, b
         if "X" not in part and -sum(p * math.log2(p) for p in shares) <= bits + 1e-12:
             expected[start : start + window] = [True] * window
     # No entropy of a composition of 1 … 14 residues is within rounding of these thresholds but 0.
-    assert low_complexity(encode(text), window, bits + 1e-12).tolist() == expected
+    assert quality.low_complexity(encode(text), window, bits + 1e-12).tolist() == expected
 
 
 @given(histograms, histograms)
 def test_divergences_are_those_of_scipy(one: NDArray[np.int64], other: NDArray[np.int64]) -> None:
-    kl, js = kl_divergence(one, other + 1), js_divergence(one, other)
+    kl, js = quality.kl_divergence(one, other + 1), quality.js_divergence(one, other)
     assert (kl is None) == (not one.any())
     assert (js is None) == (not one.any() or not other.any())
     if kl is not None:
@@ -98,7 +85,7 @@ def test_divergences_are_those_of_scipy(one: NDArray[np.int64], other: NDArray[n
     if js is not None:
         assert js == pytest.approx(jensenshannon(one, other) ** 2, abs=1e-7)
         assert 0 <= js <= math.log(2) + 1e-12
-        assert js == pytest.approx(js_divergence(other, one), abs=1e-12)
+        assert js == pytest.approx(quality.js_divergence(other, one), abs=1e-12)
 
 
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=30)
@@ -108,7 +95,9 @@ lengths = st.lists(st.integers(1, 12), min_size=1, max_size=30)
 def test_the_ks_distance_is_that_of_scipy_s_functions(one: list[int], other: list[int]) -> None:
     at = np.arange(13)
     expected = np.abs(ecdf(one).cdf.evaluate(at) - ecdf(other).cdf.evaluate(at)).max()
-    assert ks_distance(np.bincount(one), np.bincount(other)) == pytest.approx(expected, abs=1e-12)
+    assert quality.ks_distance(np.bincount(one), np.bincount(other)) == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("limit", [None, 7])
@@ -116,7 +105,7 @@ def test_training_counts_are_of_substrings(make_store: StoreFactory, limit: int 
     random = np.random.default_rng(0)
     sequences = ["".join(random.choice([*"ACDWXU"], size)) for size in random.integers(1, 13, 1500)]
     store = make_store([encode(text) for text in sequences])  # more than one block
-    found = training_counts(store, limit)
+    found = quality.training_counts(store, limit)
     assert_same(found, counts_of([text[:limit] for text in sequences]))
 
 
@@ -125,7 +114,7 @@ def test_only_exact_copies_are_found(make_store: StoreFactory, proteins: list[To
     changed = proteins[1400].copy()
     changed[0] ^= 1
     asked = [proteins[3], changed, proteins[1400], proteins[3], proteins[3][:-1], encode("M")]
-    assert in_training(asked, store).tolist() == [True, False, True, True, False, False]
+    assert quality.in_training(asked, store).tolist() == [True, False, True, True, False, False]
 
 
 def nearest(identities: list[float]) -> Nearest:
@@ -136,7 +125,7 @@ def test_the_figures_of_a_set_counted_by_hand() -> None:
     sequences = ["AAAC", "AAAC", "WX", "C" * 12]
     training = ["AC", "CCC", "WWWWWW"]
     novelty = Novelty(nearest([0.9, 0.95, 0.0, 0.301]), np.array([True, True, False, False]), 3)
-    found = quality([encode(x) for x in sequences], counts_of(training), novelty)
+    found = quality.quality([encode(x) for x in sequences], counts_of(training), novelty)
     assert (found.sequences, found.tokens, found.valid_share) == (4, 22, 0.75)
     own = {"A": 6 / 21, "C": 14 / 21, "W": 1 / 21}
     smoothed = {"A": 2 / 31, "C": 5 / 31, "W": 7 / 31}  # 11 residues and 20 pseudo-counts
@@ -158,7 +147,7 @@ def test_the_figures_of_a_set_counted_by_hand() -> None:
     assert found.length_histogram == [4]
     assert [i for i, n in enumerate(found.identity_histogram) if n] == [0, 6, 18, 19]
     nothing = Novelty(nearest([0.0]), np.array([False]), 1)
-    found = quality([encode("XX")], counts_of(["ACD"]), nothing)
+    found = quality.quality([encode("XX")], counts_of(["ACD"]), nothing)
     assert found.token_kl is None
     assert found.ngram_js == {"1": None, "2": None, "3": None}
 
@@ -179,8 +168,8 @@ def test_copies_are_not_novel_and_shuffled_ones_are(tmp_path: Path, proteins: li
     }
     lines: list[str] = []
     arguments = sets, store, tmp_path / "work", FAST
-    novelty = find_novelty(*arguments, resources=Resources(threads=1), report=lines.append)
-    result = compare_quality(sets, novelty, store, FAST)
+    novelty = quality.find_novelty(*arguments, resources=Resources(threads=1), report=lines.append)
+    result = quality.compare_quality(sets, novelty, store, FAST)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["mmseqs.log"]
     assert [line.split()[0] for line in lines] == ["looking", "searching", "clustering"]
     assert typed(Quality, json.loads(json.dumps(asdict(result), allow_nan=False))) == result
@@ -209,7 +198,7 @@ def test_what_is_not_a_sequence_is_rejected_before_anything_is_counted(
 ) -> None:
     seen: list[str] = []
     with pytest.raises(DataError, match=f"generated: .*{place}"):
-        find_novelty({"generated": sequences}, tiny_store, tmp_path, report=seen.append)
+        quality.find_novelty({"generated": sequences}, tiny_store, tmp_path, report=seen.append)
     assert not seen
 
 

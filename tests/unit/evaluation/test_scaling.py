@@ -8,16 +8,8 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from d2plm.core.errors import ConfigError
-from d2plm.evaluation.scaling import (
-    Law,
-    Point,
-    Power,
-    analyse,
-    fit_law,
-    optimum,
-    plot_scaling,
-    scaling_table,
-)
+from d2plm.evaluation import scaling
+from d2plm.evaluation.scaling import Law, Point, Power, analyse, fit_law, optimum
 
 CHINCHILLA = Law(1.69, 406.4, 0.34, 410.7, 0.28)  # arXiv:2203.15556, table of approach 3
 TOY = Law(2.7, 1.2, 0.3, 30.0, 0.4)
@@ -101,11 +93,11 @@ def test_a_law_that_the_runs_determine_leaves_nothing_open(tmp_path: Path) -> No
     assert low < 0.4 / 0.7 < high
     wide = analyse(points(noisy(TOY, 1e-4)), resamples=15)["frontier"]["exponent_interval"]
     assert high - low < (wide[1] - wide[0]) / 3
-    lines = scaling_table(results).splitlines()
+    lines = scaling.scaling_table(results).splitlines()
     assert sum(line.startswith(("| 0.", "| 1.6M")) for line in lines) == 9
     assert [*results["power_laws"]] == ["0.1M", "0.4M", "1.6M"]
     assert all(-0.2 < power["exponent"] < 0 for power in results["power_laws"].values())
-    plot_scaling(results, tmp_path / "plots" / "scaling.png")
+    scaling.plot_scaling(results, tmp_path / "plots" / "scaling.png")
     assert (tmp_path / "plots" / "scaling.png").stat().st_size > 10_000
 
 

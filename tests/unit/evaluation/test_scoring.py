@@ -14,13 +14,9 @@ from torch import Tensor
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.shards import interleaved
 from d2plm.core.vocabulary import CANONICAL, CLS, EOS, MASK, decode, encode
+from d2plm.evaluation import scoring
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.evaluation.scoring import (
-    bound_draws,
-    bound_interval,
-    mutational_effects,
-    pseudo_log_likelihoods,
-)
+from d2plm.evaluation.scoring import bound_draws, mutational_effects, pseudo_log_likelihoods
 from d2plm.families.variants import Variant, parse_variant, place
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
@@ -167,11 +163,11 @@ def test_no_protein_is_cut() -> None:
 
 def test_the_interval_is_student_s() -> None:
     draws = np.random.default_rng(0).normal(50, 5, (4, 6))
-    low, high = bound_interval(draws)
+    low, high = scoring.bound_interval(draws)
     for row in range(4):
         expected = ttest_1samp(draws[row], 0).confidence_interval(0.95)
         assert (low[row], high[row]) == pytest.approx((expected.low, expected.high))
-    assert np.isnan(bound_interval(np.ones((3, 1)))).all()
+    assert np.isnan(scoring.bound_interval(np.ones((3, 1)))).all()
 
 
 def test_the_interval_covers_the_exact_bound_as_often_as_it_says() -> None:
@@ -185,7 +181,7 @@ def test_the_interval_covers_the_exact_bound_as_often_as_it_says() -> None:
         exact += nats / len(masked) / math.comb(7, len(masked))
     draws = bound_draws(context_model, DIFFUSION, [sequence] * 1500, masks_per_sequence=3)
     assert draws.mean() == pytest.approx(exact, abs=4 * draws.std() / math.sqrt(draws.size))
-    low, high = bound_interval(draws)
+    low, high = scoring.bound_interval(draws)
     covered = ((low <= exact) & (exact <= high)).mean()
     assert covered > 0.95 - 2 * math.sqrt(0.95 * 0.05 / 1500)
 

@@ -18,41 +18,27 @@ from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
 from d2plm.families.pairs import PairTable, neighbours
 from d2plm.families.variants import Variant
 from tests.conftest import Logged, MonkeyPatch
-from tests.unit.families.known_sites import (
-    aligned_rows,
-    likeliest,
-    measured_effects,
-    members,
-    singles,
-)
-from tests.unit.families.simulated import (
-    Array,
-    all_singles,
-    energy_of_first,
-    of_first,
-    on_a_tree,
-    spearman,
-    true_effects,
-    with_pairs,
-)
+from tests.unit.families import known_sites, simulated
+from tests.unit.families.known_sites import aligned_rows, likeliest, members, singles
+from tests.unit.families.simulated import Array, spearman, with_pairs
 
 
 def correlations(aligned: Letters, energy: Array) -> Array:
     """Of the score and of the profile with the true effects on the first member."""
-    found = of_first(aligned).effects(all_singles(aligned[0]))
-    truth = true_effects(energy, aligned[0])
+    found = simulated.of_first(aligned).effects(simulated.all_singles(aligned[0]))
+    truth = simulated.true_effects(energy, aligned[0])
     return np.array([spearman(found[term], truth) for term in ("score", "profile")])
 
 
 def test_pairs_add_where_columns_depend_on_each_other_and_cost_nothing_where_by_descent() -> None:
-    assert np.divide(*correlations(*on_a_tree(0, length=40, members=200))) > 0.97
+    assert np.divide(*correlations(*simulated.on_a_tree(0, length=40, members=200))) > 0.97
     aligned, *law = with_pairs(0, members=250)
-    assert np.subtract(*correlations(aligned, energy_of_first(aligned, *law))) > 0.1
+    assert np.subtract(*correlations(aligned, simulated.energy_of_first(aligned, *law))) > 0.1
 
 
 def test_several_changes_see_half_of_each_other() -> None:
     aligned, *_ = with_pairs(0, length=12, members=120)
-    effects, wild_type = of_first(aligned), aligned[0]
+    effects, wild_type = simulated.of_first(aligned), aligned[0]
     places, mutants = (2, 5, 9), tuple((wild_type[[2, 5, 9]] + [1, 2, 3]) % 20)
     tokens = tuple(int(one) + CANONICAL_START for one in mutants)
     one = [Variant((i,), (to,)) for i, to in zip(places, tokens, strict=True)]
@@ -88,7 +74,7 @@ def test_columns_are_independent_of_the_order_of_members_and_of_copies_of_the_pr
 
 
 def test_it_finds_the_effects_of_a_family_of_independent_sites() -> None:
-    variants, measured = singles(), measured_effects()
+    variants, measured = singles(), known_sites.measured_effects()
     few, many = (
         spearman(FamilyEffects.of(likeliest(), members(n)).effects(variants)["score"], measured)
         for n in (10, 60)
@@ -119,7 +105,7 @@ def test_blosum62_is_that_of_the_table() -> None:
 def test_a_large_family_is_sampled_for_its_pairs(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(mutation_effects, "MEMBERS", 60)
     aligned, *_ = with_pairs(1, length=15, members=200)
-    effects = of_first(aligned)
+    effects = simulated.of_first(aligned)
     table, _ = effects._pairs
     assert len(table.seen) == 60
     assert np.square(table.seen).sum() / 15 == pytest.approx(effects.effective_number, rel=1e-4)
@@ -153,7 +139,7 @@ def test_members_stand_beside_the_residues_they_align_to() -> None:
 def test_weights_count_clusters_however_many_are_compared_at_once(monkeypatch: MonkeyPatch) -> None:
     aligned = aligned_rows("AAAAAAAAAA", "AAAAAAAAAC", "AAAAAAAA--", "CCCCCCCCCC", "CCCCCDDDDD")
     np.testing.assert_allclose(sequence_weights(aligned), [1 / 3, 1 / 3, 1 / 3, 1, 1])
-    aligned, _ = on_a_tree(4, length=20, members=60)
+    aligned, _ = simulated.on_a_tree(4, length=20, members=60)
     aligned[np.random.default_rng(0).random(aligned.shape) < 0.2] = GAP
     once = sequence_weights(aligned)
     monkeypatch.setattr("d2plm.families.alignment._BLOCK", 7)

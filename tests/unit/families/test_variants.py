@@ -6,20 +6,8 @@ from hypothesis import strategies as st
 
 from d2plm.core.errors import ConfigError
 from d2plm.core.vocabulary import CANONICAL, encode
-from d2plm.families.variants import (
-    BEYOND,
-    DISAGREES,
-    INDEL,
-    MALFORMED,
-    STOP,
-    UNKNOWN,
-    UNSURE,
-    VariantError,
-    label_of,
-    parse_variant,
-    place,
-    place_variants,
-)
+from d2plm.families import variants
+from d2plm.families.variants import VariantError, label_of, parse_variant, place, place_variants
 
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
 
@@ -54,20 +42,20 @@ def test_a_variant_is_read(text: str, expected: list[str]) -> None:
     assert [str(one) for one in parse_variant(text, label_of([text]))] == expected
 
 
+REASONS = {
+    variants.MALFORMED: " A24 AA24G A24G:: KRAS A24G:A24L c.76A>T A99999999999999999999G"
+    " Y52AF S100aS",  # insertion codes
+    variants.STOP: "A24* p.Ala24Ter p.Ala24* A2G:L30* A24>* A24stop A24Ter A24Stop",
+    variants.INDEL: "A24- A24del p.Ala24del p.Lys23_Ala24insGly p.Ala24_Leu30del p.Arg97ProfsTer23"
+    " p.Ala24fs A24Δ delA24 ΔA24 A24DEL",
+    variants.UNSURE: "p.? p.Met1? p.0? p.0 p.(Met1?) M1?",
+    variants.UNKNOWN: "B24A A24J A24X X24A p.Ala24Sec",
+}
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [
-        *((text, MALFORMED) for text in ("", "A24", "AA24G", "A24G::", "KRAS")),
-        *((text, MALFORMED) for text in ("A24G:A24L", "c.76A>T", "A99999999999999999999G")),
-        *((text, MALFORMED) for text in ("Y52AF", "S100aS")),  # insertion codes
-        *((text, STOP) for text in ("A24*", "p.Ala24Ter", "p.Ala24*", "A2G:L30*", "A24>*")),
-        *((text, STOP) for text in ("A24stop", "A24Ter", "A24Stop")),
-        *((text, INDEL) for text in ("A24-", "A24del", "p.Ala24del", "p.Lys23_Ala24insGly")),
-        *((text, INDEL) for text in ("p.Ala24_Leu30del", "p.Arg97ProfsTer23", "p.Ala24fs")),
-        *((text, INDEL) for text in ("A24Δ", "delA24", "ΔA24", "A24DEL")),
-        *((text, UNSURE) for text in ("p.?", "p.Met1?", "p.0?", "p.0", "p.(Met1?)", "M1?")),
-        *((text, UNKNOWN) for text in ("B24A", "A24J", "A24X", "X24A", "p.Ala24Sec")),
-    ],
+    [(text, reason) for reason, texts in REASONS.items() for text in texts.split(" ")],
 )
 def test_what_cannot_be_scored_has_a_reason(text: str, reason: str) -> None:
     with pytest.raises(VariantError) as caught:
@@ -101,10 +89,10 @@ def test_a_variant_is_placed(text: str, separator: str, offset: int, data: st.Da
 @pytest.mark.parametrize(
     ("text", "offset", "message", "reason"),
     [
-        ("M0A", 0, "M0A: 'P1' has the positions 1 to 4", BEYOND),
-        ("M5A", 0, "positions 1 to 4", BEYOND),
-        ("M1A", 10, "positions 11 to 14", BEYOND),
-        ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K", DISAGREES),
+        ("M0A", 0, "M0A: 'P1' has the positions 1 to 4", variants.BEYOND),
+        ("M5A", 0, "positions 1 to 4", variants.BEYOND),
+        ("M1A", 10, "positions 11 to 14", variants.BEYOND),
+        ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K", variants.DISAGREES),
     ],
 )
 def test_variants_of_others_are_rejected(text: str, offset: int, message: str, reason: str) -> None:

@@ -23,13 +23,7 @@ from d2plm.core.redaction import HIDDEN, redacted, redacted_settings
 from d2plm.core.versions import git_revision
 from d2plm.settings.commands import TrainSettings
 from d2plm.tracking import mlflow_run
-from d2plm.tracking.mlflow_run import (
-    KEY_TAG,
-    RUN_FILE,
-    MLflowRun,
-    open_client,
-    system_metrics,
-)
+from d2plm.tracking.mlflow_run import RUN_FILE, MLflowRun, open_client
 from d2plm.tracking.runs import Run, Runs, in_sections, tracking_run
 from d2plm.training.callbacks.metric_logger import MetricLogger
 from tests.commands import python_c
@@ -211,7 +205,7 @@ def test_what_was_deleted_is_named(client: MlflowClient, output_dir: Path, caplo
 def runs_of(client: MlflowClient, run_id: str) -> list[str]:
     """All runs with the same key."""
     run = client.get_run(run_id)
-    same = f"tags.`{KEY_TAG}` = '{run.data.tags[KEY_TAG]}'"
+    same = f"tags.`{mlflow_run.KEY_TAG}` = '{run.data.tags[mlflow_run.KEY_TAG]}'"
     return [found.info.run_id for found in client.search_runs([run.info.experiment_id], same)]
 
 
@@ -337,7 +331,7 @@ def test_threads_end(client: MlflowClient, output_dir: Path, monkeypatch: Monkey
     for _ in ("begun", "resumed"):
         with tracking_run(output_dir) as run:
             assert run.mlflow is not None
-            with system_metrics(run.mlflow, 0.01):
+            with mlflow_run.system_metrics(run.mlflow, 0.01):
                 assert len({*threading.enumerate()} - before) == 1
                 told = "system/cpu_utilization_percentage"
                 seen = len(client.get_metric_history(run.mlflow.id, told))
