@@ -13,16 +13,11 @@ from scipy import stats
 
 from d2plm.core.errors import ConfigError
 from d2plm.core.estimate import Verdict
+from d2plm.evaluation import result
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
 from d2plm.evaluation.likelihood import FRACTION_BINS, SequenceScores, corpus_estimate
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.result import (
-    MODEL,
-    Evaluation,
-    IdentityBin,
-    read_evaluation,
-    write_evaluation,
-)
+from d2plm.evaluation.result import MODEL, Evaluation, read_evaluation
 from d2plm.evaluation.summary import HeldOut
 from d2plm.evaluation.tables import as_text
 from tests.evaluations import invented_baselines, invented_scores, summary
@@ -42,30 +37,30 @@ def held_out(clusters: NDArray[Any] = CLUSTERS) -> HeldOut:
     return HeldOut(RESIDUES + 5, clusters, invented_baselines(RESIDUES), IDENTITIES)
 
 
-def result(ours: SequenceScores, proteins: HeldOut | None = None, **others: Any) -> Evaluation:
+def evaluated(ours: SequenceScores, proteins: HeldOut | None = None, **others: Any) -> Evaluation:
     return summary(ours, proteins or held_out(), others, digests={"train": "t", "validation": "v"})
 
 
 def test_the_figures_are_those_of_the_nats(tmp_path: Path) -> None:
     ours = scores(2.85)
-    found = result(ours)
+    found = evaluated(ours)
     nats = ours.draws.mean(axis=1)
     assert found.model.nelbo == corpus_estimate(nats, RESIDUES, CLUSTERS)
     assert found.model.perplexity.value == pytest.approx(math.exp(nats.sum() / RESIDUES.sum()))
     difference = (nats.sum() - 2.89 * RESIDUES.sum()) / RESIDUES.sum()
     assert found.baselines["composition"].difference.value == pytest.approx(difference)
-    esm = result(ours, esm=scores(2.80, seed=1)).others["esm"]
+    esm = evaluated(ours, esm=scores(2.80, seed=1)).others["esm"]
     assert esm.difference.value == pytest.approx(0.05, abs=0.01)
     rows = found.calibration[MODEL]
     assert len(rows) == FRACTION_BINS
     assert all(row.cross_entropy.value == pytest.approx(2.9) for row in rows)
-    write_evaluation(tmp_path, found)
+    result.write_evaluation(tmp_path, found)
     assert read_evaluation(tmp_path) == found
 
 
 def test_each_identity_bin_has_the_figures_of_its_own_proteins() -> None:
     ours = scores(2.85)
-    found = result(ours).by_identity or {}
+    found = evaluated(ours).by_identity or {}
     chosen = IDENTITIES > 0.5
     nats = ours.nats[chosen]
     assert [row.sequences for row in found.values()] == [
@@ -78,12 +73,12 @@ def test_each_identity_bin_has_the_figures_of_its_own_proteins() -> None:
     assert last.model.nelbo.value == pytest.approx(nats.sum() / residues)
     assert last.clusters == len(set(CLUSTERS[chosen].tolist()))
     proteins = HeldOut(RESIDUES, CLUSTERS, held_out().baselines, np.zeros(N))
-    none = result(ours, proteins=proteins).by_identity or {}
-    assert none["> 50 %"] == IdentityBin(0, 0, 0, None, None)
+    none = evaluated(ours, proteins=proteins).by_identity or {}
+    assert none["> 50 %"] == result.IdentityBin(0, 0, 0, None, None)
 
 
 def test_a_model_without_masks_on_one_cluster_has_fewer_figures(tmp_path: Path) -> None:
-    found = result(scores(2.85, masked=False), proteins=held_out(np.zeros(N, dtype=int)))
+    found = evaluated(scores(2.85, masked=False), proteins=held_out(np.zeros(N, dtype=int)))
     assert found.model.perplexity_mlm15 is None
     assert found.model.perplexity.interval is None
     assert found.baselines["composition"].difference.interval is None
@@ -95,7 +90,7 @@ def test_a_model_without_masks_on_one_cluster_has_fewer_figures(tmp_path: Path) 
 
 
 def run(per_residue: float, seed: int, validation: str = "v") -> Run:
-    found = result(scores(per_residue, seed))
+    found = evaluated(scores(per_residue, seed))
     found = replace(found, digests={**found.digests, "validation": validation})
     return Run(found, scores(per_residue, seed).nats, RESIDUES, CLUSTERS)
 

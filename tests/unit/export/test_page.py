@@ -34,14 +34,8 @@ from d2plm.export.report_content import Sources, gather
 from d2plm.export.report_page import write_report
 from d2plm.generation.lengths import LengthHistogram
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
+from tests import evaluations
 from tests.conftest import DiTFactory, MonkeyPatch, Tokens
-from tests.evaluations import (
-    BASELINES,
-    invented_baselines,
-    invented_given_relatives,
-    invented_scores,
-    summary,
-)
 
 N = 24
 RESIDUES = np.random.default_rng(0).integers(50, 300, N)
@@ -55,11 +49,11 @@ def evaluation_of(digests: dict[str, str], *, foreign: bool = False) -> Evaluati
     clusters = np.arange(N) % (1 if foreign else 8)
     identities = None if foreign else np.linspace(0, 0.45, N)
     settings = {"split": "validation", "seed": 0, "precision": "fp32", "token_budget": 4096}
-    return summary(
-        invented_scores(RESIDUES, 2.85),
-        HeldOut(RESIDUES, clusters, invented_baselines(RESIDUES), identities),
-        {} if foreign else {EVIL: invented_scores(RESIDUES, 2.8, 1)},
-        given_relatives=invented_given_relatives(),
+    return evaluations.summary(
+        evaluations.invented_scores(RESIDUES, 2.85),
+        HeldOut(RESIDUES, clusters, evaluations.invented_baselines(RESIDUES), identities),
+        {} if foreign else {EVIL: evaluations.invented_scores(RESIDUES, 2.8, 1)},
+        given_relatives=evaluations.invented_given_relatives(),
         settings={**settings, "nearest_sensitivity": 4.0, "masks_per_sequence": 4},
         digests=digests,
     )
@@ -243,7 +237,9 @@ def test_what_is_missing_is_said_with_the_command_that_gives_it(run: Path, tmp_p
     page = Page(write_report(sources(tmp_path)).read_text())
     tables = {*re.findall(r'<table id="(\w+)">', page.source)}
     assert tables == {"likelihoods", "calibrations", "given"}
-    assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (len(BASELINES) + 1)
+    assert [len(values) for values in page.column("likelihoods", 1)] == [1] * (
+        len(evaluations.BASELINES) + 1
+    )
     for command in ("d2plm train", "d2plm export", "d2plm evaluate", "d2plm generate"):
         assert command in page.text
     (tmp_path / "curves").mkdir()

@@ -8,14 +8,8 @@ import pytest
 
 from d2plm.core.vocabulary import decode, encode
 from d2plm.data.family import read_family
-from d2plm.families.alignment import (
-    GAP,
-    align_to,
-    family_hmm,
-    letters_of,
-    observations,
-    text_of,
-)
+from d2plm.families import alignment
+from d2plm.families.alignment import GAP, align_to, letters_of, text_of
 from tests.unit.families.known_sites import aligned_rows, likeliest, members
 
 ROWS = ["MKTAYIA-KQ", "MKSA--AWKQ", "-KSAYVAWRQ", "MRTGYIA-K-"]
@@ -57,7 +51,7 @@ def test_a_protein_in_the_file_has_its_columns_whatever_hmmer_thinks(tmp_path: P
     family = read_family(tmp_path / "family", 8)
     beside = align_to(likeliest(), family.members, family.columns)
     assert [text_of(row) for row in beside] == [row[2:] for row in rows]
-    found = observations(letters_of(likeliest()), beside)
+    found = alignment.observations(letters_of(likeliest()), beside)
     assert {text_of(row) for row in found} == {row[2:] for row in rows[:-1]}  # without the protein
 
 
@@ -78,4 +72,4 @@ def test_an_hmm_has_the_columns_that_half_of_the_members_fill() -> None:
     own = [*members(20)[::2]]
     columns = np.array([[*one, 1, 1] for one in own], np.uint8)
     columns[0, -2] = columns[1, 3]
-    assert len(likeliest()) == family_hmm(own, columns).M
+    assert len(likeliest()) == alignment.family_hmm(own, columns).M

@@ -4,16 +4,8 @@ import numpy as np
 import pytest
 
 from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
-from d2plm.families import mutation_effects
-from d2plm.families.alignment import (
-    GAP,
-    Letters,
-    align_to,
-    column_profile,
-    letters_of,
-    observations,
-    sequence_weights,
-)
+from d2plm.families import alignment, mutation_effects
+from d2plm.families.alignment import GAP, Letters, align_to, letters_of, sequence_weights
 from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
 from d2plm.families.pairs import PairTable, neighbours
 from d2plm.families.variants import Variant
@@ -126,12 +118,12 @@ def test_members_stand_beside_the_residues_they_align_to() -> None:
     without: Tokens = np.delete(protein, [10, 11])
     with_more = np.insert(protein, 20, encode("WWW"))
     relatives = [protein, without, with_more, protein[:15], encode("G" * 40)]
-    found = observations(letters_of(protein), align_to(protein, relatives))
+    found = alignment.observations(letters_of(protein), align_to(protein, relatives))
     # Equal where they are aligned, or less than half of the protein: no observation.
     assert found.shape == (0, 43)
     changed = without.copy()
     changed[0] = encode("L")[0]
-    (row,) = observations(letters_of(protein), align_to(protein, [changed, changed]))
+    (row,) = alignment.observations(letters_of(protein), align_to(protein, [changed, changed]))
     assert (row[10:12] == GAP).all()
     assert (row[12:] == protein[12:] - CANONICAL_START).all()
 
@@ -164,7 +156,7 @@ def test_a_neighbours_law_hides_the_column_it_predicts() -> None:
 
 def test_a_column_does_not_predict_itself_and_gaps_predict_nothing() -> None:
     aligned, *_ = with_pairs(2, length=10, members=80)
-    weights, profile = np.ones(80), column_profile(aligned, np.ones(80))
+    weights, profile = np.ones(80), alignment.column_profile(aligned, np.ones(80))
     predicted = neighbours(aligned, aligned, weights, profile, 0.3, np.arange(80))
     table = PairTable(aligned, weights, profile, predicted)
     queries = np.repeat(aligned[:1], 3, axis=0)
