@@ -9,18 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from d2plm.core.vocabulary import (
-    CANONICAL,
-    DNA,
-    PROTEIN,
-    RNA,
-    Bytes,
-    Codons,
-    Subwords,
-    Vocabulary,
-    open_vocabulary,
-)
+from d2plm.core import vocabulary as vocabularies
+from d2plm.core.vocabulary import CANONICAL, DNA, PROTEIN, RNA, Bytes, Codons, Subwords, Vocabulary
 from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
+from tests.conftest import Logged, MonkeyPatch
 
 CORPUS = ["In the beginning God created the heaven and the earth. " * 3, "12345 was void;"] * 9
 UNKNOWN = "<unk>"
@@ -33,7 +25,7 @@ def check(vocabulary: Vocabulary, text: str, folder: Path) -> Any:
     assert saved is not None
     saved.save_pretrained(folder)
     vocabulary.save(folder)
-    assert open_vocabulary(folder) == vocabulary  # no file is of both
+    assert vocabularies.open_vocabulary(folder) == vocabulary  # no file is of both
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = vocabulary.encode(text, "text", aligned=True)
     assert tokenizer(text)["input_ids"][1:-1] == tokens.tolist()
@@ -105,7 +97,7 @@ def test_those_of_a_tokenizer_are_renumbered(made: Callable[[], Tokenizer], tmp_
 
 
 def test_one_that_cannot_be_renumbered_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     byte_pairs().save(str(tmp_path / "own.json"))
     broken = "d2plm.export.hugging_face_tokenizer._renumbered"

@@ -99,9 +99,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "parms: has no place": {"inputs": [{"sequence": "MKT"}], "parms": {}},
     "instances: has no place": {"inputs": [{"sequence": "MKT"}], "instances": []},
     "instances.0='MKT': ": {"instances": ["MKT"]},
-    "dataframe_split={'columns': ": {
-        "dataframe_split": {"columns": ["sequence"], "data": [["M"], ["K", "V"]]}
-    },
+    "dataframe_split={'columns': ": {"dataframe_split": {"columns": ["a"], "data": [["M", "K"]]}},
     "inputs={": {"inputs": {"sequence": ["M"], "length": [1, 2]}},
     "relatives: not supported": table("sequence", "MKT", relatives=["MKS"]),
 }

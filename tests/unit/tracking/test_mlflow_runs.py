@@ -21,7 +21,6 @@ from d2plm.config import compose
 from d2plm.core.errors import TrackingError
 from d2plm.core.redaction import HIDDEN, redacted, redacted_settings
 from d2plm.core.versions import git_revision
-from d2plm.settings.commands import TrainSettings
 from d2plm.tracking import mlflow_run
 from d2plm.tracking.mlflow_run import RUN_FILE, MLflowRun, open_client
 from d2plm.tracking.runs import Run, Runs, in_sections, tracking_run
@@ -240,11 +239,6 @@ def test_a_run_whose_creator_was_killed_is_found_again(
     assert json.loads((output_dir / RUN_FILE).read_text())["run_id"] == run_id
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> TrainSettings:
-    return compose("train", ["experiment=debug", f"work_dir={tmp_path}"])
-
-
 def prepared(folder: Path, name: str = "mine.fasta") -> Path:
     """A folder with the account of prepared data alone."""
     folder.mkdir(parents=True)
@@ -284,7 +278,8 @@ def test_parameters_and_tags_are_cut_and_redacted(client: MlflowClient, output_d
     assert logged.params["environment.HF_TOKEN"] == logged.tags["api_token"] == HIDDEN
 
 
-def test_a_run_says_what_it_is(client: MlflowClient, config: TrainSettings, tmp_path: Path) -> None:
+def test_a_run_says_what_it_is(client: MlflowClient, tmp_path: Path) -> None:
+    config = compose("train", ["experiment=debug", f"work_dir={tmp_path}"])
     secret = replace(config, init_from="s3://key:s3cret@bucket/model")
     with tracked_run(with_tags(config, project="antibodies"), "train") as run:
         assert client.get_run(str(run.id)).info.status == "RUNNING"

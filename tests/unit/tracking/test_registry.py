@@ -84,6 +84,11 @@ def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
     return export
 
 
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    return whole(tmp_path / "model", 2.0, 3)
+
+
 def registered(client: MlflowClient, export: Path, name: str) -> Registration:
     """In a run beside the export."""
     with tracking_run(export.parent / "run") as run:
@@ -148,10 +153,8 @@ def test_run_model_and_version_are_linked(client: MlflowClient, tmp_path: Path) 
     assert len(version.description) <= 5000
 
 
-def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_next(
-    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
-    export = whole(tmp_path / "model", 2.0, 3)
+def test_killed_registrations(client: MlflowClient, monkeypatch: MonkeyPatch, export: Path) -> None:
+    """One that is killed after any request is completed by the next."""
     left = 0
 
     def dying(call: Callable[..., object]) -> Callable[..., object]:
@@ -169,7 +172,7 @@ def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_nex
     for name in dir(MlflowClient):
         if name.startswith(changing):
             monkeypatch.setattr(MlflowClient, name, dying(getattr(MlflowClient, name)))
-    with tracking_run(tmp_path / "run") as run:
+    with tracking_run(export.parent / "run") as run:
         run.log_metrics({"evaluation/perplexity": 9.0})
         run.flush()
         for kills in count():
@@ -187,11 +190,6 @@ def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_nex
     assert found.description
     assert models_of(client, str(run.id)) == [("READY", version.source)]
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
-
-
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    return whole(tmp_path / "model", 2.0, 3)
 
 
 def test_a_repeated_request(client: MlflowClient, monkeypatch: MonkeyPatch, export: Path) -> None:
