@@ -35,17 +35,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield double
 
 
-def run(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "KUBECONFIG": str(cluster.kube_config)}
-    command = [sys.executable, str(EXAMPLE), f"--namespace={NAMESPACE}", *words]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-
-
 def test_the_sdk_prints_the_log_of_a_job_that_fails(cluster: Cluster) -> None:
     cluster.script(Script(lines=("step 1", "d2plm: error: no"), exit_code=2))
-    done = run(cluster, "--cpu=3")
+    command = [sys.executable, str(EXAMPLE), f"--namespace={NAMESPACE}", "--cpu=3"]
+    environment = {**os.environ, "KUBECONFIG": str(cluster.kube_config)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert "step 1\nd2plm: error: no\n" in done.stdout
     assert done.stderr.splitlines()[-1].endswith("is Failed")

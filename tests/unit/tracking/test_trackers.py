@@ -257,10 +257,10 @@ def test_runs_are_shown_under_their_parent(client: MlflowClient, tmp_path: Path)
 def test_a_training_that_loses_mlflow_keeps_its_metrics_and_continues(
     tiny_store: SequenceStore, client: MlflowClient, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    words = ["experiment=debug", "tracking=all", f"work_dir={tmp_path}", "trainer.max_steps=6"]
-    words += ["trainer.precision=fp32", "data.token_budget=512", "trainer.compile=false"]
-    words += [f"callbacks.{one}" for one in ("checkpoint.every=2", "metrics.every=1")]
-    config = compose("train", [*words, "callbacks.evaluation=null"])
+    words = ["experiment=debug", f"work_dir={tmp_path}", "callbacks.metrics.every=1"]
+    words += ["trainer.precision=fp32", "data.token_budget=512", "callbacks.evaluation=null"]
+    words += ["callbacks.checkpoint.every=2", "trainer.max_steps=6", "trainer.compile=false"]
+    config = compose("train", words)
     stores = {"train": tiny_store, "validation": tiny_store}
     monkeypatch.setattr(train, "training_stores", lambda config: stores)
     output_dir, whole = Path(config.output_dir), MlflowClient.log_batch
@@ -281,12 +281,8 @@ def test_a_training_that_loses_mlflow_keeps_its_metrics_and_continues(
     found = [json.loads(line) for line in file.read_text().splitlines()]
     losses = [(row["step"], row["loss"]) for row in found if "loss" in row]
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
-    assert tensorboard_events(output_dir).scalars["train/loss"] == nearly(losses)
     run_id = json.loads((output_dir / RUN_FILE).read_text())["run_id"]
     # What was pending when the server went is in the file, and in the artifact made of it, alone.
     assert history(client, run_id, "train/loss") == losses[:2]
     artifact = client.download_artifacts(run_id, "training/metrics.jsonl")
     assert Path(artifact).read_bytes() == file.read_bytes()
-    sessions = wandb_sessions(output_dir)
-    assert [session.exit_code for session in sessions] == [0, 0]
-    assert {"config/config.yaml", "training/metrics.jsonl"} <= sessions[-1].files
