@@ -47,11 +47,6 @@ def store_of(path: Path, sequences: list[Tokens], vocabulary: Vocabulary) -> Seq
     return SequenceStore(path)
 
 
-def sparse(sequences: list[Tokens], order: int, vocabulary: Vocabulary) -> NGram:
-    ranks = token_ranks(sequences, vocabulary)
-    return NGram(sparse_counts(sequences, order, ranks), STRENGTHS[:order], vocabulary)
-
-
 def text_of(seed: int, length: int) -> str:
     random = np.random.default_rng(seed)
     return " ".join(random.choice(["in", "the", "beginning", "was", "word", "light"], length))
@@ -61,7 +56,7 @@ def test_sparse_counts_give_the_figures_of_dense_ones_to_the_bit() -> None:
     random = np.random.default_rng(0)
     proteins = [random.integers(4, 26, 200, dtype=np.uint8) for _ in range(20)]
     dense = NGram(NGram._count(iter(proteins), 4), STRENGTHS)
-    few = sparse(proteins, 4, PROTEIN)
+    few = NGram(sparse_counts(proteins, 4, token_ranks(proteins, PROTEIN)), STRENGTHS)
     for tokens in (*proteins[:3], encode("WWWWXMKVL"), random.integers(4, 26, 99, dtype=np.uint8)):
         assert few.nats_by_order(tokens, 4) == dense.nats_by_order(tokens, 4)
 

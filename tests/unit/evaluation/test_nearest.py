@@ -99,9 +99,7 @@ def test_the_best_hit_counts_and_is_kept(
     assert kept == [".log", ".npz"]
 
 
-def test_of_equal_hits_the_first_is_the_nearest(
-    tmp_path: Path, stores: Stores, calls: Calls
-) -> None:
+def test_of_equal_hits_the_first_is_nearest(tmp_path: Path, stores: Stores, calls: Calls) -> None:
     with mmseqs_in(tmp_path, ONE_THREAD) as mmseqs:
         found = find_nearest(*stores, nearest_search(), mmseqs)
     assert found.proteins.tolist() == [0, -1, 1]
