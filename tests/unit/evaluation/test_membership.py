@@ -56,16 +56,14 @@ def described(family: Family, generated: list[Tokens]) -> dict[str, Any]:
 def test_members_are_told_from_other_proteins(described: dict[str, Any], family: Family) -> None:
     found = described["sets"]
     assert [one["member"] for one in found[GENERATED]["proteins"]] == [True, True, True, False]
-    assert found[NATURAL]["figures"]["members"] == 1
-    assert len(found[NATURAL]["proteins"]) == 5
+    assert (found[NATURAL]["figures"]["members"], len(found[NATURAL]["proteins"])) == (1, 5)
     assert {*found} == {GENERATED, NATURAL, CROSSOVERS, MOSAICS, SHARPENED}
     copy, third, half, other = found[GENERATED]["proteins"]
     assert copy["nearest"] == third["nearest"] == half["nearest"] == family.names[3]
     assert copy["identity"] == half["identity"] == 1
     assert 0.6 < third["identity"] < 0.75
     assert half["coverage"] < 0.6 * copy["coverage"]
-    assert copy["ends"]
-    assert not half["ends"]
+    assert copy["ends"] and not half["ends"]
     assert other["identity"] < 0.5
     assert copy["bits"] > third["bits"] > other["bits"]
     assert "NOT like natural members" in new_members.headline(described)
@@ -160,8 +158,7 @@ def test_the_account_is_of_its_own_proteins(
     file = new_members.write_members(described, fasta)
     assert file.name == "new.members.json"
     kept = read_members(fasta)
-    assert kept is not None
-    assert kept["sets"] == described["sets"]
+    assert kept is not None and kept["sets"] == described["sets"]
     plot_new_members(kept, file.with_suffix(".png"))
     assert file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     write_fasta(fasta, [("x", "MKV")])

@@ -210,8 +210,7 @@ def test_the_page_has_no_outer_address_no_markup_of_names_and_no_passwords(page:
     assert "<script>alert" not in html
     # the title, the head, another model (tables, legend), the input, a protein, the configuration
     assert page.text.count("<script>alert(") >= 6
-    assert PASSWORD not in html and "postgresql://***@host/x" in html
-    assert "HF_TOKEN:" in html
+    assert PASSWORD not in html and "postgresql://***@host/x" in html and "HF_TOKEN:" in html
 
 
 def test_searches_are_not_repeated(run: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -269,8 +268,7 @@ def test_new_members_are_of_this_model(
     assert len(Page(write_report(sources(folder)).read_text()).rows("alignment")) == 1
     write_evaluation(folder, evaluation_of({"train": "another", "validation": "another"}))
     content = gather(sources(folder))
-    assert content["designs"] is content["manifest"] is content["model"] is None
-    assert content["fasta"] is None
+    assert {content[name] for name in ("designs", "manifest", "model", "fasta")} == {None}
     assert {"model", "manifest", "designs"} <= content["missing"].keys()
     write_fasta(folder / "generated.fasta", [("other", "MKV")])
     assert "New members of a family" not in write_report(sources(folder)).read_text()

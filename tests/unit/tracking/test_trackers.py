@@ -63,12 +63,9 @@ def history(client: MlflowClient, run_id: str, name: str) -> list[tuple[int, flo
     return [(point.step, point.value) for point in client.get_metric_history(run_id, name)]
 
 
-def losses(steps: range) -> list[tuple[int, float]]:
-    return [(step, 1 / step) for step in steps]
-
-
 def test_each_tracker_is_complete(client: MlflowClient, output_dir: Path, tmp_path: Path) -> None:
     steps = range(1, 6)
+    losses = [(step, 1 / step) for step in steps]
     with tracking_run(output_dir, trackers=TRACKERS, run_name="mine") as run:
         tell(run, steps, tmp_path)
     kept = json.loads((output_dir / RUN_FILE).read_text())["run_id"]
@@ -77,7 +74,7 @@ def test_each_tracker_is_complete(client: MlflowClient, output_dir: Path, tmp_pa
     assert logged.data.params["uri"] == "http://***@host"
     assert logged.data.tags["data.digest"] == "0" * 64
     assert logged.data.tags["mlflow.note.content"] == SHOWN
-    assert history(client, kept, "train/loss") == losses(steps)
+    assert history(client, kept, "train/loss") == losses
     assert history(client, kept, "perplexity") == [(0, 9.5)]
     assert [a.path for a in client.list_artifacts(kept, "data")] == ["data/a [1] file.txt"]
 
@@ -99,7 +96,7 @@ def test_each_tracker_is_complete(client: MlflowClient, output_dir: Path, tmp_pa
     assert shown == (kept, "mine", "d2plm", SHOWN)
     assert session.exit_code == 0
     assert session.scalars == {
-        "train/loss": losses(steps),
+        "train/loss": losses,
         "train/evaluation_loss": [(step, 2.0 * step) for step in steps],
     }
     assert session.summary["perplexity"] == 9.5
