@@ -30,8 +30,7 @@ def test_every_block_succeeds_and_leaves_a_registered_model(followed: Followed) 
 
 def test_it_leaves_proteins_that_keep_the_scaffold(followed: Followed) -> None:
     folder = followed.folder / "runs" / "mine"
-    generated = re.findall(r"^[A-Z]+$", (folder / "generated.fasta").read_text(), re.M)
-    assert generated
+    assert re.findall(r"^[A-Z]+$", (folder / "generated.fasta").read_text(), re.M)
     records = (folder / "designs.fasta").read_text().split(">")[1:]
     designs = ["".join(record.splitlines()[1:]) for record in records]
     assert len(designs) == 4

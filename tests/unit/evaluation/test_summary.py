@@ -60,9 +60,7 @@ def test_the_figures_are_those_of_the_nats(tmp_path: Path) -> None:
 
 def test_each_identity_bin_has_the_figures_of_its_own_proteins() -> None:
     ours = scores(2.85)
-    found = evaluated(ours).by_identity or {}
-    chosen = IDENTITIES > 0.5
-    nats = ours.nats[chosen]
+    found, chosen = evaluated(ours).by_identity or {}, IDENTITIES > 0.5
     assert [row.sequences for row in found.values()] == [
         int((IDENTITIES < 0.3).sum()),
         int(((IDENTITIES >= 0.3) & (IDENTITIES <= 0.5)).sum()),
@@ -70,7 +68,7 @@ def test_each_identity_bin_has_the_figures_of_its_own_proteins() -> None:
     ]
     last, residues = found["> 50 %"], RESIDUES[chosen].sum()
     assert last.residues == residues and last.model is not None
-    assert last.model.nelbo.value == pytest.approx(nats.sum() / residues)
+    assert last.model.nelbo.value == pytest.approx(ours.nats[chosen].sum() / residues)
     assert last.clusters == len(set(CLUSTERS[chosen].tolist()))
     proteins = HeldOut(RESIDUES, CLUSTERS, held_out().baselines, np.zeros(N))
     none = evaluated(ours, proteins=proteins).by_identity or {}
@@ -110,8 +108,7 @@ def test_a_comparison_averages_the_seeds_nats(tmp_path: Path) -> None:
     flow = found.arms["flow"]
     assert flow.perplexity.value == pytest.approx(math.exp(mean.sum() / RESIDUES.sum()))
     assert flow.difference == corpus_estimate(mean - base, RESIDUES, CLUSTERS)
-    assert flow.verdict is Verdict.BETTER
-    assert flow.better_than_baseline == 3
+    assert (flow.verdict, flow.better_than_baseline) == (Verdict.BETTER, 3)
     seeds = [*flow.seed_differences.values()]
     interval = stats.t.interval(0.95, 2, loc=np.mean(seeds), scale=stats.sem(seeds, ddof=1))
     assert flow.seed_interval == pytest.approx([*interval])

@@ -7,7 +7,6 @@ import shutil
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -68,10 +67,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, few_prepared: Path, tiny_dit: 
     manifest = {**json.loads((data / "manifest.json").read_text()), "input": f"{EVIL}.fasta"}
     (data / "manifest.json").write_text(json.dumps(manifest))
     digests, train = manifest["digests"], SequenceStore(data / "train_lmdb")
-    model: Any = tiny_dit(0)
     lengths = LengthHistogram.of(np.array([90, 100]), 126)
     provenance = {"step": 40, "name": EVIL, "settings": {"global_batch_tokens": 4096}}
-    save_export(output_dir / "model", model, AbsorbingDiffusion(), lengths, provenance)
+    save_export(output_dir / "model", tiny_dit(), AbsorbingDiffusion(), lengths, provenance)
     for place in (output_dir, output_dir / "model"):
         write_evaluation(place, evaluation_of(digests))
     rows = [{"step": s, "loss": 3 - s / 100, "learning_rate": 1e-3} for s in range(1, 41)]

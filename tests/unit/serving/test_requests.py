@@ -353,28 +353,27 @@ def test_designs_of_relatives_are_the_library_s(ask_related: Ask, library: Seque
     assert {len(text) for text in found} <= {len(text) for text in FAMILY}
     assert all(text.endswith("relatives=5") for text in column_of(answer, "settings"))
     template = "MKT____KQR__"
-    filled = column_of(
-        ask_related({"sequence": [template]}, task="infill", number=3, **settings), "sequence"
-    )
+    answer = ask_related({"sequence": [template]}, task="infill", number=3, **settings)
+    filled = column_of(answer, "sequence")
     assert filled == library.infill(template, 3, **settings)
     assert filled != library.infill(template, 3, steps=4, seed=3)
 
 
-@pytest.mark.parametrize(
-    ("params", "reason"),
-    [
-        ({"relatives": "MKT"}, "params.relatives='MKT': "),
-        ({"relatives": ["MKT", "MJT"]}, "relative 1: the sequence holds 'J'"),
-        ({"relatives": ["XX"]}, "there are no relatives"),
-        ({"relatives": [""] * 250_000}, "params.relatives=['', '', "),
-        ({"relatives": FAMILY, "max_relatives": 17}, "params.max_relatives=17: "),
-        ({"relatives": ["M" * 40_000] * 2}, "relatives: the request has"),
-        ({"max_relatives": 3}, "max_relatives=3: "),
-        ({"relatives": ["GGMKTGG", "MKT", "KT"]}, "relatives: "),  # all give it away
-    ],
-)
-def test_bad_relatives_are_rejected(ask_related: Ask, params: dict[str, Any], reason: str) -> None:
-    status, document = ask_related({"sequence": ["MKT"]}, **params)
-    assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
-    assert reason in document["message"]
-    assert len(document["message"]) < 600
+BAD_RELATIVES: dict[str, dict[str, Any]] = {
+    "params.relatives='MKT': ": {"relatives": "MKT"},
+    "relative 1: the sequence holds 'J'": {"relatives": ["MKT", "MJT"]},
+    "there are no relatives": {"relatives": ["XX"]},
+    "params.relatives=['', '', ": {"relatives": [""] * 250_000},
+    "params.max_relatives=17: ": {"relatives": FAMILY, "max_relatives": 17},
+    "relatives: the request has": {"relatives": ["M" * 40_000] * 2},
+    "max_relatives=3: ": {"max_relatives": 3},
+    "relatives: ": {"relatives": ["GGMKTGG", "MKT", "KT"]},  # all give it away
+}
+
+
+def test_bad_relatives_are_rejected(ask_related: Ask) -> None:
+    for reason, params in BAD_RELATIVES.items():
+        status, document = ask_related({"sequence": ["MKT"]}, **params)
+        assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+        assert reason in document["message"]
+        assert len(document["message"]) < 600

@@ -27,9 +27,8 @@ SEQUENCES, RESIDUES = 200, 100
 def evaluated(folder: Path, nats_per_residue: float, seed: int = 0, **digests: str) -> Path:
     """An export's evaluation files: nats that vary by sequence around a mean."""
     folder.mkdir()
-    random = np.random.default_rng(seed)
     easy_or_hard = np.random.default_rng(0).normal(0, 0.3, SEQUENCES)  # shared by all models
-    own = random.normal(0, 0.01, SEQUENCES)
+    own = np.random.default_rng(seed).normal(0, 0.01, SEQUENCES)
     nats = RESIDUES * (nats_per_residue + easy_or_hard + own)
     residues = np.full(SEQUENCES, RESIDUES)
     clusters = np.arange(SEQUENCES) // 2

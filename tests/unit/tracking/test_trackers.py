@@ -27,7 +27,6 @@ from tests.unit.tracking.read_back import tensorboard_events, wandb_sessions
 
 PARAMETERS = {"lr": 0.1, "layers": [1, 2], "uri": "http://ada:s3cret@host", "off": None, "on": True}
 DESCRIPTION, SHOWN = "# of http://ada:s3cret@host", "# of http://***@host"
-RUN_FILES = (RUN_FILE, WANDB_RUN_FILE)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +130,8 @@ with tracking_run(Path(sys.argv[1]), trackers=["mlflow", "tensorboard", "wandb"]
 """,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    first = {file: json.loads((output_dir / file).read_text())["run_id"] for file in RUN_FILES}
+    files = RUN_FILE, WANDB_RUN_FILE
+    first = {file: json.loads((output_dir / file).read_text())["run_id"] for file in files}
     for seen in (6, 8):  # a resumed run may be killed before it has come as far as the first
         time.sleep(1)  # TensorBoard reads event files by name, which has the second and a number
         with tracking_run(output_dir, trackers=TRACKERS) as run:
@@ -142,8 +142,7 @@ with tracking_run(Path(sys.argv[1]), trackers=["mlflow", "tensorboard", "wandb"]
             "figure": [(0, 1.0)],
             "train/loss": signed,
         }
-    for file, run_id in first.items():
-        assert json.loads((output_dir / file).read_text())["run_id"] == run_id
+    assert first == {f: json.loads((output_dir / f).read_text())["run_id"] for f in files}
     assert [step for step, _ in history(client, first[RUN_FILE], "train/loss")][:4] == [1, 2, 3, 4]
     assert history(client, first[RUN_FILE], "train/loss")[-1] == (8, -8.0)
     # Of the session that was killed, W&B's own process has written whole blocks alone.
