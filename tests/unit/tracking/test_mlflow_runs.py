@@ -182,11 +182,10 @@ def test_what_was_deleted_is_named(client: MlflowClient, output_dir: Path, caplo
         begun(output_dir / "x", experiment="deleted")
 
 
-def runs_of(client: MlflowClient, run_id: str) -> list[str]:
-    """All runs with the same key."""
-    run = client.get_run(run_id)
-    same = f"tags.`{mlflow_run.KEY_TAG}` = '{run.data.tags[mlflow_run.KEY_TAG]}'"
-    return [found.info.run_id for found in client.search_runs([run.info.experiment_id], same)]
+def runs_of(client: MlflowClient, experiment: str) -> list[str]:
+    known = client.get_experiment_by_name(experiment)
+    assert known is not None
+    return [found.info.run_id for found in client.search_runs([known.experiment_id])]
 
 
 def test_a_run_is_created_once_if_its_request_is_repeated_and_the_search_lags(
@@ -194,8 +193,8 @@ def test_a_run_is_created_once_if_its_request_is_repeated_and_the_search_lags(
 ) -> None:
     with monkeypatch.context() as patched:
         repeat(patched, "tracking", "create_run")
-        run_id = begun(output_dir)
-    assert runs_of(client, run_id) == [run_id]
+        run_id = begun(output_dir, experiment="repeated")
+    assert runs_of(client, "repeated") == [run_id]
     with monkeypatch.context() as patched:
         patched.setattr(MlflowClient, "search_runs", lambda *_: [])
         lagging = begun(output_dir / "other")
@@ -214,9 +213,9 @@ def test_a_run_whose_creator_was_killed_is_found_again(
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(MlflowClient, "create_run", then_die)
-        begun(output_dir)
-    run_id = begun(output_dir)
-    assert runs_of(client, run_id) == [run_id]
+        begun(output_dir, experiment="killed")
+    run_id = begun(output_dir, experiment="killed")
+    assert runs_of(client, "killed") == [run_id]
     assert json.loads((output_dir / RUN_FILE).read_text())["run_id"] == run_id
 
 
