@@ -14,6 +14,8 @@ from d2plm.core.batch import segment_ids, segment_sum
 from d2plm.core.estimate import Estimate
 from d2plm.evaluation.likelihood import FRACTION_BINS, CrossEntropy, SequenceScores
 from d2plm.evaluation.result import Bound, Compared, Evaluation, GivenRelatives, RelativesBelow
+from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.generation.lengths import LengthHistogram
 
 NGRAMS = ("unigram", "2-gram", "3-gram", "4-gram", "5-gram")
 BASELINES = ("uniform", *NGRAMS, "composition", *(f"composition × {name}" for name in NGRAMS))
@@ -26,6 +28,11 @@ def context_model(tokens: Tensor, cu_seqlens: Tensor, _max: int, times: Tensor) 
     letters = torch.arange(33)
     phase = (total + 3 * tokens.long())[:, None] * (letters + 1) % 17
     return phase.double() / 8 + times[segments][:, None] * (letters % 3)
+
+
+def uniform_model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
+    """Equal logits."""
+    return torch.zeros(len(tokens), 33, dtype=torch.float64)
 
 
 def invented_scores(
@@ -56,6 +63,15 @@ def invented_baselines(residues: NDArray[np.int64]) -> dict[str, NDArray[np.floa
     return {name: residues * (2.95 - 0.01 * place) for place, name in enumerate(BASELINES)}
 
 
+def summary(
+    scores: SequenceScores, proteins: HeldOut, others: Any = None, **named: Any
+) -> Evaluation:
+    """Without quality and settings, unless they are named."""
+    lengths = LengthHistogram.of(scores.residues, 400)
+    given = {"quality": None, "settings": {}, "digests": {}, **named}
+    return summarise(scores, others or {}, proteins, lengths, **given)
+
+
 def invented_bound(nats: float, difference: float | None = None) -> Bound:
     """A bound with an interval of ±0.1 nats; with a difference, that of another model."""
     nelbo = Estimate(nats, (nats - 0.1, nats + 0.1))
@@ -80,14 +96,9 @@ def invented_given_relatives() -> GivenRelatives:
     return GivenRelatives(8, 24, invented_bound(2.85), below, unrelated, 9e-8)
 
 
-def invented_evaluation(
-    perplexity: float, baselines: Mapping[str, float], **others: Any
-) -> Evaluation:
-    """An evaluation of a model and baselines of these perplexities, some attributes being others'.
-
-    Every difference has an interval of a tenth around it.
-    """
-    nats = math.log(perplexity)
+def invented_evaluation(model: float, baselines: Mapping[str, float], **others: Any) -> Evaluation:
+    """An evaluation of a model and baselines of these perplexities, with other attributes."""
+    nats = math.log(model)
     compared: dict[str, Any] = {
         name: invented_bound(math.log(other), nats - math.log(other))
         for name, other in baselines.items()

@@ -84,16 +84,12 @@ def follow(script: str, folder: Path, program: str = "-m d2plm") -> dict[str, An
     output = folder.parent / "output.txt"
     with output.open("w") as stream:
         # -m: as in a terminal, a job in the background is a process group that kill %1 ends.
+        command = ["bash", "-m", "-e", "-u", "-x", "-o", "pipefail"]
+        # The copy's d2plm, not the installed one's.
+        own = {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": stream, "stderr": stream}
         shell = subprocess.Popen(
-            ["bash", "-m", "-e", "-u", "-x", "-o", "pipefail"],  # noqa: S607
-            cwd=folder,
-            # The copy's d2plm, not the installed one's.
-            env={**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=stream,
-            text=True,
-            start_new_session=True,
+            command, cwd=folder, env=own, text=True, start_new_session=True, **streams
         )
         session = os.getsid(shell.pid)
         try:

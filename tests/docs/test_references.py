@@ -9,6 +9,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from functools import cache
+from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -21,17 +22,9 @@ from d2plm.core.errors import ConfigError, D2PLMError
 from d2plm.core.files import config_dir
 from d2plm.core.terminal import HELP
 from pipelines.command import ACTIONS, parse
+from tests.docs import markdown
 from tests.docs.conftest import OWN
-from tests.docs.markdown import (
-    DOCUMENTS,
-    ROOT,
-    anchors,
-    blocks,
-    command_lines,
-    inline_code,
-    links,
-    of,
-)
+from tests.docs.markdown import DOCUMENTS, ROOT, anchors, blocks, links, of
 
 OPERATORS = {"|", "||", "&&", ";", "&", "(", ")"}
 LEFT_OUT = ("…", "...")  # what a document leaves to the reader, as a word or as a value
@@ -43,8 +36,7 @@ TARGETS = {
 }
 COMMAND = re.compile(r"(\S+=\S+ )*(d2plm|make|torchrun|accelerate|python -m d2plm(?!\.))\b")
 MANNERS = ("--quiet", "--json")  # of any command, before or after its name
-# What may stand for a command's name in a sentence.
-GENERAL = {"<command>", "COMMAND"}
+GENERAL = ("<command>", "COMMAND")  # what may stand for a command's name in a sentence
 WRITTEN = re.compile(r"^cat > configs/(\S+) <<'(\w+)'\n(.*?\n)\2$", re.M | re.S)
 
 
@@ -53,45 +45,33 @@ def commands(text: str) -> Iterator[list[str]]:
     lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;()")
     lexer.whitespace_split = True
     lexer.commenters = ""
-    words: list[str] = []
-    for word in [*lexer, ";"]:
-        if word not in OPERATORS:
-            words.append(word)
-            continue
-        while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
-            words.pop(0)
-        for place, item in enumerate(words):
-            if re.match(r"\d?[<>]", item):
-                words = words[:place]
-                break
-        if words:
-            yield words
-        words = []
+    for is_operator, words in groupby(lexer, OPERATORS.__contains__):
+        given = takewhile(lambda word: not re.match(r"\d?[<>]", word), words)
+        kept = [*dropwhile(lambda word: re.fullmatch(r"[A-Z_0-9]+=.*", word), given)]
+        if kept and not is_operator:
+            yield kept
 
 
 def named(document: Path) -> Iterator[tuple[str, list[str]]]:
     """(where, words) of everything that the document would have one run."""
     for block in blocks(document):
         if block.language in ("", "bash", "sh"):
-            for line in command_lines(block.text):
+            for line in markdown.command_lines(block.text):
                 if re.search(r"\b(d2plm|make)\b", line):
                     try:
                         yield from ((block.place, words) for words in commands(line))
                     except ValueError:  # a line of output with a lone quote
                         assert not re.match(r"(\$ )?(d2plm|make) ", line), (block.place, line)
-    for code in inline_code(document):
+    for code in markdown.inline_code(document):
         part_of_a_message = code.count("'") % 2 == 1
         if COMMAND.match(code) and not part_of_a_message:
             yield from ((f"{of(document)}: {code}", words) for words in commands(code))
 
 
-def d2plm_words(words: list[str]) -> list[str] | None:
-    """What follows `d2plm`, however it is started; None for another program."""
-    if words[0] == "d2plm":
-        return words[1:]
-    if "d2plm" in words and words[words.index("d2plm") - 1] == "-m":
-        return words[words.index("d2plm") + 1 :]
-    return None
+def d2plm_words(words: list[str]) -> list[str]:
+    """What follows `d2plm`, however it is started; nothing for another program."""
+    place = words.index("d2plm") if "d2plm" in words else -1
+    return words[place + 1 :] if place == 0 or (place > 0 and words[place - 1] == "-m") else []
 
 
 @cache
@@ -114,19 +94,15 @@ def refuse(*given: str) -> str | None:
     """Why the command line `d2plm GIVEN` would be rejected, or None."""
     words = [word.replace("…", "x") for word in given if word not in (*LEFT_OUT, *MANNERS)]
     words = [str(configurations() / OWN) if word == OWN else word for word in words]
-    if not words or words[0] in (*HELP, "help", "--version") or words[0] in GENERAL:
+    if not words or words[0] in (*HELP, "help", "--version", *GENERAL):
         return None
     name, rest = words[0], words[1:]
     if name not in {**COMMANDS, **EXTERNAL, **PLAIN}:
         return f"there is no command {name}"
-    if name in PLAIN or any(word in HELP for word in rest):
-        return None
-    if name in EXTERNAL and not rest:
+    if name in PLAIN or {*rest} & {*HELP} or (name in EXTERNAL and not rest):
         return None
     try:
-        if name in EXTERNAL:
-            return refuse_pipeline(rest)
-        return refuse_command(name, rest)
+        return refuse_pipeline(rest) if name in EXTERNAL else refuse_command(name, rest)
     except D2PLMError as error:
         return str(error)
 
@@ -162,10 +138,8 @@ def refuse_command(name: str, words: list[str]) -> str | None:
     if not [word for word in words if word not in MULTIRUN]:
         return None  # a command by itself is composed by tests/unit/test_config.py
     arguments = parse_arguments(root, words, command.first_key)
-    combinations = [arguments.overrides]
-    if arguments.multirun:
-        combinations = [overrides for _, overrides in expand(arguments).values()]
-    for overrides in combinations:
+    expanded = expand(arguments).values() if arguments.multirun else []
+    for overrides in [overrides for _, overrides in expanded] or [arguments.overrides]:
         try:
             compose(root, overrides, arguments.name, arguments.folder or configurations())
         except ConfigError as error:
@@ -178,8 +152,7 @@ def refuse_command(name: str, words: list[str]) -> str | None:
 def test_every_command_and_make_target_exists_and_takes_its_settings(document: Path) -> None:
     refused = []
     for where, words in named(document):
-        given = d2plm_words(words)
-        if reason := None if given is None else refuse(*given):
+        if reason := refuse(*d2plm_words(words)):
             refused.append(f"{where}: {' '.join(words)}: {reason}")
         targets = words[1:] if words[0] == "make" else []
         wanted = {word for word in targets if re.fullmatch(r"[a-z][a-z0-9-]*", word)}
@@ -190,15 +163,13 @@ def test_every_command_and_make_target_exists_and_takes_its_settings(document: P
 def test_a_command_that_is_not_is_found() -> None:
     lines = {
         "d2plm trian model=8m": "no command trian",
-        "d2plm data look store=x": "no action look",
         "d2plm train model=9m": "model=9m: no such choice",
         "X=1 d2plm pipeline run experiment=dem | head": "experiment=dem: no such choice",
         "torchrun --nproc-per-node=8 -m d2plm train no=1": "unknown key 'no'",
         "d2plm train --multirun optimizer.lr=1,2": "unknown key 'optimizer.lr'",
     }
     for line, reason in lines.items():
-        words = d2plm_words(next(commands(line)))
-        assert words is not None and reason in (refuse(*words) or ""), line
+        assert reason in (refuse(*d2plm_words(next(commands(line)))) or ""), line
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md", "docs/python.md"])

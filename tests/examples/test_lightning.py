@@ -13,11 +13,10 @@ import torch
 from benchmarks.workload import OPTIMIZER, Workload, workload_of
 from d2plm.export.exported_model import ExportedModel, load_export
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
-from d2plm.training.callbacks.callback import Callback
 from d2plm.training.learning_rate import constant
-from d2plm.training.trainer import Trainer
 from tests.conftest import FASTA, TINY_SIZES
 from tests.ranks import run
+from tests.runs import At
 
 SMALL_FASTA = FASTA.with_name("uniprot_500.fasta.gz")
 EXAMPLE = FASTA.parents[1] / "lightning.py"
@@ -31,28 +30,21 @@ def tiny_workload() -> Iterator[Workload]:
         yield workload
 
 
-class KeepLosses(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        self.losses.append(float(trainer.loss))
-
-
-def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
-    tiny_workload: Workload, tmp_path: Path
-) -> None:
+def test_it_trains_exactly_as_our_trainer_does(tiny_workload: Workload, tmp_path: Path) -> None:
     import pytorch_lightning as lightning
     from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
 
-    losses: list[float] = []
+    losses, expected, model = list[float](), list[float](), tiny_workload.new_model()
 
     def keep(_trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
         losses.append(float(outputs["loss"]))
 
-    kept, model = KeepLosses(), tiny_workload.new_model()
     settings = {"device": "cpu", "precision": "fp32", "ema_decay": 0.5}
-    ours = tiny_workload.trainer(callbacks=(kept,), max_steps=STEPS, **settings)
+    keeping = [
+        At("on_step_end", step + 1, lambda own: expected.append(float(own.loss)))
+        for step in range(STEPS)
+    ]
+    ours = tiny_workload.trainer(callbacks=keeping, max_steps=STEPS, **settings)
     ours.train()
 
     example = runpy.run_path(str(EXAMPLE), run_name="example")
@@ -63,32 +55,26 @@ def test_the_lightning_example_has_the_losses_and_the_weights_of_our_trainer(
         def open_stores(self) -> dict[str, Any]:
             return {"train": sequences, "validation": sequences}
 
+    checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    options: dict[str, Any] = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    options |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    module = example["SequenceModule"](
+        model, AbsorbingDiffusion(), precision="fp32", optimizer=OPTIMIZER, schedule=constant
+    )
     lightning.Trainer(
         accelerator="cpu",
         max_steps=STEPS,
         gradient_clip_val=1.0,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        callbacks=[
-            *(LambdaCallback(on_train_batch_end=keep), average),
-            ModelCheckpoint(tmp_path, every_n_train_steps=2),
-        ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(
-        example["SequenceModule"](
-            model, AbsorbingDiffusion(), precision="fp32", optimizer=OPTIMIZER, schedule=constant
-        ),
-        datamodule=Data(tmp_path, sequences=8, **SIZES),
-    )
-    assert losses == pytest.approx(kept.losses, rel=1e-6)
+        callbacks=[LambdaCallback(on_train_batch_end=keep), average, checkpoints],
+        **options,
+    ).fit(module, datamodule=Data(tmp_path, sequences=8, **SIZES))
+    assert losses == pytest.approx(expected, rel=1e-6)
     assert len({round(loss, 3) for loss in losses}) == STEPS
-    expected, shadow = ours.ema.shadow, average.weights()
+    shadow = average.weights()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, ours.parameters[name], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(shadow[name], expected[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(shadow[name], ours.ema.shadow[name], rtol=1e-4, atol=1e-6)
 
 
 def run_script(words: list[str]) -> None:
@@ -106,9 +92,7 @@ def exported(prepared: Path, output: Path, *more: str) -> ExportedModel:
 
 
 @pytest.mark.thorough
-def test_the_lightning_script_shards_the_model_and_resumes(
-    few_prepared: Path, tmp_path: Path
-) -> None:
+def test_the_script_shards_the_model_and_resumes(few_prepared: Path, tmp_path: Path) -> None:
     whole = exported(few_prepared, tmp_path / "whole")
     assert (whole.provenance["step"], whole.max_length) == (4, 64)
     half = tmp_path / "whole" / "checkpoints" / "epoch=0-step=2.ckpt"
@@ -117,9 +101,7 @@ def test_the_lightning_script_shards_the_model_and_resumes(
         assert torch.equal(parameter, dict(whole.model.named_parameters())[name]), name
 
 
-def test_the_lightning_example_names_what_is_wrong_with_its_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_data_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(tmp_path / "absent"), str(tmp_path)])
     with pytest.raises(SystemExit, match="absent"):
         runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -11,16 +11,8 @@ from scipy.optimize import minimize
 
 from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.store import SequenceStore
-from d2plm.evaluation.baselines import (
-    NGram,
-    composition_nats,
-    counts_of,
-    fit_baselines,
-    fit_composition,
-    fit_unigram,
-    joined,
-    product_nats,
-)
+from d2plm.evaluation import baselines
+from d2plm.evaluation.baselines import NGram, composition_nats, counts_of, fit_composition
 from tests.conftest import Tokens
 from tests.evaluations import BASELINES
 
@@ -90,9 +82,9 @@ def test_joining_sequences_makes_no_new_ngrams() -> None:
     parts = [encode("MK"), encode("VL")]
     model = NGram(NGram._count(iter(parts), 2), STRENGTHS[:2])
     apart = sum(model.nats(part, 2) for part in parts)
-    together = sum(model.nats(row, 2) for row in joined(parts))
+    together = sum(model.nats(row, 2) for row in baselines.joined(parts))
     assert together == pytest.approx(apart, rel=1e-12)
-    assert len(list(joined([encode("MKV")] * 10, size=6))) == 5
+    assert len(list(baselines.joined([encode("MKV")] * 10, size=6))) == 5
 
 
 def test_composition_is_polyas_urn() -> None:
@@ -120,7 +112,8 @@ def test_composition_times_an_ngram_is_their_normalised_product(order: int, text
             for x, a in zip(CANONICAL, alpha, strict=True)
         }
         expected -= math.log(weights[letter] / sum(weights.values()))
-    assert product_nats(model, order, alpha, encode(text)) == pytest.approx(expected, rel=1e-10)
+    found = baselines.product_nats(model, order, alpha, encode(text))
+    assert found == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("order", [1, 5])
@@ -155,9 +148,10 @@ def test_the_fixed_point_is_the_likelihoods_maximum(make_store: StoreFactory) ->
 
 def test_composition_beats_unigram_where_compositions_vary(make_store: StoreFactory) -> None:
     alpha = np.linspace(0.5, 3, 20)
-    baselines = fit_baselines(make_store(simulated(alpha, 100, 150, 2)), max_residues=150)
-    assert set(baselines.scorers) == set(BASELINES)
-    scores = [baselines.score(tokens) for tokens in simulated(alpha, 30, 150, 3)]
+    store = make_store(simulated(alpha, 100, 150, 2))
+    fitted = baselines.fit_baselines(store, max_residues=150)
+    assert set(fitted.scorers) == set(BASELINES)
+    scores = [fitted.score(tokens) for tokens in simulated(alpha, 30, 150, 3)]
     mean = {name: np.mean([s[name] for s in scores]) / 150 for name in scores[0]}
     assert mean["uniform"] == pytest.approx(math.log(20))
     assert mean["composition"] < mean["unigram"] - 0.1 < mean["uniform"]
@@ -168,4 +162,4 @@ def test_the_unigram_counts_canonical_residues_of_the_first_part(make_store: Sto
     expected = np.ones(20)
     for letter in "MMK" + "MAA":
         expected[CANONICAL.index(letter)] += 1
-    np.testing.assert_allclose(fit_unigram(store, 3), expected / 26)
+    np.testing.assert_allclose(baselines.fit_unigram(store, 3), expected / 26)

@@ -14,11 +14,8 @@ from d2plm.core.errors import ConfigError
 from d2plm.core.table import Number
 from d2plm.core.vocabulary import encode
 from d2plm.data.relatives import RelativesIndex
-from d2plm.evaluation.given_relatives import (
-    evaluate_given_relatives,
-    evenly_spaced,
-    unrelated_of_same_length,
-)
+from d2plm.evaluation import given_relatives
+from d2plm.evaluation.given_relatives import evaluate_given_relatives, unrelated_of_same_length
 from d2plm.evaluation.likelihood import CrossEntropy, SequenceScores
 from d2plm.evaluation.result import ALIGNED, MODEL, PROFILE, GivenRelatives, typed
 from d2plm.evaluation.tables import relatives_table
@@ -120,7 +117,7 @@ def test_evenly_spaced_proteins_are_given_any_of_all(proteins: list[Tokens]) -> 
     index = index_of({n: [((n + 3) % 6, 0.6)] for n in range(6)}, 6)
     score, choice = Scores(), EvaluationSettings(relatives_below=[0.9], relatives_proteins=2)
     found = evaluate_given_relatives(score, sequences, np.arange(6), index, choice, longest=100)
-    assert evenly_spaced(6, 2) == [0, 3]
-    assert evenly_spaced(1, 2) == [0]
+    assert given_relatives.evenly_spaced(6, 2) == [0, 3]
+    assert given_relatives.evenly_spaced(1, 2) == [0]
     assert found.proteins == found.below[0].with_relatives == 2
     assert found.below[0].model.nelbo.value == pytest.approx(3 - 20 / 200)

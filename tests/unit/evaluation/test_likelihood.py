@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from d2plm.core.errors import ModelError
@@ -15,13 +14,9 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
 from tests.conftest import Tokens
-from tests.evaluations import context_model
+from tests.evaluations import context_model, uniform_model
 
 EITHER = pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), MaskFlowMatching()])
-
-
-def uniform_model(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
-    return torch.zeros(tokens.shape[0], 33)
 
 
 @EITHER

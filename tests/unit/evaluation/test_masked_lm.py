@@ -15,16 +15,6 @@ from tests.unit.model.test_esm import esm_like
 SEQUENCES = [encode("MKVLAXAGW"), encode("MKV"), encode("GGGAAAWWYYCCMKVLAXAGW"), encode("CW")]
 
 
-@pytest.fixture
-def esm(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    model = EsmForMaskedLM(esm_like(2, 32, 4, 64))
-    model.save_pretrained(tmp_path)
-    (tmp_path / "vocab.txt").write_text("\n".join(ESM2_TOKENS))
-    EsmTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
-    return tmp_path
-
-
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -44,13 +34,17 @@ def bert(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_esm_gives_the_logits_of_its_own_class(esm: Path) -> None:
+def test_esm_gives_the_logits_of_its_own_class(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    direct = EsmForMaskedLM(esm_like(2, 32, 4, 64)).eval()
+    direct.save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(ESM2_TOKENS))
+    EsmTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     (batch,) = pack_all(SEQUENCES, 128, 64)
     tokens = batch.tokens.clone()
     tokens[[2, 16, 30]] = MASK
-    direct = EsmForMaskedLM.from_pretrained(esm).eval()
     with torch.inference_mode():
-        found = MaskedLM(esm)(tokens, batch.cu_seqlens, batch.max_seqlen, torch.zeros(1))
+        found = MaskedLM(tmp_path)(tokens, batch.cu_seqlens, batch.max_seqlen, torch.zeros(1))
         bounds = batch.cu_seqlens.tolist()
         for start, stop in zip(bounds[: len(SEQUENCES)], bounds[1:], strict=False):
             expected = direct(input_ids=tokens[None, start:stop].long()).logits[0, :, 4:24]

@@ -10,25 +10,9 @@ import pytest
 from d2plm.core.vocabulary import decode
 from d2plm.data.family import Family, read_family
 from d2plm.data.fasta import read_fasta, write_fasta
-from d2plm.evaluation import membership
-from d2plm.evaluation.membership import (
-    CROSSOVERS,
-    MAX_E_VALUE,
-    MOSAICS,
-    SHARPENED,
-    Judge,
-    conserved_columns,
-    figures,
-)
-from d2plm.evaluation.new_members import (
-    NATURAL,
-    headline,
-    members_table,
-    read_members,
-    unlike_natural,
-    worse_than_natural,
-    write_members,
-)
+from d2plm.evaluation import membership, new_members
+from d2plm.evaluation.membership import CROSSOVERS, MOSAICS, SHARPENED, Judge
+from d2plm.evaluation.new_members import NATURAL, read_members, worse_than_natural
 from d2plm.evaluation.plots import plot_new_members
 from d2plm.evaluation.result import GENERATED
 from d2plm.families.alignment import GAP, aligned_columns, columns_hmm, family_hmm, sequence_weights
@@ -72,21 +56,20 @@ def described(family: Family, generated: list[Tokens]) -> dict[str, Any]:
 def test_members_are_told_from_other_proteins(described: dict[str, Any], family: Family) -> None:
     found = described["sets"]
     assert [one["member"] for one in found[GENERATED]["proteins"]] == [True, True, True, False]
-    assert found[NATURAL]["figures"]["members"] == 1
-    assert len(found[NATURAL]["proteins"]) == 5
+    assert (found[NATURAL]["figures"]["members"], len(found[NATURAL]["proteins"])) == (1, 5)
     assert {*found} == {GENERATED, NATURAL, CROSSOVERS, MOSAICS, SHARPENED}
     copy, third, half, other = found[GENERATED]["proteins"]
     assert copy["nearest"] == third["nearest"] == half["nearest"] == family.names[3]
     assert copy["identity"] == half["identity"] == 1
     assert 0.6 < third["identity"] < 0.75
     assert half["coverage"] < 0.6 * copy["coverage"]
-    assert copy["ends"]
-    assert not half["ends"]
+    assert copy["ends"] and not half["ends"]
     assert other["identity"] < 0.5
     assert copy["bits"] > third["bits"] > other["bits"]
-    assert "NOT like natural members" in headline(described)
-    assert unlike_natural(described)[::2] + unlike_natural(described)[3:] == [False, True, True]
-    assert [row[0] for row in members_table(described).rows] == [*found]
+    assert "NOT like natural members" in new_members.headline(described)
+    unlike = new_members.unlike_natural(described)
+    assert unlike[::2] + unlike[3:] == [False, True, True]
+    assert [row[0] for row in new_members.members_table(described).rows] == [*found]
 
 
 def test_natural_members_are_judged_without_themselves(family: Family) -> None:
@@ -114,14 +97,14 @@ def test_the_threshold_in_bits_is_the_e_value_s(described: dict[str, Any]) -> No
         assert one["member"] == (one["bits"] >= described["threshold_bits"])
         if one["e_value"]:
             above = one["bits"] - described["threshold_bits"]
-            slope.append(np.log(MAX_E_VALUE / one["e_value"]) / above)
+            slope.append(np.log(membership.MAX_E_VALUE / one["e_value"]) / above)
     assert slope == pytest.approx([np.log(2)] * len(slope), rel=0.05)
 
 
 def test_conserved_columns_are_those_that_nearly_all_share() -> None:
     rows = aligned_rows(*["ACD-"] * 19, "ACE-")
-    assert conserved_columns(rows).tolist()[:3] == aligned_rows("ACD-")[0].tolist()[:3]
-    assert conserved_columns(aligned_rows("ACD-", "ACE-")).tolist()[2:] == [GAP, GAP]
+    assert membership.conserved_columns(rows).tolist()[:3] == aligned_rows("ACD-")[0].tolist()[:3]
+    assert membership.conserved_columns(aligned_rows("ACD-", "ACE-")).tolist()[2:] == [GAP, GAP]
 
 
 def test_references_are_made_of_members(described: dict[str, Any], family: Family) -> None:
@@ -133,15 +116,8 @@ def test_references_are_made_of_members(described: dict[str, Any], family: Famil
     assert sets[SHARPENED]["figures"]["among"] > sets[MOSAICS]["figures"]["among"]
 
 
-NATURAL_FIGURES = {
-    "bits": 200.0,
-    "keeps_all": 0.8,
-    "coverage": 0.9,
-    "coverage_error": 0.01,
-    "low_complexity": 0.01,
-    "identity": 0.75,
-    "among": 0.4,
-}
+NATURAL_FIGURES = {"bits": 200.0, "keeps_all": 0.8, "coverage": 0.9, "coverage_error": 0.01}
+NATURAL_FIGURES |= {"low_complexity": 0.01, "identity": 0.75, "among": 0.4}
 
 
 @pytest.mark.parametrize(
@@ -170,8 +146,8 @@ def test_families_of_two_and_of_one_are_judged(family: Family, generated: list[T
     described = Judge(given).describe(generated[:1], ["copy"])
     assert [row["set"] for row in described["alignment"]] == [GENERATED, NATURAL, NATURAL]
     alone = Judge(Family(family.members[3:4], 1, ["one"])).describe(generated[:1], ["copy"])
-    assert "100 % identical to it" in headline(alone)
-    assert figures([], [])["bits"] is None
+    assert "100 % identical to it" in new_members.headline(alone)
+    assert membership.figures([], [])["bits"] is None
 
 
 def test_the_account_is_of_its_own_proteins(
@@ -179,11 +155,10 @@ def test_the_account_is_of_its_own_proteins(
 ) -> None:
     fasta = tmp_path / "new.fasta"
     write_fasta(fasta, (("x", decode(one)) for one in generated))
-    file = write_members(described, fasta)
+    file = new_members.write_members(described, fasta)
     assert file.name == "new.members.json"
     kept = read_members(fasta)
-    assert kept is not None
-    assert kept["sets"] == described["sets"]
+    assert kept is not None and kept["sets"] == described["sets"]
     plot_new_members(kept, file.with_suffix(".png"))
     assert file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     write_fasta(fasta, [("x", "MKV")])

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import encode
-from d2plm.data.homology import Hits, MMseqs, mmseqs_in
+from d2plm.data.homology import mmseqs_in
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation import nearest
 from d2plm.evaluation.nearest import Nearest, find_nearest, nearest_identities, nearest_search
-from d2plm.settings.data import Resources, SearchSettings
+from d2plm.settings.data import Resources
 from tests.conftest import MonkeyPatch, Tokens, write_store
 
 ONE_THREAD = Resources(threads=1)
@@ -58,19 +57,23 @@ def test_identities_are_those_planted_and_coverage_is_of_the_query(tmp_path: Pat
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["mmseqs.log"]
 
 
+Stores = tuple[SequenceStore, SequenceStore]
+Calls = Callable[[], list[str]]
+
+
 @pytest.fixture
-def stores(tmp_path: Path) -> tuple[SequenceStore, SequenceStore]:
+def stores(tmp_path: Path) -> Stores:
     """Three held-out and two training proteins."""
     held_out = write_store(tmp_path / "held_out", [encode(x) for x in ("MKV", "ACD", "WWW")])
     return held_out, write_store(tmp_path / "train", [encode("MKVA"), encode("ACDE")])
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def calls(tmp_path: Path, monkeypatch: MonkeyPatch) -> Calls:
     """A stand-in for MMseqs2 that finds the same hits whatever is searched; its searches so far."""
     program, log = tmp_path / "mmseqs", tmp_path / "calls"
     aligned = "1\\t1\\t3\\t3\\t3\\t4"
-    hits = ("0\\t1\\t0.301", "0\\t0\\t0.7", "2\\t1\\t0.3")
+    hits = ("0\\t1\\t0.7", "0\\t0\\t0.7", "0\\t1\\t0.301", "2\\t1\\t0.3")
     table = "".join(f"{hit}\\t{aligned}\\n" for hit in hits)
     program.write_text(
         f"""#!/bin/sh
@@ -81,10 +84,6 @@ if [ "$1" = convertalis ]; then printf '{table}' > "$5"; fi
     program.chmod(0o755)
     monkeypatch.setenv("MMSEQS_BIN", str(program))
     return lambda: log.read_text().splitlines() if log.exists() else []
-
-
-Stores = tuple[SequenceStore, SequenceStore]
-Calls = Callable[[], list[str]]
 
 
 def test_the_best_hit_counts_and_is_kept(
@@ -100,21 +99,15 @@ def test_the_best_hit_counts_and_is_kept(
     assert kept == [".log", ".npz"]
 
 
-def test_of_equal_hits_the_first_training_protein_is_the_nearest(
-    tmp_path: Path, stores: Stores, calls: Calls, monkeypatch: MonkeyPatch
-) -> None:
-    identities = np.float32([0.5, 0.7, 0.7, 0.2])
-    hits = Hits(np.array([0, 0, 0, 2]), np.array([4, 3, 1, 0]), identities, np.ones(4))
-    monkeypatch.setattr(MMseqs, "search", lambda *_: hits)
+def test_of_equal_hits_the_first_is_nearest(tmp_path: Path, stores: Stores, calls: Calls) -> None:
     with mmseqs_in(tmp_path, ONE_THREAD) as mmseqs:
         found = find_nearest(*stores, nearest_search(), mmseqs)
-    assert found.proteins.tolist() == [1, -1, 0]
-    assert found.identities.tolist() == [0.7, 0, 0.2]
+    assert found.proteins.tolist() == [0, -1, 1]
+    assert found.identities.tolist() == [0.7, 0, 0.3]
 
 
 def test_the_settings_reach_the_search(tmp_path: Path, stores: Stores, calls: Calls) -> None:
-    settings = SearchSettings(min_seq_id=0.0, coverage=0.6, coverage_mode=0, max_seqs=40)
-    settings = replace(settings, sensitivity=5.5)
+    settings = replace(nearest_search(5.5), coverage=0.6, coverage_mode=0, max_seqs=40)
     (tmp_path / "scratch").mkdir()
     resources = Resources(threads=3, memory_limit="2G", temporary_dir=str(tmp_path / "scratch"))
     nearest_identities(*stores, tmp_path, settings, resources=resources)
@@ -145,8 +138,8 @@ def test_a_kept_result_with_any_byte_wrong_is_made_again(
     whole = path.read_bytes()
     monkeypatch.setattr(nearest, "find_nearest", lambda *_, **__: Nearest(right, right.astype(int)))
     damaged = [whole[:size] for size in range(0, len(whole), 61)]
-    for i in range(0, len(whole), 11):
-        damaged.append(whole[:i] + bytes([whole[i] ^ 255]) + whole[i + 1 :])
+    places = range(0, len(whole), 11)
+    damaged += [whole[:i] + bytes([whole[i] ^ 255]) + whole[i + 1 :] for i in places]
     for content in damaged:
         path.write_bytes(content)
         lines: list[str] = []
@@ -154,13 +147,3 @@ def test_a_kept_result_with_any_byte_wrong_is_made_again(
         np.testing.assert_array_equal(values, right)
         assert all("\n" not in line for line in lines)
     assert len(calls()) == 1
-
-
-def test_folders_that_cannot_be_written(tmp_path: Path, stores: Stores, calls: Calls) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="file/nearest-"):
-        nearest_identities(*stores, tmp_path / "file")
-    elsewhere = Resources(temporary_dir=str(tmp_path / "file" / "below"))
-    with pytest.raises(DataError, match="cannot be written"):
-        nearest_identities(*stores, tmp_path / "kept", resources=elsewhere)
-    assert calls() == []

@@ -5,9 +5,10 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,29 +21,16 @@ from scipy.stats import ecdf, entropy
 from d2plm.core.errors import DataError
 from d2plm.core.vocabulary import CANONICAL, encode
 from d2plm.data.store import SequenceStore
+from d2plm.evaluation import quality
 from d2plm.evaluation.baselines import sample_composition as composition_samples
 from d2plm.evaluation.nearest import Nearest, nearest_search
-from d2plm.evaluation.quality import (
-    Counts,
-    Novelty,
-    QualitySettings,
-    compare_quality,
-    find_novelty,
-    in_training,
-    js_divergence,
-    kl_divergence,
-    ks_distance,
-    longest_run,
-    low_complexity,
-    quality,
-    training_counts,
-)
+from d2plm.evaluation.quality import Novelty
 from d2plm.evaluation.result import Quality, typed
 from d2plm.settings.data import ClusterSettings, Resources
 from tests.conftest import Tokens, write_store
 
 StoreFactory = Callable[[list[Tokens]], SequenceStore]
-FAST = QualitySettings(
+FAST = quality.QualitySettings(
     nearest=nearest_search(4),
     diversity=ClusterSettings(method="linclust", min_seq_id=0.5, coverage=0.8),
 )
@@ -51,22 +39,18 @@ texts = st.text("AAAACDWXK", min_size=1, max_size=60)
 histograms = st.lists(st.integers(0, 9), min_size=5, max_size=5).map(np.array)
 
 
-def counts_of(sequences: list[str]) -> Counts:
+def counts_of(sequences: list[str]) -> quality.Counts:
     """By counting substrings."""
     kmers = []
     for k in (1, 2, 3):
-        table = np.zeros(20**k, dtype=np.int64)
-        for text in sequences:
-            for i in range(len(text) - k + 1):
-                if all(letter in CANONICAL for letter in text[i : i + k]):
-                    digits = [CANONICAL.index(letter) for letter in text[i : i + k]]
-                    table[sum(d * 20 ** (k - 1 - j) for j, d in enumerate(digits))] += 1
-        kmers.append(table)
+        pieces = (text[i : i + k] for text in sequences for i in range(len(text) - k + 1))
+        seen = Counter(piece for piece in pieces if {*piece} <= {*CANONICAL})
+        kmers.append(np.array([seen["".join(piece)] for piece in product(CANONICAL, repeat=k)]))
     lengths = np.bincount([len(text) for text in sequences])
-    return Counts(lengths, kmers[0], kmers)
+    return quality.Counts(lengths, kmers[0], kmers)
 
 
-def assert_same(found: Counts, expected: Counts) -> None:
+def assert_same(found: quality.Counts, expected: quality.Counts) -> None:
     np.testing.assert_array_equal(found.lengths, expected.lengths)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     for one, other in zip(found.kmers, expected.kmers, strict=True):
@@ -76,7 +60,7 @@ def assert_same(found: Counts, expected: Counts) -> None:
 @given(texts)
 def test_the_longest_run_is_that_of_one_canonical_residue(text: str) -> None:
     runs = [len(list(run)) for letter, run in groupby(text) if letter in CANONICAL]
-    assert longest_run(encode(text)) == max(runs, default=0)
+    assert quality.longest_run(encode(text)) == max(runs, default=0)
 
 
 @given(texts, st.integers(1, 14), st.sampled_from([0.0, 0.9, 1.37, 2.2]))
@@ -89,12 +73,12 @@ def test_low_complexity_is_of_windows_of_small_entropy(text: str, window: int, b
         if "X" not in part and -sum(p * math.log2(p) for p in shares) <= bits + 1e-12:
             expected[start : start + window] = [True] * window
     # No entropy of a composition of 1 … 14 residues is within rounding of these thresholds but 0.
-    assert low_complexity(encode(text), window, bits + 1e-12).tolist() == expected
+    assert quality.low_complexity(encode(text), window, bits + 1e-12).tolist() == expected
 
 
 @given(histograms, histograms)
 def test_divergences_are_those_of_scipy(one: NDArray[np.int64], other: NDArray[np.int64]) -> None:
-    kl, js = kl_divergence(one, other + 1), js_divergence(one, other)
+    kl, js = quality.kl_divergence(one, other + 1), quality.js_divergence(one, other)
     assert (kl is None) == (not one.any())
     assert (js is None) == (not one.any() or not other.any())
     if kl is not None:
@@ -102,7 +86,7 @@ def test_divergences_are_those_of_scipy(one: NDArray[np.int64], other: NDArray[n
     if js is not None:
         assert js == pytest.approx(jensenshannon(one, other) ** 2, abs=1e-7)
         assert 0 <= js <= math.log(2) + 1e-12
-        assert js == pytest.approx(js_divergence(other, one), abs=1e-12)
+        assert js == pytest.approx(quality.js_divergence(other, one), abs=1e-12)
 
 
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=30)
@@ -112,7 +96,9 @@ lengths = st.lists(st.integers(1, 12), min_size=1, max_size=30)
 def test_the_ks_distance_is_that_of_scipy_s_functions(one: list[int], other: list[int]) -> None:
     at = np.arange(13)
     expected = np.abs(ecdf(one).cdf.evaluate(at) - ecdf(other).cdf.evaluate(at)).max()
-    assert ks_distance(np.bincount(one), np.bincount(other)) == pytest.approx(expected, abs=1e-12)
+    assert quality.ks_distance(np.bincount(one), np.bincount(other)) == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("limit", [None, 7])
@@ -120,20 +106,16 @@ def test_training_counts_are_of_substrings(make_store: StoreFactory, limit: int 
     random = np.random.default_rng(0)
     sequences = ["".join(random.choice([*"ACDWXU"], size)) for size in random.integers(1, 13, 1500)]
     store = make_store([encode(text) for text in sequences])  # more than one block
-    found = training_counts(store, limit)
+    found = quality.training_counts(store, limit)
     assert_same(found, counts_of([text[:limit] for text in sequences]))
 
 
-def test_copies_are_found_and_nothing_near_them(
-    make_store: StoreFactory, proteins: list[Tokens]
-) -> None:
+def test_only_exact_copies_are_found(make_store: StoreFactory, proteins: list[Tokens]) -> None:
     store = make_store(proteins[:1500])
     changed = proteins[1400].copy()
     changed[0] ^= 1
     asked = [proteins[3], changed, proteins[1400], proteins[3], proteins[3][:-1], encode("M")]
-    training = {tokens.tobytes() for tokens in proteins[:1500]}
-    assert in_training(asked, store).tolist() == [t.tobytes() in training for t in asked]
-    assert in_training(asked, store).tolist() == [True, False, True, True, False, False]
+    assert quality.in_training(asked, store).tolist() == [True, False, True, True, False, False]
 
 
 def nearest(identities: list[float]) -> Nearest:
@@ -144,9 +126,8 @@ def test_the_figures_of_a_set_counted_by_hand() -> None:
     sequences = ["AAAC", "AAAC", "WX", "C" * 12]
     training = ["AC", "CCC", "WWWWWW"]
     novelty = Novelty(nearest([0.9, 0.95, 0.0, 0.301]), np.array([True, True, False, False]), 3)
-    found = quality([encode(x) for x in sequences], counts_of(training), novelty)
-    assert found.sequences == 4 and found.tokens == 22
-    assert found.valid_share == 0.75
+    found = quality.quality([encode(x) for x in sequences], counts_of(training), novelty)
+    assert (found.sequences, found.tokens, found.valid_share) == (4, 22, 0.75)
     own = {"A": 6 / 21, "C": 14 / 21, "W": 1 / 21}
     smoothed = {"A": 2 / 31, "C": 5 / 31, "W": 7 / 31}  # 11 residues and 20 pseudo-counts
     expected = sum(p * math.log(p / smoothed[letter]) for letter, p in own.items())
@@ -156,21 +137,18 @@ def test_the_figures_of_a_set_counted_by_hand() -> None:
     # AA AA AC AA AA AC, 11 CC; AC, CC CC, 5 WW
     own_js = jensenshannon([4, 2, 11, 0], [0, 1, 2, 5]) ** 2
     assert found.ngram_js["2"] == pytest.approx(own_js)
-    assert found.longest_run_mean == (3 + 3 + 1 + 12) / 4
-    assert found.longest_run_max == 12
+    assert (found.longest_run_mean, found.longest_run_max) == ((3 + 3 + 1 + 12) / 4, 12)
     assert found.low_complexity_share == 12 / 22
-    assert found.duplicate_share == 0.25
-    assert found.in_training_share == 0.5
+    assert (found.duplicate_share, found.in_training_share) == (0.25, 0.5)
     assert found.identity_mean == pytest.approx(2.151 / 4)
     assert found.identity_median == pytest.approx((0.301 + 0.9) / 2)
-    assert found.hit_share == 0.75
-    assert found.identity_above == {"50": 0.5, "90": 0.25}
-    assert found.clusters == 3 and found.diversity == 0.75
+    assert (found.hit_share, found.identity_above) == (0.75, {"50": 0.5, "90": 0.25})
+    assert (found.clusters, found.diversity) == (3, 0.75)
     assert found.residue_frequencies["W"] == pytest.approx(1 / 21)
     assert found.length_histogram == [4]
     assert [i for i, n in enumerate(found.identity_histogram) if n] == [0, 6, 18, 19]
     nothing = Novelty(nearest([0.0]), np.array([False]), 1)
-    found = quality([encode("XX")], counts_of(["ACD"]), nothing)
+    found = quality.quality([encode("XX")], counts_of(["ACD"]), nothing)
     assert found.token_kl is None
     assert found.ngram_js == {"1": None, "2": None, "3": None}
 
@@ -191,38 +169,30 @@ def test_copies_are_not_novel_and_shuffled_ones_are(tmp_path: Path, proteins: li
     }
     lines: list[str] = []
     arguments = sets, store, tmp_path / "work", FAST
-    novelty = find_novelty(*arguments, resources=Resources(threads=1), report=lines.append)
-    result = compare_quality(sets, novelty, store, FAST)
+    novelty = quality.find_novelty(*arguments, resources=Resources(threads=1), report=lines.append)
+    result = quality.compare_quality(sets, novelty, store, FAST)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["mmseqs.log"]
     assert [line.split()[0] for line in lines] == ["looking", "searching", "clustering"]
     assert typed(Quality, json.loads(json.dumps(asdict(result), allow_nan=False))) == result
     assert sum(result.training_lengths) == 200
     sets = result.sets
     generated = sets["generated"]
-    assert generated.sequences == 12
-    assert generated.in_training_share == 3 / 12
-    assert generated.duplicate_share == pytest.approx(1 / 12)
+    assert (generated.sequences, generated.clusters, generated.in_training_share) == (12, 11, 0.25)
     assert generated.hit_share == 4 / 12  # the peptides and the repeat are without a hit
     assert generated.identity_above == {"50": 4 / 12, "90": 3 / 12}
     assert generated.identity_mean == pytest.approx((3 + 0.8) / 12, abs=0.001)
-    assert generated.clusters == 11
-    assert generated.valid_share == 11 / 12
     assert sets["shuffled"].hit_share == 0 == sets["shuffled"].identity_mean
     assert sets["shuffled"].diversity == 1
     assert sets["natural"].in_training_share == 0
 
 
-@pytest.mark.parametrize(
-    ("sequences", "place"),
-    [([], ""), ([encode("MK"), encode("")], "sequence 1"), ([np.array([4, 5])], "sequence 0")],
-)
-def test_what_is_not_a_sequence_is_rejected_before_anything_is_counted(
-    tmp_path: Path, tiny_store: SequenceStore, sequences: list[Any], place: str
-) -> None:
-    seen: list[str] = []
-    with pytest.raises(DataError, match=f"generated: .*{place}"):
-        find_novelty({"generated": sequences}, tiny_store, tmp_path, report=seen.append)
-    assert not seen
+def test_what_is_no_sequence_is_rejected_first(tmp_path: Path, tiny_store: SequenceStore) -> None:
+    empty, wide = [encode("MK"), encode("")], [np.array([4, 5])]
+    for sequences, place in (([], ""), (empty, "sequence 1"), (wide, "sequence 0")):
+        report = Mock()
+        with pytest.raises(DataError, match=f"generated: .*{place}"):
+            quality.find_novelty({"generated": sequences}, tiny_store, tmp_path, report=report)
+        assert not report.called
 
 
 def test_composition_samples_have_the_moments_of_a_dirichlet_multinomial() -> None:

@@ -1,5 +1,6 @@
 """The scaling law: known constants are recovered, and undetermined ones are reported."""
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,8 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from d2plm.core.errors import ConfigError
-from d2plm.evaluation.scaling import (
-    Law,
-    Point,
-    Power,
-    analyse,
-    fit_law,
-    optimum,
-    plot_scaling,
-    scaling_table,
-)
+from d2plm.evaluation import scaling
+from d2plm.evaluation.scaling import Law, Point, Power, analyse, fit_law, optimum
 
 CHINCHILLA = Law(1.69, 406.4, 0.34, 410.7, 0.28)  # arXiv:2203.15556, table of approach 3
 TOY = Law(2.7, 1.2, 0.3, 30.0, 0.4)
@@ -36,10 +29,6 @@ def points(losses: Any, flops_per_token: float = 6.0) -> list[Point]:
     ]
 
 
-def constants(law: Law) -> list[float]:
-    return [law.irreducible, law.size_coefficient, law.alpha, law.data_coefficient, law.beta]
-
-
 @pytest.mark.parametrize(
     ("law", "sizes", "budgets"),
     [
@@ -49,7 +38,7 @@ def constants(law: Law) -> list[float]:
 )
 def test_the_constants_of_a_known_law_come_back(law: Law, sizes: Any, budgets: Any) -> None:
     n, d = (grid.ravel() for grid in np.meshgrid(sizes, budgets))
-    assert constants(fit_law(n, d, law.loss(n, d))) == pytest.approx(constants(law), rel=1e-3)
+    assert astuple(fit_law(n, d, law.loss(n, d))) == pytest.approx(astuple(law), rel=1e-3)
 
 
 def test_one_run_that_went_wrong_hardly_moves_the_law() -> None:
@@ -101,11 +90,11 @@ def test_a_law_that_the_runs_determine_leaves_nothing_open(tmp_path: Path) -> No
     assert low < 0.4 / 0.7 < high
     wide = analyse(points(noisy(TOY, 1e-4)), resamples=15)["frontier"]["exponent_interval"]
     assert high - low < (wide[1] - wide[0]) / 3
-    lines = scaling_table(results).splitlines()
+    lines = scaling.scaling_table(results).splitlines()
     assert sum(line.startswith(("| 0.", "| 1.6M")) for line in lines) == 9
     assert [*results["power_laws"]] == ["0.1M", "0.4M", "1.6M"]
     assert all(-0.2 < power["exponent"] < 0 for power in results["power_laws"].values())
-    plot_scaling(results, tmp_path / "plots" / "scaling.png")
+    scaling.plot_scaling(results, tmp_path / "plots" / "scaling.png")
     assert (tmp_path / "plots" / "scaling.png").stat().st_size > 10_000
 
 

@@ -14,21 +14,16 @@ from torch import Tensor
 from d2plm.core.errors import ConfigError, ModelError
 from d2plm.core.shards import interleaved
 from d2plm.core.vocabulary import CANONICAL, CLS, EOS, MASK, decode, encode
+from d2plm.evaluation import scoring
 from d2plm.evaluation.likelihood import score_sequences
-from d2plm.evaluation.scoring import (
-    bound_draws,
-    bound_interval,
-    mutational_effects,
-    pseudo_log_likelihoods,
-    require_masked,
-)
+from d2plm.evaluation.scoring import bound_draws, mutational_effects, pseudo_log_likelihoods
 from d2plm.families.variants import Variant, parse_variant, place
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
 from d2plm.paradigms.paradigm import Denoiser
 from tests.conftest import Tokens
-from tests.evaluations import context_model
+from tests.evaluations import context_model, uniform_model
 
 DIFFUSION = AbsorbingDiffusion()
 SEQUENCES = [encode(text) for text in ("MKTAYIAKQR", "W", "GSXHMBLVAGUGNPLKWE", "AAOZ", "XX")]
@@ -66,43 +61,22 @@ def alone(
     return log_p
 
 
-class Counting:
-    """A model that counts its calls and rows, and records the times that it receives."""
-
-    def __init__(self, model: Denoiser) -> None:
-        self.model, self.calls, self.rows = model, 0, 0
-        self.times: list[float] = []
-
-    def __call__(self, tokens: Tensor, cu_seqlens: Tensor, longest: int, times: Tensor) -> Tensor:
-        self.calls += 1
-        self.rows += len(times)
-        self.times += times.tolist()
-        assert cu_seqlens[-1] == len(tokens)
-        assert (tokens != 1).all()  # no padding
-        return self.model(tokens, cu_seqlens, longest, times)
-
-
 @EITHER
 def test_the_pseudo_log_likelihood_is_that_of_masking_one_residue_after_another(
     paradigm: MaskedParadigm, time: Callable[[float], float], tiny_dit: Callable[..., Any]
 ) -> None:
     model = tiny_dit().double()
-    expected = [
-        sum(
-            alone(model, time, sequence, [i])[0, int(sequence[i]) - 4]
-            for i in canonical_positions(sequence)
-        )
-        for sequence in SEQUENCES
-    ]
+    expected = []
+    for sequence in SEQUENCES:
+        each = [(i, int(sequence[i]) - 4) for i in canonical_positions(sequence)]
+        expected.append(sum(alone(model, time, sequence, [i])[0, own] for i, own in each))
     found = pseudo_log_likelihoods(model, paradigm, SEQUENCES)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
     assert found[-1] == 0  # nothing in it is canonical
 
 
 @pytest.mark.parametrize("budget", [{"token_budget": 1}, {"token_budget": 40}], ids=str)
-def test_scores_are_the_same_however_packed(
-    budget: dict[str, Any], tiny_dit: Callable[..., Any]
-) -> None:
+def test_packing_changes_no_score(budget: dict[str, Any], tiny_dit: Callable[..., Any]) -> None:
     given = tiny_dit().double(), DIFFUSION
     settings: dict[str, Any] = {"masks_per_sequence": 3, "seed": 5}
     found = pseudo_log_likelihoods(*given, SEQUENCES[::-1], **budget)
@@ -152,18 +126,23 @@ def test_a_full_scan_takes_as_many_rows_as_residues() -> None:
     sequence = encode("MKTAYIAKQR")
     scan = [Variant((i,), (t,)) for i in range(10) for t in range(4, 24) if t != sequence[i]]
     pairs = [Variant((2, 7), (a, b)) for a in (5, 6, 7) for b in (5, 6, 7)]
-    model, variants = Counting(context_model), [*scan, *pairs, Variant()]
+    calls = list[list[float]]()
+
+    def model(tokens: Tensor, cu_seqlens: Tensor, longest: int, times: Tensor) -> Tensor:
+        calls.append(times.tolist())
+        assert cu_seqlens[-1] == len(tokens)
+        assert (tokens != 1).all()  # no padding
+        return context_model(tokens, cu_seqlens, longest, times)
+
+    variants = [*scan, *pairs, Variant()]
     effects = mutational_effects(model, DIFFUSION, sequence, variants, token_budget=60)
     assert len(effects) == 190 + 9 + 1
-    assert model.rows == 10 + 1
-    assert model.calls == 3  # five rows of twelve tokens fit
-    assert model.times == pytest.approx([0.1] * 10 + [0.2])
+    assert len(calls) == 3  # five rows of twelve tokens fit
+    assert np.concatenate(calls) == pytest.approx([0.1] * 10 + [0.2])
 
 
 @pytest.mark.parametrize("paradigm", [DIFFUSION, UniformFlowMatching()])
-def test_the_draws_mean_is_the_evaluation_s_in_parts_too(
-    paradigm: Any, proteins: list[Tokens]
-) -> None:
+def test_the_draws_mean_is_the_evaluation_s_in_parts(paradigm: Any, proteins: list[Tokens]) -> None:
     sequences = [tokens[:60] for tokens in proteins[:7]]
     settings: dict[str, Any] = {"masks_per_sequence": 3, "seed": 4}
     expected = score_sequences(context_model, paradigm, sequences, max_length=100, **settings).nats
@@ -178,20 +157,17 @@ def test_the_draws_mean_is_the_evaluation_s_in_parts_too(
 
 
 def test_no_protein_is_cut() -> None:
-    def uniform(tokens: Tensor, _cu: Tensor, _max: int, _times: Tensor) -> Tensor:
-        return torch.zeros(tokens.shape[0], 33, dtype=torch.float64)
-
-    draws = bound_draws(uniform, DIFFUSION, [encode("W" * 3000)], token_budget=100)
+    draws = bound_draws(uniform_model, DIFFUSION, [encode("W" * 3000)], token_budget=100)
     np.testing.assert_allclose(draws, 3000 * math.log(20), rtol=1e-9)
 
 
 def test_the_interval_is_student_s() -> None:
     draws = np.random.default_rng(0).normal(50, 5, (4, 6))
-    low, high = bound_interval(draws)
+    low, high = scoring.bound_interval(draws)
     for row in range(4):
         expected = ttest_1samp(draws[row], 0).confidence_interval(0.95)
         assert (low[row], high[row]) == pytest.approx((expected.low, expected.high))
-    assert np.isnan(bound_interval(np.ones((3, 1)))).all()
+    assert np.isnan(scoring.bound_interval(np.ones((3, 1)))).all()
 
 
 def test_the_interval_covers_the_exact_bound_as_often_as_it_says() -> None:
@@ -205,7 +181,7 @@ def test_the_interval_covers_the_exact_bound_as_often_as_it_says() -> None:
         exact += nats / len(masked) / math.comb(7, len(masked))
     draws = bound_draws(context_model, DIFFUSION, [sequence] * 1500, masks_per_sequence=3)
     assert draws.mean() == pytest.approx(exact, abs=4 * draws.std() / math.sqrt(draws.size))
-    low, high = bound_interval(draws)
+    low, high = scoring.bound_interval(draws)
     covered = ((low <= exact) & (exact <= high)).mean()
     assert covered > 0.95 - 2 * math.sqrt(0.95 * 0.05 / 1500)
 
@@ -222,12 +198,6 @@ def test_a_diverged_model_is_named_with_the_sequence_and_the_quantity() -> None:
             scored(diverged, DIFFUSION, sequences, **options)
     with pytest.raises(ModelError, match="'P1' is nan"):
         mutational_effects(diverged, DIFFUSION, sequences[1], [Variant((2,), (4,))], name="P1")
-
-
-def test_a_uniform_source_has_no_masked_prediction() -> None:
-    assert require_masked(DIFFUSION, "mutations", "give another") is DIFFUSION
-    with pytest.raises(ModelError, match="give another"):
-        require_masked(UniformFlowMatching(), "mutations", "give another")
 
 
 @pytest.mark.parametrize("settings", [{"masks_per_sequence": 0}, {"token_budget": 0}])

@@ -13,20 +13,14 @@ from scipy import stats
 
 from d2plm.core.errors import ConfigError
 from d2plm.core.estimate import Verdict
+from d2plm.evaluation import result
 from d2plm.evaluation.comparison import Run, compare, comparison_table, plot_comparison
 from d2plm.evaluation.likelihood import FRACTION_BINS, SequenceScores, corpus_estimate
 from d2plm.evaluation.plots import plot
-from d2plm.evaluation.result import (
-    MODEL,
-    Evaluation,
-    IdentityBin,
-    read_evaluation,
-    write_evaluation,
-)
-from d2plm.evaluation.summary import HeldOut, summarise
+from d2plm.evaluation.result import MODEL, Evaluation, read_evaluation
+from d2plm.evaluation.summary import HeldOut
 from d2plm.evaluation.tables import as_text
-from d2plm.generation.lengths import LengthHistogram
-from tests.evaluations import invented_baselines, invented_scores
+from tests.evaluations import invented_baselines, invented_scores, summary
 
 N = 60
 RANDOM = np.random.default_rng(0)
@@ -43,44 +37,30 @@ def held_out(clusters: NDArray[Any] = CLUSTERS) -> HeldOut:
     return HeldOut(RESIDUES + 5, clusters, invented_baselines(RESIDUES), IDENTITIES)
 
 
-def summary(
-    ours: SequenceScores, *, proteins: HeldOut | None = None, **others: SequenceScores
-) -> Evaluation:
-    return summarise(
-        ours,
-        others,
-        proteins or held_out(),
-        LengthHistogram.of(RESIDUES, 400),
-        quality=None,
-        settings={"seed": 0},
-        digests={"train": "t", "validation": "v"},
-    )
+def evaluated(ours: SequenceScores, proteins: HeldOut | None = None, **others: Any) -> Evaluation:
+    return summary(ours, proteins or held_out(), others, digests={"train": "t", "validation": "v"})
 
 
 def test_the_figures_are_those_of_the_nats(tmp_path: Path) -> None:
     ours = scores(2.85)
-    found = summary(ours)
+    found = evaluated(ours)
     nats = ours.draws.mean(axis=1)
-    assert found.model.nelbo.value == pytest.approx(nats.sum() / RESIDUES.sum())
+    assert found.model.nelbo == corpus_estimate(nats, RESIDUES, CLUSTERS)
     assert found.model.perplexity.value == pytest.approx(math.exp(nats.sum() / RESIDUES.sum()))
-    expected = corpus_estimate(nats, RESIDUES, CLUSTERS)
-    assert found.model.nelbo == expected
     difference = (nats.sum() - 2.89 * RESIDUES.sum()) / RESIDUES.sum()
     assert found.baselines["composition"].difference.value == pytest.approx(difference)
-    esm = summary(ours, esm=scores(2.80, seed=1)).others["esm"]
+    esm = evaluated(ours, esm=scores(2.80, seed=1)).others["esm"]
     assert esm.difference.value == pytest.approx(0.05, abs=0.01)
     rows = found.calibration[MODEL]
     assert len(rows) == FRACTION_BINS
     assert all(row.cross_entropy.value == pytest.approx(2.9) for row in rows)
-    write_evaluation(tmp_path, found)
+    result.write_evaluation(tmp_path, found)
     assert read_evaluation(tmp_path) == found
 
 
 def test_each_identity_bin_has_the_figures_of_its_own_proteins() -> None:
     ours = scores(2.85)
-    found = summary(ours).by_identity or {}
-    chosen = IDENTITIES > 0.5
-    nats = ours.nats[chosen]
+    found, chosen = evaluated(ours).by_identity or {}, IDENTITIES > 0.5
     assert [row.sequences for row in found.values()] == [
         int((IDENTITIES < 0.3).sum()),
         int(((IDENTITIES >= 0.3) & (IDENTITIES <= 0.5)).sum()),
@@ -88,15 +68,15 @@ def test_each_identity_bin_has_the_figures_of_its_own_proteins() -> None:
     ]
     last, residues = found["> 50 %"], RESIDUES[chosen].sum()
     assert last.residues == residues and last.model is not None
-    assert last.model.nelbo.value == pytest.approx(nats.sum() / residues)
+    assert last.model.nelbo.value == pytest.approx(ours.nats[chosen].sum() / residues)
     assert last.clusters == len(set(CLUSTERS[chosen].tolist()))
     proteins = HeldOut(RESIDUES, CLUSTERS, held_out().baselines, np.zeros(N))
-    none = summary(ours, proteins=proteins).by_identity or {}
-    assert none["> 50 %"] == IdentityBin(0, 0, 0, None, None)
+    none = evaluated(ours, proteins=proteins).by_identity or {}
+    assert none["> 50 %"] == result.IdentityBin(0, 0, 0, None, None)
 
 
 def test_a_model_without_masks_on_one_cluster_has_fewer_figures(tmp_path: Path) -> None:
-    found = summary(scores(2.85, masked=False), proteins=held_out(np.zeros(N, dtype=int)))
+    found = evaluated(scores(2.85, masked=False), proteins=held_out(np.zeros(N, dtype=int)))
     assert found.model.perplexity_mlm15 is None
     assert found.model.perplexity.interval is None
     assert found.baselines["composition"].difference.interval is None
@@ -108,7 +88,7 @@ def test_a_model_without_masks_on_one_cluster_has_fewer_figures(tmp_path: Path) 
 
 
 def run(per_residue: float, seed: int, validation: str = "v") -> Run:
-    found = summary(scores(per_residue, seed))
+    found = evaluated(scores(per_residue, seed))
     found = replace(found, digests={**found.digests, "validation": validation})
     return Run(found, scores(per_residue, seed).nats, RESIDUES, CLUSTERS)
 
@@ -128,8 +108,7 @@ def test_a_comparison_averages_the_seeds_nats(tmp_path: Path) -> None:
     flow = found.arms["flow"]
     assert flow.perplexity.value == pytest.approx(math.exp(mean.sum() / RESIDUES.sum()))
     assert flow.difference == corpus_estimate(mean - base, RESIDUES, CLUSTERS)
-    assert flow.verdict is Verdict.BETTER
-    assert flow.better_than_baseline == 3
+    assert (flow.verdict, flow.better_than_baseline) == (Verdict.BETTER, 3)
     seeds = [*flow.seed_differences.values()]
     interval = stats.t.interval(0.95, 2, loc=np.mean(seeds), scale=stats.sem(seeds, ddof=1))
     assert flow.seed_interval == pytest.approx([*interval])

@@ -1,6 +1,5 @@
 """Hugging Face tokenizers of exported models give the numbers of the model's own vocabulary."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from d2plm.core.vocabulary import (
-    CANONICAL,
-    DNA,
-    PROTEIN,
-    RNA,
-    Bytes,
-    Codons,
-    Subwords,
-    Vocabulary,
-    open_vocabulary,
-)
+from d2plm.core import vocabulary as vocabularies
+from d2plm.core.vocabulary import CANONICAL, DNA, PROTEIN, RNA, Bytes, Codons, Subwords, Vocabulary
 from d2plm.export.hugging_face_tokenizer import hugging_face_tokenizer
+from tests.conftest import Logged, MonkeyPatch
 
 CORPUS = ["In the beginning God created the heaven and the earth. " * 3, "12345 was void;"] * 9
-UNKNOWN, BERT_UNKNOWN = "<unk>", "[UNK]"
+UNKNOWN = "<unk>"
 SENTENCE = "In the beginning é 日\n  x y"
 
 
@@ -33,7 +24,7 @@ def check(vocabulary: Vocabulary, text: str, folder: Path) -> Any:
     assert saved is not None
     saved.save_pretrained(folder)
     vocabulary.save(folder)
-    assert open_vocabulary(folder) == vocabulary  # no file is of both
+    assert vocabularies.open_vocabulary(folder) == vocabulary  # no file is of both
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = vocabulary.encode(text, "text", aligned=True)
     assert tokenizer(text)["input_ids"][1:-1] == tokens.tolist()
@@ -47,9 +38,8 @@ def byte_pairs() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     known = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=known)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=known)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     return tokenizer
 
@@ -60,9 +50,8 @@ def llama() -> Tokenizer:
     prepend = normalizers.Prepend("▁")
     tokenizer.normalizer = normalizers.Sequence([prepend, normalizers.Replace(" ", "▁")])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=special)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
 
@@ -73,17 +62,6 @@ def unigram() -> Tokenizer:
     special = ["<unk>", "<s>", "<mask>"]
     trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token=UNKNOWN)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def word_pieces() -> Tokenizer:
-    """As BERT's."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token=BERT_UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[UNK]", "[PAD]", "[MASK]"]
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special)
-    )
     return tokenizer
 
 
@@ -108,7 +86,7 @@ def test_letters_codons_and_bytes(vocabulary: Vocabulary, text: str, tmp_path: P
     assert (cut["input_ids"][-1], set(cut)) == (2, {"input_ids", "attention_mask"})
 
 
-@pytest.mark.parametrize("made", [byte_pairs, llama, unigram, word_pieces])
+@pytest.mark.parametrize("made", [byte_pairs, llama, unigram])
 def test_those_of_a_tokenizer_are_renumbered(made: Callable[[], Tokenizer], tmp_path: Path) -> None:
     made().save(str(tmp_path / "own.json"))
     vocabulary = Subwords(tmp_path / "own.json")
@@ -118,11 +96,10 @@ def test_those_of_a_tokenizer_are_renumbered(made: Callable[[], Tokenizer], tmp_
 
 
 def test_one_that_cannot_be_renumbered_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
 ) -> None:
     byte_pairs().save(str(tmp_path / "own.json"))
     broken = "d2plm.export.hugging_face_tokenizer._renumbered"
     monkeypatch.setattr(broken, lambda *_: byte_pairs())
-    with caplog.at_level(logging.WARNING):
-        assert hugging_face_tokenizer(Subwords(tmp_path / "own.json"), 16) is None
+    assert hugging_face_tokenizer(Subwords(tmp_path / "own.json"), 16) is None
     assert "exported without tokenizer" in caplog.text

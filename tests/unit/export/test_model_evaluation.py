@@ -32,8 +32,7 @@ def test_an_evaluation_is_kept_and_reused_for_the_same_settings_and_data(
     tmp_path: Path, tiny_dit: DiTFactory, stores_to_evaluate: Stores
 ) -> None:
     exported, stores = export(tmp_path / "model", tiny_dit(0)), stores_to_evaluate
-    found = evaluate(exported, stores["train"], stores["validation"], masks_per_sequence=2)
-    folder = exported.folder
+    found, folder = evaluate(exported, *stores.values(), masks_per_sequence=2), exported.folder
     assert read_evaluation(folder) == found == load_scores(folder)[0]
     assert judge(found).headline in (folder / "README.md").read_text()
     settings, digests = found.settings, {"train": stores["train"].digest}
@@ -54,13 +53,12 @@ def test_a_model_that_takes_relatives_is_evaluated_given_them(
         6, np.repeat(np.arange(6), 2), np.tile([1, 2], 6) + np.arange(12) % 3, np.full(12, 0.6), 2
     )
     relatives = mock.Mock(return_value=ring)
-    stores = stores_to_evaluate["train"], stores_to_evaluate["validation"]
-    settings: dict[str, Any] = {"masks_per_sequence": 2, "relatives": relatives}
-    found = evaluate(taking, *stores, **settings)
+    stores, settings = stores_to_evaluate.values(), {"masks_per_sequence": 2}
+    found = evaluate(taking, *stores, **settings, relatives=relatives)
     given = found.given_relatives
     assert given is not None
-    assert [row.identity for row in given.below] == [0.9, 0.7, 0.5]
-    assert [row.with_relatives for row in given.below] == [6, 6, 0]
+    rows = [(row.identity, row.with_relatives) for row in given.below]
+    assert rows == [(0.9, 6), (0.7, 6), (0.5, 0)]
     near, same, none = (row.model.nelbo.value for row in given.below)
     assert near == same != none
     assert none == pytest.approx(given.alone.nelbo.value, rel=1e-6)
@@ -69,5 +67,5 @@ def test_a_model_that_takes_relatives_is_evaluated_given_them(
     assert "below 70% (6 proteins have any)" in as_text(found)
     relatives.reset_mock()
     plain = export(tmp_path / "plain", tiny_dit(0))
-    assert evaluate(plain, *stores, **settings).given_relatives is None
+    assert evaluate(plain, *stores, **settings, relatives=relatives).given_relatives is None
     assert not relatives.called

@@ -52,17 +52,12 @@ def singles() -> list[Variant]:
     return [Variant((i,), (m,)) for i, own in enumerate(likeliest()) for m in every if m != own]
 
 
-def log_odds() -> Array:
-    """log p(mutant) − log p(wild type) of `singles`."""
+def measured_effects() -> Array:
+    """log p(mutant) − log p(wild type) of `singles`, with noise of half their spread."""
     log_p, own = np.log(site_frequencies()), likeliest().astype(int) - CANONICAL_START
     changes = ((one.positions[0], one.mutants[0] - CANONICAL_START) for one in singles())
-    return np.array([log_p[i, mutant] - log_p[i, own[i]] for i, mutant in changes])
-
-
-def measured_effects(noise: float = 0.5, seed: int = 2) -> Array:
-    """`log_odds`, with noise relative to their spread."""
-    truth = log_odds()
-    return truth + np.random.default_rng(seed).normal(scale=noise * truth.std(), size=len(truth))
+    truth = np.array([log_p[i, mutant] - log_p[i, own[i]] for i, mutant in changes])
+    return truth + np.random.default_rng(2).normal(scale=0.5 * truth.std(), size=len(truth))
 
 
 def aligned_rows(*texts: str) -> Letters:

@@ -7,21 +7,11 @@ import numpy as np
 import pytest
 
 from d2plm.core.vocabulary import decode, encode
-from d2plm.data.family import Family, read_family
-from d2plm.evaluation.membership import DATABASE, MAX_E_VALUE
-from d2plm.families.alignment import (
-    GAP,
-    align_to,
-    aligned_columns,
-    family_hmm,
-    letters_of,
-    observations,
-    text_of,
-)
-from d2plm.families.profile_hmm import domain_hits
+from d2plm.data.family import read_family
+from d2plm.families import alignment
+from d2plm.families.alignment import GAP, align_to, letters_of, text_of
 from tests.unit.families.known_sites import aligned_rows, likeliest, members
 
-SHIPPED = Path(__file__).parents[3] / "examples/data/family_abc_importers.fasta.gz"
 ROWS = ["MKTAYIA-KQ", "MKSA--AWKQ", "-KSAYVAWRQ", "MRTGYIA-K-"]
 FORMS: dict[str, tuple[str, Callable[[str], str], str]] = {  # before, of a row, after
     "aligned FASTA": ("", lambda row: f">r\n{row}\n", ""),
@@ -61,7 +51,7 @@ def test_a_protein_in_the_file_has_its_columns_whatever_hmmer_thinks(tmp_path: P
     family = read_family(tmp_path / "family", 8)
     beside = align_to(likeliest(), family.members, family.columns)
     assert [text_of(row) for row in beside] == [row[2:] for row in rows]
-    found = observations(letters_of(likeliest()), beside)
+    found = alignment.observations(letters_of(likeliest()), beside)
     assert {text_of(row) for row in found} == {row[2:] for row in rows[:-1]}  # without the protein
 
 
@@ -82,16 +72,4 @@ def test_an_hmm_has_the_columns_that_half_of_the_members_fill() -> None:
     own = [*members(20)[::2]]
     columns = np.array([[*one, 1, 1] for one in own], np.uint8)
     columns[0, -2] = columns[1, 3]
-    assert len(likeliest()) == family_hmm(own, columns).M
-
-
-def test_the_shipped_family_s_hmm_is_as_long_as_its_members_and_accepts_them() -> None:
-    family: Family = read_family(SHIPPED, 8)
-    hmm = family_hmm(family.members, effective_number="entropy", simulated=50)
-    lengths = np.array([len(one) for one in family.members])
-    median = np.sort(lengths)[len(lengths) // 2]
-    assert 0.9 <= hmm.M / median <= 1.1
-    hits = domain_hits(hmm, family.members, Z=DATABASE)
-    accepted = [i in hits and hits[i].evalue <= MAX_E_VALUE for i in range(len(lengths))]
-    assert np.mean(np.array(accepted)[lengths > 0.7 * median]) >= 0.9
-    assert aligned_columns(hmm, family.members[:2]).shape == (2, hmm.M)
+    assert len(likeliest()) == alignment.family_hmm(own, columns).M

@@ -4,65 +4,41 @@ import numpy as np
 import pytest
 
 from d2plm.core.vocabulary import CANONICAL_START, Tokens, encode
-from d2plm.families import mutation_effects
-from d2plm.families.alignment import (
-    GAP,
-    Letters,
-    align_to,
-    column_profile,
-    letters_of,
-    observations,
-    sequence_weights,
-)
+from d2plm.families import alignment, mutation_effects
+from d2plm.families.alignment import GAP, Letters, align_to, letters_of, sequence_weights
 from d2plm.families.mutation_effects import FamilyEffects, blosum62_effects
 from d2plm.families.pairs import PairTable, neighbours
 from d2plm.families.variants import Variant
 from tests.conftest import Logged, MonkeyPatch
-from tests.unit.families.known_sites import (
-    aligned_rows,
-    likeliest,
-    measured_effects,
-    members,
-    singles,
-)
-from tests.unit.families.simulated import (
-    Array,
-    all_singles,
-    energy_of_first,
-    of_first,
-    on_a_tree,
-    spearman,
-    true_effects,
-    with_pairs,
-)
+from tests.unit.families import known_sites, simulated
+from tests.unit.families.known_sites import aligned_rows, likeliest, members, singles
+from tests.unit.families.simulated import Array, spearman, with_pairs
 
 
 def correlations(aligned: Letters, energy: Array) -> Array:
     """Of the score and of the profile with the true effects on the first member."""
-    found = of_first(aligned).effects(all_singles(aligned[0]))
-    truth = true_effects(energy, aligned[0])
+    found = simulated.of_first(aligned).effects(simulated.all_singles(aligned[0]))
+    truth = simulated.true_effects(energy, aligned[0])
     return np.array([spearman(found[term], truth) for term in ("score", "profile")])
 
 
 def test_pairs_add_where_columns_depend_on_each_other_and_cost_nothing_where_by_descent() -> None:
-    assert np.divide(*correlations(*on_a_tree(0, length=40, members=200))) > 0.97
+    assert np.divide(*correlations(*simulated.on_a_tree(0, length=40, members=200))) > 0.97
     aligned, *law = with_pairs(0, members=250)
-    assert np.subtract(*correlations(aligned, energy_of_first(aligned, *law))) > 0.1
+    assert np.subtract(*correlations(aligned, simulated.energy_of_first(aligned, *law))) > 0.1
 
 
 def test_several_changes_see_half_of_each_other() -> None:
     aligned, *_ = with_pairs(0, length=12, members=120)
-    effects, wild_type = of_first(aligned), aligned[0]
+    effects, wild_type = simulated.of_first(aligned), aligned[0]
     places, mutants = (2, 5, 9), tuple((wild_type[[2, 5, 9]] + [1, 2, 3]) % 20)
     tokens = tuple(int(one) + CANONICAL_START for one in mutants)
     one = [Variant((i,), (to,)) for i, to in zip(places, tokens, strict=True)]
     both = effects.effects([Variant(places, tokens), *one])
     table, terms = effects._pairs
-    own_terms = [
-        terms[i, to] - terms[i, wild_type[i]] for i, to in zip(places, mutants, strict=True)
-    ]
-    singles_pairs = both["pairs"][1:]
-    np.testing.assert_allclose(singles_pairs, effects._pair_scale * np.array(own_terms), rtol=1e-6)
+    chosen, singles_pairs = [*places], both["pairs"][1:]
+    own_terms = terms[chosen, [*mutants]] - terms[chosen, wild_type[chosen]]
+    np.testing.assert_allclose(singles_pairs, effects._pair_scale * own_terms, rtol=1e-6)
     interaction = both["pairs"][0] - singles_pairs.sum()
     brute = 0.0
     visible = np.ones((1, 12), dtype=bool)
@@ -88,20 +64,15 @@ def test_columns_are_independent_of_the_order_of_members_and_of_copies_of_the_pr
 
 
 def test_it_finds_the_effects_of_a_family_of_independent_sites() -> None:
-    variants, measured = singles(), measured_effects()
-    few, many = (
-        spearman(FamilyEffects.of(likeliest(), members(n)).effects(variants)["score"], measured)
-        for n in (10, 60)
-    )
-    assert few < many
-    assert many > 0.69  # of 0.87 that the noise leaves
+    variants, measured = singles(), known_sites.measured_effects()
+    made = [FamilyEffects.of(likeliest(), members(number)) for number in (10, 60)]
+    few, many = (spearman(one.effects(variants)["score"], measured) for one in made)
+    assert few < many > 0.69  # of 0.87 that the noise leaves
 
 
 @pytest.mark.parametrize("text", ["M", "MX", "X", "MKTAYIAKUQRBZO", "W" * 300])
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_every_variant_has_a_score_whatever_is_given(
-    text: str, number: int, caplog: Logged
-) -> None:
+def test_every_variant_has_a_score_in_any_family(text: str, number: int, caplog: Logged) -> None:
     strange = [encode("G" * 40), encode("X" * 5), encode("M"), encode("MKTAUIAKQRXX")][:number]
     protein = encode(text)
     variants = [Variant((len(text) - 1,), (CANONICAL_START + to,)) for to in range(20)]
@@ -121,7 +92,7 @@ def test_blosum62_is_that_of_the_table() -> None:
 def test_a_large_family_is_sampled_for_its_pairs(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(mutation_effects, "MEMBERS", 60)
     aligned, *_ = with_pairs(1, length=15, members=200)
-    effects = of_first(aligned)
+    effects = simulated.of_first(aligned)
     table, _ = effects._pairs
     assert len(table.seen) == 60
     assert np.square(table.seen).sum() / 15 == pytest.approx(effects.effective_number, rel=1e-4)
@@ -142,12 +113,12 @@ def test_members_stand_beside_the_residues_they_align_to() -> None:
     without: Tokens = np.delete(protein, [10, 11])
     with_more = np.insert(protein, 20, encode("WWW"))
     relatives = [protein, without, with_more, protein[:15], encode("G" * 40)]
-    found = observations(letters_of(protein), align_to(protein, relatives))
+    found = alignment.observations(letters_of(protein), align_to(protein, relatives))
     # Equal where they are aligned, or less than half of the protein: no observation.
     assert found.shape == (0, 43)
     changed = without.copy()
     changed[0] = encode("L")[0]
-    (row,) = observations(letters_of(protein), align_to(protein, [changed, changed]))
+    (row,) = alignment.observations(letters_of(protein), align_to(protein, [changed, changed]))
     assert (row[10:12] == GAP).all()
     assert (row[12:] == protein[12:] - CANONICAL_START).all()
 
@@ -155,7 +126,7 @@ def test_members_stand_beside_the_residues_they_align_to() -> None:
 def test_weights_count_clusters_however_many_are_compared_at_once(monkeypatch: MonkeyPatch) -> None:
     aligned = aligned_rows("AAAAAAAAAA", "AAAAAAAAAC", "AAAAAAAA--", "CCCCCCCCCC", "CCCCCDDDDD")
     np.testing.assert_allclose(sequence_weights(aligned), [1 / 3, 1 / 3, 1 / 3, 1, 1])
-    aligned, _ = on_a_tree(4, length=20, members=60)
+    aligned, _ = simulated.on_a_tree(4, length=20, members=60)
     aligned[np.random.default_rng(0).random(aligned.shape) < 0.2] = GAP
     once = sequence_weights(aligned)
     monkeypatch.setattr("d2plm.families.alignment._BLOCK", 7)
@@ -180,7 +151,7 @@ def test_a_neighbours_law_hides_the_column_it_predicts() -> None:
 
 def test_a_column_does_not_predict_itself_and_gaps_predict_nothing() -> None:
     aligned, *_ = with_pairs(2, length=10, members=80)
-    weights, profile = np.ones(80), column_profile(aligned, np.ones(80))
+    weights, profile = np.ones(80), alignment.column_profile(aligned, np.ones(80))
     predicted = neighbours(aligned, aligned, weights, profile, 0.3, np.arange(80))
     table = PairTable(aligned, weights, profile, predicted)
     queries = np.repeat(aligned[:1], 3, axis=0)

@@ -115,17 +115,6 @@ def test_a_very_long_member_is_cut_to_what_aligns_with_the_others(family: list[T
     assert found == pytest.approx(expected, rel=0.05)
 
 
-def test_natural_members_are_distinguished_from_shuffled_and_from_unrelated_proteins(
-    family: list[Tokens], proteins: list[Tokens]
-) -> None:
-    random = np.random.default_rng(1)
-    hmm = family_hmm(family[:9])
-    members = family_log_ratios(hmm, family[9:])
-    shuffled = family_log_ratios(hmm, [random.permutation(one) for one in family[9:]])
-    unrelated = family_log_ratios(hmm, [one[:300] for one in proteins[:20]])
-    assert members.min() > 50 > 15 > max(shuffled.max(), unrelated.max())
-
-
 @pytest.mark.parametrize("number", ["clust", "entropy"])
 def test_copies_of_a_protein_count_as_one_protein(family: list[Tokens], number: str) -> None:
     hmms = (family_hmm(family[:1] * copies, effective_number=number) for copies in (2, 20))

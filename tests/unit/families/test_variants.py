@@ -6,19 +6,8 @@ from hypothesis import strategies as st
 
 from d2plm.core.errors import ConfigError
 from d2plm.core.vocabulary import CANONICAL, encode
-from d2plm.families.variants import (
-    BEYOND,
-    DISAGREES,
-    INDEL,
-    MALFORMED,
-    STOP,
-    UNKNOWN,
-    VariantError,
-    label_of,
-    parse_variant,
-    place,
-    place_variants,
-)
+from d2plm.families import variants
+from d2plm.families.variants import VariantError, label_of, parse_variant, place, place_variants
 
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
 
@@ -41,25 +30,32 @@ SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQLEERLGLI"
         ("p.A24G", ["A24G"]),
         ("p.Ala24=", ["A24A"]),
         ("A24=", ["A24A"]),
+        *((f"A24{arrow}G", ["A24G"]) for arrow in (">", "→", "->")),
+        ("p.Ala24>Gly", ["A24G"]),
         ("SA108D:SN144D", ["A108D", "N144D"]),  # of the protein S
         ("LA38G:KA40G", ["L38G", "K40G"]),  # of chain A
         *((text, []) for text in ("WT", "wt", "_wt", "p.=", "p.(=)", "=", "_sy", "wild-type")),
+        *((text, []) for text in ("parent", "Parental", "wild type", "wild_type")),
     ],
 )
 def test_a_variant_is_read(text: str, expected: list[str]) -> None:
     assert [str(one) for one in parse_variant(text, label_of([text]))] == expected
 
 
+REASONS = {
+    variants.MALFORMED: " A24 AA24G A24G:: KRAS A24G:A24L c.76A>T A99999999999999999999G"
+    " Y52AF S100aS",  # insertion codes
+    variants.STOP: "A24* p.Ala24Ter p.Ala24* A2G:L30* A24>* A24stop A24Ter A24Stop",
+    variants.INDEL: "A24- A24del p.Ala24del p.Lys23_Ala24insGly p.Ala24_Leu30del p.Arg97ProfsTer23"
+    " p.Ala24fs A24Δ delA24 ΔA24 A24DEL",
+    variants.UNSURE: "p.? p.Met1? p.0? p.0 p.(Met1?) M1?",
+    variants.UNKNOWN: "B24A A24J A24X X24A p.Ala24Sec",
+}
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [
-        *((text, MALFORMED) for text in ("", "A24", "AA24G", "A24G::", "KRAS")),
-        *((text, MALFORMED) for text in ("A24G:A24L", "c.76A>T", "A99999999999999999999G")),
-        *((text, STOP) for text in ("A24*", "p.Ala24Ter", "p.Ala24*", "A2G:L30*")),
-        *((text, INDEL) for text in ("A24-", "A24del", "p.Ala24del", "p.Lys23_Ala24insGly")),
-        *((text, INDEL) for text in ("p.Ala24_Leu30del", "p.Arg97ProfsTer23", "p.Ala24fs")),
-        *((text, UNKNOWN) for text in ("B24A", "A24J", "A24X", "X24A", "p.Ala24Sec")),
-    ],
+    [(text, reason) for reason, texts in REASONS.items() for text in texts.split(" ")],
 )
 def test_what_cannot_be_scored_has_a_reason(text: str, reason: str) -> None:
     with pytest.raises(VariantError) as caught:
@@ -74,9 +70,7 @@ def test_what_cannot_be_scored_has_a_reason(text: str, reason: str) -> None:
     st.integers(-50, 500),
     st.data(),
 )
-def test_a_placed_variant_changes_what_is_written(
-    text: str, separator: str, offset: int, data: st.DataObject
-) -> None:
+def test_a_variant_is_placed(text: str, separator: str, offset: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, unique=True))
     mutants = [data.draw(st.sampled_from(CANONICAL)) for _ in positions]
     written = [
@@ -95,15 +89,13 @@ def test_a_placed_variant_changes_what_is_written(
 @pytest.mark.parametrize(
     ("text", "offset", "message", "reason"),
     [
-        ("M0A", 0, "M0A: 'P1' has the positions 1 to 4", BEYOND),
-        ("M5A", 0, "positions 1 to 4", BEYOND),
-        ("M1A", 10, "positions 11 to 14", BEYOND),
-        ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K", DISAGREES),
+        ("M0A", 0, "M0A: 'P1' has the positions 1 to 4", variants.BEYOND),
+        ("M5A", 0, "positions 1 to 4", variants.BEYOND),
+        ("M1A", 10, "positions 11 to 14", variants.BEYOND),
+        ("M1A:K3L", 0, "K3L: 'P1' has X at position 3, not K", variants.DISAGREES),
     ],
 )
-def test_a_variant_of_another_protein_is_rejected(
-    text: str, offset: int, message: str, reason: str
-) -> None:
+def test_variants_of_others_are_rejected(text: str, offset: int, message: str, reason: str) -> None:
     with pytest.raises(VariantError) as caught:
         place(parse_variant(text), "MKXT", offset=offset, name="P1")
     assert message in str(caught.value)
@@ -129,23 +121,14 @@ def numbered(places: list[int], offset: int) -> list[str]:
         (["WT"], "P1", 0),
     ],
 )
-def test_the_offset_at_which_nearly_all_agree_is_found(
-    texts: list[str], name: str, offset: int
-) -> None:
+def test_the_offset_at_which_most_agree_is_found(texts: list[str], name: str, offset: int) -> None:
     assert place_variants(texts, encode(SEQUENCE), name=name)[1] == offset
 
 
-@pytest.mark.parametrize(
-    ("texts", "sequence", "message"),
-    [
+def test_an_unclear_numbering_is_refused() -> None:
+    for texts, sequence, message in (
         (numbered([0, 3], 24), SEQUENCE, "2 at 24"),  # two may agree by chance
         (["A11G", "K12G", "L13G"], "MAKLMAKL", "3 at 5, 9"),
-    ],
-)
-def test_a_numbering_that_is_not_clear_is_refused_with_the_candidates(
-    texts: list[str], sequence: str, message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        place_variants(texts, encode(sequence), name="P1")
-    assert message in str(caught.value)
-    assert "mutation_offset" in str(caught.value)
+    ):
+        with pytest.raises(ConfigError, match=f"mutation_offset.*{message}"):
+            place_variants(texts, encode(sequence), name="P1")

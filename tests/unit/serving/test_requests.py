@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
@@ -43,11 +43,12 @@ def test_scores_and_designs_are_those_of_the_library(exports: Exports, kind: str
     folder = getattr(exports, kind)
     model, templates = load_model(folder), ["MK__<mask>GG", "_____"]
     masks, settings = {"masks_per_sequence": 3, "seed": 4}, {"number": 2, "steps": 3, "seed": 5}
+    drawing = {"task": "generate", **settings}
     with asking(Service(load_export(folder))) as ask:
         rows = rows_of(ask(table("sequence", *PROTEINS, **masks)))
         filled = rows_of(ask(table("sequence", *templates, task="infill", **settings)))
-        new = rows_of(ask(table("length", None, None, task="generate", max_length=20, **settings)))
-        of_length = rows_of(ask(table("length", 9, 11.0, task="generate", **settings)))
+        new = rows_of(ask(table("length", None, None, max_length=20, **drawing)))
+        of_length = rows_of(ask(table("length", 9, 11.0, **drawing)))
     for row, score in zip(rows, model.score(PROTEINS, **masks), strict=True):
         assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
         assert all(value == getattr(score, name) for name, value in row.items())
@@ -56,15 +57,11 @@ def test_scores_and_designs_are_those_of_the_library(exports: Exports, kind: str
     assert [row["length"] for row in filled] == [7, 7, 5, 5]
     assert filled[0]["settings"].startswith(f"paradigm={model.exported.paradigm.name} sampler=")
     assert "steps=3 " in filled[0]["settings"]
-    drawn = model.generate(**settings | {"number": 4}, max_length=20)
-    assert [row["sequence"] for row in new] == drawn
-    given_lengths = model.generate(**settings, length=[9, 11])
-    assert [row["sequence"] for row in of_length] == given_lengths
+    for found, other in ((new, {"number": 4, "max_length": 20}), (of_length, {"length": [9, 11]})):
+        assert [row["sequence"] for row in found] == model.generate(**settings | other)
 
 
-def test_what_has_no_value_is_null_and_the_model_is_prepared_once(
-    ask: Ask, monkeypatch: MonkeyPatch
-) -> None:
+def test_no_value_is_null_and_models_are_prepared_once(ask: Ask, monkeypatch: MonkeyPatch) -> None:
     (row,) = rows_of(ask(table("sequence", "XX", masks_per_sequence=1)))
     assert row["residues"] == 0
     assert [row[name] for name in ("nats_low", "nats_high", "perplexity")] == [None] * 3
@@ -85,7 +82,6 @@ GENERATE = {"task": "generate"}
 REFUSED: dict[str, dict[str, Any]] = {
     "inputs.0.sequence: ": table("protein", "MKT"),
     "row 1: the sequence holds 'J'": table("sequence", "MKT", "MJT"),
-    "row 1: the sequence is empty": table("sequence", "MKT", ""),
     "row 0: the sequence has 127 residues": table("sequence", "M" * 127),
     "params.masks_per_sequence=9999: ": table("sequence", "MKT", masks_per_sequence=9999),
     "params.seed=True: ": table("sequence", "MKT", seed=True),
@@ -100,10 +96,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "parms: has no place": {"inputs": [{"sequence": "MKT"}], "parms": {}},
     "instances: has no place": {"inputs": [{"sequence": "MKT"}], "instances": []},
     "instances.0='MKT': ": {"instances": ["MKT"]},
-    "dataframe_split={'columns': ": {
-        "dataframe_split": {"columns": ["sequence"], "data": [["M"], ["K", "V"]]}
-    },
+    "dataframe_split={'columns': ": {"dataframe_split": {"columns": ["a"], "data": [["M", "K"]]}},
     "inputs={": {"inputs": {"sequence": ["M"], "length": [1, 2]}},
+    "the request has or generates at least 1,0": table("sequence", "<mask:999999>", task="infill"),
+    "relatives: not supported": table("sequence", "MKT", relatives=["MKS"]),
 }
 
 
@@ -123,43 +119,23 @@ HOSTILE: list[tuple[bytes, str | None, int, str]] = [
     (b"[" * 100_000, JSON, 400, "recursion limit exceeded"),
     (json.dumps("junk " * 100_000).encode(), JSON, 400, "should be an object"),
     (b'{"inputs": {"sequence": ["MKT"]}, "params": {"seed": NaN}}', JSON, 400, "params.seed=nan"),
-    (b'{"inputs": {"length": [1e999]}, "params": {"task": "generate"}}', JSON, 400, "length=inf"),
     (b'{"inputs": {"length": [' + b"9" * 5000 + b"]}}", JSON, 400, "number out of range"),
-    (
-        b'{"inputs": [{"sequence": "M"}], "params": {%s}}'
-        % b",".join(b'"%d":1' % name for name in range(90_000)),
-        *(JSON, 400, "params.0: has no place"),
-    ),
     (b'{"inputs": {"sequence": ["\xff"]}}', JSON, 400, "unicode"),
-    (b'{"inputs": {"sequence": ["MK\\ud800"]}}', JSON, 400, "Invalid JSON"),
     (b'{"inputs": {"length": [1%s]}}' % (b",1" * 65536), JSON, 400, "inputs"),
     (b'{"inputs": [{"sequence": "M"}, {"sequence": "M", "sequence": "K"}]}', JSON, 400, "twice"),
-    (b'{"inputs": [{"sequence": "M", "n": {"a": 1, "\\u0061": 2}}]}', JSON, 400, "occurs twice"),
-    (
-        b'{"inputs": {"sequence": ["<mask:999999>"]}, "params": {"task": "infill"}}',
-        *(JSON, 400, "1,000,012 residues"),
-    ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("body", "content_type", "status", "reason"),
-    HOSTILE,
-    ids=[f"{status}: {reason}" for _, _, status, reason in HOSTILE],  # bodies are long
-)
-def test_a_hostile_request_is_rejected_in_a_short_answer(
-    ask: Ask, body: bytes, content_type: str | None, status: int, reason: str
-) -> None:
-    found, document = ask(body, content_type)
-    assert (found, set(document)) == (status, {"error_code", "message"}), document
-    assert reason in document["message"]
-    assert len(document["message"]) < 600
-    assert "junk junk junk junk" not in document["message"]
+def test_a_hostile_request_is_rejected_in_a_short_answer(ask: Ask) -> None:
+    for body, content_type, status, reason in HOSTILE:
+        found, document = ask(body, content_type)
+        assert (found, set(document)) == (status, {"error_code", "message"}), reason
+        assert reason in document["message"]
+        assert len(document["message"]) < 600
+        assert "junk junk junk junk" not in document["message"]
 
 
-def test_a_request_for_too_much_is_rejected_before_the_work(
-    exports: Exports, monkeypatch: MonkeyPatch
-) -> None:
+def test_too_much_is_rejected_before_the_work(exports: Exports, monkeypatch: MonkeyPatch) -> None:
     service = Service(load_export(exports.masked), max_residues=100)
     monkeypatch.setattr(service, "denoiser", lambda *_: pytest.fail("it has begun"))
     with asking(service) as ask:
@@ -179,10 +155,7 @@ FORMS: dict[str, Callable[[list[Any]], Any]] = {
     "inputs": lambda cells: {"sequence": cells},
     "instances": lambda cells: [{"sequence": cell} for cell in cells],
     "dataframe_records": lambda cells: [{"sequence": cell} for cell in cells],
-    "dataframe_split": lambda cells: {
-        "columns": ["sequence"],
-        "data": [[cell] for cell in cells],
-    },
+    "dataframe_split": lambda cells: {"columns": ["sequence"], "data": [[one] for one in cells]},
 }
 PROTEIN = st.text(RESIDUES + RESIDUES.lower(), min_size=1, max_size=5)
 # Texts that hold something else than residues, also where a conversion would drop or replace it.
@@ -211,20 +184,14 @@ def test_only_residues_are_scored_in_any_form(ask: Ask, form: str, cells: list[A
 
 
 def test_a_defect_shows_nothing(ask: Ask, service: Service, monkeypatch: MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError(f"in {__file__}")
-
-    monkeypatch.setattr(service, "work", fail)
+    monkeypatch.setattr(service, "work", Mock(side_effect=RuntimeError(f"in {__file__}")))
     status, document = ask(SCORE)
     assert (status, document["error_code"]) == (500, "INTERNAL_ERROR")
     assert "the server's log" in document["message"]
     assert "/" not in document["message"]
-    damaged = ModelError("the model's bound is not finite: it has diverged")
-    work = Work("score", 0.0, lambda _: (_ for _ in ()).throw(damaged))
+    work = Work("score", 0.0, Mock(side_effect=ModelError("it has diverged")))
     monkeypatch.setattr(service, "work", lambda _: work)
-    status, document = ask(SCORE)
-    assert status == 500
-    assert "diverged" in document["message"]
+    assert ask(SCORE) == (500, {"error_code": "INTERNAL_ERROR", "message": "it has diverged"})
 
 
 def test_work_that_would_be_late_is_refused(service: Service, monkeypatch: MonkeyPatch) -> None:
@@ -247,17 +214,16 @@ def test_work_that_would_be_late_is_refused(service: Service, monkeypatch: Monke
 
 def test_the_measurement_covers_all_kinds_of_work(exports: Exports) -> None:
     service = Service(load_export(exports.masked))
-    assert parse_and_estimate(service, table("sequence", "MKT")) == 0
-    rates = service.measure()
-    assert all(rate > 0 for rate in rates.values())
-    small = parse_and_estimate(service, table("sequence", "MKT"))
-    large = parse_and_estimate(service, table("sequence", *["M" * LIMIT] * 400))
-    assert 0 < small < large
-    assert parse_and_estimate(service, table("length", LIMIT, task="generate")) > small
 
+    def seconds(column: str, *values: Any, **params: Any) -> float:
+        body = json.dumps(table(column, *values, **params)).encode()
+        return service.work(parse_request(body)).seconds
 
-def parse_and_estimate(service: Service, body: dict[str, Any]) -> float:
-    return service.work(parse_request(json.dumps(body).encode())).seconds
+    assert seconds("sequence", "MKT") == 0
+    assert all(rate > 0 for rate in service.measure().values())
+    small = seconds("sequence", "MKT")
+    assert 0 < small < seconds("sequence", *["M" * LIMIT] * 400)
+    assert seconds("length", LIMIT, task="generate") > small
 
 
 class Blocked:
@@ -319,9 +285,7 @@ async def post(app: Any, gone: threading.Event, body: bytes = SCORE) -> int:
     return int(sent[0]["status"])
 
 
-def test_hanging_up_ends_the_work_also_in_the_queue(
-    service: Service, monkeypatch: MonkeyPatch
-) -> None:
+def test_hanging_up_ends_work_also_in_the_queue(service: Service, monkeypatch: MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         blocked = Blocked(service, patched)
         assert asyncio.run(post(application(service, 60), blocked.entered)) == 400  # nobody reads
@@ -345,7 +309,6 @@ def test_many_requests_at_a_time_have_the_answers_of_each_alone(ask: Ask) -> Non
     alone = [rows_of(ask(body)) for body in bodies]
     with ThreadPoolExecutor(6) as pool:
         assert [rows_of(answer) for answer in pool.map(ask, bodies)] == alone
-    assert np.isfinite([rows[0]["nats"] for rows in alone]).all()
 
 
 FAMILY = ["MKTAYIAKQRLL", "MKSAYLAKQRL", "MRTAFIAKHRLLGG", "MKTGYIAQRL", "MHTAYIARQRLV"]
@@ -368,9 +331,7 @@ def column_of(answer: tuple[int, Any], column: str) -> list[Any]:
     return [row[column] for row in rows_of(answer)]
 
 
-def test_scores_given_relatives_are_those_of_the_library(
-    ask_related: Ask, library: SequenceModel
-) -> None:
+def test_scores_given_relatives_are_the_library_s(ask_related: Ask, library: SequenceModel) -> None:
     given = column_of(ask_related({"sequence": RELATED}, relatives=FAMILY, max_relatives=2), "nats")
     expected = library.score(RELATED, relatives=FAMILY, max_relatives=2)
     assert given == pytest.approx([one.nats for one in expected], rel=1e-6)
@@ -378,15 +339,13 @@ def test_scores_given_relatives_are_those_of_the_library(
     assert alone == pytest.approx([one.nats for one in library.score(RELATED)], rel=1e-6)
     assert all(one != pytest.approx(other) for one, other in zip(given, alone, strict=True))
     assert column_of(ask_related({"sequence": RELATED}, relatives=[]), "nats") == alone
-    long = (FAMILY[0] * 200)[:3000]  # is cut
-    found = column_of(ask_related({"sequence": RELATED}, relatives=[long]), "nats")
-    expected = library.score(RELATED, relatives=[long[:2048]])
+    long, one = FAMILY[0] * 200, {"masks_per_sequence": 1}  # is cut
+    found = column_of(ask_related({"sequence": RELATED}, relatives=[long], **one), "nats")
+    expected = library.score(RELATED, relatives=[long[:2048]], **one)
     assert found == pytest.approx([one.nats for one in expected], rel=1e-6)
 
 
-def test_designs_given_relatives_are_those_of_the_library(
-    ask_related: Ask, library: SequenceModel
-) -> None:
+def test_designs_of_relatives_are_the_library_s(ask_related: Ask, library: SequenceModel) -> None:
     settings = {"steps": 4, "seed": 3, "relatives": FAMILY}
     answer = ask_related({"length": [None]}, task="generate", number=6, **settings)
     found = column_of(answer, "sequence")
@@ -394,43 +353,27 @@ def test_designs_given_relatives_are_those_of_the_library(
     assert {len(text) for text in found} <= {len(text) for text in FAMILY}
     assert all(text.endswith("relatives=5") for text in column_of(answer, "settings"))
     template = "MKT____KQR__"
-    filled = column_of(
-        ask_related({"sequence": [template]}, task="infill", number=3, **settings), "sequence"
-    )
+    answer = ask_related({"sequence": [template]}, task="infill", number=3, **settings)
+    filled = column_of(answer, "sequence")
     assert filled == library.infill(template, 3, **settings)
     assert filled != library.infill(template, 3, steps=4, seed=3)
 
 
-@pytest.mark.parametrize(
-    ("params", "reason"),
-    [
-        ({"relatives": "MKT"}, "params.relatives='MKT': "),
-        ({"relatives": ["MKT", "MJT"]}, "relative 1: the sequence holds 'J'"),
-        ({"relatives": ["XX"]}, "there are no relatives"),
-        ({"relatives": [""] * 250_000}, "params.relatives=['', '', "),
-        ({"relatives": FAMILY, "max_relatives": 17}, "params.max_relatives=17: "),
-        ({"relatives": ["M" * 40_000] * 2}, "relatives: the request has"),
-        ({"max_relatives": 3}, "max_relatives=3: "),
-    ],
-)
-def test_bad_relatives_are_rejected(ask_related: Ask, params: dict[str, Any], reason: str) -> None:
-    status, document = ask_related({"sequence": ["MKT"]}, **params)
-    assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
-    assert reason in document["message"]
-    assert len(document["message"]) < 600
+BAD_RELATIVES: dict[str, dict[str, Any]] = {
+    "params.relatives='MKT': ": {"relatives": "MKT"},
+    "relative 1: the sequence holds 'J'": {"relatives": ["MKT", "MJT"]},
+    "there are no relatives": {"relatives": ["XX"]},
+    "params.relatives=['', '', ": {"relatives": [""] * 250_000},
+    "params.max_relatives=17: ": {"relatives": FAMILY, "max_relatives": 17},
+    "relatives: the request has": {"relatives": ["M" * 40_000] * 2},
+    "max_relatives=3: ": {"max_relatives": 3},
+    "relatives: ": {"relatives": ["GGMKTGG", "MKT", "KT"]},  # all give it away
+}
 
 
-def test_what_gives_a_protein_away_is_left_out_of_its_relatives(ask_related: Ask) -> None:
-    away = [f"GG{RELATED[0]}GG", RELATED[0], RELATED[0][3:9]]
-    columns = {"sequence": RELATED[:1]}
-    more, fewer = (ask_related(columns, relatives=one) for one in ([*FAMILY, *away], FAMILY))
-    assert column_of(more, "nats") == column_of(fewer, "nats")
-    status, document = ask_related({"sequence": RELATED[:1]}, relatives=away)
-    assert status == 400
-    assert document["message"].startswith("relatives: ")
-
-
-def test_a_model_that_takes_no_relatives_rejects_them(ask: Ask) -> None:
-    status, document = ask(table("sequence", "MKT", relatives=FAMILY))
-    assert status == 400
-    assert document["message"].startswith("relatives: not supported")
+def test_bad_relatives_are_rejected(ask_related: Ask) -> None:
+    for reason, params in BAD_RELATIVES.items():
+        status, document = ask_related({"sequence": ["MKT"]}, **params)
+        assert (status, document["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+        assert reason in document["message"]
+        assert len(document["message"]) < 600

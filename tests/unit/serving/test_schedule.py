@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -97,13 +98,9 @@ def test_half_the_work_overtakes_a_long_request() -> None:
 
 def test_those_that_wait_start_with_the_least_work_and_a_failure_is_of_its_request_alone() -> None:
     it = Simulated()
-
-    def fail(progress: Callable[[float], None]) -> list[dict[str, Any]]:
-        raise ValueError
-
     for name, seconds in (("b", 9), ("c", 12), ("a", 3)):
         it.send(name, seconds)
-    failing = it.schedule.accept(Work("score", 0.1, fail))
+    failing = it.schedule.accept(Work("score", 0.1, Mock(side_effect=ValueError)))
     it.run()
     assert isinstance(failing.exception(), ValueError)
     assert [*it.ended] == ["a", "b", "c"]

@@ -17,6 +17,10 @@ from tests.conftest import MonkeyPatch
 Refuse = Callable[..., None]
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the product handles it."""
+
+
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory, new_mlflow_store: Path) -> str:
     """The address of an SQLite store."""

@@ -24,26 +24,19 @@ class Events:
 
 
 def tensorboard_events(output_dir: Path) -> Events:
-    from tensorboard.backend.event_processing.event_accumulator import (
-        SCALARS,
-        TENSORS,
-        EventAccumulator,
-    )
+    from tensorboard.backend.event_processing import event_accumulator as reader
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    events = EventAccumulator(str(output_dir / "tensorboard"), {SCALARS: 0, TENSORS: 0}).Reload()
+    sizes = {reader.SCALARS: 0, reader.TENSORS: 0}
+    events = reader.EventAccumulator(str(output_dir / "tensorboard"), sizes).Reload()
     scalars = {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
-
-    def text(tensor: Any) -> str:
-        return str(tensor.string_val[0].decode())
-
-    texts = {
-        tag.removesuffix("/text_summary"): text(events.Tensors(tag)[-1].tensor_proto)
-        for tag in events.Tags()["tensors"]
-    }
+    texts = {}
+    for tag in events.Tags()["tensors"]:
+        (text,) = events.Tensors(tag)[-1].tensor_proto.string_val
+        texts[tag.removesuffix("/text_summary")] = text.decode()
     parameters = {}
     with suppress(KeyError):  # raised where there are none
         content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]

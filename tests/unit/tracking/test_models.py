@@ -23,32 +23,24 @@ from d2plm.assembly.training_run import refuse_adapter
 from d2plm.core.errors import ConfigError, DataError, ModelError, TrackingError
 from d2plm.export.exported_model import save_export, weights_digest
 from d2plm.generation.lengths import LengthHistogram
-from d2plm.model.dit import DiT
 from d2plm.model.lora import add_lora
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.tracking.locations import model_folder, open_model, pinned
 from d2plm.tracking.mlflow_run import open_client
 from d2plm.tracking.pyfunc_model import SERVER_TIMEOUT, PyfuncModel
-from d2plm.tracking.registry import MODEL_CODE, _signature, export_digest, register
-from d2plm.tracking.runs import tracking_run
+from d2plm.tracking.registry import MODEL_CODE, _signature
 from tests.conftest import Exports, MonkeyPatch
 from tests.unit.model.test_esm import esm_like
-from tests.unit.tracking.test_registry import whole
+from tests.unit.tracking.test_registry import registered, whole
 
 CONTENT = AbsorbingDiffusion(), LengthHistogram.of(np.array([5, 9]), 126)
 
 
-def add_evaluation(export: Path, scratch: Path) -> Path:
-    """An evaluation's files, put into a real export."""
-    made = whole(scratch, 2.0, 1)
+def add_evaluation(export: Path) -> None:
+    """Put an evaluation's files into a real export."""
+    made = whole(export.with_name(f"of_{export.name}"), 2.0, 1)
     for file in ("evaluation.json", "sequence_scores.npz"):
         shutil.copy(made / file, export)
-    return export
-
-
-def registered(client: MlflowClient, export: Path, name: str, folder: Path) -> str:
-    with tracking_run(folder) as run:
-        return register(client, str(run.id), export, name, export_digest(export)).version
 
 
 def test_an_adapter_in_the_registry_finds_its_base_there(
@@ -57,8 +49,8 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
     base = tiny_dit()
     save_export(tmp_path / "base", base, *CONTENT, {})
     digest = weights_digest(tmp_path / "base")
-    add_evaluation(tmp_path / "base", tmp_path / "of_base")
-    version = registered(client, tmp_path / "base", "base", tmp_path / "run")
+    add_evaluation(tmp_path / "base")
+    version = registered(client, tmp_path / "base", "base").version
     location = pinned("models:/base@champion", key="init_from")
     assert location == f"models:/base/{version}"
 
@@ -71,13 +63,13 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
     provenance = {"init_from": location, "init_from_digest": digest}
     save_export(tmp_path / "adapter", base, *CONTENT, provenance, weights)
     here = open_model(tmp_path / "adapter", key="model_dir")
-    add_evaluation(tmp_path / "adapter", tmp_path / "of_adapter")
-    registered(client, tmp_path / "adapter", "adapter", tmp_path / "second_run")
+    add_evaluation(tmp_path / "adapter")
+    registered(client, tmp_path / "adapter", "adapter")
     provenance["init_from"] = str(tmp_path / "base")  # which other machines do not have
     save_export(tmp_path / "alone", base, *CONTENT, provenance, weights)
-    add_evaluation(tmp_path / "alone", tmp_path / "of_alone")
+    add_evaluation(tmp_path / "alone")
     with pytest.raises(ModelError, match="a local folder"):
-        registered(client, tmp_path / "alone", "alone", tmp_path / "third_run")
+        registered(client, tmp_path / "alone", "alone")
     with pytest.raises(ModelError, match="is an adapter"):
         refuse_adapter(tmp_path / "alone", "alone")
     shutil.rmtree(tmp_path / "base")
@@ -86,15 +78,10 @@ def test_an_adapter_in_the_registry_finds_its_base_there(
     found = open_model("models:/adapter@champion", key="model_dir")
     served = PyfuncModel()
     served.load_context(SimpleNamespace(artifacts={"export": str(found.folder)}))
-    of_base = DiT(base.config)
-    of_base.load_state_dict(base.state_dict())
-    for name, weight in here.model.named_parameters():
-        for model in (found.model, served.service.exported.model):
-            assert torch.equal(weight, dict(model.named_parameters())[name])
-    assert any(
-        not torch.equal(weight, dict(of_base.named_parameters())[name])
-        for name, weight in here.model.named_parameters()
-    )
+    expected, before = here.model.state_dict(), base.state_dict()
+    for model in (found.model, served.service.exported.model):
+        torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    assert any(not torch.equal(weight, before[name]) for name, weight in expected.items())
     assert not list(found.folder.glob("model*.safetensors"))  # the changes alone are registered
 
 
@@ -107,8 +94,6 @@ def esm(tmp_path: Path) -> Path:
 
 
 def test_esm_2_is_a_model_as_any(esm: Path) -> None:
-    from d2plm import load_model
-
     model = load_model(esm)
     assert model.exported.max_residues == 126
     assert all(np.isfinite(score.perplexity) for score in model.score(["MKTAYIAK", "GSHM"]))
@@ -116,17 +101,14 @@ def test_esm_2_is_a_model_as_any(esm: Path) -> None:
     assert 50 <= len(model.generate(1, steps=2, seed=1)[0]) <= 126
 
 
-def test_the_hub_gives_no_code_and_its_errors_are_one_line(
-    esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_hub_gives_no_code(esm: Path, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
     fetch = Mock(return_value=str(esm))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.chdir(tmp_path)
     assert open_model("facebook/esm2", key="model_dir").folder == esm
     assert fetch.call_args.args == ("facebook/esm2",)
     assert not {"*.py", "*.bin", "*"} & {*fetch.call_args.kwargs["allow_patterns"]}
-    failure = huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong story")
-    fetch.side_effect = failure
+    fetch.side_effect = huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong story")
     with pytest.raises(ModelError, match=r"on the Hugging Face Hub: no connection$"):
         open_model("facebook/esm2", key="model_dir")
     (tmp_path / "facebook").mkdir()  # a folder of this name: what is not in it is a mistake

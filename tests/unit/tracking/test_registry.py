@@ -3,7 +3,10 @@
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import mlflow
 import numpy as np
@@ -12,11 +15,11 @@ from mlflow import MlflowClient
 
 from d2plm.core.errors import ModelError, TrackingError
 from d2plm.evaluation.result import write_evaluation
-from d2plm.tracking.registry import MADE_HERE, beats, export_digest, register
+from d2plm.tracking.registry import MADE_HERE, Registration, beats, export_digest, register
 from d2plm.tracking.runs import tracking_run
 from tests.conftest import MonkeyPatch
 from tests.evaluations import invented_evaluation
-from tests.unit.tracking.conftest import Refuse, repeat
+from tests.unit.tracking.conftest import Killed, Refuse, repeat
 
 SEQUENCES, RESIDUES = 200, 100
 
@@ -24,9 +27,8 @@ SEQUENCES, RESIDUES = 200, 100
 def evaluated(folder: Path, nats_per_residue: float, seed: int = 0, **digests: str) -> Path:
     """An export's evaluation files: nats that vary by sequence around a mean."""
     folder.mkdir()
-    random = np.random.default_rng(seed)
     easy_or_hard = np.random.default_rng(0).normal(0, 0.3, SEQUENCES)  # shared by all models
-    own = random.normal(0, 0.01, SEQUENCES)
+    own = np.random.default_rng(seed).normal(0, 0.01, SEQUENCES)
     nats = RESIDUES * (nats_per_residue + easy_or_hard + own)
     residues = np.full(SEQUENCES, RESIDUES)
     clusters = np.arange(SEQUENCES) // 2
@@ -69,11 +71,9 @@ def test_an_evaluation_without_its_scores_is_rejected(tmp_path: Path) -> None:
 def test_the_digest_is_of_the_weights_and_the_evaluation(tmp_path: Path) -> None:
     export = evaluated(tmp_path / "model", 2.0)
     weights = bytes(range(256)) * 5000
-    (export / "model.safetensors").write_bytes(weights)
-    evaluation = (export / "evaluation.json").read_bytes()
-    assert export_digest(export) == hashlib.sha256(weights + evaluation).hexdigest()
-    (export / "model.safetensors").rename(export / "model-00001-of-00002.safetensors")
+    (export / "model-00001-of-00002.safetensors").write_bytes(weights)
     (export / "model-00002-of-00002.safetensors").write_bytes(b"more")
+    evaluation = (export / "evaluation.json").read_bytes()
     assert export_digest(export) == hashlib.sha256(weights + b"more" + evaluation).hexdigest()
 
 
@@ -83,20 +83,35 @@ def whole(folder: Path, nats_per_residue: float, seed: int) -> Path:
     return export
 
 
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    return whole(tmp_path / "model", 2.0, 3)
+
+
+def registered(client: MlflowClient, export: Path, name: str) -> Registration:
+    """In a run beside the export."""
+    with tracking_run(export.parent / "run") as run:
+        return register(client, str(run.id), export, name, export_digest(export))
+
+
+def models_of(client: MlflowClient, run_id: str) -> list[tuple[str, str]]:
+    """The state and the address of each model that was logged to a run."""
+    experiment = client.get_run(run_id).info.experiment_id
+    found = client.search_logged_models([experiment], f"source_run_id = '{run_id}'")
+    return [(model.status, f"models:/{model.model_id}") for model in found]
+
+
 def test_a_failure_makes_no_champion(client: MlflowClient, refuse: Refuse, tmp_path: Path) -> None:
     first, worse = whole(tmp_path / "first", 2.0, 1), whole(tmp_path / "worse", 3.0, 2)
-    with tracking_run(tmp_path / "run") as run:
-        run_id = str(run.id)
-        registered = register(client, run_id, first, "m", export_digest(first))
-        assert registered.is_champion
-        again = register(client, run_id, first, "m", export_digest(first))
-        assert again.version == registered.version
-        asked = MlflowClient.get_model_version_by_alias
-        refuse("get_model_version_by_alias")
-        with pytest.raises(TrackingError, match="cannot find the champion of m"):
-            register(client, run_id, worse, "m", export_digest(worse))
-    assert str(asked(client, "m", "champion").version) == registered.version
-    assert str(asked(client, "m", "candidate").version) != registered.version
+    made = registered(client, first, "m")
+    assert made.is_champion
+    assert registered(client, first, "m").version == made.version
+    asked = MlflowClient.get_model_version_by_alias
+    refuse("get_model_version_by_alias")
+    with pytest.raises(TrackingError, match="cannot find the champion of m"):
+        registered(client, worse, "m")
+    assert str(asked(client, "m", "champion").version) == made.version
+    assert str(asked(client, "m", "candidate").version) != made.version
 
 
 def test_run_model_and_version_are_linked(client: MlflowClient, tmp_path: Path) -> None:
@@ -117,11 +132,9 @@ def test_run_model_and_version_are_linked(client: MlflowClient, tmp_path: Path) 
     version = client.get_model_version("linked", made.version)
     model = client.get_logged_model(version.source.removeprefix("models:/"))
     assert (version.run_id, model.source_run_id) == (run.id, run.id)
-    found = client.get_run(str(run.id))
-    (made_of,) = found.outputs.model_outputs
+    (made_of,) = client.get_run(str(run.id)).outputs.model_outputs
     assert (made_of.model_id, made_of.step) == (model.model_id, 40)
-    assert model.name == "diffusion-step40"
-    assert model.params["seed"] == "1"
+    assert (model.name, model.params["seed"]) == ("diffusion-step40", "1")
     figures = {metric.key: (metric.value, metric.dataset_name) for metric in model.metrics}
     assert figures == {
         "train/loss": (2.5, None),
@@ -130,21 +143,14 @@ def test_run_model_and_version_are_linked(client: MlflowClient, tmp_path: Path) 
         "given_relatives/perplexity_below_90": (5.0, "mine:validation"),
     }
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
-    assert (version.tags["step"], version.tags["git_revision"]) == ("40", "abc")
-    tags = version.tags["best_baseline"], version.tags["perplexity_best_baseline"]
-    assert tags == ("5-gram", "16.0000")
+    expected = {"step": "40", "git_revision": "abc", "best_baseline": "5-gram"}
+    assert version.tags.items() >= {**expected, "perplexity_best_baseline": "16.0000"}.items()
     assert "# A model" in version.description
     assert len(version.description) <= 5000
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing of the product handles it."""
-
-
-def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_next(
-    client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path
-) -> None:
-    export = whole(tmp_path / "model", 2.0, 3)
+def test_killed_registrations(client: MlflowClient, monkeypatch: MonkeyPatch, export: Path) -> None:
+    """One that is killed after any request is completed by the next."""
     left = 0
 
     def dying(call: Callable[..., object]) -> Callable[..., object]:
@@ -162,86 +168,62 @@ def test_a_registration_that_is_killed_after_any_request_is_completed_by_the_nex
     for name in dir(MlflowClient):
         if name.startswith(changing):
             monkeypatch.setattr(MlflowClient, name, dying(getattr(MlflowClient, name)))
-    with tracking_run(tmp_path / "run") as run:
+    with tracking_run(export.parent / "run") as run:
         run.log_metrics({"evaluation/perplexity": 9.0})
         run.flush()
-        kills = 0
-        while True:
+        for kills in count():
             left = kills + 1
-            try:
+            with suppress(Killed):
                 made = register(client, str(run.id), export, "killed", export_digest(export))
                 break
-            except Killed:
-                kills += 1
         left = 0
-        experiment = client.get_run(str(run.id)).info.experiment_id
     assert kills > 10
     assert made.is_champion
     (version,) = client.search_model_versions("name = 'killed'")
     assert sorted(client.get_registered_model("killed").aliases) == ["candidate", "champion"]
-    tags = client.get_model_version("killed", version.version).tags
-    assert {"export_digest", "perplexity", "best_baseline", "masks_digest"} <= tags.keys()
-    assert client.get_model_version("killed", version.version).description
-    of_run = client.search_logged_models([experiment], f"source_run_id = '{run.id}'")
-    assert [(model.status, model.model_id) for model in of_run] == [
-        ("READY", version.source.removeprefix("models:/"))
-    ]
+    found = client.get_model_version("killed", version.version)
+    assert {"export_digest", "perplexity", "best_baseline", "masks_digest"} <= found.tags.keys()
+    assert found.description
+    assert models_of(client, str(run.id)) == [("READY", version.source)]
     assert len(client.get_metric_history(str(run.id), "evaluation/perplexity")) == 1
 
 
-def test_a_repeated_request(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
+def test_a_repeated_request(client: MlflowClient, monkeypatch: MonkeyPatch, export: Path) -> None:
     repeat(monkeypatch, "tracking", "create_logged_model")
     repeat(monkeypatch, "model_registry", "create_model_version")
-    export = whole(tmp_path / "model", 2.0, 3)
-    with tracking_run(tmp_path / "run") as run:
-        made = register(client, str(run.id), export, "repeated", export_digest(export))
-        experiment = client.get_run(str(run.id)).info.experiment_id
+    made = registered(client, export, "repeated")
     (version,) = client.search_model_versions("name = 'repeated'")
     assert made.version == str(version.version) == "1"
-    of_run = client.search_logged_models([experiment], f"source_run_id = '{run.id}'")
-    assert [model.status for model in of_run] == ["READY"]
+    assert models_of(client, version.run_id) == [("READY", version.source)]
 
 
-def test_versions_that_a_user_has_made_are_kept(client: MlflowClient, tmp_path: Path) -> None:
-    export = whole(tmp_path / "model", 2.0, 3)
-    digest = export_digest(export)
-    with tracking_run(tmp_path / "run") as run:
-        made = register(client, str(run.id), export, "by_hand", digest)
-        source = client.get_model_version("by_hand", made.version).source
-        for tags in (None, MADE_HERE, MADE_HERE, {**MADE_HERE, "stage": "live"}, MADE_HERE):
-            mlflow.register_model(source, "by_hand", tags=tags)
-        client.set_registered_model_alias("by_hand", "champion", "3")
-        client.update_model_version("by_hand", "4", "mine")
-        again = register(client, str(run.id), export, "by_hand", digest)
-    assert again.version == made.version == "1"
+def test_versions_that_a_user_has_made_are_kept(client: MlflowClient, export: Path) -> None:
+    made = registered(client, export, "by_hand")
+    source = client.get_model_version("by_hand", made.version).source
+    for tags in (None, MADE_HERE, MADE_HERE, {**MADE_HERE, "stage": "live"}, MADE_HERE):
+        mlflow.register_model(source, "by_hand", tags=tags)
+    client.set_registered_model_alias("by_hand", "champion", "3")
+    client.update_model_version("by_hand", "4", "mine")
+    assert registered(client, export, "by_hand").version == made.version == "1"
     left = client.search_model_versions("name = 'by_hand'")
     assert sorted(int(one.version) for one in left) == [1, 2, 3, 4, 5], "6 is a bare copy"
     assert str(client.get_model_version_by_alias("by_hand", "champion").version) == "3"
 
 
-def test_copies_are_deleted(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
-    export = whole(tmp_path / "model", 2.0, 3)
-    digest = export_digest(export)
-
-    def killed(*_: object) -> None:
-        raise Killed
-
-    with tracking_run(tmp_path / "run") as run:
-        with monkeypatch.context() as patched:
-            repeat(patched, "model_registry", "create_model_version")
-            patched.setattr("d2plm.tracking.registry._without_copies", killed)
-            with pytest.raises(Killed):
-                register(client, str(run.id), export, "cut_off", digest)
-        assert len(client.search_model_versions("name = 'cut_off'")) == 2
-        client.set_registered_model_alias("cut_off", "mine", "2")
-        made = register(client, str(run.id), export, "cut_off", digest)
+def test_copies_are_deleted(client: MlflowClient, monkeypatch: MonkeyPatch, export: Path) -> None:
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        repeat(patched, "model_registry", "create_model_version")
+        killed = Mock(side_effect=Killed)
+        patched.setattr("d2plm.tracking.registry._without_copies", killed)
+        registered(client, export, "cut_off")
+    assert len(client.search_model_versions("name = 'cut_off'")) == 2
+    client.set_registered_model_alias("cut_off", "mine", "2")
+    made = registered(client, export, "cut_off")
     (version,) = client.search_model_versions("name = 'cut_off'")
     assert made.version == str(version.version) == "2", "an alias is never lost"
 
 
-def test_the_search_may_lag(client: MlflowClient, monkeypatch: MonkeyPatch, tmp_path: Path) -> None:
-    export = whole(tmp_path / "model", 2.0, 3)
+def test_the_search_may_lag(client: MlflowClient, monkeypatch: MonkeyPatch, export: Path) -> None:
     monkeypatch.setattr(MlflowClient, "search_model_versions", lambda *_: [])
-    with tracking_run(tmp_path / "run") as run:
-        made = register(client, str(run.id), export, "lagging", export_digest(export))
+    made = registered(client, export, "lagging")
     assert made.version == "1" and made.is_champion
