@@ -209,11 +209,10 @@ def train_locally(config_file: Path, processes: int = 1, options: Sequence[str] 
     ]
     train = ["-m", "d2plm", "train", f"--config-file={config_file}", *options]
     command = [sys.executable, *(torchrun if processes > 1 else ()), *train]
-    try:
-        with handled(lambda *_: signal.raise_signal(signal.SIGTERM), signal.SIGUSR1):
-            code = run(command, {**_for_training(processes), **_through_loopback()})
-    finally:
-        shutil.rmtree(left, ignore_errors=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, left, ignore_errors=True)
+        stack.enter_context(handled(lambda *_: signal.raise_signal(signal.SIGTERM), signal.SIGUSR1))
+        code = run(command, {**_for_training(processes), **_through_loopback()})
     if code:
         more = "its own message is above"
         if code > SIGNAL_BASE:
