@@ -3,7 +3,7 @@
 A signal that a rank hears in a step before the last one is agreed on in the step after it: every
 rank exits with 143, and the newest checkpoint is of that step. One that comes in the last step or
 later finds the training done: every rank exits with 0, and the newest checkpoint is of the last
-step. Hearing begins with `Trainer.train`, before it looks for a checkpoint.
+step.
 """
 
 import gc
@@ -25,64 +25,13 @@ from d2plm.core.files import write_text
 from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.ranks import Ranks, run
-from tests.runs import (
-    BUDGET,
-    At,
-    assert_same_run,
-    build,
-    checkpoints,
-    newest,
-    progress,
-    rows,
-    seeded,
-    train,
-    wait_for,
-)
+from tests.runs import BUDGET, At, build, checkpoints, newest, progress, rows, train, wait_for
 
 STOPPED = 143
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STEPS = 60
-
-
-def train_ignoring_signals_after_it(store: Path, output: Path, settings: dict[str, Any]) -> None:
-    """What comes when training has ended is not its own to judge."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    train(store, output, settings)
-
-
-@pytest.mark.thorough
-def test_pre_emptions_in_a_row(store: Path, tmp_path: Path) -> None:
-    output, unbroken, random = tmp_path / "run", tmp_path / "unbroken", seeded("signals")
-    settings, ended = {"max_steps": STEPS, "every": 2}, 0
-    for number in range(3):
-        arguments = (store, output, settings)
-        ranks = Ranks(train_ignoring_signals_after_it, *arguments, world_size=2)
-        pids = [process.pid for process in ranks.processes]
-        wait_for(lambda pids=pids: started(output) == pids)
-        time.sleep(random.uniform(0, 0.1))
-        first = random.randrange(2)
-        # To one rank alone, to both, or to both and to the first once more.
-        for rank in [first, 1 - first, first][: 1 + number]:
-            time.sleep(random.uniform(0, 0.03))
-            os.kill(pids[rank], random.choice(SIGNALS))
-        assert ranks.wait(60) == [STOPPED, STOPPED], number
-        step = progress(newest(output))["step"]
-        assert [_last_step(output, rank) for rank in (0, 1)] == [step, step]
-        assert ended < step < STEPS
-        ended = step
-    run(train, store, output, settings, world_size=2)
-    run(train, store, unbroken, settings, world_size=2)
-    assert_same_run(output, unbroken)
-
-
-def started(output: Path) -> list[int]:
-    """Processes of the ranks that hear signals."""
-    return [int(file.read_text() or 0) for file in sorted(output.glob("started-*"))]
 
 
 def signal_itself(_: object = None) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 # The signal's moment → (whether it ends the run before its last step, the last step).
@@ -133,10 +82,6 @@ def test_a_stopped_run_exits_with_143_whatever_signals_follow(store: Path, tmp_p
             os.kill(process.pid, signal.SIGUSR1)
     assert ranks.wait(1) == [STOPPED]
     assert progress(newest(tmp_path))["step"] >= 2
-
-
-def _last_step(output: Path, rank: int) -> int:
-    return int(rows(output / f"history-{rank}.jsonl")[-1]["step"])
 
 
 class Measure(Callback):
