@@ -65,11 +65,8 @@ def make_trainer(kind: type[Trainer] = Trainer, /, **named: Any) -> Trainer:
     )
 
 
-class Started(Trainer):
-    """Writes `started-RANK` when it hears signals and before it does anything else.
-
-    The error that ends it is in its log.
-    """
+class Logged(Trainer):
+    """The error that ends it is in its log."""
 
     def train(self) -> None:
         try:
@@ -77,11 +74,6 @@ class Started(Trainer):
         except Exception:
             logging.exception("training ended")
             raise
-
-    def _resume(self) -> None:
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        (self.output_dir / f"started-{self.process.rank}").write_text(str(os.getpid()))
-        super()._resume()
 
 
 class History(Callback):
@@ -161,7 +153,7 @@ def build(
     sequences = SequenceStore(store)
     saves = [SaveCheckpoint(CheckpointSettings(every=every))] if every else []
     return make_trainer(
-        Started,
+        Logged,
         model=DiTConfig(**{**SIZES, **(sizes or {})}) if model is None else model(),
         collections=[Collection(sequences, relatives=relatives and relatives(len(sequences)))],
         output_dir=output,
