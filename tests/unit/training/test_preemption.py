@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from d2plm.core.errors import LaunchError
 from d2plm.core.files import write_text
-from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.ranks import Ranks, run
 from tests.runs import BUDGET, At, build, checkpoints, newest, progress, rows, train, wait_for
@@ -84,29 +83,21 @@ def test_a_stopped_run_exits_with_143_whatever_signals_follow(store: Path, tmp_p
     assert progress(newest(tmp_path))["step"] >= 2
 
 
-class Measure(Callback):
-    """What the process holds after some of the steps, when no save is in progress."""
+def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
+    """Write down what the process holds after some of the steps, when no save is in progress."""
+    found: list[dict[str, int]] = []
 
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = steps
-        self.found: list[dict[str, int]] = []
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.step not in self.steps:
-            return
+    def measure(trainer: Trainer) -> None:
         trainer.saver.finish()
         gc.collect()
         held = {"objects": len(gc.get_objects()), "python_threads": threading.active_count()}
-        held |= {name: len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")}
-        self.found.append(held)
+        found.append(held | {n: len(os.listdir(f"/proc/self/{n}")) for n in ("task", "fd")})
 
-
-def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
-    measure = Measure(steps)
     settings = {"every": 30, "max_steps": max(steps), "global_batch_tokens": 2 * BUDGET}
-    trainer = build(store, output, callbacks=[measure], **settings)
+    callbacks = [At("on_step_end", step, measure) for step in steps]
+    trainer = build(store, output, callbacks=callbacks, **settings)
     trainer.train()
-    (output / f"held-{trainer.process.rank}").write_text(json.dumps(measure.found))
+    (output / f"held-{trainer.process.rank}").write_text(json.dumps(found))
 
 
 @pytest.mark.thorough
