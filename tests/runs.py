@@ -137,8 +137,8 @@ def build(
     relatives: Callable[[int], RelativesIndex] | None = None,
     **changes: Any,
 ) -> Trainer:
+    output.mkdir(parents=True, exist_ok=True)
     if log:
-        output.mkdir(parents=True, exist_ok=True)
         rank = os.environ.get("RANK", 0)
         logging.basicConfig(filename=output / f"log-{rank}.txt", level=logging.INFO, force=True)
     settings: dict[str, Any] = {
