@@ -7,7 +7,6 @@ rows that it does again, as the metrics do) and `log-RANK.txt`.
 import json
 import logging
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -252,8 +251,3 @@ def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.005)
-
-
-def seeded(*words: object) -> random.Random:
-    """A generator whose draws are a test's own."""
-    return random.Random(" ".join(map(str, words)))

@@ -59,8 +59,10 @@ class _SaysCuda(TorchFunctionMode):
             return bool(args[0].is_meta)
         if func is torch.device:
             return func(*args, **kwargs)
-        if func in FROM_PYTHON and _is_on(kwargs.get("device", _device_of(args)), "cuda"):
-            self.waits.add(func.__name__)
+        if func in FROM_PYTHON:
+            of = CUDA if isinstance(args[0], Tensor) and args[0].is_meta else None
+            if _is_on(kwargs.get("device", of), "cuda"):
+                self.waits.add(func.__name__)
         args, kwargs = tree_map(lambda x: META if _is_on(x, "cuda") else x, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -131,11 +133,6 @@ def counting() -> Iterator[Waits]:
         _Counts(waits),
     ):
         yield waits
-
-
-def _device_of(arguments: tuple[Any, ...]) -> object:
-    """Where `Tensor.new_tensor` makes one; of the functions, None."""
-    return CUDA if isinstance(arguments[0], Tensor) and arguments[0].is_meta else None
 
 
 def _is_on(value: object, kind: str) -> bool:

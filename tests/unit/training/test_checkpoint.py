@@ -48,11 +48,6 @@ def load(folder: Path, tree: Tree) -> None:
         checkpoint.load(*checkpoint.split_location(str(folder)), tree)
 
 
-def newest_whole(root: Path) -> Path | None:
-    name = checkpoint.newest_whole(Root(str(root)))
-    return None if name is None else root / name
-
-
 def data_file(folder: Path, rank: int = 0) -> Path:
     return max(folder.glob(f"__{rank}_*.distcp"), key=lambda file: file.stat().st_size)
 
@@ -81,13 +76,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_damage_is_found_and_the_one_before_is_taken(damage: str, tmp_path: Path) -> None:
     older = save(tmp_path, 1, tensors(1.0), {"step": 1})
     newer = save(tmp_path, 2, tensors(2.0), {"step": 2})
-    assert newest_whole(tmp_path) == newer
+    root = Root(str(tmp_path))
+    assert checkpoint.newest_whole(root) == newer.name
     DAMAGE[damage](newer)
     with pytest.raises(CheckpointError, match="step-00000002"):
         verify(newer)
-    assert newest_whole(tmp_path) == older
+    assert checkpoint.newest_whole(root) == older.name
     flip_a_bit(older)
-    assert newest_whole(tmp_path) is None
+    assert checkpoint.newest_whole(root) is None
 
 
 def test_the_newest_and_the_best_are_kept_and_the_same_step_is_replaced(tmp_path: Path) -> None:

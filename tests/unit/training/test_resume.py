@@ -1,6 +1,7 @@
 """Runs that are killed at any moment, even during a save, resume as if uninterrupted."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -34,7 +35,6 @@ from tests.runs import (
     newest,
     progress,
     rows,
-    seeded,
     train,
     wait_for,
 )
@@ -129,20 +129,19 @@ def half_written(output: Path) -> list[Path]:
         (20, ["before_the_rename", None]),
         pytest.param(36, [*ALONE, None], marks=pytest.mark.thorough),
     ],
-    ids=["twice", "ten times"],
 )
 def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
     steps: int, moments: list[str | None], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("kills")
+    broken, unbroken, draw = tmp_path / "broken", tmp_path / "unbroken", random.Random(0)
     settings = {"max_steps": steps, "every": 1, "save_total_limit": 2}
-    random.shuffle(moments)
+    draw.shuffle(moments)
     for moment in moments:
         if moment is None:
             ranks = Ranks(train, tiny_store.path, broken, settings)
-            kill_after(ranks, broken, random.randint(1, 3), random.uniform(0, 0.05))
+            kill_after(ranks, broken, draw.randint(1, 3), draw.uniform(0, 0.05))
         else:
-            save = random.randint(1, 3) + 2 * (moment == "in_the_removal_of_an_old_one")
+            save = draw.randint(1, 3) + 2 * (moment == "in_the_removal_of_an_old_one")
             ranks = Ranks(train_until, tiny_store.path, broken, settings, moment, save)
         assert ranks.wait() == [KILLED], moment
         assert half_written(broken) or moment not in IN_A_SAVE
@@ -172,16 +171,15 @@ MORE += [("in_the_first_file", 1), ("after_the_first_file", 1)]
         [("before_the_manifest", 0), ("in_a_step", 1)],
         pytest.param(MORE, marks=pytest.mark.thorough),
     ],
-    ids=["twice", "five times"],
 )
 def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
     moments: list[tuple[str, int]], store: Path, tmp_path: Path
 ) -> None:
-    broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("two ranks")
+    broken, unbroken, draw = tmp_path / "broken", tmp_path / "unbroken", random.Random(0)
     settings = {"max_steps": 10, "every": 1, "save_total_limit": 2}
-    random.shuffle(moments)
+    draw.shuffle(moments)
     for moment, victim in moments:
-        arguments = (store, broken, settings, moment, random.randint(1, 3), victim)
+        arguments = (store, broken, settings, moment, draw.randint(1, 3), victim)
         codes = Ranks(train_until, *arguments, world_size=2).wait(60)
         assert codes[victim] == KILLED, moment
         assert codes[1 - victim] == 1, moment
@@ -191,12 +189,6 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
     run(train, store, unbroken, settings, world_size=2)
     assert_same_run(broken, unbroken)
     assert {e.name for e in (broken / "checkpoints").iterdir()} == set(checkpoints(broken))
-
-
-LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "two ranks": [(2, {"context": 2}), (2, {"pipeline": 2}), (1, {}), (2, {"tensor": 2}), (2, {})],
-    "four ranks": [(4, {"context": 2, "tensor": 2}), (1, {}), (4, {"replicate": 2}), (2, {})],
-}
 
 
 def train_a_leg(
@@ -211,17 +203,29 @@ def train_a_leg(
 
 
 @pytest.mark.parametrize(
-    "legs", ["two ranks", pytest.param("four ranks", marks=pytest.mark.thorough)]
+    ("optimizer", "legs"),
+    [
+        (
+            build_muon,
+            [(2, {"context": 2}), (2, {"pipeline": 2}), (1, {}), (2, {"tensor": 2}), (2, {})],
+        ),
+        pytest.param(
+            build_adamw,
+            [(4, {"context": 2, "tensor": 2}), (1, {}), (4, {"replicate": 2}), (2, {})],
+            marks=pytest.mark.thorough,
+        ),
+    ],
 )
-def test_a_run_of_many_plans_equals_one_process_s(legs: str, store: Path, tmp_path: Path) -> None:
+def test_a_run_of_many_plans_equals_one_process_s(
+    optimizer: Callable[..., Any], legs: list[Any], store: Path, tmp_path: Path
+) -> None:
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
-    optimizer = build_adamw if "four" in legs else build_muon
-    for number, (ranks, plan) in enumerate(LEGS[legs], 1):
+    for number, (ranks, plan) in enumerate(legs, 1):
         run(train_a_leg, store, broken, plan, 2 * number, optimizer, world_size=ranks)
         assert progress(newest(broken))["step"] == 2 * number
-    run(train_a_leg, store, unbroken, {}, 2 * len(LEGS[legs]), optimizer)
+    run(train_a_leg, store, unbroken, {}, 2 * len(legs), optimizer)
     assert_same_run(broken, unbroken, 1e-10)
-    assert len({row["pid"] for row in history(broken)}) == len(LEGS[legs])
+    assert len({row["pid"] for row in history(broken)}) == len(legs)
 
 
 SETTINGS: dict[str, Any] = {"max_steps": 9, "every": 4, "save_total_limit": 9}
