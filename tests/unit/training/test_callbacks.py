@@ -142,6 +142,7 @@ class OwnData(Trainer):
 def test_a_subclass_chooses_data_and_batches(build: Build, tiny_store: SequenceStore) -> None:
     loader = build(kind=OwnData, collections=[Collection(tiny_store)] * 2).loader
     assert len(loader.sampler.lengths) == len(tiny_store)
+    assert loader.dataset.max_length == 64  # of a model that takes 128
     assert isinstance(loader.dataset, OwnBatches)
 
 

@@ -1,5 +1,6 @@
 """Muon: the step by singular values, what it moves, and how the work is shared out."""
 
+import copy
 import os
 from pathlib import Path
 
@@ -88,6 +89,21 @@ def test_each_matrix_of_a_stack_moves_as_one_of_its_own() -> None:
 def test_a_momentum_that_vanishes_is_no_infinity(scale: float) -> None:
     x = scale * torch.randn(1, 20, 50, generator=torch.Generator().manual_seed(0))
     assert torch.isfinite(polar_factors(x)).all()
+
+
+def test_a_step_whose_gradient_overflows_changes_nothing() -> None:
+    made = model().float()
+    optimizer = muon(made)
+    for seed in range(2):
+        with_gradients(made, seed)
+        optimizer.step()
+    before = copy.deepcopy((dict(made.named_parameters()), optimizer.state_dict()["state"]))
+    for parameter in made.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    optimizer.found_inf = torch.ones(())  # as `LossScale` sets it
+    optimizer.step()
+    after = (dict(made.named_parameters()), optimizer.state_dict()["state"])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 SHAPES = [(4, 6), (9, 2), (1, 5)]
