@@ -67,7 +67,7 @@ def train_and_signal(store: Path, output: Path) -> None:
 
 
 def test_the_step_at_which_a_signal_stops_the_run(store: Path, tmp_path: Path) -> None:
-    run(train_and_signal, store, tmp_path, world_size=2)
+    run(train_and_signal, store, tmp_path, world_size=2, seconds=120)
 
 
 def test_a_stopped_run_exits_with_143_whatever_signals_follow(store: Path, tmp_path: Path) -> None:
