@@ -7,10 +7,10 @@ rows that it does again, as the metrics do) and `log-RANK.txt`.
 import json
 import logging
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.utils._pytree import tree_flatten_with_path
 
 from d2plm.data.loader import Collection
 from d2plm.data.relatives import RelativesIndex
@@ -65,11 +66,8 @@ def make_trainer(kind: type[Trainer] = Trainer, /, **named: Any) -> Trainer:
     )
 
 
-class Started(Trainer):
-    """Writes `started-RANK` when it hears signals and before it does anything else.
-
-    The error that ends it is in its log.
-    """
+class Logged(Trainer):
+    """The error that ends it is in its log."""
 
     def train(self) -> None:
         try:
@@ -77,11 +75,6 @@ class Started(Trainer):
         except Exception:
             logging.exception("training ended")
             raise
-
-    def _resume(self) -> None:
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        (self.output_dir / f"started-{self.process.rank}").write_text(str(os.getpid()))
-        super()._resume()
 
 
 class History(Callback):
@@ -91,9 +84,9 @@ class History(Callback):
         if trainer.process.is_main:  # the others write after a step, which waits for this rank
             for file in trainer.output_dir.glob("history-*.jsonl"):
                 kept = [row for row in rows(file) if row["step"] <= trainer.step]
-                partial = file.with_suffix(".partial")
-                partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-                os.replace(partial, file)
+                cut = file.with_suffix(".partial")
+                cut.write_text("".join(json.dumps(row) + "\n" for row in kept))
+                os.replace(cut, file)
         self.file = trainer.output_dir / f"history-{trainer.process.rank}.jsonl"
 
     def on_step_begin(self, trainer: Trainer) -> None:
@@ -143,8 +136,8 @@ def build(
     relatives: Callable[[int], RelativesIndex] | None = None,
     **changes: Any,
 ) -> Trainer:
+    output.mkdir(parents=True, exist_ok=True)
     if log:
-        output.mkdir(parents=True, exist_ok=True)
         rank = os.environ.get("RANK", 0)
         logging.basicConfig(filename=output / f"log-{rank}.txt", level=logging.INFO, force=True)
     settings: dict[str, Any] = {
@@ -161,7 +154,7 @@ def build(
     sequences = SequenceStore(store)
     saves = [SaveCheckpoint(CheckpointSettings(every=every))] if every else []
     return make_trainer(
-        Started,
+        Logged,
         model=DiTConfig(**{**SIZES, **(sizes or {})}) if model is None else model(),
         collections=[Collection(sequences, relatives=relatives and relatives(len(sequences)))],
         output_dir=output,
@@ -231,59 +224,25 @@ def tensors(folder: Path) -> dict[str, Tensor]:
         planner=_EmptyStateDictLoadPlanner(),
         no_dist=True,
     )
-    flat: dict[str, Tensor] = {}
-
-    def walk(tree: dict[str, Any], path: str) -> None:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                walk(value, f"{path}{key}/")
-            else:
-                flat[path + key] = value
-
-    walk(found, "")
-    return flat
+    leaves, _ = tree_flatten_with_path(found)
+    return {"/".join(key.key for key in path): tensor for path, tensor in leaves}
 
 
 def assert_same_run(found: Path, expected: Path, tolerance: float = 0.0) -> None:
     """The same weights, averages, moments, and losses, norms and sequences at every step."""
     ours, theirs = tensors(newest(found)), tensors(newest(expected))
-    assert ours.keys() == theirs.keys()
     assert {path.split("/")[0] for path in ours} >= {"model", "ema", "optimizer"}
-    for path, tensor in theirs.items():
-        torch.testing.assert_close(
-            ours[path],
-            tensor,
-            rtol=tolerance,
-            atol=tolerance,
-            equal_nan=True,
-            msg=lambda m, path=path: f"{path}: {m}",
-        )
-    position = ("step", "epoch", "bins", "ema_updates")
-    assert [progress(newest(found))[k] for k in position] == [
-        progress(newest(expected))[k] for k in position
-    ]
-    mine, yours = history(found), history(expected)
-    assert [row["step"] for row in mine] == list(range(1, len(yours) + 1))
-    assert [row["ids"] for row in mine] == [row["ids"] for row in yours]
-    losses, expected_losses = (
-        torch.tensor([[row["loss"], row["grad_norm"]] for row in of], dtype=torch.float64)
-        for of in (mine, yours)
-    )
-    torch.testing.assert_close(
-        losses, expected_losses, rtol=tolerance, atol=tolerance, equal_nan=True
-    )
-
-
-def assert_each_sequence_once_an_epoch(output: Path, sequences: int) -> None:
-    """No sequence was left out of an epoch that is done, none trained on twice in any."""
-    epochs: dict[int, list[int]] = {}
-    for row in history(output):
-        epochs.setdefault(row["epoch"], []).extend(row["ids"])
-    *done, last = (epochs[epoch] for epoch in sorted(epochs))
-    assert done
-    for ids in done:
-        assert sorted(ids) == list(range(sequences))
-    assert len(set(last)) == len(last)
+    same = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance, equal_nan=True)
+    same(ours, theirs)
+    mine, yours = progress(newest(found)), progress(newest(expected))
+    for key in ("step", "epoch", "bins", "ema_updates"):
+        assert mine[key] == yours[key]
+    rows, wanted = history(found), history(expected)
+    assert [row["step"] for row in rows] == list(range(1, len(wanted) + 1))
+    for row, other in zip(rows, wanted, strict=True):
+        assert row["ids"] == other["ids"]
+        for key in ("loss", "grad_norm"):
+            same(row[key], other[key])
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
@@ -292,8 +251,3 @@ def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.005)
-
-
-def seeded(*words: object) -> random.Random:
-    """A generator whose draws are a test's own."""
-    return random.Random(" ".join(map(str, words)))

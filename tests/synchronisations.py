@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,18 +33,15 @@ class UnknownShape(Exception):  # noqa: N818  # the wait is written down; this i
     """An operator's output cannot be answered by zeros, as its shape depends on the data."""
 
 
-@dataclass
-class Waits:
+class Waits(list[str]):
     """The waits so far, each as `operator at file:line`."""
-
-    found: list[str] = field(default_factory=list)
 
     def add(self, what: str) -> None:
         """Write one down with the line of this project that led to it."""
         frames = [f for f in traceback.extract_stack() if f.filename.startswith(ROOT)]
         own = [f for f in frames if f.filename != __file__ and "site-packages" not in f.filename]
         place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "torch"
-        self.found.append(f"{what} at {place}")
+        self.append(f"{what} at {place}")
 
 
 class _SaysCuda(TorchFunctionMode):
@@ -63,9 +59,11 @@ class _SaysCuda(TorchFunctionMode):
             return bool(args[0].is_meta)
         if func is torch.device:
             return func(*args, **kwargs)
-        if func in FROM_PYTHON and _is_cuda(kwargs.get("device", _device_of(args))):
-            self.waits.add(func.__name__)
-        args, kwargs = tree_map(lambda x: META if _is_cuda(x) else x, (args, kwargs))
+        if func in FROM_PYTHON:
+            of = CUDA if isinstance(args[0], Tensor) and args[0].is_meta else None
+            if _is_on(kwargs.get("device", of), "cuda"):
+                self.waits.add(func.__name__)
+        args, kwargs = tree_map(lambda x: META if _is_on(x, "cuda") else x, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -82,13 +80,17 @@ class _Counts(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             self.waits.add("item")
             return torch.zeros((), dtype=args[0].dtype).item()
-        if func is aten._to_copy.default and args[0].is_meta and _is_host(kwargs.get("device")):
+        if (
+            func is aten._to_copy.default
+            and args[0].is_meta
+            and _is_on(kwargs.get("device"), "cpu")
+        ):
             self.waits.add("copy to the host")
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             self.waits.add("copy to the host")
             return args[0].zero_()
-        if not any(x.is_meta for x in tensors) and not _is_meta(kwargs.get("device")):
+        if not any(x.is_meta for x in tensors) and not _is_on(kwargs.get("device"), "meta"):
             return func(*args, **kwargs)
         if func in COPIES:
             blocking = not (kwargs.get("non_blocking") or (args[2:] and args[2]))
@@ -133,23 +135,8 @@ def counting() -> Iterator[Waits]:
         yield waits
 
 
-def _device_of(arguments: tuple[Any, ...]) -> object:
-    """Where `Tensor.new_tensor` makes one; of the functions, None."""
-    return CUDA if isinstance(arguments[0], Tensor) and arguments[0].is_meta else None
-
-
-def _is_cuda(value: object) -> bool:
-    if isinstance(value, str):
-        return value.startswith("cuda")
-    return isinstance(value, torch.device) and value.type == "cuda"
-
-
-def _is_meta(value: object) -> bool:
-    return isinstance(value, torch.device) and value.type == "meta"
-
-
-def _is_host(value: object) -> bool:
-    return isinstance(value, torch.device) and value.type == "cpu"
+def _is_on(value: object, kind: str) -> bool:
+    return isinstance(value, str | torch.device) and str(value).startswith(kind)
 
 
 def _is_data_dependent(func: Any, args: Any) -> bool:

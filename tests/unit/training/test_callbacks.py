@@ -5,7 +5,6 @@ import gzip
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from d2plm.core.batch import PackedBatch
 from d2plm.core.errors import ModelError
-from d2plm.core.vocabulary import encode
 from d2plm.data.loader import Collection, PackedDataset
-from d2plm.data.packing import Bin
 from d2plm.data.store import SequenceStore
 from d2plm.evaluation.baselines import composition_nats, counts_of, fit_composition
 from d2plm.export.export_callback import Export
@@ -49,8 +45,6 @@ from tests.runs import SHAREABLE, SHORT, At, build, newest, rows, tensors
 from tests.unit.training.conftest import Build, Recorder
 from tests.unit.training.test_optimizer_state import overflow
 from tests.unit.training.test_stopping_callbacks import Evaluations
-
-ALANINE = int(encode("A")[0])
 
 
 def test_a_resumed_run_s_metrics_are_those_of_an_unbroken_one(build: Build, tmp_path: Path) -> None:
@@ -131,29 +125,25 @@ def test_hooks_receive_loss_and_gradient_norm_and_a_save_s_location(build: Build
     assert seen[-2:] == [("saved", location), ("loaded", location)]
 
 
+class OwnBatches(PackedDataset):
+    """Batches of the user's own."""
+
+
 class OwnData(Trainer):
-    """Trains on the first collection alone, with residues of its own in every batch."""
+    """Trains on the first collection alone, in batches of its own."""
 
     def build_dataset(self, collections: Sequence[Collection]) -> None:
         super().build_dataset(collections[:1])
 
     def build_collate(self) -> None:
-        class Alanine(PackedDataset):
-            def __getitem__(self, bins: Sequence[Bin]) -> PackedBatch:  # type: ignore[override]
-                batch = super().__getitem__(bins)
-                residues = (batch.tokens >= 4) & (batch.tokens < 24)
-                return replace(batch, tokens=torch.where(residues, ALANINE, batch.tokens))
-
-        self.collate = Alanine
+        self.collate = OwnBatches
 
 
 def test_a_subclass_chooses_data_and_batches(build: Build, tiny_store: SequenceStore) -> None:
-    trainer = build(kind=OwnData, collections=[Collection(tiny_store)] * 2, max_steps=1)
-    trainer.train()
-    assert len(trainer.loader.sampler.lengths) == len(tiny_store)
-    assert trainer.batch is not None
-    tokens = trainer.batch.micro_batches[0].tokens
-    assert set(tokens[(tokens >= 4) & (tokens < 24)].tolist()) == {ALANINE}
+    loader = build(kind=OwnData, collections=[Collection(tiny_store)] * 2).loader
+    assert len(loader.sampler.lengths) == len(tiny_store)
+    assert loader.dataset.max_length == 64  # of a model that takes 128
+    assert isinstance(loader.dataset, OwnBatches)
 
 
 def test_garbage_is_collected_at_its_steps_alone(build: Build, monkeypatch: MonkeyPatch) -> None:
@@ -176,33 +166,30 @@ def test_garbage_is_collected_at_its_steps_alone(build: Build, monkeypatch: Monk
     assert gc.isenabled() and unfreeze.called
 
 
-def spans(file: Path) -> list[str]:
-    """The names of everything in a trace."""
-    with gzip.open(file, "rt") as stream:
-        return [event.get("name", "") for event in json.load(stream)["traceEvents"]]
-
-
-def files(folder: Path) -> list[str]:
-    return sorted(file.name for file in (folder / "run" / "profile").iterdir())
+def traced(folder: Path, step: int) -> list[str]:
+    """The names of everything in the only trace."""
+    trace = folder / "run" / "profile" / f"rank0.step-{step}.json.gz"
+    table = trace.with_name(f"rank0.step-{step}.txt")
+    assert {*trace.parent.iterdir()} == {trace, table}
+    assert "Self CPU" in table.read_text()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return [event.get("name", "") for event in events]
 
 
 def test_the_chosen_steps_are_traced_and_no_other(build: Build, tmp_path: Path) -> None:
     profiler = Profiler(ProfilerSettings(start=2, steps=2))
     build(profiler, gradient_accumulation_steps=2, max_steps=4).train()
-    assert files(tmp_path) == ["rank0.step-2.json.gz", "rank0.step-2.txt"]
-    names = spans(tmp_path / "run" / "profile" / "rank0.step-2.json.gz")
-    steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
-    assert steps == ["ProfilerStep#2", "ProfilerStep#3"]
+    names = traced(tmp_path, 2)
+    steps = {name for name in names if name.startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
     assert names.count("optimizer") == 2
     assert names.count("forward") == names.count("backward") == 4
-    assert "Self CPU" in (tmp_path / "run" / "profile" / "rank0.step-2.txt").read_text()
 
 
 def test_a_training_that_breaks_off_leaves_what_was_traced(build: Build, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         build(Profiler(ProfilerSettings(start=1, steps=100)), Recorder(stop_after=2)).train()
-    assert files(tmp_path) == ["rank0.step-1.json.gz", "rank0.step-1.txt"]
-    assert spans(tmp_path / "run" / "profile" / "rank0.step-1.json.gz").count("optimizer") == 1
+    assert traced(tmp_path, 1).count("optimizer") == 1
 
 
 def test_the_first_line_has_the_composition_baseline_of_the_evaluated_proteins(

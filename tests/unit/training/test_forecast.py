@@ -15,10 +15,19 @@ from tests.conftest import LLAMA, TINY_SIZES
 TOKENS, SEGMENTS = 96, 5
 
 
-def kept_and_foretold(
+@pytest.mark.parametrize(
+    ("options", "dtype", "every", "backend"),
+    [
+        ({}, torch.float32, 2, None),
+        (LLAMA, torch.bfloat16, 1, None),
+        # This backend divides graphs as Inductor does, and needs no compiler of C++.
+        ({}, torch.bfloat16, 0, "aot_eager_decomp_partition"),
+    ],
+    ids=["own in fp32", "llama", "compiled"],
+)
+def test_activations_are_what_is_kept(
     options: dict[str, Any], dtype: torch.dtype, every: int, backend: str | None
-) -> tuple[float, float]:
-    """Bytes that a forward of a batch keeps for the backward, and the forecast's."""
+) -> None:
     config = DiTConfig(**{**TINY_SIZES, **options})
     model = DiT(config)
     model.initialise(0)
@@ -35,24 +44,8 @@ def kept_and_foretold(
     torch._dynamo.reset()
     sizes = {"tokens": TOKENS, "segments": SEGMENTS, "dtype": dtype, "compile": bool(backend)}
     with torch.device("meta"):
-        found = activation_bytes(DiT(config), Plan(activation_checkpointing=every), **sizes)
-    return sum(saved.values()) + logits.numel() * (dtype.itemsize + 8), found
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype", "every", "backend"),
-    [
-        ({}, torch.float32, 2, None),
-        (LLAMA, torch.bfloat16, 1, None),
-        # This backend divides graphs as Inductor does, and needs no compiler of C++.
-        ({}, torch.bfloat16, 0, "aot_eager_decomp_partition"),
-    ],
-    ids=["own in fp32", "llama", "compiled"],
-)
-def test_activations_are_what_is_kept(
-    options: dict[str, Any], dtype: torch.dtype, every: int, backend: str | None
-) -> None:
-    kept, foretold = kept_and_foretold(options, dtype, every, backend)
+        foretold = activation_bytes(DiT(config), Plan(activation_checkpointing=every), **sizes)
+    kept = sum(saved.values()) + logits.numel() * (dtype.itemsize + 8)
     assert foretold == pytest.approx(kept, rel=0.05)
 
 

@@ -38,6 +38,7 @@ from d2plm.training.shards import LocalParameters
 from tests.conftest import LLAMA
 from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
+RANKS = 8
 CONFIG = DiTConfig(
     hidden_size=320,
     num_hidden_layers=8,
@@ -67,19 +68,17 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A process group of so many ranks, of which this process is the first and only one."""
-    monkeypatch.setenv("WORLD_SIZE", str(request.param))
-    if request.param > 1:
-        dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
-    yield request.param
-    if request.param > 1:
-        dist.destroy_process_group()
+@pytest.fixture(autouse=True)
+def first_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of `RANKS`, of which this process is the first and only one."""
+    monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 def peak_of_a_step(
-    config: DiTConfig, plan: Plan, ranks: int, tokens: int, segments: int, micro_batches: int
+    config: DiTConfig, plan: Plan, tokens: int, segments: int, micro_batches: int
 ) -> int:
     paradigm = AbsorbingDiffusion()
     if config.vocab_size != paradigm.vocabulary.size:
@@ -87,14 +86,13 @@ def peak_of_a_step(
     process = setup_process("cpu", plan)
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        with torch.device("meta" if ranks > 1 else "cpu"):
+        with torch.device("meta"):
             model = DiT(config).train()
         if process.row_mesh is not None:
             apply_context_parallel(model, process.row_mesh)
         checkpoint_activations(model.blocks, plan.activation_checkpointing)
-        if ranks > 1:
-            shard_model(model, model.blocks, process, plan, torch.bfloat16)
-            model.to_empty(device="cpu")
+        shard_model(model, model.blocks, process, plan, torch.bfloat16)
+        model.to_empty(device="cpu")
         denoiser, shards = in_precision(model, torch.bfloat16), LocalParameters(model)
         own = [tensor.detach() for tensor in shards.local.values()]
         shadow = [tensor.clone() for tensor in own]
@@ -123,36 +121,27 @@ def peak_of_a_step(
     return live.peak
 
 
+THOROUGH: list[tuple[DiTConfig, dict[str, Any], int, int]] = [
+    (CONFIG, {"reshard_between_micro_batches": True}, 1024, 2),
+    (CONFIG, {"context": 2, "tensor": 2, "activation_checkpointing": 1}, 8192, 1),
+    (TEXT, {}, 8192, 1),  # logits in chunks
+]
+
+
 @pytest.mark.parametrize(
-    "ranks, plan, tokens, micro_batches",
+    ("config", "plan", "tokens", "micro_batches"),
     [
-        (8, {"replicate": 2, "reshard_after_forward": False}, 1024, 1),
-        (8, {"activation_checkpointing": 1}, 4096, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (
-                (8, {"reshard_between_micro_batches": True}, 1024, 2),
-                (8, {"context": 2, "tensor": 2, "activation_checkpointing": 1}, 8192, 1),
-            )
-        ),
+        (CONFIG, {"replicate": 2, "reshard_after_forward": False}, 1024, 1),
+        (CONFIG, {"activation_checkpointing": 1}, 4096, 1),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH),
     ],
-    indirect=["ranks"],
 )
 def test_the_forecast_is_what_a_step_needs_within_a_tenth(
-    ranks: int, plan: dict[str, Any], tokens: int, micro_batches: int
+    config: DiTConfig, plan: dict[str, Any], tokens: int, micro_batches: int
 ) -> None:
     sizes = {"tokens": tokens, "segments": tokens // 16 + 1, "micro_batches": micro_batches}
-    assert_foretold(CONFIG, Plan(**plan).resolved(ranks), ranks, **sizes)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [8], indirect=True)
-def test_the_forecast_of_a_large_vocabulary_is_of_its_chunks(ranks: int) -> None:
-    assert_foretold(TEXT, Plan().resolved(ranks), ranks, tokens=8192, segments=9, micro_batches=1)
-
-
-def assert_foretold(config: DiTConfig, resolved: Plan, ranks: int, **sizes: int) -> None:
-    held = peak_of_a_step(config, resolved, ranks, **sizes)
+    resolved = Plan(**plan).resolved(RANKS)
+    held = peak_of_a_step(config, resolved, **sizes)
     foretold = memory_per_rank(config, resolved, **sizes, dtype=torch.bfloat16)
     print(f"forecast {foretold.total / held - 1:+.1%} from the count")  # in docs/performance.md
     assert foretold.total == pytest.approx(held, rel=0.1)

@@ -63,14 +63,6 @@ def test_schedules_at_their_closed_form_points(
     assert {step: factor(step) for step in points} == pytest.approx(points)
 
 
-def test_wsd_with_another_length_differs_only_in_its_decay() -> None:
-    short, long = (
-        wsd(steps, settings=WsdSettings(warmup_steps=10, decay_steps=20)) for steps in (100, 300)
-    )
-    assert [short(step) for step in range(80)] == [long(step) for step in range(80)]
-    assert [short(step) for step in range(80, 101)] == [long(step) for step in range(280, 301)]
-
-
 def test_impossible_schedules_are_rejected_by_name() -> None:
     impossible = [(kind, {"warmup_steps": 10}) for kind in SETTINGS]
     impossible += [(wsd, {"decay_steps": 10}), (wsd, {"decay_steps": 6, "warmup_steps": 5})]

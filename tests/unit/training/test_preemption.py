@@ -3,7 +3,7 @@
 A signal that a rank hears in a step before the last one is agreed on in the step after it: every
 rank exits with 143, and the newest checkpoint is of that step. One that comes in the last step or
 later finds the training done: every rank exits with 0, and the newest checkpoint is of the last
-step. Hearing begins with `Trainer.train`, before it looks for a checkpoint.
+step.
 """
 
 import gc
@@ -22,67 +22,15 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from d2plm.core.errors import LaunchError
 from d2plm.core.files import write_text
-from d2plm.training.callbacks.callback import Callback
 from d2plm.training.trainer import Trainer
 from tests.ranks import Ranks, run
-from tests.runs import (
-    BUDGET,
-    At,
-    assert_same_run,
-    build,
-    checkpoints,
-    newest,
-    progress,
-    rows,
-    seeded,
-    train,
-    wait_for,
-)
+from tests.runs import BUDGET, At, build, checkpoints, newest, progress, rows, train, wait_for
 
 STOPPED = 143
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STEPS = 60
-
-
-def train_ignoring_signals_after_it(store: Path, output: Path, settings: dict[str, Any]) -> None:
-    """What comes when training has ended is not its own to judge."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    train(store, output, settings)
-
-
-@pytest.mark.thorough
-def test_pre_emptions_in_a_row(store: Path, tmp_path: Path) -> None:
-    output, unbroken, random = tmp_path / "run", tmp_path / "unbroken", seeded("signals")
-    settings, ended = {"max_steps": STEPS, "every": 2}, 0
-    for number in range(3):
-        arguments = (store, output, settings)
-        ranks = Ranks(train_ignoring_signals_after_it, *arguments, world_size=2)
-        pids = [process.pid for process in ranks.processes]
-        wait_for(lambda pids=pids: started(output) == pids)
-        time.sleep(random.uniform(0, 0.1))
-        first = random.randrange(2)
-        # To one rank alone, to both, or to both and to the first once more.
-        for rank in [first, 1 - first, first][: 1 + number]:
-            time.sleep(random.uniform(0, 0.03))
-            os.kill(pids[rank], random.choice(SIGNALS))
-        assert ranks.wait(60) == [STOPPED, STOPPED], number
-        step = progress(newest(output))["step"]
-        assert [_last_step(output, rank) for rank in (0, 1)] == [step, step]
-        assert ended < step < STEPS
-        ended = step
-    run(train, store, output, settings, world_size=2)
-    run(train, store, unbroken, settings, world_size=2)
-    assert_same_run(output, unbroken)
-
-
-def started(output: Path) -> list[int]:
-    """Processes of the ranks that hear signals."""
-    return [int(file.read_text() or 0) for file in sorted(output.glob("started-*"))]
 
 
 def signal_itself(_: object = None) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 # The signal's moment → (whether it ends the run before its last step, the last step).
@@ -119,7 +67,7 @@ def train_and_signal(store: Path, output: Path) -> None:
 
 
 def test_the_step_at_which_a_signal_stops_the_run(store: Path, tmp_path: Path) -> None:
-    run(train_and_signal, store, tmp_path, world_size=2)
+    run(train_and_signal, store, tmp_path, world_size=2, seconds=120)
 
 
 def test_a_stopped_run_exits_with_143_whatever_signals_follow(store: Path, tmp_path: Path) -> None:
@@ -135,33 +83,21 @@ def test_a_stopped_run_exits_with_143_whatever_signals_follow(store: Path, tmp_p
     assert progress(newest(tmp_path))["step"] >= 2
 
 
-def _last_step(output: Path, rank: int) -> int:
-    return int(rows(output / f"history-{rank}.jsonl")[-1]["step"])
+def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
+    """Write down what the process holds after some of the steps, when no save is in progress."""
+    found: list[dict[str, int]] = []
 
-
-class Measure(Callback):
-    """What the process holds after some of the steps, when no save is in progress."""
-
-    def __init__(self, steps: list[int]) -> None:
-        self.steps = steps
-        self.found: list[dict[str, int]] = []
-
-    def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.step not in self.steps:
-            return
+    def measure(trainer: Trainer) -> None:
         trainer.saver.finish()
         gc.collect()
         held = {"objects": len(gc.get_objects()), "python_threads": threading.active_count()}
-        held |= {name: len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")}
-        self.found.append(held)
+        found.append(held | {n: len(os.listdir(f"/proc/self/{n}")) for n in ("task", "fd")})
 
-
-def train_and_measure(store: Path, output: Path, steps: list[int]) -> None:
-    measure = Measure(steps)
     settings = {"every": 30, "max_steps": max(steps), "global_batch_tokens": 2 * BUDGET}
-    trainer = build(store, output, callbacks=[measure], **settings)
+    callbacks = [At("on_step_end", step, measure) for step in steps]
+    trainer = build(store, output, callbacks=callbacks, **settings)
     trainer.train()
-    (output / f"held-{trainer.process.rank}").write_text(json.dumps(measure.found))
+    (output / f"held-{trainer.process.rank}").write_text(json.dumps(found))
 
 
 @pytest.mark.thorough

@@ -1,10 +1,12 @@
 """Runs that are killed at any moment, even during a save, resume as if uninterrupted."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,6 @@ from tests.ranks import Ranks, run
 from tests.runs import (
     SHAREABLE,
     At,
-    assert_each_sequence_once_an_epoch,
     assert_same_run,
     build,
     checkpoints,
@@ -34,108 +35,85 @@ from tests.runs import (
     newest,
     progress,
     rows,
-    seeded,
     train,
     wait_for,
 )
 
-KILLED, STOPPED = 128 + signal.SIGKILL, 143
+KILLED = 128 + signal.SIGKILL
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# The moment → what is called just before, or has just returned.
-BEFORE: dict[str, tuple[type, str]] = {
-    "before_the_first_file": (FileSystemWriter, "write_data"),
-    "before_the_manifest": (Root, "write"),
-    "before_the_rename": (Root, "rename"),
+def before(do: Callable[..., Any], now: Callable[[], bool], *arguments: Any) -> Any:
+    return die() if now() else do(*arguments)
+
+
+def after(do: Callable[..., Any], now: Callable[[], bool], *arguments: Any) -> Any:
+    done = do(*arguments)
+    return die() if now() else done
+
+
+def in_a_file(write: Callable[..., Any], now: Callable[[], bool], writer: Any, *rest: Any) -> Any:
+    written = write(writer, *rest)
+    if now():
+        for file in Path(writer.path).glob("*.distcp"):
+            os.truncate(file, file.stat().st_size // 2)
+        die()
+    return written
+
+
+def in_a_text(
+    write: Callable[..., Any], now: Callable[[], bool], root: Root, name: str, file: str, text: str
+) -> None:
+    if now():
+        write(root, name, file, text[: len(text) // 2])
+        die()
+    write(root, name, file, text)
+
+
+def in_a_removal(
+    remove: Callable[..., Any], now: Callable[[], bool], root: Root, name: str
+) -> None:
+    folder = Path(root.of(name))
+    if folder.is_dir() and not name.endswith(PARTIAL) and now():
+        (folder / MANIFEST).unlink()
+        die()
+    remove(root, name)
+
+
+# The moment → what is called then, and what happens around the call.
+MOMENTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "in_a_step": (LocalParameters, "take_gradients", after),
+    "before_the_first_file": (FileSystemWriter, "write_data", before),
+    "in_the_first_file": (FileSystemWriter, "write_data", in_a_file),
+    "after_the_first_file": (FileSystemWriter, "write_data", after),
+    "before_the_manifest": (Root, "write", before),
+    "in_the_manifest": (Root, "write", in_a_text),
+    "after_the_manifest": (Root, "write", after),
+    "before_the_rename": (Root, "rename", before),
+    "after_the_rename": (Root, "rename", after),
+    "in_the_removal_of_an_old_one": (Root, "remove", in_a_removal),
 }
-AFTER: dict[str, tuple[type, str]] = {
-    "in_a_step": (LocalParameters, "take_gradients"),
-    "after_the_first_file": (FileSystemWriter, "write_data"),
-    "after_the_manifest": (Root, "write"),
-    "after_the_rename": (Root, "rename"),
-}
-
-
-class Moment:
-    """The moments of a save at which `die` can be called; each wraps what happens there.
-
-    Args:
-        name: in `BEFORE` or `AFTER`, or of the method of this class that sets it.
-        save: in which save of this process.
-    """
-
-    def __init__(self, name: str, save: int) -> None:
-        self.left = save
-        if name in BEFORE:
-            self.wrap(*BEFORE[name], lambda do, *a: die() if self.now() else do(*a))
-        elif name in AFTER:
-            self.wrap(*AFTER[name], lambda do, *a: (do(*a), die() if self.now() else None)[0])
-        else:
-            getattr(self, name)()
-
-    def now(self) -> bool:
-        self.left -= 1
-        return self.left == 0
-
-    def wrap(self, owner: type, method: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, method)
-        setattr(owner, method, lambda *arguments: around(original, *arguments))
-
-    def in_the_first_file(self) -> None:
-        def around(write: Any, writer: Any, *rest: Any) -> Any:
-            written = write(writer, *rest)
-            if self.now():
-                for file in Path(writer.path).glob("*.distcp"):
-                    os.truncate(file, file.stat().st_size // 2)
-                die()
-            return written
-
-        self.wrap(FileSystemWriter, "write_data", around)
-
-    def in_the_manifest(self) -> None:
-        def around(write: Any, root: Root, name: str, file: str, text: str) -> None:
-            write(root, name, file, text[: len(text) // 2] if self.now() else text)
-            if not self.left:
-                die()
-
-        self.wrap(Root, "write", around)
-
-    def in_the_removal_of_an_old_one(self) -> None:
-        def around(remove: Any, root: Root, name: str) -> None:
-            folder = Path(root.of(name))
-            if folder.is_dir() and not name.endswith(PARTIAL) and self.now():
-                (folder / MANIFEST).unlink()
-                die()
-            remove(root, name)
-
-        self.wrap(Root, "remove", around)
-
-
-# Between a save's first file and its rename.
-IN_A_SAVE = [
-    *("in_the_first_file", "after_the_first_file", "before_the_manifest", "in_the_manifest"),
-    *("after_the_manifest", "before_the_rename"),
-]
-ELSEWHERE = ["before_the_first_file", "after_the_rename", "in_the_removal_of_an_old_one"]
+ALONE = [moment for moment in MOMENTS if moment != "in_a_step"]
+IN_A_SAVE = ALONE[1:-2]  # between its first file and its rename
 
 
 def train_until(
     store: Path, output: Path, settings: dict[str, Any], moment: str, save: int, rank: int = 0
 ) -> None:
     if int(os.environ.get("RANK", 0)) == rank:
-        Moment(moment, save)
+        owner, method, around = MOMENTS[moment]
+        do, calls = getattr(owner, method), count(1)
+        setattr(owner, method, lambda *given: around(do, lambda: next(calls) == save, *given))
     train(store, output, settings)
 
 
 def kill_after(ranks: Ranks, output: Path, steps: int, delay: float) -> None:
     """SIGKILL, `delay` seconds after the process has done so many steps."""
     process = ranks.processes[0]
-    started, file = output / "started-0", output / "history-0.jsonl"
-    wait_for(lambda: started.is_file() and started.read_text() == str(process.pid))
+    file = output / "history-0.jsonl"
     wait_for(lambda: sum(row["pid"] == process.pid for row in rows(file)) >= steps)
     time.sleep(delay)
     process.kill()
@@ -149,30 +127,34 @@ def half_written(output: Path) -> list[Path]:
     ("steps", "moments"),
     [
         (20, ["before_the_rename", None]),
-        pytest.param(36, [*IN_A_SAVE, *ELSEWHERE, None], marks=pytest.mark.thorough),
+        pytest.param(36, [*ALONE, None], marks=pytest.mark.thorough),
     ],
-    ids=["twice", "ten times"],
 )
 def test_a_run_that_was_killed_equals_the_uninterrupted_one_bit_for_bit(
     steps: int, moments: list[str | None], tiny_store: SequenceStore, tmp_path: Path
 ) -> None:
-    broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("kills")
+    broken, unbroken, draw = tmp_path / "broken", tmp_path / "unbroken", random.Random(0)
     settings = {"max_steps": steps, "every": 1, "save_total_limit": 2}
-    random.shuffle(moments)
+    draw.shuffle(moments)
     for moment in moments:
         if moment is None:
             ranks = Ranks(train, tiny_store.path, broken, settings)
-            kill_after(ranks, broken, random.randint(0, 3), random.uniform(0, 0.05))
+            kill_after(ranks, broken, draw.randint(1, 3), draw.uniform(0, 0.05))
         else:
-            save = random.randint(1, 3) + 2 * (moment == "in_the_removal_of_an_old_one")
+            save = draw.randint(1, 3) + 2 * (moment == "in_the_removal_of_an_old_one")
             ranks = Ranks(train_until, tiny_store.path, broken, settings, moment, save)
         assert ranks.wait() == [KILLED], moment
         assert half_written(broken) or moment not in IN_A_SAVE
     run(train, tiny_store.path, broken, settings)
     run(train, tiny_store.path, unbroken, settings)
     assert_same_run(broken, unbroken)
-    assert_each_sequence_once_an_epoch(broken, len(tiny_store))
-    assert [row["step"] for row in history(broken)] == list(range(1, steps + 1))
+    epochs: dict[int, list[int]] = {}
+    for row in history(broken):
+        epochs.setdefault(row["epoch"], []).extend(row["ids"])
+    *done, last = epochs.values()
+    assert done
+    assert all(sorted(ids) == list(range(len(tiny_store))) for ids in done)
+    assert len(set(last)) == len(last)
     left = {entry.name for entry in (broken / "checkpoints").iterdir()}
     assert left == set(checkpoints(broken))
     assert len(left) == 2
@@ -189,16 +171,15 @@ MORE += [("in_the_first_file", 1), ("after_the_first_file", 1)]
         [("before_the_manifest", 0), ("in_a_step", 1)],
         pytest.param(MORE, marks=pytest.mark.thorough),
     ],
-    ids=["twice", "five times"],
 )
 def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
     moments: list[tuple[str, int]], store: Path, tmp_path: Path
 ) -> None:
-    broken, unbroken, random = tmp_path / "broken", tmp_path / "unbroken", seeded("two ranks")
+    broken, unbroken, draw = tmp_path / "broken", tmp_path / "unbroken", random.Random(0)
     settings = {"max_steps": 10, "every": 1, "save_total_limit": 2}
-    random.shuffle(moments)
+    draw.shuffle(moments)
     for moment, victim in moments:
-        arguments = (store, broken, settings, moment, random.randint(1, 3), victim)
+        arguments = (store, broken, settings, moment, draw.randint(1, 3), victim)
         codes = Ranks(train_until, *arguments, world_size=2).wait(60)
         assert codes[victim] == KILLED, moment
         assert codes[1 - victim] == 1, moment
@@ -208,12 +189,6 @@ def test_where_one_of_two_ranks_is_killed_the_other_ends_and_both_resume(
     run(train, store, unbroken, settings, world_size=2)
     assert_same_run(broken, unbroken)
     assert {e.name for e in (broken / "checkpoints").iterdir()} == set(checkpoints(broken))
-
-
-LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "two ranks": [(2, {"context": 2}), (2, {"pipeline": 2}), (1, {}), (2, {"tensor": 2}), (2, {})],
-    "four ranks": [(4, {"context": 2, "tensor": 2}), (1, {}), (4, {"replicate": 2}), (2, {})],
-}
 
 
 def train_a_leg(
@@ -228,17 +203,29 @@ def train_a_leg(
 
 
 @pytest.mark.parametrize(
-    "legs", ["two ranks", pytest.param("four ranks", marks=pytest.mark.thorough)]
+    ("optimizer", "legs"),
+    [
+        (
+            build_muon,
+            [(2, {"context": 2}), (2, {"pipeline": 2}), (1, {}), (2, {"tensor": 2}), (2, {})],
+        ),
+        pytest.param(
+            build_adamw,
+            [(4, {"context": 2, "tensor": 2}), (1, {}), (4, {"replicate": 2}), (2, {})],
+            marks=pytest.mark.thorough,
+        ),
+    ],
 )
-def test_a_run_of_many_plans_equals_one_process_s(legs: str, store: Path, tmp_path: Path) -> None:
+def test_a_run_of_many_plans_equals_one_process_s(
+    optimizer: Callable[..., Any], legs: list[Any], store: Path, tmp_path: Path
+) -> None:
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
-    optimizer = build_adamw if "four" in legs else build_muon
-    for number, (ranks, plan) in enumerate(LEGS[legs], 1):
+    for number, (ranks, plan) in enumerate(legs, 1):
         run(train_a_leg, store, broken, plan, 2 * number, optimizer, world_size=ranks)
         assert progress(newest(broken))["step"] == 2 * number
-    run(train_a_leg, store, unbroken, {}, 2 * len(LEGS[legs]), optimizer)
+    run(train_a_leg, store, unbroken, {}, 2 * len(legs), optimizer)
     assert_same_run(broken, unbroken, 1e-10)
-    assert len({row["pid"] for row in history(broken)}) == len(LEGS[legs])
+    assert len({row["pid"] for row in history(broken)}) == len(legs)
 
 
 SETTINGS: dict[str, Any] = {"max_steps": 9, "every": 4, "save_total_limit": 9}

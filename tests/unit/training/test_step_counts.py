@@ -1,12 +1,11 @@
 """What one training step costs, counted and never timed.
 
-Waits for the device, recompilations, kernels and FLOPs are the same on every machine, so this test
+Waits for the device, recompilations and FLOPs are the same on every machine, so this test
 holds on one without a GPU what makes a step fast on one. (Padding is counted in test_packing.)
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import Collection, Position
-from d2plm.data.prefetch import prefetch
 from d2plm.data.store import SequenceStore
 from d2plm.model import experts, layers
 from d2plm.model.dit import DiT
@@ -38,14 +35,12 @@ from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.distributed import Process
 from d2plm.training.muon import build_muon
-from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 from tests.conftest import ESM, EXPERTS, LLAMA, TINY_SIZES, MonkeyPatch, Tokens
 from tests.ranks import run
 from tests.runs import build as build_run
-from tests.runs import make_trainer
-from tests.synchronisations import CUDA, Waits, counting
+from tests.synchronisations import CUDA, counting
 from tests.unit.model.test_attention import written_out
 from tests.unit.training.conftest import Build
 from tests.unit.training.test_equality import following
@@ -72,63 +67,19 @@ class OnCuda(Trainer):
         self.loader.pin_memory = False
 
 
-def on_cuda(store: SequenceStore, folder: Path, **settings: Any) -> Trainer:
-    """A trainer of the tiny model on the stand-in."""
-    collections = [Collection(store, relatives=following(len(store)))]
-    shared: dict[str, Any] = {"collections": collections, "precision": "bf16"}
-    shared |= {"paradigm": AbsorbingDiffusion(), "token_budget": 256, "max_length": 64}
-    return make_trainer(OnCuda, output_dir=folder, compile=False, **{**shared, **settings})
-
-
 class ByStep(Callback):
     """The waits of each step."""
 
     called_last = True
 
-    def __init__(self, waits: Waits) -> None:
-        self.waits = waits
-        self.steps: dict[int, list[str]] = {}
+    def __init__(self, waits: list[str]) -> None:
+        self.waits, self.steps = waits, dict[int, list[str]]()
 
     def on_step_begin(self, trainer: Trainer) -> None:
-        self.waits.found.clear()
+        self.waits.clear()
 
     def on_step_end(self, trainer: Trainer, *_: object) -> None:
-        self.steps[trainer.step] = list(self.waits.found)
-
-
-WaitsOf = Callable[..., dict[int, list[str]]]
-
-
-@pytest.fixture
-def waits_of(
-    tiny_store: SequenceStore, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> Iterator[WaitsOf]:
-    """Trains by `Trainer.train` on the stand-in → the waits of each step."""
-    layers._on_device.cache_clear()
-
-    def train(model: dict[str, Any] | None = None, **changes: Any) -> dict[int, list[str]]:
-        with counting() as waits:
-            for name in ("max_memory_allocated", "max_memory_reserved"):
-                monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-            monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
-            by_step = ByStep(waits)
-            on_cuda(
-                tiny_store,
-                tmp_path / "run",
-                model=DiTConfig(**{**SIZES, **(model or {})}),
-                max_steps=3,
-                async_prefetch=False,  # its stream needs a device
-                callbacks=[
-                    *(GradientHealth(), GarbageCollection(), Profiler()),
-                    *(MetricLogger(settings=MetricsSettings(every=3)), ProgressBar(), by_step),
-                ],
-                **{"gradient_accumulation_steps": 2, **changes},
-            ).train()
-        return by_step.steps
-
-    yield train
-    layers._on_device.cache_clear()
+        self.steps[trainer.step] = list(self.waits)
 
 
 CONTINUOUS: dict[str, Any] = {"num_train_timesteps": None, "time_sampling": "low_variance"}
@@ -146,11 +97,34 @@ FROZEN = {"optimizer": build_muon, "freeze": ["token_embedding.*"], "precision":
     ],
 )
 def test_a_step_that_does_not_log_never_waits_for_the_device(
-    paradigm: Callable[[], Paradigm], model: str, changes: dict[str, Any], waits_of: WaitsOf
+    paradigm: Callable[[], Paradigm],
+    model: str,
+    changes: dict[str, Any],
+    build: Build,
+    tiny_store: SequenceStore,
+    monkeypatch: MonkeyPatch,
 ) -> None:
-    steps = waits_of(paradigm=paradigm(), model=MODELS[model], **changes)
-    assert steps[2] == []
-    assert 0 < len(steps[3]) <= 7  # it logs
+    monkeypatch.setattr(layers, "_on_device", cache(layers._on_device.__wrapped__))
+    for name in ("max_memory_allocated", "max_memory_reserved", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    settings: dict[str, Any] = {
+        "model": DiTConfig(**{**SIZES, **MODELS[model]}),
+        "collections": [Collection(tiny_store, relatives=following(len(tiny_store)))],
+        "max_steps": 3,
+        "compile": False,
+        "precision": "bf16",
+        "async_prefetch": False,  # its stream needs a device
+        "gradient_accumulation_steps": 2,
+        **changes,
+    }
+    with counting() as waits:
+        by_step = ByStep(waits)
+        logger = MetricLogger(settings=MetricsSettings(every=3))
+        callbacks = (GradientHealth(), GarbageCollection(), Profiler(), logger, ProgressBar())
+        build(*callbacks, by_step, kind=OnCuda, paradigm=paradigm(), **settings).train()
+    assert by_step.steps[2] == []
+    assert 0 < len(by_step.steps[3]) <= 7  # it logs
 
 
 class Reads(TorchDispatchMode):
@@ -193,49 +167,6 @@ def test_all_blocks_are_one_graph_compiled_once(build: Build, monkeypatch: Monke
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch._dynamo.reset()
-
-
-NO_KERNEL = {
-    f"aten.{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
-} | {"aten.promote_types"}
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operators that launch a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = f"{func.namespace}.{func.overloadpacket.__name__}"
-        if not func.is_view and func.namespace != "profiler" and name not in NO_KERNEL:
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-# At most, in the second step of a model of two blocks, uncompiled, with one micro-batch; lower them
-# with what you save. AdamW's own are 4. Muon's are 110: 15 products and 4 kernels around them for
-# each of five shapes, whatever the depth.
-@pytest.mark.thorough
-@pytest.mark.parametrize(("optimizer", "most"), [(build_adamw, 469), (build_muon, 575)])
-def test_a_step_launches_no_more_kernels_than_it_did(
-    optimizer: Callable[..., Optimizer],
-    most: int,
-    tiny_store: SequenceStore,
-    tmp_path: Path,
-    monkeypatch: MonkeyPatch,
-) -> None:
-    with counting():
-        monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
-        settings: dict[str, Any] = {"model": DiTConfig(**TINY_SIZES), "max_steps": 2}
-        trainer = on_cuda(tiny_store, tmp_path, optimizer=optimizer, **settings)
-        batches = prefetch(trainer.loader.stream(Position()), CUDA, enabled=False)
-        trainer.train_step(next(batches))
-        batch = next(batches)
-        with Launches() as counts:
-            trainer.train_step(batch)
-    assert counts.found.total() <= most, counts.found
 
 
 def attention_written_out(

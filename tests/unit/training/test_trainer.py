@@ -26,7 +26,6 @@ from d2plm.training.callbacks.callback import Callback
 from d2plm.training.learning_rate import cosine
 from d2plm.training.optimizer import build_adamw
 from d2plm.training.parallelise import WORTH_COMPILING, compile_blocks
-from d2plm.training.trainer import Trainer
 from tests import runs
 from tests.conftest import EXPERTS, TINY_SIZES, MonkeyPatch, randomise
 from tests.unit.training.conftest import Build, Recorder
@@ -37,16 +36,12 @@ STEPS = 6
 
 @pytest.fixture
 def make_trainer(build: Build) -> Build:
-    def make(*callbacks: Callback, config: Any = None, **changes: Any) -> Trainer:
-        settings: dict[str, Any] = {
-            "model": DiTConfig(**{**TINY_SIZES, **(config or {})}),
-            "optimizer": partial(build_adamw, settings=AdamWSettings(learning_rate=1e-2)),
-            "schedule": partial(cosine, settings=CosineSettings(warmup_ratio=0.2)),
-            "max_length": 128,
-        }
-        return build(*callbacks, **{**settings, **changes})
-
-    return make
+    return partial(
+        build,
+        optimizer=partial(build_adamw, settings=AdamWSettings(learning_rate=1e-2)),
+        schedule=partial(cosine, settings=CosineSettings(warmup_ratio=0.2)),
+        max_length=128,
+    )
 
 
 def cut(sequences: Sequence[np.ndarray], bins: int) -> GlobalBatch:
@@ -171,11 +166,11 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(
 def test_dropout_is_on_in_training(make_trainer: Build, tmp_path: Path) -> None:
     losses = []
     for probability in (0.0, 0.3):
-        config = {"hidden_dropout_prob": probability, "initial_gate": 1.0}
-        recorder, output = Recorder(), tmp_path / str(probability)
-        make_trainer(recorder, config=config, output_dir=output, max_steps=2).train()
-        losses.append(recorder.losses)
-    assert abs(losses[0][-1] - losses[1][-1]) > 1e-4
+        model = DiTConfig(**TINY_SIZES, hidden_dropout_prob=probability, initial_gate=1.0)
+        trainer = make_trainer(model=model, output_dir=tmp_path / str(probability), max_steps=2)
+        trainer.train()
+        losses.append(float(trainer.loss))
+    assert abs(losses[0] - losses[1]) > 1e-4
 
 
 def test_where_a_run_starts(make_trainer: Build, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
@@ -206,7 +201,7 @@ def test_a_checkpoint_of_another_run_is_rejected(make_trainer: Build, tmp_path: 
     for changes, words in (
         ({"seed": 1}, "seed: 0 → 1"),
         ({"identity": {"seed": 0, "model": {"hidden_size": 32}}}, "resume=none"),
-        ({"config": {"hidden_size": 32}}, "does not fit this model"),
+        ({"model": DiTConfig(**{**TINY_SIZES, "hidden_size": 32})}, "does not fit this model"),
         ({"resume": str(tmp_path / "nowhere")}, "nowhere"),
     ):
         with pytest.raises(CheckpointError, match=words):
@@ -221,23 +216,19 @@ def test_impossible_settings_are_named(make_trainer: Build) -> None:
             make_trainer(**change)
 
 
-@pytest.mark.parametrize(
-    ("setting", "device", "flops", "compiled"),
-    [
+def test_blocks_are_compiled_where_that_pays_in_the_whole_run(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
+    monkeypatch.setattr("torch.ones", lambda *_, **__: 1)  # on a device that is not here
+    cases: list[tuple[bool | str, str, float, bool]] = [
         ("auto", "cpu", WORTH_COMPILING / 2, False),
         ("auto", "cpu", WORTH_COMPILING, True),
         ("auto", "cuda", 0.0, True),
         (False, "cuda", 1e20, False),
-    ],
-)
-def test_blocks_are_compiled_where_that_pays_in_the_whole_run(
-    setting: bool | str, device: str, flops: float, compiled: bool, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.compile", lambda function, **_: function)
-    monkeypatch.setattr("torch.ones", lambda *_, **__: 1)  # on a device that is not here
-    blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
-    assert compile_blocks(blocks, setting, torch.device(device), flops) is compiled
-    assert ("forward" in vars(blocks[0])) is compiled
+    ]
+    for setting, device, flops, compiled in cases:
+        blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+        assert compile_blocks(blocks, setting, torch.device(device), flops) is compiled
+        assert ("forward" in vars(blocks[0])) is compiled
 
 
 def test_relatives_are_for_models_and_paradigms_that_take_them(build: Build) -> None:
@@ -252,27 +243,15 @@ def test_relatives_are_for_models_and_paradigms_that_take_them(build: Build) -> 
             build(model=taking, max_relatives=2, paradigm=paradigm)
 
 
-@pytest.fixture
-def taking(build: Build, tiny_store: SequenceStore) -> Build:
-    """Changes → a trainer of a model that takes relatives; each sequence has the next two."""
-
-    def make(**changes: Any) -> Trainer:
-        index = following(len(tiny_store), every=1)
-        settings: dict[str, Any] = {
-            "model": DiTConfig(**TINY_SIZES, relatives_dim=8),
-            "max_relatives": 2,
-            "collections": [Collection(tiny_store, relatives=index)],
-        }
-        return build(**{**settings, **changes})
-
-    return make
-
-
-def test_only_corrupted_tokens_are_aligned(taking: Build, monkeypatch: MonkeyPatch) -> None:
+def test_only_corrupted_tokens_are_aligned(
+    build: Build, tiny_store: SequenceStore, monkeypatch: MonkeyPatch
+) -> None:
     """In training and in the bound."""
+    data = Collection(tiny_store, relatives=following(len(tiny_store), every=1))
+    model = DiTConfig(**TINY_SIZES, relatives_dim=8)
+    trainer = build(model=model, max_relatives=2, collections=[data], max_steps=2)
     spy = mock.Mock(wraps=dit.align)
     monkeypatch.setattr(dit, "align", spy)
-    trainer = taking(max_steps=2)
     corrupt = mock.Mock(wraps=trainer.paradigm.corrupt)
     monkeypatch.setattr(trainer.paradigm, "corrupt", corrupt)
     trainer.train()

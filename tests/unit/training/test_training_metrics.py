@@ -15,17 +15,14 @@ from d2plm.core.errors import TrackingError
 from d2plm.model.dit_config import DiTConfig
 from d2plm.model.flops import training_flops
 from d2plm.settings.callbacks import CheckpointSettings, MetricsSettings
-from d2plm.settings.registry import Entry, registered
-from d2plm.settings.schema import Settings
 from d2plm.tracking.runs import Runs
 from d2plm.training import throughput
 from d2plm.training.callbacks.metric_logger import METRICS_FILE, MetricLogger
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.callbacks.save_checkpoint import SaveCheckpoint
 from d2plm.training.distributed import Process
-from d2plm.training.metrics import MeanLoss, Metric, PeakMemory
+from d2plm.training.metrics import MeanLoss, PeakMemory
 from d2plm.training.throughput import CrowdedCores, Throughput, peak_of
-from d2plm.training.trainer import Trainer
 from tests.conftest import TINY_SIZES, Captured, Logged, MonkeyPatch
 from tests.runs import rows
 from tests.unit.training.conftest import Build
@@ -142,33 +139,15 @@ def test_a_training_that_others_slow_down_reports_it_once(
     assert len(caplog.messages) == slowed
 
 
-def test_a_row_contains_every_metric(
-    build: Build, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setitem(registered("metric"), "longest", Entry(Settings, LongestSequence))
-    run, settings = mock.Mock(Runs), MetricsSettings(every=4, peak_tflops=2.0, more=["longest"])
+def test_a_row_contains_every_metric(build: Build, tmp_path: Path) -> None:
+    run, settings = mock.Mock(Runs), MetricsSettings(every=4, peak_tflops=2.0)
     build(MetricLogger(settings=settings, run=run)).train()
     found = rows(tmp_path / "run" / METRICS_FILE)
     assert [row["step"] for row in found] == [4, 6]
-    assert all(row.keys() == ROW | {"step", "mfu", "longest"} for row in found)
+    assert all(row.keys() == ROW | {"step", "mfu"} for row in found)
     assert all(row["tokens_per_second"] > 0 for row in found)
     assert found[0]["mfu"] == pytest.approx(found[0]["model_tflops_per_second"] / 2.0)
-    assert found[0]["longest"] == 64  # trainer's max_length, which some proteins exceed
     run.log_params.assert_called_once_with({"mfu_peak_tflops": 2.0})
-
-
-class LongestSequence(Metric):
-    """What a user might add."""
-
-    def begin(self, trainer: Trainer) -> None:
-        self.longest = 0
-
-    def see(self, trainer: Trainer) -> None:
-        assert trainer.batch is not None
-        self.longest = max(self.longest, *trainer.batch.segment_lengths)
-
-    def read(self, trainer: Trainer) -> dict[str, float]:
-        return {"longest": self.longest}
 
 
 def test_other_ranks_write_nothing(build: Build, tmp_path: Path, capsys: Captured) -> None:
