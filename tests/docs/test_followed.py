@@ -78,7 +78,8 @@ PAGE = ROOT / "docs" / "data.md"
 def test_every_block_of_the_page_on_data_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = copy_of_the_tree(tmp_path_factory.mktemp("alphabets") / "d2plm")
     forking = folder.parent / "forking.py"  # imports once for all of a pipeline's steps
-    forking.write_text(f"import sys\nif 'pipeline' in sys.argv: import tests.preload\n{FORKED_STEPS}")
+    preload = "import sys\nif 'pipeline' in sys.argv: import tests.preload\n"
+    forking.write_text(preload + FORKED_STEPS)
     script = "".join(as_bash(block) for block in blocks(PAGE) if block.language)
     followed = follow(script, folder, str(forking))
     assert followed["exit_code"] == 0, followed["output"]

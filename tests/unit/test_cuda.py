@@ -29,9 +29,7 @@ from d2plm.model.layers import sum_segments
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
-from d2plm.settings.callbacks import ProfilerSettings
 from d2plm.settings.training import AdamWSettings, CosineSettings, MuonSettings
-from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.distributed import Process
 from d2plm.training.learning_rate import cosine
 from d2plm.training.muon import build_muon
@@ -106,9 +104,6 @@ def losses(trainer: Trainer, steps: int = 4) -> list[list[float]]:
     return found
 
 
-# --- operators -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [8, 60])
 def test_attention_within_segments(dtype: torch.dtype, size: int) -> None:
@@ -141,9 +136,6 @@ def test_sums_of_segments(dtype: torch.dtype, width: int) -> None:
         found = sum_segments(view.cuda(), bounds.cuda()).cpu().double()
         rounding = torch.finfo(dtype).eps
         torch.testing.assert_close(found, torch.stack(exact), rtol=rounding, atol=1e-4)
-
-
-# --- a step --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
@@ -226,9 +218,6 @@ def test_the_loss_scale_of_fp16_falls_until_no_gradient_overflows(build: Build) 
     assert all(parameter.isfinite().all() for parameter in trainer.parameters.values())
 
 
-# --- a run ---------------------------------------------------------------------------------------
-
-
 def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor.float().cpu().clone() for name, tensor in trainer.parameters.items()}
 
@@ -276,21 +265,6 @@ def test_one_rank_of_nccl_with_sharded_parameters_computes_the_same(
         trainer.saver.finish()
     finally:
         dist.destroy_process_group()
-
-
-def test_traces_contain_kernels_and_the_spans_of_a_step(build: Build) -> None:
-    callbacks = [Profiler(ProfilerSettings(start=3, steps=2))]
-    trainer = build(callbacks=callbacks)
-    with torch.autograd.profiler.emit_nvtx():  # markers alone, for another profiler
-        losses(build(), steps=2)
-    trainer.train()
-    (table,) = (trainer.output_dir / "profile").glob("*.txt")
-    text = table.read_text()
-    assert "forward" in text
-    assert "Self CUDA" in text
-
-
-# --- evaluation and generation -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", PARADIGMS)

@@ -360,10 +360,3 @@ def test_the_shipped_configurations_are_esm2_with_time(name: str) -> None:
     shared = 33 * config.hidden_size  # the projection is a second time there
     contacts = theirs.esm.contact_head.regression.in_features + 1
     assert sum(counted) == theirs.num_parameters() - contacts + shared
-
-
-def test_a_shipped_configuration_is_that_of_a_loaded_checkpoint(tmp_path: Path) -> None:
-    esm(6, 320, 20, 1280).save_pretrained(tmp_path)
-    loaded = load_esm(tmp_path, time_embedding_dim=64).config.settings()
-    shipped = DiTConfig(**vars(compose("train", ["model=esm2_8m"]).model)).settings()
-    assert {key for key in shipped if shipped[key] != loaded[key]} == {"rope_frequencies"}

@@ -9,14 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from d2plm.core.batch import PackedBatch
@@ -55,7 +49,7 @@ def logits(model: DiT) -> Tensor:
         return model(TOKENS, PACKED.cu_seqlens, PACKED.max_seqlen, times)
 
 
-def theirs(model: PreTrainedModel) -> Tensor:
+def theirs(model: transformers.PreTrainedModel) -> Tensor:
     """The logits of each sequence alone, without a causal mask."""
     with torch.no_grad():
         each = [
@@ -80,10 +74,10 @@ def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
 
 
 def test_a_bidirectional_llama_is_a_dit_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         **SIZES, rms_norm_eps=1e-5, max_position_embeddings=64, attn_implementation="sdpa"
     )
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     randomise(model)
     model = model.double().eval()
     w = model.state_dict()
@@ -118,11 +112,11 @@ def test_a_bidirectional_gpt_neox_is_a_dit_with_parallel_residuals_and_few_rotat
     None
 ):
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
-    config = GPTNeoXConfig(
+    config = transformers.GPTNeoXConfig(
         **SIZES, rope_parameters=rope, max_position_embeddings=64, attn_implementation="sdpa"
     )
     assert config.use_parallel_residual
-    model = GPTNeoXForCausalLM(config)
+    model = transformers.GPTNeoXForCausalLM(config)
     randomise(model)
     model = model.double().eval()
     w = model.state_dict()

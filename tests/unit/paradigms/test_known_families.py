@@ -28,23 +28,16 @@ from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm
 from tests.conftest import MonkeyPatch
-from tests.unit.paradigms.four_residues import (
-    LENGTH,
-    LETTERS,
-    SUBSETS,
-    Toy,
-    conditional_model,
-    random_joint,
-)
+from tests.unit.paradigms import four_residues as four
 
 Array = NDArray[np.float64]
 Member = tuple[int, ...]  # residues 0 … 2
 Members = tuple[Member, ...]
 
 
-ANCESTORS = random_joint(7)
+ANCESTORS = four.random_joint(7)
 # Probabilities of each residue of a member: to become another, and to be lost.
-MUTATION, LOST = np.where(np.eye(LETTERS) == 1, 0.88, 0.06), 0.1
+MUTATION, LOST = np.where(np.eye(four.LETTERS) == 1, 0.88, 0.06), 0.1
 COPIES = 12  # of a protein: every 1-, 2-, 3- and 4-subset of its residues equally often
 
 FAMILIES: list[Members] = [
@@ -62,9 +55,9 @@ def relative_given_ancestor(relative: Member, ancestor: Member) -> float:
     """Summed over which residues of the ancestor the relative has kept."""
     return sum(
         math.prod(MUTATION[ancestor[place], x] for place, x in zip(kept, relative, strict=True))
-        * LOST ** (LENGTH - len(kept))
+        * LOST ** (four.LENGTH - len(kept))
         * (1 - LOST) ** len(kept)
-        for kept in itertools.combinations(range(LENGTH), len(relative))
+        for kept in itertools.combinations(range(four.LENGTH), len(relative))
     )
 
 
@@ -72,7 +65,7 @@ def relative_given_ancestor(relative: Member, ancestor: Member) -> float:
 def conditional(relatives: Members) -> Array:
     """p(protein | relatives) [3, 3, 3, 3]."""
     weights = ANCESTORS.copy()
-    for ancestor in itertools.product(range(LETTERS), repeat=LENGTH):
+    for ancestor in itertools.product(range(four.LETTERS), repeat=four.LENGTH):
         for relative in relatives:
             weights[ancestor] *= relative_given_ancestor(relative, ancestor)
     descended = np.einsum("abcd,ai,bj,ck,dl->ijkl", weights, *[MUTATION] * 4)
@@ -84,8 +77,8 @@ def nats(protein: Member, relatives: Members) -> float:
 
 
 @cache
-def exact_model(relatives: Members) -> Toy:
-    return conditional_model(conditional(relatives))
+def exact_model(relatives: Members) -> four.Toy:
+    return four.conditional_model(conditional(relatives))
 
 
 def exact(
@@ -97,15 +90,15 @@ def exact(
 ) -> Tensor:
     """p(x_i | visible residues, relatives) of each masked residue, by enumeration."""
     count = int((tokens == CLS).sum())  # padding follows
-    residues = tokens[: count * (LENGTH + 2)].view(count, -1)[:, 1:-1].long()
-    shown = torch.where(residues == MASK, LETTERS, residues - CANONICAL_START)
+    residues = tokens[: count * (four.LENGTH + 2)].view(count, -1)[:, 1:-1].long()
+    shown = torch.where(residues == MASK, four.LETTERS, residues - CANONICAL_START)
     given: list[list[Member]] = [[] for _ in shown]
     if relatives is not None:
         for number, segment in enumerate(relatives.segments.tolist()):
             own = slice(*relatives.bounds[number : number + 2])
             given[segment].append(tuple((relatives.tokens[own] - CANONICAL_START).tolist()))
     logits = torch.zeros(len(tokens), 33, dtype=torch.float64)
-    of_rows = logits[: count * (LENGTH + 2)].view(count, -1, 33)
+    of_rows = logits[: count * (four.LENGTH + 2)].view(count, -1, 33)
     for distinct in {tuple(members) for members in given}:
         rows = torch.tensor([tuple(members) == distinct for members in given])
         toy = exact_model(distinct)
@@ -135,8 +128,8 @@ def expected_bounds(
     the subsets of that size in turn.
     """
     batch, total = batch_of(cases, COPIES), np.zeros(len(cases))
-    for draw in range(LENGTH):
-        subsets = [mask for mask in SUBSETS if sum(mask) == draw + 1]
+    for draw in range(four.LENGTH):
+        subsets = [mask for mask in four.SUBSETS if sum(mask) == draw + 1]
         rows = [[False, *subsets[i % len(subsets)], False] for i in range(batch.num_segments)]
 
         def in_turn(
@@ -148,9 +141,9 @@ def expected_bounds(
 
         with patch.context() as replaced:
             replaced.setattr(masked, "random_subsets", in_turn)
-            found = paradigm.bound(exact, batch, Key(0), draw=draw, draws=LENGTH)
+            found = paradigm.bound(exact, batch, Key(0), draw=draw, draws=four.LENGTH)
         total += found.nats.numpy().reshape(len(cases), COPIES).mean(1)
-    return total / LENGTH
+    return total / four.LENGTH
 
 
 @every
@@ -169,7 +162,7 @@ def test_evaluation_and_scoring_estimate_it_from_random_masks(paradigm: MaskedPa
     proteins = [tokens_of(protein) for protein, _ in CASES for _ in range(copies)]
     given = [[*map(tokens_of, own)] for _, own in CASES for _ in range(copies)]
     unigram = np.full(20, 1e-3)
-    unigram[:LETTERS] = (1 - 17e-3) / LETTERS
+    unigram[: four.LETTERS] = (1 - 17e-3) / four.LETTERS
     evaluated = score_sequences(
         *(exact, paradigm, proteins), masks_per_sequence=4, relatives=given, unigram=unigram
     ).nats.reshape(len(CASES), copies)

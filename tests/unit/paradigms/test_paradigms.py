@@ -26,28 +26,11 @@ from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.masked import MaskedParadigm, random_subsets
 from d2plm.paradigms.paradigm import Paradigm
 from tests.conftest import MonkeyPatch
-from tests.unit.paradigms.closed_forms import (
-    ALPHA_BARS,
-    CONTINUOUS_ALPHA_BARS,
-    KAPPAS,
-    Curve,
-    logistic_nodes,
-)
-from tests.unit.paradigms.four_residues import (
-    FP32,
-    LENGTH,
-    PROTEIN,
-    SUBSETS,
-    Toy,
-    exact_k,
-    expected_loss,
-    force,
-    mask_probability,
-    toy_batch,
-)
+from tests.unit.paradigms import closed_forms
+from tests.unit.paradigms import four_residues as four
 from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
-SCHEDULES = pytest.mark.parametrize("schedule", ALPHA_BARS)
+SCHEDULES = pytest.mark.parametrize("schedule", closed_forms.ALPHA_BARS)
 EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, MaskFlowMatching])
 VOCABULARIES = pytest.mark.parametrize(
     "vocabulary", [PROTEINS, NumberedTokens(300)], ids=["20", "300"]
@@ -127,17 +110,17 @@ def test_only_canonical_residues_are_ever_corrupted_or_weighted(
 def test_the_expected_diffusion_loss_is_the_discrete_elbo(
     schedule: str, steps: int, vocabulary: Vocabulary, monkeypatch: MonkeyPatch
 ) -> None:
-    toy = Toy(1, time_slope=0.7, vocabulary=vocabulary)
+    toy = four.Toy(1, time_slope=0.7, vocabulary=vocabulary)
     paradigm = of(AbsorbingDiffusion(num_train_timesteps=steps, schedule=schedule), vocabulary)
-    a = [ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
+    a = [closed_forms.ALPHA_BARS[schedule](t, steps) for t in range(steps + 1)]
     expected = found = 0.0
     for t in range(1, steps + 1):
         weight = steps * (a[t - 1] - a[t]) / (1 - a[t])
-        for masked in SUBSETS:
-            chance = mask_probability(masked, 1 - a[t]) / steps
-            expected += chance * weight * sum(toy.nats(PROTEIN, masked, t / steps))
-        found += expected_loss(monkeypatch, paradigm, toy, t / steps, 1 - a[t]) / steps
-    assert found == pytest.approx(expected, rel=FP32)
+        for masked in four.SUBSETS:
+            chance = four.mask_probability(masked, 1 - a[t]) / steps
+            expected += chance * weight * sum(toy.nats(four.PROTEIN, masked, t / steps))
+        found += four.expected_loss(monkeypatch, paradigm, toy, t / steps, 1 - a[t]) / steps
+    assert found == pytest.approx(expected, rel=four.FP32)
 
 
 @pytest.mark.parametrize(
@@ -152,15 +135,20 @@ def test_the_expected_diffusion_loss_is_the_discrete_elbo(
 def test_the_mean_loss_counts_each_masked_residue_once(
     build: Callable[..., Paradigm], shift: int, vocabulary: Vocabulary, monkeypatch: MonkeyPatch
 ) -> None:
-    toy, batch = Toy(4, time_slope=1.0, vocabulary=vocabulary), toy_batch(1, vocabulary=vocabulary)
+    toy, batch = (
+        four.Toy(4, time_slope=1.0, vocabulary=vocabulary),
+        four.toy_batch(1, vocabulary=vocabulary),
+    )
     paradigm = of(build(loss="mean"), vocabulary)
-    for masked in SUBSETS:
+    for masked in four.SUBSETS:
         with monkeypatch.context() as patch:
-            force(patch, paradigm, torch.tensor([0.5], dtype=torch.float64), [masked])
+            four.force(patch, paradigm, torch.tensor([0.5], dtype=torch.float64), [masked])
             corrupted = paradigm.corrupt(batch, Key(0))
         logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
         nats, count = paradigm.loss(logits, batch, corrupted)
-        assert float(nats) == pytest.approx(sum(toy.nats(PROTEIN, masked, 0.5, shift)), rel=FP32)
+        assert float(nats) == pytest.approx(
+            sum(toy.nats(four.PROTEIN, masked, 0.5, shift)), rel=four.FP32
+        )
         assert count == sum(masked)
 
 
@@ -176,25 +164,25 @@ def test_shift_never_masks_counts_or_scores_a_first_token(loss: str) -> None:
     assert corrupted.count == 5 + 3 + 5
     uniform_model = torch.zeros(batch.num_tokens, 33)
     bound = paradigm.bound(lambda *_: uniform_model, batch, Key(0)).nats
-    np.testing.assert_allclose(bound, np.array([5, 3, 5]) * math.log(20), rtol=FP32)
+    np.testing.assert_allclose(bound, np.array([5, 3, 5]) * math.log(20), rtol=four.FP32)
 
 
 def bound_by_enumeration(
-    monkeypatch: MonkeyPatch, paradigm: Paradigm, toy: Toy, **more: Any
+    monkeypatch: MonkeyPatch, paradigm: Paradigm, toy: four.Toy, **more: Any
 ) -> float:
     """The expectation of the code's own estimator: every k and subset with its probability."""
-    masks = [masked for masked in SUBSETS if any(masked)]
+    masks = [masked for masked in four.SUBSETS if any(masked)]
     sizes = torch.tensor([sum(masked) for masked in masks], dtype=torch.float64)
-    batch = toy_batch(len(masks), more.pop("protein", PROTEIN), toy.vocabulary)
+    batch = four.toy_batch(len(masks), more.pop("protein", four.PROTEIN), toy.vocabulary)
     order = torch.tensor([[0.5, *(0.1 if m else 0.9 for m in masked), 0.5] for masked in masks])
 
     def scripted(key: Key, *indices: Tensor) -> Tensor:
-        return (sizes - 0.5) / LENGTH if len(indices) == 1 else order.double().flatten()
+        return (sizes - 0.5) / four.LENGTH if len(indices) == 1 else order.double().flatten()
 
     with monkeypatch.context() as patch:
         patch.setattr(masked_paradigm, "uniform", scripted)
         estimates = paradigm.bound(toy, batch, Key(0), **more).nats
-    chances = [1 / LENGTH / math.comb(LENGTH, sum(masked)) for masked in masks]
+    chances = [1 / four.LENGTH / math.comb(four.LENGTH, sum(masked)) for masked in masks]
     assert sum(chances) == pytest.approx(1)
     return float(estimates @ torch.tensor(chances, dtype=torch.float64))
 
@@ -216,12 +204,14 @@ def test_the_bound_estimates_the_exact_k_nelbo(
     monkeypatch: MonkeyPatch,
 ) -> None:
     paradigm = of(paradigm_class(schedule="linear"), vocabulary)
-    told: Curve = (lambda u: u) if paradigm_class is AbsorbingDiffusion else (lambda u: 1 - u)
-    toy = Toy(6, time_slope=0.9, vocabulary=vocabulary)
-    expected = exact_k(toy, time_of=told)
+    told: closed_forms.Curve = (
+        (lambda u: u) if paradigm_class is AbsorbingDiffusion else (lambda u: 1 - u)
+    )
+    toy = four.Toy(6, time_slope=0.9, vocabulary=vocabulary)
+    expected = four.exact_k(toy, time_of=told)
     control = unigram_nats(vocabulary.predicted) if controlled else None
     found = bound_by_enumeration(monkeypatch, paradigm, toy, control=control)
-    assert found == pytest.approx(expected, rel=FP32)
+    assert found == pytest.approx(expected, rel=four.FP32)
 
 
 @pytest.mark.parametrize("paradigm", [AbsorbingDiffusion(), UniformFlowMatching()])
@@ -242,7 +232,7 @@ def test_the_control_variate_makes_a_unigram_models_estimate_exact(paradigm: Par
 
 def test_random_subsets_are_uniform_and_of_the_asked_size() -> None:
     copies = 12_000
-    batch = toy_batch(copies)
+    batch = four.toy_batch(copies)
     eligible = AbsorbingDiffusion().maskable(batch)
     sizes = torch.full((copies,), 2.0, dtype=torch.float64)
     chosen = random_subsets(batch, eligible, sizes, Key(1).stream("x"), batch.segment_ids())
@@ -300,32 +290,35 @@ def test_a_damaged_paradigm_file_is_a_model_error(content: str | None, tmp_path:
         load_paradigm(tmp_path)
 
 
-PROCESSES: list[tuple[type[MaskedParadigm], dict[str, Any], Curve]] = [
+PROCESSES: list[tuple[type[MaskedParadigm], dict[str, Any], closed_forms.Curve]] = [
     *(
         (AbsorbingDiffusion, {"schedule": schedule, "num_train_timesteps": None}, kept)
-        for schedule, kept in CONTINUOUS_ALPHA_BARS.items()
+        for schedule, kept in closed_forms.CONTINUOUS_ALPHA_BARS.items()
     ),
-    *((MaskFlowMatching, settings, kappa) for settings, kappa in KAPPAS),
+    *((MaskFlowMatching, settings, kappa) for settings, kappa in closed_forms.KAPPAS),
 ]
 EVERY = pytest.mark.parametrize(("kind", "settings", "kept"), PROCESSES)
 
 
 @EVERY
 def test_the_expected_loss_is_the_bounds_integral(
-    kind: type[MaskedParadigm], settings: dict[str, Any], kept: Curve, monkeypatch: MonkeyPatch
+    kind: type[MaskedParadigm],
+    settings: dict[str, Any],
+    kept: closed_forms.Curve,
+    monkeypatch: MonkeyPatch,
 ) -> None:
     """∫ |ᾱ′|/(1 − ᾱ)·E Σ_masked CE dt of a model told the time, through the code's loss."""
-    paradigm, toy = kind(**settings), Toy(2, time_slope=0.5)
+    paradigm, toy = kind(**settings), four.Toy(2, time_slope=0.5)
     found = expected = 0.0
-    for t, width in zip(*logistic_nodes(step=1.0, reach=12.0), strict=True):
+    for t, width in zip(*closed_forms.logistic_nodes(step=1.0, reach=12.0), strict=True):
         masked_share = 1 - kept(t)
-        found += width * expected_loss(monkeypatch, paradigm, toy, float(t), masked_share)
+        found += width * four.expected_loss(monkeypatch, paradigm, toy, float(t), masked_share)
         step = min(1e-7, t / 8, (1 - t) / 8)
         rate = abs(kept(t - step) - kept(t + step)) / (2 * step)
         expected += sum(
-            width * rate / masked_share * mask_probability(masked, masked_share)
-            * sum(toy.nats(PROTEIN, masked, float(t)))
-            for masked in SUBSETS
+            width * rate / masked_share * four.mask_probability(masked, masked_share)
+            * sum(toy.nats(four.PROTEIN, masked, float(t)))
+            for masked in four.SUBSETS
         )  # fmt: skip
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -333,7 +326,7 @@ def test_the_expected_loss_is_the_bounds_integral(
 @EVERY
 @pytest.mark.parametrize("power", [1, 5])
 def test_low_variance_times_keep_the_expectation_and_make_the_second_moment_finite(
-    kind: type[MaskedParadigm], settings: dict[str, Any], kept: Curve, power: int
+    kind: type[MaskedParadigm], settings: dict[str, Any], kept: closed_forms.Curve, power: int
 ) -> None:
     """A summed cross-entropy of u^power: the bound is ∫ u^(power − 1), its second moment w²·u.
 
@@ -344,7 +337,7 @@ def test_low_variance_times_keep_the_expectation_and_make_the_second_moment_fini
     for sampling in ("uniform", "low_variance"):
         paradigm = kind(**settings, time_sampling=sampling)
         for reach in (7.0, 13.0):
-            nodes, widths = logistic_nodes(step=0.1, reach=reach)
+            nodes, widths = closed_forms.logistic_nodes(step=0.1, reach=reach)
             times, rates = paradigm.times_of(torch.from_numpy(nodes))
             fraction = paradigm.corrupted_fraction(times)
             weights = (rates / fraction).numpy()
