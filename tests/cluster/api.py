@@ -24,6 +24,7 @@ from tests.cluster.store import NAMESPACE, RESOURCES, Change, Object, Refusal, R
 from tests.http_server import Server
 
 USER = "system:serviceaccount:d2plm:d2plm-launcher"
+REVIEWS = "selfsubjectaccessreviews"
 POLL_SECONDS = 0.05  # a stream looks so often whether its client is still there
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)"
@@ -183,6 +184,9 @@ class _Handler(BaseHTTPRequestHandler):
         if request.verb == "discover":
             self._send(200, self._discover(request.path))
             return
+        if request.resource == REVIEWS:
+            self._send(201, {**request.body, "status": {"allowed": self._allows(request.body)}})
+            return
         resource = self.api.served.get(parts["plural"])
         asked = (parts["group"], parts["version"])
         if resource is None or (resource.group, resource.version) != asked:
@@ -197,7 +201,17 @@ class _Handler(BaseHTTPRequestHandler):
             code, body = getattr(self, f"_{request.verb}")(request, resource)
             self._send(code, body)
 
+    def _allows(self, review: Object) -> bool:
+        wanted = review["spec"]["resourceAttributes"]
+        resource = "/".join(filter(None, (wanted["resource"], wanted["subresource"])))
+        is_here = wanted["namespace"] == NAMESPACE
+        return is_here and self.api.faults.permits(resource, wanted["verb"])
+
     def _discover(self, path: str) -> Object:
+        if path == "/version":
+            return {"gitVersion": "v1.36.2"}
+        if path == "/apis":
+            return {"kind": "APIGroupList", "groups": []}
         served = self.api.served.values()
         for resource in served:
             if path == f"/apis/{resource.group}":
@@ -233,6 +247,8 @@ class _Handler(BaseHTTPRequestHandler):
         if place != (NAMESPACE if resource.is_namespaced else ""):
             raise Refusal(404, "NotFound", f'namespaces "{place}" not found')
         self.api.admit(resource.plural, content, True)
+        if request.query.get("dryRun") == "All":
+            return 201, content
         return 201, self.store.create(resource.plural, content)
 
     def _get(self, request: Request, resource: Resource) -> tuple[int, Object]:

@@ -238,12 +238,16 @@ class Cluster:
             name = content["metadata"].get("name")
             what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'
             raise Refusal(422, "Invalid", what)
+        if plural == "pods" and self.store.quota is not None:
+            raise Refusal(403, "Forbidden", f"pods is forbidden: {self.store.quota}")
         if plural == "trainjobs":
             trainjob.admit(self.store, content)
 
 
 _ERRORS = {  # status: reason and message
+    401: ("Unauthorized", "Unauthorized"),
     403: ("Forbidden", "forbidden"),
+    422: ("Invalid", "spec.nprocPerNode: Invalid value"),
     429: ("TooManyRequests", "too many requests, please try again later"),
     500: ("InternalError", "Internal error occurred: etcdserver: leader changed"),
     503: ("ServiceUnavailable", "the server is currently unable to handle the request"),

@@ -42,8 +42,12 @@ RESOURCES = {
     for resource in (
         Resource("", "v1", "pods", "Pod"),
         Resource("", "v1", "events", "Event"),
+        Resource("", "v1", "nodes", "Node", False),
+        Resource("", "v1", "namespaces", "Namespace", False),
+        Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
         Resource("batch", "v1", "jobs", "Job"),
         Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload"),
+        Resource("kueue.x-k8s.io", "v1beta2", "localqueues", "LocalQueue"),
         Resource("argoproj.io", "v1alpha1", "workflows", "Workflow"),
         Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob"),
         Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
@@ -64,15 +68,8 @@ class Refusal(Exception):  # noqa: N818  # the API's answer, which need not be a
         self.code, self.reason, self.message = code, reason, message
 
     def status(self) -> Object:
-        return {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Failure",
-            "message": self.message,
-            "reason": self.reason,
-            "code": self.code,
-        }
+        said = {"message": self.message, "reason": self.reason, "code": self.code}
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", **said}
 
 
 def not_found(plural: str, name: str) -> Refusal:
@@ -115,7 +112,7 @@ class Store:
             if (plural, metadata["namespace"], name) in self._objects:
                 full_name = RESOURCES[plural].full_name
                 raise Refusal(409, "AlreadyExists", f'{full_name} "{name}" already exists')
-            metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
+            metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
             made |= {"apiVersion": RESOURCES[plural].api_version, "kind": RESOURCES[plural].kind}
             self._objects[plural, metadata["namespace"], name] = made
             self._made_at[metadata["uid"]] = time.monotonic()
@@ -167,8 +164,6 @@ class Store:
             edited = copy.deepcopy(found)
             yield edited
             if edited != found:
-                if edited.get("spec") != found.get("spec"):
-                    edited["metadata"]["generation"] += 1
                 self._objects[plural, namespace, name] = edited
                 self._tell(plural, "MODIFIED", edited)
 
