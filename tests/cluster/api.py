@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tests.cluster.kubelet import Kubelet, Log
-from tests.cluster.selectors import by_fields, by_labels
 from tests.cluster.store import NAMESPACE, RESOURCES, Change, Object, Refusal, Resource, Store
 from tests.http_server import Server
 
@@ -31,12 +30,12 @@ _PATH = re.compile(
     r"(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<part>[^/]+))?"
 )
+_TERM = re.compile(r"([^\s,=]+)(?:=+([^,]+)|\s+in\s+\(([^)]*)\))")
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
 @dataclass
 class Request:
-    method: str
     path: str
     query: dict[str, str]
     verb: str
@@ -47,16 +46,13 @@ class Request:
 
 
 @dataclass
-class _Fault:
+class Fault:
     """An answer that the next `times` matching requests get."""
 
     times: int
     refusal: Refusal
     verb: str | None
     resource: str | None
-
-    def meets(self, request: Request) -> bool:
-        return self.verb in (None, request.verb) and self.resource in (None, request.resource)
 
 
 @dataclass
@@ -65,7 +61,7 @@ class Faults:
 
     allowed: frozenset[tuple[str, str]] | None = None
     forbidden: set[tuple[str, str]] = field(default_factory=set)
-    ordered: list[_Fault] = field(default_factory=list)
+    ordered: list[Fault] = field(default_factory=list)
     cuts: dict[str, int] = field(default_factory=lambda: {"watch": 0, "log": 0})
 
     def permits(self, resource: str, verb: str) -> bool:
@@ -157,7 +153,6 @@ class _Handler(BaseHTTPRequestHandler):
         parts = match.groupdict(default="") if match else {}
         watching = query.get("watch", "").lower() in ("1", "true")
         request = Request(
-            method=self.command,
             path=path,
             query=query,
             verb=_verb(self.command, parts, watching),
@@ -168,17 +163,14 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.api.requests.append(request)
         try:
-            self._refuse_where_ordered(request)
+            for fault in self.api.faults.ordered:
+                meets = fault.verb in (None, request.verb)
+                if meets and fault.times > 0 and fault.resource in (None, request.resource):
+                    fault.times -= 1
+                    raise fault.refusal
             self._answer(request, parts)
         except Refusal as refusal:
             self._send(refusal.code, refusal.status())
-
-    def _refuse_where_ordered(self, request: Request) -> None:
-        faults = self.api.faults
-        for fault in faults.ordered:
-            if fault.times > 0 and fault.meets(request):
-                fault.times -= 1
-                raise fault.refusal
 
     def _answer(self, request: Request, parts: dict[str, str]) -> None:
         if request.verb == "discover":
@@ -218,22 +210,11 @@ class _Handler(BaseHTTPRequestHandler):
                 version = {"groupVersion": resource.api_version, "version": resource.version}
                 known = {"versions": [version], "preferredVersion": version}
                 return {"kind": "APIGroup", "apiVersion": "v1", "name": resource.group, **known}
-        of_path = [
-            r
-            for r in served
-            if path == (f"/apis/{r.api_version}" if r.group else f"/api/{r.version}")
-        ]
+        of_path = [r for r in served if path.removesuffix(r.api_version) in ("/apis/", "/api/")]
         if not of_path:
             raise Refusal(404, "NotFound", "the server could not find the requested resource")
-        return {
-            "kind": "APIResourceList",
-            "groupVersion": of_path[0].api_version,
-            "resources": [
-                {"name": r.plural, "singularName": "", "namespaced": r.is_namespaced}
-                | {"kind": r.kind, "verbs": ["create", "delete", "get", "list", "patch", "watch"]}
-                for r in of_path
-            ],
-        }
+        known = [{"name": r.plural, "kind": r.kind} for r in of_path]
+        return {"kind": "APIResourceList", "resources": known}
 
     def _authorise(self, request: Request, resource: Resource) -> None:
         if not self.api.faults.permits(request.resource, request.verb):
@@ -289,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_piece(line.encode())
             if change.type == "ERROR":
                 break
-        self._end_stream()
+        self._send_piece(b"")
 
     def _changes(
         self, request: Request, resource: Resource, chosen: Callable[[Object], bool]
@@ -342,21 +323,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin_stream("text/plain")
         for line in self._lines(log, query):
             self._send_piece(line)
-        self._end_stream()
+        self._send_piece(b"")
 
     def _lines(self, log: Log, query: dict[str, str]) -> Iterator[bytes]:
-        since = float("-inf")
-        if "sinceTime" in query:
-            since = datetime.fromisoformat(query["sinceTime"]).timestamp()
+        since = datetime.fromisoformat(query.get("sinceTime", "1970-01-01T00:00:00Z"))
         stamped = query.get("timestamps", "").lower() == "true"
         following = query.get("follow", "").lower() == "true"
         generation = self.api.faults.cuts["log"]
         lines, ended = log.from_line(0, 0)
         at = len(lines)
-        lines = [line for line in lines if line.nanoseconds >= since * 1e9]
-        if "tailLines" in query:
-            count = int(query["tailLines"])
-            lines = lines[-count:] if count else []
+        lines = [line for line in lines if line.at >= since]
+        lines = lines[-int(query.get("tailLines", len(lines))) :]
         yield from (line.encoded(stamped) for line in lines)
         while following and not ended and self._is_wanted("log", generation):
             lines, ended = log.from_line(at, POLL_SECONDS)
@@ -381,10 +358,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_piece(self, content: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
-        self.wfile.flush()
-
-    def _end_stream(self) -> None:
-        self.wfile.write(b"0\r\n\r\n")
         self.wfile.flush()
 
     def _send(self, code: int, body: Object | str) -> None:
@@ -418,6 +391,21 @@ def _verb(method: str, parts: dict[str, str], watching: bool) -> str:
 
 
 def _chosen(request: Request) -> Callable[[Object], bool]:
-    by_label = by_labels(request.query.get("labelSelector", ""))
-    by_field = by_fields(request.query.get("fieldSelector", ""))
-    return lambda content: by_label(content) and by_field(content)
+    """A predicate of objects from selectors such as `a=b,g in (h,i)` and `metadata.name=x`."""
+    labels: dict[str, set[str]] = {}
+    for key, value, values in _TERM.findall(request.query.get("labelSelector", "")):
+        labels[key] = {value} if value else {one.strip() for one in values.split(",")}
+    fields = [term.split("=") for term in request.query.get("fieldSelector", "").split(",") if term]
+
+    def chosen(content: Object) -> bool:
+        own = content["metadata"].get("labels", {})
+        are_fields = all(_field(content, path) == value for path, value in fields)
+        return are_fields and all(own.get(key) in values for key, values in labels.items())
+
+    return chosen
+
+
+def _field(content: Any, path: str) -> Any:
+    for part in path.split("."):
+        content = content.get(part, {})
+    return content

@@ -14,7 +14,7 @@ RECONCILERS = {
 OWNERS = {
     plural: RESOURCES[plural].kind for plural in (*RECONCILERS, "trainingruntimes", "workflows")
 }
-TICK_SECONDS = 0.1  # for deadlines of TrainJobs, and Jobs' backoffs; all else follows changes
+TICK_SECONDS = 0.1  # for backoffs and deadlines of Jobs; all else follows changes
 
 
 class Controllers:
@@ -45,7 +45,7 @@ class Controllers:
                     before, seen = seen, self.store.version
                 self._collect_garbage()
                 idle = self.store.version == before
-                for plural in ["trainjobs", "jobs"] if idle else RECONCILERS:
+                for plural in ["jobs"] if idle else RECONCILERS:
                     for job in self.store.list(plural):
                         self._reconcile(plural, job)
         except BaseException as error:  # kept, and raised where the test ends

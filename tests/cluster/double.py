@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster import kueue, schema, trainjob
-from tests.cluster.api import ApiServer, _Fault
+from tests.cluster.api import ApiServer, Fault
 from tests.cluster.controllers import Controllers
-from tests.cluster.kubelet import Kubelet, NodeFaults, Script, set_condition
+from tests.cluster.kubelet import Kubelet, Script, set_condition
 from tests.cluster.store import NAMESPACE, RESOURCES, Object, Refusal, Store, delete_pod
 
 # The Role `d2plm-launcher`: what the pipeline's steps may do.
@@ -104,10 +104,6 @@ class Cluster:
         log = self.kubelet.log_of(known["metadata"]["uid"], name)
         return "" if log is None else log.text()
 
-    def events(self, regarding: str) -> list[Object]:
-        events = self.store.list("events")
-        return [event for event in events if event["involvedObject"]["name"] == regarding]
-
     def wait_for(self, condition: Callable[[], Any], seconds: float = 90) -> Any:
         """What `condition` gives, once it is true; it may raise LookupError until then."""
         end = time.monotonic() + seconds
@@ -143,13 +139,11 @@ class Cluster:
         """
         self.kubelet.scripts[worker] = list(scripts)
 
-    # Of `full` and `without_image`, the last that was called counts.
-
     def full(self, message: str = FULL) -> None:
-        self.kubelet.faults = NodeFaults(unschedulable=message)
+        self.kubelet.unschedulable = message
 
     def without_image(self) -> None:
-        self.kubelet.faults = NodeFaults(image_pull=NO_IMAGE)
+        self.kubelet.no_image = NO_IMAGE
 
     def over_quota(self) -> None:
         """Controllers may create no pods."""
@@ -211,7 +205,7 @@ class Cluster:
         self, times: int, status: int = 500, verb: str | None = None, resource: str | None = None
     ) -> None:
         refusal = Refusal(status, *_ERRORS[status])
-        self.api.faults.ordered.append(_Fault(times, refusal, verb, resource))
+        self.api.faults.ordered.append(Fault(times, refusal, verb, resource))
 
     def cut_watches(self) -> None:
         self.api.faults.cuts["watch"] += 1

@@ -7,16 +7,15 @@ one has.
 """
 
 import copy
-import json
+from collections import Counter
 from datetime import UTC, datetime
 
-from d2plm.core.shards import format_indices, parse_indices
+from d2plm.core.shards import format_indices
 from tests.cluster.kubelet import worker_of
 from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
 from tests.cluster.store import Object, Store, as_env, end_pods, made_pod, now, owned_by, suffix
 
 BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
-FAILURES = "cluster-double/failures"  # annotation: {index: [uid of each failed pod that counts]}
 ENDED = ("Complete", "Failed")
 
 
@@ -40,12 +39,8 @@ def reconcile(store: Store, job: Object) -> None:
 
 
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    metadata, spec = job["metadata"], job["spec"]
-    done = {*parse_indices(status.get("completedIndexes", ""))}
-    failed = {*parse_indices(status.get("failedIndexes", ""))}
-    known = json.loads(metadata.get("annotations", {}).get(FAILURES, "{}"))
-    failures = {int(index): [*uids] for index, uids in known.items()}
-    active: dict[int, Object] = {}
+    spec, failures = job["spec"], Counter[int]()
+    done, failed, active = set[int](), set[int](), set[int]()
     last_failure: dict[int, Object] = {}
     for pod in pods:
         index, phase = worker_of(pod), pod.get("status", {}).get("phase")
@@ -56,29 +51,26 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
             action = _action(spec.get("podFailurePolicy", {}), pod)
             if action == "FailIndex":
                 failed.add(index)
-            elif action == "Count" and pod["metadata"]["uid"] not in failures.get(index, ()):
-                failures.setdefault(index, []).append(pod["metadata"]["uid"])
-                if len(failures[index]) > spec["backoffLimitPerIndex"]:
+            elif action == "Count":
+                failures[index] += 1
+                if failures[index] > spec["backoffLimitPerIndex"]:
                     failed.add(index)
         else:
-            active[index] = pod
+            active.add(index)
     failed -= done
     for index in range(spec["completions"]):
         waits = index in last_failure and _seconds_since_end(last_failure[index]) < (
-            BACKOFF_SECONDS * 2 ** len(failures.get(index, ()))
+            BACKOFF_SECONDS * 2 ** failures[index]
         )
-        is_free = index not in done | failed | {*active} and not waits
+        is_free = index not in done | failed | active and not waits
         if is_free and len(active) < spec["parallelism"]:
             store.create_pod(_pod(job, index), job, "FailedCreate")
-            active[index] = {}
-    status["active"] = len({*active} - done - failed)
+            active.add(index)
+    status["active"] = len(active - done - failed)
     status["succeeded"], status["failed"] = len(done), len(last_failure)
     status["completedIndexes"] = format_indices(sorted(done))
     status |= {"failedIndexes": format_indices(sorted(failed))} if failed else {}
     status.setdefault("startTime", now())
-    if {**known} != {str(index): uids for index, uids in failures.items()}:
-        with store.edit("jobs", metadata["namespace"], metadata["name"]) as edited:
-            edited["metadata"].setdefault("annotations", {})[FAILURES] = json.dumps(failures)
     seconds = (datetime.now(UTC) - datetime.fromisoformat(status["startTime"])).total_seconds()
     if seconds > spec.get("activeDeadlineSeconds", seconds):
         end_pods(store, pods)

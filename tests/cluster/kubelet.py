@@ -25,7 +25,6 @@ from typing import Any
 from tests.cluster.store import Object, Refusal, Store, now
 
 REPOSITORY = Path(__file__).parents[2]
-_PHASES = {True: "Succeeded", False: "Failed"}
 MARK = "CLUSTER_DOUBLE_POD"
 POLL_SECONDS = 0.02
 REMOVAL_SECONDS = 0.1  # of a deleted pod that has ended
@@ -52,14 +51,12 @@ def _sleep(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    nanoseconds: int
+    at: datetime
     content: bytes
 
     def encoded(self, stamped: bool) -> bytes:
         """With the time in front, as `timestamps=true` wants it."""
-        whole, rest = divmod(self.nanoseconds, 10**9)
-        at = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        return f"{at}.{rest:09d}Z ".encode() * stamped + self.content
+        return f"{self.at:%Y-%m-%dT%H:%M:%S.%f}Z ".encode() * stamped + self.content
 
 
 class Log:
@@ -72,7 +69,7 @@ class Log:
 
     def append(self, content: bytes) -> None:
         with self._changed:
-            self._lines.append(Line(time.time_ns(), content))
+            self._lines.append(Line(datetime.now(UTC), content))
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -92,14 +89,6 @@ class Log:
             return b"".join(line.content for line in self._lines).decode(errors="replace")
 
 
-@dataclass
-class NodeFaults:
-    """The scheduler's or the registry's message; None: all is well."""
-
-    unschedulable: str | None = None
-    image_pull: str | None = None
-
-
 class _Deleted(Exception):  # noqa: N818  # a way out, no error
     """The pod was deleted before it ran."""
 
@@ -109,7 +98,7 @@ class Kubelet:
 
     def __init__(self, store: Store, folder: Path, mounts: Mapping[str, Path]) -> None:
         self.store, self.folder, self.mounts = store, folder, dict(mounts)
-        self.faults = NodeFaults()
+        self.unschedulable = self.no_image = ""  # why pods wait
         self.scripts: dict[int | None, list[Script]] = {}
         self.errors: list[BaseException] = []
         self.lost: dict[str, bool] = {}  # uid of pods on lost nodes → whether logs are answered
@@ -214,7 +203,7 @@ class _Runner(threading.Thread):
         kill_all(self.pod["metadata"]["uid"])
 
     def _live(self) -> None:
-        spec, script = self.pod["spec"], None
+        spec = self.pod["spec"]
         self._until_scheduled()
         self._until_pulled()
         script = self.kubelet.script_for(self.worker)
@@ -224,21 +213,24 @@ class _Runner(threading.Thread):
         self._run_container(spec["containers"][0], "containerStatuses", script)
 
     def _until_scheduled(self) -> None:
-        self._set(phase="Pending")
-        while message := self.kubelet.faults.unschedulable:
-            self._warn("FailedScheduling", message)
-            self._set_condition("PodScheduled", "False", "Unschedulable", message)
-            self._pause(POLL_SECONDS)
-        self._set_condition("PodScheduled", "True")
         with self._edited() as pod:
+            pod.setdefault("status", {})["phase"] = "Pending"
+        while message := self.kubelet.unschedulable:
+            self.kubelet.store.warn(self.pod, "FailedScheduling", message)
+            with self._edited() as pod:
+                set_condition(pod, "PodScheduled", "False", "Unschedulable", message)
+            self._pause(POLL_SECONDS)
+        with self._edited() as pod:
+            set_condition(pod, "PodScheduled", "True")
             pod["spec"]["nodeName"] = f"node-{self.worker}"
         prepares = self.pod["spec"].get("initContainers")
         self._set_waiting("PodInitializing" if prepares else "ContainerCreating")
 
     def _until_pulled(self) -> None:
-        while message := self.kubelet.faults.image_pull:
+        while message := self.kubelet.no_image:
             image = self.pod["spec"]["containers"][0]["image"]
-            self._warn("Failed", f'Failed to pull image "{image}": {message}')
+            said = f'Failed to pull image "{image}": {message}'
+            self.kubelet.store.warn(self.pod, "Failed", said)
             self._set_waiting("ImagePullBackOff", message=message)
             self._pause(POLL_SECONDS)
 
@@ -284,8 +276,8 @@ class _Runner(threading.Thread):
         # As in a cluster, the log ends a little before the pod's status reports the reason.
         log.end()
         with suppress(Refusal):
-            ends = {} if exit_code == 0 and not main else {"phase": _PHASES[exit_code == 0]}
-            self._set_state(statuses, container, {"terminated": state}, **ends, **self._last_words)
+            phase = {"phase": "Failed"} if exit_code else {"phase": "Succeeded"} if main else {}
+            self._set_state(statuses, container, {"terminated": state}, **phase, **self._last_words)
         return exit_code
 
     def _wait_for(self, process: "subprocess.Popen[bytes]") -> int:
@@ -361,14 +353,6 @@ class _Runner(threading.Thread):
             raise Refusal(503, "", "the node is lost")
         return self.kubelet.store.edit("pods", metadata["namespace"], metadata["name"])
 
-    def _set(self, **status: Any) -> None:
-        with self._edited() as pod:
-            pod.setdefault("status", {}).update(status)
-
-    def _set_condition(self, kind: str, value: str, reason: str = "", message: str = "") -> None:
-        with self._edited() as pod:
-            set_condition(pod, kind, value, reason, message)
-
     def _set_waiting(self, reason: str, **message: str) -> None:
         state = {"waiting": {"reason": reason, **message}}
         for container in self.pod["spec"]["containers"]:
@@ -386,9 +370,6 @@ class _Runner(threading.Thread):
             if statuses == "containerStatuses":
                 set_condition(pod, "Ready", str(ready))
                 set_condition(pod, "ContainersReady", str(ready))
-
-    def _warn(self, reason: str, message: str) -> None:
-        self.kubelet.store.warn(self.pod, reason, message)
 
 
 def set_condition(pod: Object, kind: str, value: str, reason: str = "", message: str = "") -> None:

@@ -1,11 +1,11 @@
 """The double's training operator: elastic PyTorchJobs of Workers alone, as v1.9 treats them.
 
-Restarts under `restartPolicy: ExitCode` are not counted, so `backoffLimit` ends no job.
+Restarts under `restartPolicy: ExitCode` are not counted, so `backoffLimit` ends no job; nor does
+a deadline, at which the operator looks only when something changes.
 """
 
 import copy
 from collections import Counter
-from datetime import UTC, datetime
 
 from tests.cluster.kubelet import worker_of
 from tests.cluster.store import Object, Store, as_env, delete_pod, end_pods, made_pod, now, owned_by
@@ -32,7 +32,6 @@ def reconcile(store: Store, job: Object) -> None:
         if is_true(status, "Suspended"):
             text = f"PyTorchJob {metadata['name']} is resumed."
             set_condition(status, "Suspended", "False", "PyTorchJobResumed", text)
-            status["startTime"] = now()
         _run(store, job, status, pods)
     if status != job.get("status", {}):
         with store.edit("pytorchjobs", metadata["namespace"], metadata["name"]) as edited:
@@ -50,13 +49,6 @@ def _suspend(store: Store, job: Object, status: Object, pods: list[Object]) -> N
 
 
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    name, policy = job["metadata"]["name"], job["spec"].get("runPolicy", {})
-    if text := _limit(name, policy, status):
-        for pod in pods:
-            delete_pod(store, pod)
-        status.setdefault("completionTime", now())
-        set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
-        return
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     by_index = {worker_of(pod): pod for pod in pods}
     for index in range(worker["replicas"]):
@@ -65,15 +57,6 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
             continue
         _judge(store, job, status, by_index[index])
     _summarise(job, status, pods)
-
-
-def _limit(name: str, policy: Object, status: Object) -> str | None:
-    seconds = policy.get("activeDeadlineSeconds")
-    if seconds is not None and "startTime" in status:
-        started = datetime.fromisoformat(status["startTime"])
-        if (datetime.now(UTC) - started).total_seconds() >= seconds:
-            return f"Job {name} has failed because it was active longer than specified deadline"
-    return None
 
 
 def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
@@ -93,7 +76,6 @@ def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
 
 def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
     name, worker = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    status.setdefault("startTime", now())
     phases = Counter(
         "Failed" if phase == "Running" and "deletionTimestamp" in pod["metadata"] else phase
         for pod in pods
@@ -102,7 +84,6 @@ def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
     active, succeeded, failed = (phases[one] for one in ("Running", "Succeeded", "Failed"))
     if succeeded == worker["replicas"]:
         text = f"PyTorchJob {job['metadata']['namespace']}/{name} successfully completed."
-        status.setdefault("completionTime", now())
         set_condition(status, "Succeeded", "True", "PyTorchJobSucceeded", text)
     elif active > 0:
         text = f"PyTorchJob {job['metadata']['namespace']}/{name} is running."

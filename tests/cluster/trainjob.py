@@ -5,7 +5,6 @@ unless its `podFailurePolicy` says that the exit code is permanent.
 """
 
 import copy
-from datetime import UTC, datetime
 
 from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
 from tests.cluster.store import (
@@ -77,10 +76,6 @@ def reconcile(store: Store, job: Object) -> None:
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     runtime = store.get(*_runtime(job))
     template = runtime["spec"]["template"]["spec"]
-    if _is_late(job):
-        text = "jobset exceeded its active deadline"
-        _fail(store, status, pods, "DeadlineExceeded", text)
-        return
     attempt = int(job["metadata"].get("annotations", {}).get(ATTEMPT, 0))
     of_attempt = [pod for pod in pods if _attempt(pod) == attempt]
     nodes = _nodes(job, runtime)
@@ -139,12 +134,6 @@ def _restart(
 def _fail(store: Store, status: Object, pods: list[Object], reason: str, message: str) -> None:
     set_condition(status, "Failed", "True", reason, message)
     end_pods(store, pods)
-
-
-def _is_late(job: Object) -> bool:
-    seconds = job["spec"].get("activeDeadlineSeconds")
-    created = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
-    return seconds is not None and (datetime.now(UTC) - created).total_seconds() >= seconds
 
 
 def _nodes(job: Object, runtime: Object) -> int:

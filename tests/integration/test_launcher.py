@@ -369,7 +369,7 @@ def test_warnings_about_other_jobs_and_a_former_one_are_not_this_jobs(cluster: C
         cluster.store.warn(about, "Failed", message)
 
     warn("mine-worker-0", "of a former one")
-    (former,) = cluster.events("mine-worker-0")
+    (former,) = cluster.store.list("events")
     with cluster.store.edit("events", NAMESPACE, former["metadata"]["name"]) as edited:
         edited["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
     cluster.script(Script(seconds=1.5))
