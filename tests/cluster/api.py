@@ -219,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _authorise(self, request: Request, resource: Resource) -> None:
         if not self.api.faults.permits(request.resource, request.verb):
             what = f'cannot {request.verb} resource "{request.resource}"'
-            text = f'{resource.full_name} is forbidden: User "{USER}" {what}'
+            text = f'{resource.plural}.{resource.group} is forbidden: User "{USER}" {what}'
             raise Refusal(403, "Forbidden", text)
 
     def _create(self, request: Request, resource: Resource) -> tuple[int, Object]:
@@ -279,12 +279,10 @@ class _Handler(BaseHTTPRequestHandler):
         seconds = float(request.query.get("timeoutSeconds", 1800))
         end = time.monotonic() + seconds
         generation = self.api.faults.cuts["watch"]
-        given = request.query.get("resourceVersion", "0")
+        given = int(request.query.get("resourceVersion") or 0)
         with store.changed:
-            at = int(given) if given not in ("", "0") else store.version
-            beginning = (
-                store.list(resource.plural, place or None, chosen) if at != int(given or 0) else []
-            )
+            at = given or store.version
+            beginning = [] if given else store.list(resource.plural, place or None, chosen)
         yield from (Change(0, resource.plural, "ADDED", content) for content in beginning)
         while time.monotonic() < end and self._is_wanted("watch", generation):
             with store.changed:

@@ -1,7 +1,6 @@
 """The double for tests: a cluster in a `with` block, and faults that tests can inject."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -52,7 +51,6 @@ class Cluster:
         self.controllers = Controllers(self.store)
         self.api = ApiServer(self.store, self.kubelet, set(RESOURCES) - missing, self._admit)
         self.api.faults.allowed = role
-        self._restart: threading.Timer | None = None
         self.kube_config = folder / "kube-config"
 
     def __enter__(self) -> "Cluster":
@@ -64,9 +62,6 @@ class Cluster:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._restart is not None:
-            self._restart.cancel()
-            self._restart.join()
         self.controllers.stop()
         self.kubelet.stop()
         self.api.stop()
@@ -204,7 +199,7 @@ class Cluster:
     def fail_next(
         self, times: int, status: int = 500, verb: str | None = None, resource: str | None = None
     ) -> None:
-        refusal = Refusal(status, *_ERRORS[status])
+        refusal = Refusal(status, "", "etcdserver: a fault of a test")
         self.api.faults.ordered.append(Fault(times, refusal, verb, resource))
 
     def cut_watches(self) -> None:
@@ -217,11 +212,11 @@ class Cluster:
         """Forget all changes so far: a watch from an older resource version ends with 410 Gone."""
         self._have(oldest=self.store.version + 1)
 
-    def restart_api(self, seconds: float = 2) -> None:
-        """Stop the API server at once and start it again after `seconds`; returns meanwhile."""
+    def restart_api(self, seconds: float) -> None:
+        """Stop the API server for so long."""
         self.api.stop()
-        self._restart = threading.Timer(seconds, self.api.start)
-        self._restart.start()
+        time.sleep(seconds)
+        self.api.start()
 
     def _admit(self, plural: str, content: Object, is_new: bool) -> None:
         resource = RESOURCES[plural]
@@ -236,16 +231,6 @@ class Cluster:
             raise Refusal(403, "Forbidden", f"pods is forbidden: {self.store.quota}")
         if plural == "trainjobs":
             trainjob.admit(self.store, content)
-
-
-_ERRORS = {  # status: reason and message
-    401: ("Unauthorized", "Unauthorized"),
-    403: ("Forbidden", "forbidden"),
-    422: ("Invalid", "spec.nprocPerNode: Invalid value"),
-    429: ("TooManyRequests", "too many requests, please try again later"),
-    500: ("InternalError", "Internal error occurred: etcdserver: leader changed"),
-    503: ("ServiceUnavailable", "the server is currently unable to handle the request"),
-}
 
 
 def _name(content: Object) -> str:

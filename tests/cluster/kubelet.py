@@ -219,7 +219,7 @@ class _Runner(threading.Thread):
             self.kubelet.store.warn(self.pod, "FailedScheduling", message)
             with self._edited() as pod:
                 set_condition(pod, "PodScheduled", "False", "Unschedulable", message)
-            self._pause(POLL_SECONDS)
+            self._pause()
         with self._edited() as pod:
             set_condition(pod, "PodScheduled", "True")
             pod["spec"]["nodeName"] = f"node-{self.worker}"
@@ -232,18 +232,13 @@ class _Runner(threading.Thread):
             said = f'Failed to pull image "{image}": {message}'
             self.kubelet.store.warn(self.pod, "Failed", said)
             self._set_waiting("ImagePullBackOff", message=message)
-            self._pause(POLL_SECONDS)
+            self._pause()
 
-    def _pause(self, seconds: float) -> None:
-        """Wait; raises where the pod is deleted meanwhile."""
-        end = time.monotonic() + seconds
-        while True:
-            if self._grace() is not None or self.kubelet.stopping or self._killed is not None:
-                raise _Deleted
-            left = end - time.monotonic()
-            if left <= 0:
-                return
-            time.sleep(min(left, POLL_SECONDS))
+    def _pause(self) -> None:
+        """Raises where the pod is deleted."""
+        if self._grace() is not None or self.kubelet.stopping or self._killed is not None:
+            raise _Deleted
+        time.sleep(POLL_SECONDS)
 
     def _run_container(self, container: Object, statuses: str, script: Script | None) -> int:
         name = container["name"]

@@ -137,7 +137,7 @@ BOTH_MODES = claimed("Bound", "ReadWriteOnce", accessModes=["ReadWriteOnce", "Re
         # What the server rejects.
         ("job", {"namespace": "other"}, lacking(), "failed", "create namespace other"),
         ("job", {}, OF_JOBS, "failed", "access.yaml"),
-        ("job", {}, failing(422, "create", "pytorchjobs"), "failed", "spec.np"),
+        ("job", {}, failing(422, "create", "pytorchjobs"), "failed", "a fault of a test"),
         ("job", {"kind": "trainjob"}, forbidden(("create", "trainjobs")), "failed", "cannot"),
         ("job", {"kind": "pytorchjob"}, lacking("pytorchjobs"), "failed", "no pytorchjobs"),
         ("job", {}, lacking("pytorchjobs", "trainjobs"), "failed", "neither"),
