@@ -73,11 +73,14 @@ Admission = Callable[[str, Object, bool], None]  # plural name, object, whether 
 
 
 class ApiServer:
-    """Serves resources of a store on 127.0.0.1; may be stopped and started on the same port."""
+    """Serves resources of a store on 127.0.0.1; may be stopped and started on the same port.
 
-    def __init__(self, store: Store, kubelet: Kubelet, served: set[str], admit: Admission) -> None:
+    A test takes out of `served` what its cluster lacks.
+    """
+
+    def __init__(self, store: Store, kubelet: Kubelet, admit: Admission) -> None:
         self.store, self.kubelet, self.admit = store, kubelet, admit
-        self.served = {name: RESOURCES[name] for name in RESOURCES if name in served}
+        self.served = dict(RESOURCES)
         self.faults = Faults()
         self.requests: list[Request] = []
         self.port = 0

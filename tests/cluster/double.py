@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,11 @@ LAUNCHER_ROLE = frozenset(
 FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0"
 NO_IMAGE = "Back-off pulling image: rpc error: code = NotFound desc = failed to resolve reference"
-OPERATORS = ("pytorchjobs", "trainjobs")
-JOBS = (*OPERATORS, "jobs")
+JOBS = ("pytorchjobs", "trainjobs", "jobs")
 
 
 class Cluster:
-    """A Kubernetes cluster of one test with these operators; see the package's docstring.
+    """A Kubernetes cluster of one test; see the package's docstring.
 
     `mounts` are paths in containers → folders of this machine, `role` the (resource, verb) pairs
     that the client may; None: everything.
@@ -38,18 +37,14 @@ class Cluster:
     def __init__(
         self,
         folder: Path,
-        operators: Iterable[str] = OPERATORS,
         mounts: Mapping[str, Path] | None = None,
         role: frozenset[tuple[str, str]] | None = LAUNCHER_ROLE,
     ) -> None:
-        trainer = {"trainjobs", "trainingruntimes", "clustertrainingruntimes"}
-        missing = set() if "trainjobs" in operators else trainer
-        missing |= {"pytorchjobs"} - {*operators}
         self.folder = folder
         self.store = Store()
         self.kubelet = Kubelet(self.store, folder / "pods", mounts or {})
         self.controllers = Controllers(self.store)
-        self.api = ApiServer(self.store, self.kubelet, set(RESOURCES) - missing, self._admit)
+        self.api = ApiServer(self.store, self.kubelet, self._admit)
         self.api.faults.allowed = role
         self.kube_config = folder / "kube-config"
 
@@ -114,18 +109,11 @@ class Cluster:
                 self.store.changed.wait(0.02)
 
     def describe(self) -> str:
-        """Jobs, pods, their logs' ends and events, for a test that fails."""
-        lines = []
-        for job in (job for plural in JOBS for job in self.store.list(plural)):
-            conditions = job.get("status", {}).get("conditions", ())
-            states = [f"{c['type']}={c['status']} ({c['message']})" for c in conditions]
-            lines.append(f"{job['kind']} {_name(job)}: {', '.join(states)}")
-        for pod in self.pods():
-            lines.append(f"Pod {_name(pod)}: {pod['status'].get('phase')}")
-            lines += [f"  {line}" for line in self.log(_name(pod)).splitlines()[-20:]]
-        for event in self.store.list("events"):
-            lines.append(f"{event['involvedObject']['name']}: {event['reason']} {event['message']}")
-        return "\n".join(lines)
+        """States of jobs and pods, the ends of logs, and events, for a test that fails."""
+        known = [one for plural in (*JOBS, "pods") for one in self.store.list(plural)]
+        lines = [f"{one['kind']} {_name(one)}: {one.get('status')}" for one in known]
+        lines += [self.log(_name(pod))[-2000:] for pod in self.pods()]
+        return "\n".join([*lines, *(one["message"] for one in self.store.list("events"))])
 
     def script(self, *scripts: Script, worker: int | None = None) -> None:
         """Let a worker's pods to come run these scripts in turn, in place of their command.
@@ -158,14 +146,8 @@ class Cluster:
         """Kill a pod for its memory: exit code 137, reason OOMKilled."""
         self.kubelet.runner(self.pod(pod)).kill(137, "OOMKilled")
 
-    def evict(self, pod: str) -> None:
-        """End a pod as a kubelet under pressure does: phase Failed, reason Evicted."""
-        known, message = self.pod(pod), "The node was low on resource: memory."
-        self.store.warn(known, "Evicted", message)
-        self.kubelet.runner(known).kill(137, "Error", {"reason": "Evicted", "message": message})
-
-    def shut_down_node(self, pod: str, reason: str, message: str) -> None:
-        """End a pod as the shutdown of its node does: phase Failed, without container statuses."""
+    def evict(self, pod: str, reason: str, message: str) -> None:
+        """End a pod as a node under pressure or its shutdown does: Failed, without statuses."""
         words = {"reason": reason, "message": message, "containerStatuses": []}
         self.kubelet.runner(self.pod(pod)).kill(137, "Error", words)
 

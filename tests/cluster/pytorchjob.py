@@ -44,8 +44,7 @@ def _suspend(store: Store, job: Object, status: Object, pods: list[Object]) -> N
     text = f"PyTorchJob {job['metadata']['name']} is suspended."
     if is_true(status, "Running"):
         set_condition(status, "Running", "False", "PyTorchJobSuspended", text)
-    if not is_true(status, "Suspended"):
-        set_condition(status, "Suspended", "True", "PyTorchJobSuspended", text)
+    set_condition(status, "Suspended", "True", "PyTorchJobSuspended", text)
 
 
 def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:

@@ -108,8 +108,7 @@ def _judge(
     fatal = {code for rule in policy["rules"] for code in rule["onExitCodes"]["values"]}
     name = f"{job['metadata']['name']}-{CONTAINER}-0"
     if exit_codes(failed, *ALL) & fatal:
-        action = "FailJobSet failure policy action"
-        text = f"jobset failed due to {action} (first failed job: {name})"
+        text = f"jobset failed due to FailJobSet failure policy action (first failed job: {name})"
         _fail(store, status, pods, "FailJobSetFailurePolicyAction", text)
     else:
         _restart(store, job, status, template, pods)

@@ -251,7 +251,7 @@ def test_a_log_that_cannot_be_read_holds_nothing_up(cluster: Cluster) -> None:
     launch = Launch()
     both_run(cluster)
     message = "Pod was terminated in response to imminent node shutdown."
-    cluster.shut_down_node("mine-worker-1", "Terminated", message)
+    cluster.evict("mine-worker-1", "Terminated", message)
     cluster.wait_for(lambda: launch.has_said("mine-worker-1", f"Terminated: {message}"), 10)
     assert "mine-worker-1: exit code 1" in str(launch.failure())
 
@@ -263,7 +263,7 @@ def test_a_log_that_hangs_holds_nothing_up(cluster: Cluster) -> None:
     both_run(cluster)
     cluster.wait_for(launch.steps)
     cluster.lose_node("mine-worker-0", answers=False)
-    cluster.evict("mine-worker-1")
+    cluster.evict("mine-worker-1", "Evicted", "The node was low on resource: memory.")
     cluster.wait_for(lambda: launch.has_said("Evicted"), 5)
     cluster.delete_pod("mine-worker-0", grace_seconds=0)
     launch.finish()
@@ -660,14 +660,13 @@ def test_auto_is_a_job_in_a_clusters_step_alone(tmp_path: Path, monkeypatch: Mon
     monkeypatch.delenv("KFP_POD_NAME", raising=False)
     assert where_to_train("auto") == "local"
     monkeypatch.setenv("KFP_POD_NAME", "step")
-    for operators in (["trainjobs", "pytorchjobs"], ["trainjobs"], []):
-        with Cluster(tmp_path / str(len(operators)), operators=operators) as double:
-            monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
-            if operators:
-                assert where_to_train("auto") == operators[-1].removesuffix("s")
-                continue
-            with pytest.raises(ClusterError):
-                where_to_train("auto")
+    with Cluster(tmp_path) as double:
+        monkeypatch.setenv("KUBECONFIG", str(double.kube_config))
+        for kind in ("pytorchjob", "trainjob"):
+            assert where_to_train("auto") == kind
+            del double.api.served[f"{kind}s"]
+        with pytest.raises(ClusterError):
+            where_to_train("auto")
 
 
 @pytest.mark.thorough
