@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.cluster.kubelet import Kubelet, Log
+from tests.cluster.kubelet import Kubelet, Line, Log
 from tests.cluster.store import NAMESPACE, RESOURCES, Change, Object, Refusal, Resource, Store
 from tests.http_server import Server
 
@@ -322,24 +322,24 @@ class _Handler(BaseHTTPRequestHandler):
             what = f'container "{container}" in pod "{request.name}" is waiting to start'
             raise Refusal(400, "BadRequest", f"{what}: ContainerCreating")
         self._begin_stream("text/plain")
-        for line in self._lines(log, query):
-            self._send_piece(line)
+        is_stamped = query.get("timestamps", "").lower() == "true"
+        for at, content in self._lines(log, query):
+            self._send_piece(f"{at:%Y-%m-%dT%H:%M:%S.%f}Z ".encode() * is_stamped + content)
         self._send_piece(b"")
 
-    def _lines(self, log: Log, query: dict[str, str]) -> Iterator[bytes]:
+    def _lines(self, log: Log, query: dict[str, str]) -> Iterator[Line]:
         since = datetime.fromisoformat(query.get("sinceTime", "1970-01-01T00:00:00Z"))
-        stamped = query.get("timestamps", "").lower() == "true"
         following = query.get("follow", "").lower() == "true"
         generation = self.api.faults.cuts["log"]
         lines, ended = log.from_line(0, 0)
         at = len(lines)
-        lines = [line for line in lines if line.at >= since]
+        lines = [line for line in lines if line[0] >= since]
         lines = lines[-int(query.get("tailLines", len(lines))) :]
-        yield from (line.encoded(stamped) for line in lines)
+        yield from lines
         while following and not ended and self._is_wanted("log", generation):
             lines, ended = log.from_line(at, POLL_SECONDS)
             at += len(lines)
-            yield from (line.encoded(stamped) for line in lines)
+            yield from lines
 
     def _is_wanted(self, kind: str, generation: int) -> bool:
         """Whether a stream continues; hangs up at the requested place."""

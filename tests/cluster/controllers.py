@@ -1,10 +1,13 @@
 """The loop that the double's controllers share, and its garbage collector."""
 
+import copy
 import threading
 from collections import defaultdict
+from contextlib import suppress
 
 from tests.cluster import indexed_job, kueue, pytorchjob, trainjob
-from tests.cluster.store import FOREGROUND, RESOURCES, Object, Refusal, Store
+from tests.cluster.pytorchjob import is_true, set_condition
+from tests.cluster.store import FOREGROUND, RESOURCES, Object, Refusal, Store, end_pods, owned_by
 
 RECONCILERS = {
     "pytorchjobs": pytorchjob.reconcile,
@@ -57,11 +60,33 @@ class Controllers:
             if "deletionTimestamp" in job["metadata"]:
                 return
             try:
-                RECONCILERS[plural](self.store, job)
+                self._manage(plural, job)
                 kueue.reconcile(self.store, plural, job)
             except Refusal as refusal:
                 if refusal.code != 404:
                     raise  # else: deleted meanwhile
+
+    def _manage(self, plural: str, job: Object) -> None:
+        """Bring a job's pods and status one step nearer to its specification."""
+        metadata, kind, spec = job["metadata"], job["kind"], job["spec"]
+        status = copy.deepcopy(job.get("status", {}))
+        pods = self.store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
+        if any(is_true(status, ended) for ended in ("Complete", "Succeeded", "Failed")):
+            end_pods(self.store, pods)  # as the policy of all jobs here is
+        elif spec.get("runPolicy", spec).get("suspend"):
+            end_pods(self.store, pods)
+            text = f"{kind} {metadata['name']} is suspended."
+            if is_true(status, "Running"):
+                set_condition(status, "Running", "False", f"{kind}Suspended", text)
+            set_condition(status, "Suspended", "True", f"{kind}Suspended", text)
+        else:
+            if is_true(status, "Suspended"):
+                text = f"{kind} {metadata['name']} is resumed."
+                set_condition(status, "Suspended", "False", f"{kind}Resumed", text)
+            RECONCILERS[plural](self.store, job, status, pods)
+        if status != job.get("status", {}):
+            with self.store.edit(plural, metadata["namespace"], metadata["name"]) as edited:
+                edited["status"] = status
 
     def _collect_garbage(self) -> None:
         """One pass; the rules were read in Kubernetes' source, and seen on 1.36.
@@ -94,13 +119,11 @@ class Controllers:
                     self.store.delete(plural, metadata["namespace"], metadata["name"], policy)
 
     def _finish(self, plural: str, content: Object) -> None:
-        """Remove the finalizer, which webhooks may reject like any other change."""
-        if plural == "trainjobs":
-            try:
+        """Remove the finalizer, which webhooks may reject; the collector then tries again."""
+        with suppress(Refusal):
+            if plural == "trainjobs":
                 trainjob.admit(self.store, content)
-            except Refusal:
-                return  # the collector tries again
-        self.store.remove(plural, content["metadata"]["namespace"], content["metadata"]["name"])
+            self.store.remove(plural, content["metadata"]["namespace"], content["metadata"]["name"])
 
 
 def _is_waiting(content: Object) -> bool:

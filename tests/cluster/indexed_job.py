@@ -6,39 +6,18 @@ whose next pod comes after a backoff. The Job goes on while any index can, and t
 one has.
 """
 
-import copy
 from collections import Counter
 from datetime import UTC, datetime
 
 from d2plm.core.shards import format_indices
 from tests.cluster.kubelet import worker_of
 from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
-from tests.cluster.store import Object, Store, as_env, end_pods, made_pod, now, owned_by, suffix
+from tests.cluster.store import Object, Store, as_env, made_pod, now, suffix
 
 BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
-ENDED = ("Complete", "Failed")
 
 
-def reconcile(store: Store, job: Object) -> None:
-    """Bring a job's pods and status one step nearer to its specification."""
-    metadata, spec = job["metadata"], job["spec"]
-    status = copy.deepcopy(job.get("status", {}))
-    if any(is_true(status, kind) for kind in ENDED):
-        return
-    pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
-    if spec.get("suspend"):
-        end_pods(store, pods)
-        set_condition(status, "Suspended", "True", "JobSuspended", "Job suspended")
-    else:
-        if is_true(status, "Suspended"):
-            set_condition(status, "Suspended", "False", "JobResumed", "Job resumed")
-        _run(store, job, status, pods)
-    if status != job.get("status", {}):
-        with store.edit("jobs", metadata["namespace"], metadata["name"]) as edited:
-            edited["status"] = status
-
-
-def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
+def reconcile(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     spec, failures = job["spec"], Counter[int]()
     done, failed, active = set[int](), set[int](), set[int]()
     last_failure: dict[int, Object] = {}
@@ -73,7 +52,6 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     status.setdefault("startTime", now())
     seconds = (datetime.now(UTC) - datetime.fromisoformat(status["startTime"])).total_seconds()
     if seconds > spec.get("activeDeadlineSeconds", seconds):
-        end_pods(store, pods)
         text = "Job was active longer than specified deadline"
         set_condition(status, "Failed", "True", "DeadlineExceeded", text)
     elif len(done | failed) == spec["completions"]:

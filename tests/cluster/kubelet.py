@@ -49,14 +49,7 @@ def _sleep(seconds: float | None) -> str:
     return "" if seconds == 0 else f"sleep {'infinity' if seconds is None else seconds} & wait $!"
 
 
-@dataclass(frozen=True)
-class Line:
-    at: datetime
-    content: bytes
-
-    def encoded(self, stamped: bool) -> bytes:
-        """With the time in front, as `timestamps=true` wants it."""
-        return f"{self.at:%Y-%m-%dT%H:%M:%S.%f}Z ".encode() * stamped + self.content
+Line = tuple[datetime, bytes]  # when it was written, and its content
 
 
 class Log:
@@ -69,7 +62,7 @@ class Log:
 
     def append(self, content: bytes) -> None:
         with self._changed:
-            self._lines.append(Line(datetime.now(UTC), content))
+            self._lines.append((datetime.now(UTC), content))
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -86,7 +79,7 @@ class Log:
 
     def text(self) -> str:
         with self._changed:
-            return b"".join(line.content for line in self._lines).decode(errors="replace")
+            return b"".join(content for _, content in self._lines).decode(errors="replace")
 
 
 class _Deleted(Exception):  # noqa: N818  # a way out, no error

@@ -4,50 +4,20 @@ Restarts under `restartPolicy: ExitCode` are not counted, so `backoffLimit` ends
 a deadline, at which the operator looks only when something changes.
 """
 
-import copy
 from collections import Counter
 
 from tests.cluster.kubelet import worker_of
-from tests.cluster.store import Object, Store, as_env, delete_pod, end_pods, made_pod, now, owned_by
+from tests.cluster.store import Object, Store, as_env, delete_pod, made_pod, now
 
 PORT = 23456
 ALL = ("initContainerStatuses", "containerStatuses")
 NO_EXIT_CODE = 0xBEEF  # the operator's value for an unknown exit code
 
 
-def reconcile(store: Store, job: Object) -> None:
-    """Bring a job's pods and status one step nearer to its specification."""
-    metadata, policy = job["metadata"], job["spec"].get("runPolicy", {})
-    status = copy.deepcopy(job.get("status", {}))
-    pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
+def reconcile(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     if not status:
-        text = f"PyTorchJob {metadata['name']} is created."
+        text = f"PyTorchJob {job['metadata']['name']} is created."
         set_condition(status, "Created", "True", "PyTorchJobCreated", text)
-    if is_true(status, "Succeeded") or is_true(status, "Failed"):
-        if policy.get("cleanPodPolicy") == "Running":
-            end_pods(store, pods)
-    elif policy.get("suspend"):
-        _suspend(store, job, status, pods)
-    else:
-        if is_true(status, "Suspended"):
-            text = f"PyTorchJob {metadata['name']} is resumed."
-            set_condition(status, "Suspended", "False", "PyTorchJobResumed", text)
-        _run(store, job, status, pods)
-    if status != job.get("status", {}):
-        with store.edit("pytorchjobs", metadata["namespace"], metadata["name"]) as edited:
-            edited["status"] = status
-
-
-def _suspend(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    for pod in pods:
-        delete_pod(store, pod)
-    text = f"PyTorchJob {job['metadata']['name']} is suspended."
-    if is_true(status, "Running"):
-        set_condition(status, "Running", "False", "PyTorchJobSuspended", text)
-    set_condition(status, "Suspended", "True", "PyTorchJobSuspended", text)
-
-
-def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     by_index = {worker_of(pod): pod for pod in pods}
     for index in range(worker["replicas"]):

@@ -4,9 +4,7 @@ Pods are named and labelled as a JobSet's. A pod that fails fails the whole job,
 unless its `podFailurePolicy` says that the exit code is permanent.
 """
 
-import copy
-
-from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
+from tests.cluster.pytorchjob import ALL, exit_codes, set_condition
 from tests.cluster.store import (
     RESOURCES,
     Object,
@@ -14,9 +12,7 @@ from tests.cluster.store import (
     Store,
     as_env,
     delete_pod,
-    end_pods,
     made_pod,
-    owned_by,
     suffix,
 )
 
@@ -53,30 +49,10 @@ def _runtime(job: Object) -> tuple[str, str, str]:
     return *(own if is_own else shared), reference["name"]
 
 
-def reconcile(store: Store, job: Object) -> None:
-    """Bring a job's pods and status one step nearer to its specification."""
-    metadata = job["metadata"]
-    status = copy.deepcopy(job.get("status", {}))
-    if is_true(status, "Complete") or is_true(status, "Failed"):
-        return
-    pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
-    if job["spec"].get("suspend"):
-        for pod in pods:
-            delete_pod(store, pod)
-        set_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
-    else:
-        if is_true(status, "Suspended"):
-            set_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
-        _run(store, job, status, pods)
-    if status != job.get("status", {}):
-        with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
-            edited["status"] = status
-
-
-def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    runtime = store.get(*_runtime(job))
+def reconcile(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
+    runtime, metadata = store.get(*_runtime(job)), job["metadata"]
     template = runtime["spec"]["template"]["spec"]
-    attempt = int(job["metadata"].get("annotations", {}).get(ATTEMPT, 0))
+    attempt = int(metadata.get("annotations", {}).get(ATTEMPT, 0))
     of_attempt = [pod for pod in pods if _attempt(pod) == attempt]
     nodes = _nodes(job, runtime)
     if not of_attempt:
@@ -85,54 +61,34 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         for index in range(nodes):
             store.create_pod(_node(job, runtime, index, attempt), _job(job), "FailedCreate")
         return
-    failed = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Failed"]
-    done = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Succeeded"]
-    if failed:
-        _judge(store, job, status, template, of_attempt, failed[0])
+    done, failed = (
+        [pod for pod in of_attempt if pod["status"].get("phase") == phase]
+        for phase in ("Succeeded", "Failed")
+    )
+    policy = template["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]
+    fatal = {code for rule in policy["rules"] for code in rule["onExitCodes"]["values"]}
+    if failed and exit_codes(failed[0], *ALL) & fatal:
+        text = "jobset failed due to FailJobSet failure policy action"
+        set_condition(status, "Failed", "True", "FailJobSetFailurePolicyAction", text)
     elif len(done) == nodes:
         text = "jobset completed successfully"
         set_condition(status, "Complete", "True", "AllJobsCompleted", text)
-    elif len(of_attempt) < nodes:
-        # A pod was taken away; with a backoffLimit of 0 its job has failed.
-        _restart(store, job, status, template, of_attempt)
+    elif not failed and len(of_attempt) == nodes:
+        return
+    # Or a pod was taken away; with a backoffLimit of 0 its job has failed.
+    elif attempt >= template.get("failurePolicy", {}).get("maxRestarts", 0):
+        text = "jobset failed due to reaching max number of restarts"
+        set_condition(status, "Failed", "True", "ReachedMaxRestarts", text)
+    else:
+        for pod in of_attempt:
+            delete_pod(store, pod)
+        store.warn(job, "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
+        with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
+            edited["metadata"].setdefault("annotations", {})[ATTEMPT] = str(attempt + 1)
 
 
 def _attempt(pod: Object) -> int:
     return int(pod["metadata"]["labels"]["jobset.sigs.k8s.io/restart-attempt"])
-
-
-def _judge(
-    store: Store, job: Object, status: Object, template: Object, pods: list[Object], failed: Object
-) -> None:
-    policy = template["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]
-    fatal = {code for rule in policy["rules"] for code in rule["onExitCodes"]["values"]}
-    name = f"{job['metadata']['name']}-{CONTAINER}-0"
-    if exit_codes(failed, *ALL) & fatal:
-        text = f"jobset failed due to FailJobSet failure policy action (first failed job: {name})"
-        _fail(store, status, pods, "FailJobSetFailurePolicyAction", text)
-    else:
-        _restart(store, job, status, template, pods)
-
-
-def _restart(
-    store: Store, job: Object, status: Object, template: Object, pods: list[Object]
-) -> None:
-    metadata = job["metadata"]
-    attempt = int(metadata.get("annotations", {}).get(ATTEMPT, 0))
-    if attempt >= template.get("failurePolicy", {}).get("maxRestarts", 0):
-        text = "jobset failed due to reaching max number of restarts"
-        _fail(store, status, pods, "ReachedMaxRestarts", text)
-        return
-    for pod in pods:
-        delete_pod(store, pod)
-    store.warn(job, "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
-    with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
-        edited["metadata"].setdefault("annotations", {})[ATTEMPT] = str(attempt + 1)
-
-
-def _fail(store: Store, status: Object, pods: list[Object], reason: str, message: str) -> None:
-    set_condition(status, "Failed", "True", reason, message)
-    end_pods(store, pods)
 
 
 def _nodes(job: Object, runtime: Object) -> int:

@@ -3,12 +3,9 @@
 import csv
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,28 +17,9 @@ from d2plm.config import compose
 from tests.conftest import Captured, Exports, MonkeyPatch
 from tests.http_server import free_port
 from tests.integration.conftest import Finished, start
+from tests.runs import wait_for
 
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQ"
-
-
-@contextmanager
-def serving(
-    model: str, log: Path, *words: str, **environment: str
-) -> Iterator[tuple[httpx.Client, "subprocess.Popen[bytes]"]]:
-    """`d2plm serve` of a model: a client of it, and its process."""
-    port = free_port()
-    command = [sys.executable, "-m", "d2plm", "serve", f"model_dir='{model}'", f"port={port}"]
-    process = start([*command, "device=cpu", "max_residues=2000", *words], log, **environment)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            deadline = time.monotonic() + 300
-            while not answers(client):
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.1)
-            yield client, process
-    finally:
-        process.terminate()
-        process.wait(90)
 
 
 def answers(client: httpx.Client) -> bool:
@@ -59,28 +37,35 @@ def test_it_scores_as_the_command_and_on_sigterm_finishes_begun_requests(
     model = f"model_dir='{finished.work_dir / 'model'}'"
     score.run(compose("score", [model, f"input='{fasta}'", f"output='{output}'", "device=cpu"]))
     (expected,) = csv.DictReader(output.open())
-    champion = "models:/d2plm-diffusion@champion"
-    slow = {"task": "generate", "number": 10, "steps": 1000}
+    port = free_port()
+    words = ("model_dir=models:/d2plm-diffusion@champion", f"port={port}", "max_residues=2000")
+    command = [sys.executable, "-m", "d2plm", "serve", *words, "device=cpu"]
+    process = start(command, log, MLFLOW_TRACKING_URI=finished.tracking_uri)
     with (
-        serving(champion, log, MLFLOW_TRACKING_URI=finished.tracking_uri) as (client, process),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
         ThreadPoolExecutor(2) as pool,
     ):
-        response = client.post("/invocations", json={"inputs": {"sequence": [PROTEIN]}})
-        assert response.status_code == 200, response.text
-        (row,) = response.json()["predictions"]
-        assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
-        for name, value in row.items():
-            assert float(expected[name]) == pytest.approx(value, abs=1e-4)
-        body = {"inputs": [{"length": 100}], "params": slow}
-        first = pool.submit(client.post, "/invocations", json=body)
-        time.sleep(0.5)
-        second = pool.submit(client.post, "/invocations", json={"inputs": {"sequence": "MKT"}})
-        time.sleep(0.5)
-        assert not first.done()
-        process.terminate()
-        assert first.result().status_code == second.result().status_code == 200
-        assert process.wait(30) == 128 + signal.SIGTERM
-        assert "Traceback" not in log.read_text()
+        try:
+            wait_for(lambda: process.poll() is not None or answers(client))
+            response = client.post("/invocations", json={"inputs": {"sequence": [PROTEIN]}})
+            assert response.status_code == 200, response.text
+            (row,) = response.json()["predictions"]
+            assert {*row} == {"residues", "nats", "nats_low", "nats_high", "perplexity"}
+            for name, value in row.items():
+                assert float(expected[name]) == pytest.approx(value, abs=1e-4)
+            slow = {"task": "generate", "number": 10, "steps": 1000}
+            body = {"inputs": [{"length": 100}], "params": slow}
+            first = pool.submit(client.post, "/invocations", json=body)
+            time.sleep(0.5)
+            second = pool.submit(client.post, "/invocations", json={"inputs": {"sequence": "MKT"}})
+            time.sleep(0.5)
+            assert not first.done()
+            process.terminate()
+            assert first.result().status_code == second.result().status_code == 200
+            assert process.wait(30) == 128 + signal.SIGTERM
+            assert "Traceback" not in log.read_text()
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

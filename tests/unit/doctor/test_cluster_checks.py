@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +101,8 @@ def forbidden(*pairs: tuple[str, str]) -> Arrange:
     return lambda cluster: [cluster.forbid(*pair) for pair in pairs]
 
 
-def failing(status: int, verb: str, resource: str) -> Arrange:
-    return lambda cluster: cluster.fail_next(100, status, verb, resource)
-
-
-def removed(plural: str, namespace: str, name: str) -> Arrange:
-    return lambda cluster: cluster.store.remove(plural, namespace, name)
-
-
-def claimed(phase: str, mode: str, **status: Any) -> Arrange:
-    return lambda cluster: put_claim(cluster, phase, mode, **status)
-
-
-def with_nodes(**gpus: int) -> Arrange:
-    return lambda cluster: put_nodes(cluster, **gpus)
+def without_namespace(cluster: Cluster) -> None:
+    cluster.store.remove("namespaces", "", NAMESPACE)
 
 
 def test_the_job_is_of_the_launchers_kind(cluster: Cluster) -> None:
@@ -128,7 +117,14 @@ def test_the_job_is_of_the_launchers_kind(cluster: Cluster) -> None:
 OF_JOBS = forbidden(("create", "pytorchjobs"), ("delete", "pytorchjobs"), ("get", "pods/log"))
 OF_TRAINJOBS = forbidden(("create", "trainjobs"), ("create", "trainingruntimes"))
 NO_PODS = forbidden(("create", "pods"))
-BOTH_MODES = claimed("Bound", "ReadWriteOnce", accessModes=["ReadWriteOnce", "ReadWriteMany"])
+FAILING = partial(Cluster.fail_next, times=100)
+INVALID = partial(FAILING, status=422, verb="create", resource="pytorchjobs")
+NO_REVIEWS = partial(FAILING, status=403, verb="create", resource=REVIEWS)
+BROKEN = partial(FAILING, status=500, verb="list", resource="nodes")
+PENDING = partial(put_claim, phase="Pending", mode="ReadWriteMany")
+ONE_MODE = partial(put_claim, phase="Bound", mode="ReadWriteOnce")
+BOTH_MODES = partial(ONE_MODE, accessModes=["ReadWriteOnce", "ReadWriteMany"])
+ONE_NODE, TWO_NODES = partial(put_nodes, a=8, b=0), partial(put_nodes, a=8, b=8)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +133,7 @@ BOTH_MODES = claimed("Bound", "ReadWriteOnce", accessModes=["ReadWriteOnce", "Re
         # What the server rejects.
         ("job", {"namespace": "other"}, lacking(), "failed", "create namespace other"),
         ("job", {}, OF_JOBS, "failed", "access.yaml"),
-        ("job", {}, failing(422, "create", "pytorchjobs"), "failed", "a fault of a test"),
+        ("job", {}, INVALID, "failed", "a fault of a test"),
         ("job", {"kind": "trainjob"}, forbidden(("create", "trainjobs")), "failed", "cannot"),
         ("job", {"kind": "pytorchjob"}, lacking("pytorchjobs"), "failed", "no pytorchjobs"),
         ("job", {}, lacking("pytorchjobs", "trainjobs"), "failed", "neither"),
@@ -148,20 +144,20 @@ BOTH_MODES = claimed("Bound", "ReadWriteOnce", accessModes=["ReadWriteOnce", "Re
         ("permissions", {"kind": "trainjob"}, OF_TRAINJOBS, "failed", "trainjobs"),
         ("permissions", {}, OF_TRAINJOBS, "ok", ""),
         ("permissions", {}, NO_PODS, "ok", ""),
-        ("permissions", {}, removed("namespaces", "", NAMESPACE), "failed", "no namespace d2plm"),
+        ("permissions", {}, without_namespace, "failed", "no namespace d2plm"),
         # What may not be seen, and what is broken.
-        ("permissions", {}, failing(403, "create", REVIEWS), "skipped", "(403)"),
-        ("GPUs", {}, failing(500, "list", "nodes"), "failed", "500"),
+        ("permissions", {}, NO_REVIEWS, "skipped", "(403)"),
+        ("GPUs", {}, BROKEN, "failed", "500"),
         # Claims.
-        (CLAIM_CHECK, {}, claimed("Pending", "ReadWriteMany"), "warning", "Pending"),
-        (CLAIM_CHECK, {}, claimed("Bound", "ReadWriteOnce"), "warning", "Bound"),
+        (CLAIM_CHECK, {}, PENDING, "warning", "Pending"),
+        (CLAIM_CHECK, {}, ONE_MODE, "warning", "Bound"),
         (CLAIM_CHECK, {}, BOTH_MODES, "ok", "ReadWriteMany"),
         ("claim extra", {"claims": {"extra": "/e"}}, lacking(), "failed", "no Persistent"),
         # GPUs and queues.
-        ("GPUs", {"gpus": 8, "nodes": 2}, with_nodes(a=8, b=0), "warning", "8 nvidia.com/gpu; 2 "),
-        ("GPUs", {"gpus": 4, "nodes": 2, "same_node": True}, with_nodes(a=8, b=8), "ok", ""),
-        ("GPUs", {"gpus": 8, "nodes": 2, "same_node": True}, with_nodes(a=8, b=8), "warning", ""),
-        ("GPUs", {}, with_nodes(a=0), "ok", ""),
+        ("GPUs", {"gpus": 8, "nodes": 2}, ONE_NODE, "warning", "8 nvidia.com/gpu; 2 "),
+        ("GPUs", {"gpus": 4, "nodes": 2, "same_node": True}, TWO_NODES, "ok", ""),
+        ("GPUs", {"gpus": 8, "nodes": 2, "same_node": True}, TWO_NODES, "warning", ""),
+        ("GPUs", {}, partial(put_nodes, a=0), "ok", ""),
         ("Kueue", {"queue": "absent"}, lacking(), "failed", "no LocalQueue absent"),
         ("Kueue", {}, lacking(), "skipped", ""),
         ("Kueue", {"queue": "team"}, lacking("localqueues", "workloads"), "failed", "no LocalQ"),

@@ -1,11 +1,8 @@
 """The manifests, as an API server, the operators' webhooks and a platform engineer see them."""
 
-import gzip
-import os
 import shutil
 import tempfile
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from tests.cluster.double import LAUNCHER_ROLE
 from tests.cluster.store import RESOURCES
 from tests.conftest import Captured
 from tests.manifests import (
-    DEFINITIONS,
+    CUSTOM,
     K8S,
     KUBERNETES,
     NEEDS_KUBECTL,
@@ -147,7 +144,7 @@ def test_servers_are_probed_and_found_by_their_services(manifests: list[Manifest
             # These cannot be changed by a new version.
             fixed = [manifest["spec"]["selector"], manifest["spec"].get("volumeClaimTemplates")]
             assert __version__ not in str(fixed)
-        elif manifest["kind"] in DEFINITIONS:
+        elif manifest["kind"] in CUSTOM:
             assert template["spec"]["terminationGracePeriodSeconds"] >= 120
     for service in of_kind(manifests, "Service"):
         selector = service["spec"]["selector"].items()
@@ -306,17 +303,6 @@ def test_the_settings_of_every_command_compose(capsys: Captured) -> None:
     for words in found:
         assert main([*words, "--cfg", "job"]) == 0, words
     capsys.readouterr()
-
-
-@pytest.mark.skipif(
-    "D2PLM_CRD_DIR" not in os.environ and "CI" not in os.environ,
-    reason="D2PLM_CRD_DIR names no folder with the custom resources' definitions",
-)
-def test_ci_takes_the_definitions_that_are_at_hand() -> None:
-    script = (K8S.parent / ".github/custom_resources.sh").read_text()
-    for file in DEFINITIONS.values():
-        text = gzip.decompress((Path(os.environ["D2PLM_CRD_DIR"]) / file).read_bytes())
-        assert f"{file.removesuffix('.gz')} \\\n  {sha256(text).hexdigest()}" in script
 
 
 def test_the_smoke_test_runs_every_step_there_is() -> None:
