@@ -133,18 +133,16 @@ def webhook_complaints(manifest: Manifest) -> list[str]:
 def pod_templates(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
     """Each manifest that makes pods, and each of its pod templates."""
     for manifest in manifests:
-        spec = manifest.get("spec", {})
-        match manifest["kind"]:
-            case "Deployment" | "StatefulSet" | "Job":
-                yield manifest, spec["template"]
-            case "CronJob":
-                yield manifest, spec["jobTemplate"]["spec"]["template"]
-            case "PyTorchJob":
-                for replicas in spec["pytorchReplicaSpecs"].values():
-                    yield manifest, replicas["template"]
-            case "TrainingRuntime":
-                for replicated in spec["template"]["spec"]["replicatedJobs"]:
-                    yield manifest, replicated["template"]["spec"]["template"]
+        yield from ((manifest, template) for template in _templates(manifest.get("spec")))
+
+
+def _templates(node: Any) -> Iterator[Manifest]:
+    if isinstance(node, dict):
+        if isinstance(node.get("spec"), dict) and "containers" in node["spec"]:
+            yield node
+        node = list(node.values())
+    for value in node if isinstance(node, list) else ():
+        yield from _templates(value)
 
 
 def containers(template: Manifest) -> list[Manifest]:

@@ -138,17 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
     api: ApiServer
     store: Store
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):  # one for each HTTP method
-            return self._handle
-        raise AttributeError(name)
-
     def log_message(self, *_: Any) -> None:
         """Requests are recorded instead."""
 
     def _handle(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        content = self.rfile.read(length)
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         url = urlsplit(self.path)
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         path = url.path.rstrip("/")
@@ -175,6 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
         except Refusal as refusal:
             self._send(refusal.code, refusal.status())
 
+    do_GET = do_POST = do_PATCH = do_DELETE = _handle  # noqa: N815  # names of http.server
+
     def _answer(self, request: Request, parts: dict[str, str]) -> None:
         if request.verb == "discover":
             self._send(200, self._discover(request.path))
@@ -187,7 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
         if resource is None or (resource.group, resource.version) != asked:
             self._send(404, "404 page not found\n")  # no Status, as the real server's
             return
-        self._authorise(request, resource)
+        if not self.api.faults.permits(request.resource, request.verb):
+            what = f'User "{USER}" cannot {request.verb} resource "{request.resource}"'
+            raise Refusal(403, "Forbidden", f"{resource.plural} is forbidden: {what}")
         if request.resource == "pods/log":
             self._log(request)
         elif request.verb == "watch":
@@ -218,12 +216,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(404, "NotFound", "the server could not find the requested resource")
         known = [{"name": r.plural, "kind": r.kind} for r in of_path]
         return {"kind": "APIResourceList", "resources": known}
-
-    def _authorise(self, request: Request, resource: Resource) -> None:
-        if not self.api.faults.permits(request.resource, request.verb):
-            what = f'cannot {request.verb} resource "{request.resource}"'
-            text = f'{resource.plural}.{resource.group} is forbidden: User "{USER}" {what}'
-            raise Refusal(403, "Forbidden", text)
 
     def _create(self, request: Request, resource: Resource) -> tuple[int, Object]:
         content = request.body

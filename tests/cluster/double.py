@@ -21,7 +21,6 @@ LAUNCHER_ROLE = frozenset(
     | {("pods/log", "get"), ("events", "list"), ("trainingruntimes/finalizers", "update")}
     | {("workloads", "list"), ("workflows", "get")}
 )
-FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0"
 NO_IMAGE = "Back-off pulling image: rpc error: code = NotFound desc = failed to resolve reference"
 JOBS = ("pytorchjobs", "trainjobs", "jobs")
@@ -122,8 +121,8 @@ class Cluster:
         """
         self.kubelet.scripts[worker] = list(scripts)
 
-    def full(self, message: str = FULL) -> None:
-        self.kubelet.unschedulable = message
+    def full(self) -> None:
+        self.kubelet.unschedulable = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
     def without_image(self) -> None:
         self.kubelet.no_image = NO_IMAGE

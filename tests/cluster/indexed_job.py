@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from d2plm.core.shards import format_indices
 from tests.cluster.kubelet import worker_of
 from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
-from tests.cluster.store import Object, Store, as_env, made_pod, now, suffix
+from tests.cluster.store import Object, Store, made_pod, now, suffix
 
 BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
 
@@ -86,8 +86,5 @@ def _pod(job: Object, index: int) -> Object:
         "batch.kubernetes.io/job-name": name,
         "batch.kubernetes.io/job-completion-index": str(index),
     }
-    pod = made_pod(job, job["spec"]["template"], f"{name}-{index}-{suffix()}", labels)
-    for container in pod["spec"]["containers"]:
-        own = as_env({"JOB_COMPLETION_INDEX": str(index)})
-        container["env"] = [*container.get("env", ()), *own]
-    return pod
+    variables = {"JOB_COMPLETION_INDEX": str(index)}
+    return made_pod(job, job["spec"]["template"], f"{name}-{index}-{suffix()}", labels, variables)

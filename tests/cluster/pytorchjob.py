@@ -7,7 +7,7 @@ a deadline, at which the operator looks only when something changes.
 from collections import Counter
 
 from tests.cluster.kubelet import worker_of
-from tests.cluster.store import Object, Store, as_env, delete_pod, made_pod, now
+from tests.cluster.store import Object, Store, delete_pod, made_pod, now
 
 PORT = 23456
 ALL = ("initContainerStatuses", "containerStatuses")
@@ -71,16 +71,8 @@ def _worker(job: Object, index: int) -> Object:
         "training.kubeflow.org/replica-index": str(index),
     }
     template = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
-    pod = made_pod(job, template, f"{name}-worker-{index}", labels)
-    pod["spec"]["restartPolicy"] = "Never"
-    for container in pod["spec"]["containers"]:
-        container["env"] = [*container.get("env", ()), *as_env(_variables(job))]
-    return pod
-
-
-def _variables(job: Object) -> dict[str, str]:
-    name, policy = job["metadata"]["name"], job["spec"]["elasticPolicy"]
-    return {
+    policy = job["spec"]["elasticPolicy"]
+    variables = {
         "PYTHONUNBUFFERED": "1",
         "PET_RDZV_ENDPOINT": f"{name}-worker-0:{PORT}",
         "PET_RDZV_BACKEND": policy["rdzvBackend"],
@@ -89,6 +81,7 @@ def _variables(job: Object) -> dict[str, str]:
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PET_RDZV_CONF": ",".join(f"{one['key']}={one['value']}" for one in policy["rdzvConf"]),
     }
+    return made_pod(job, template, f"{name}-worker-{index}", labels, variables)
 
 
 def exit_codes(pod: Object, *kinds: str) -> set[int]:

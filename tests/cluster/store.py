@@ -223,12 +223,17 @@ def owned_by(uid: str) -> Callable[[Object], bool]:
     )
 
 
-def made_pod(job: Object, template: Object, name: str, labels: dict[str, str]) -> Object:
-    """A pod that a job's controller makes of a template."""
+def made_pod(
+    job: Object, template: Object, name: str, labels: dict[str, str], variables: dict[str, str]
+) -> Object:
+    """A pod that a job's controller makes of a template, with variables for its containers."""
     made = copy.deepcopy(template)
     known = made.get("metadata", {})
     metadata = {**known, "name": name, "namespace": job["metadata"]["namespace"]}
     metadata |= {"ownerReferences": [owner(job)], "labels": {**known.get("labels", {}), **labels}}
+    for container in made["spec"]["containers"]:
+        own = [{"name": key, "value": value} for key, value in variables.items()]
+        container["env"] = [*container.get("env", ()), *own]
     return {"metadata": metadata, "spec": made["spec"], "status": {"phase": "Pending"}}
 
 
@@ -236,10 +241,6 @@ def end_pods(store: Store, pods: list[Object]) -> None:
     for pod in pods:
         if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
             delete_pod(store, pod)
-
-
-def as_env(variables: dict[str, str]) -> list[Object]:
-    return [{"name": key, "value": value} for key, value in variables.items()]
 
 
 def delete_pod(store: Store, pod: Object, grace_seconds: int | None = None) -> None:

@@ -5,16 +5,7 @@ unless its `podFailurePolicy` says that the exit code is permanent.
 """
 
 from tests.cluster.pytorchjob import ALL, exit_codes, set_condition
-from tests.cluster.store import (
-    RESOURCES,
-    Object,
-    Refusal,
-    Store,
-    as_env,
-    delete_pod,
-    made_pod,
-    suffix,
-)
+from tests.cluster.store import RESOURCES, Object, Refusal, Store, delete_pod, made_pod, suffix
 
 PORT = 29400
 CONTAINER = "node"
@@ -43,10 +34,10 @@ def admit(store: Store, job: Object) -> None:
 
 
 def _runtime(job: Object) -> tuple[str, str, str]:
-    reference, place = job["spec"]["runtimeRef"], job["metadata"]["namespace"]
-    is_own = reference.get("kind") == "TrainingRuntime"
-    own, shared = ("trainingruntimes", place), ("clustertrainingruntimes", "")
-    return *(own if is_own else shared), reference["name"]
+    reference = job["spec"]["runtimeRef"]
+    if reference.get("kind") == "TrainingRuntime":
+        return "trainingruntimes", job["metadata"]["namespace"], reference["name"]
+    return "clustertrainingruntimes", "", reference["name"]
 
 
 def reconcile(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
@@ -115,21 +106,21 @@ def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
         **number,
     }
     template = replicated["template"]["spec"]["template"]
-    pod = made_pod(job, template, f"{name}-{CONTAINER}-0-{index}-{suffix()}", labels)
-    pod["metadata"].setdefault("annotations", {}).update(number)
-    container = next(c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
     trainer = job["spec"].get("trainer", {})
-    container |= {key: trainer[key] for key in ("image", "command", "args") if key in trainer}
-    if "resourcesPerNode" in trainer:
-        container["resources"] = trainer["resourcesPerNode"]
-    variables = {
+    variables = {one["name"]: one["value"] for one in trainer.get("env", ())} | {
         "PET_NNODES": str(_nodes(job, runtime)),
         "PET_NPROC_PER_NODE": str(trainer.get("numProcPerNode", _automatic(trainer))),
         "PET_NODE_RANK": str(index),
         "PET_MASTER_ADDR": f"{name}-{CONTAINER}-0-0.{name}",
         "PET_MASTER_PORT": str(PORT),
     }
-    container["env"] = [*container.get("env", ()), *trainer.get("env", ()), *as_env(variables)]
+    pod_name = f"{name}-{CONTAINER}-0-{index}-{suffix()}"
+    pod = made_pod(job, template, pod_name, labels, variables)
+    pod["metadata"].setdefault("annotations", {}).update(number)
+    container = next(c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
+    container |= {key: trainer[key] for key in ("image", "command", "args") if key in trainer}
+    if "resourcesPerNode" in trainer:
+        container["resources"] = trainer["resourcesPerNode"]
     return pod
 
 
