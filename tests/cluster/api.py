@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -55,20 +55,6 @@ class Fault:
     resource: str | None
 
 
-@dataclass
-class Faults:
-    """Faults of the API server that a test requests: permissions are (resource, verb) pairs."""
-
-    allowed: frozenset[tuple[str, str]] | None = None
-    forbidden: set[tuple[str, str]] = field(default_factory=set)
-    ordered: list[Fault] = field(default_factory=list)
-    cuts: dict[str, int] = field(default_factory=lambda: {"watch": 0, "log": 0})
-
-    def permits(self, resource: str, verb: str) -> bool:
-        granted = self.allowed is None or (resource, verb) in self.allowed
-        return granted and (resource, verb) not in self.forbidden
-
-
 Admission = Callable[[str, Object, bool], None]  # plural name, object, whether it is new
 
 
@@ -81,11 +67,18 @@ class ApiServer:
     def __init__(self, store: Store, kubelet: Kubelet, admit: Admission) -> None:
         self.store, self.kubelet, self.admit = store, kubelet, admit
         self.served = dict(RESOURCES)
-        self.faults = Faults()
+        self.allowed: frozenset[tuple[str, str]] | None = None  # (resource, verb); None: everything
+        self.forbidden = set[tuple[str, str]]()
+        self.faults: list[Fault] = []
+        self.cuts = 0  # how often all streams were cut
         self.requests: list[Request] = []
         self.port = 0
         self.stopping = False
         self._server: _Server | None = None
+
+    def permits(self, resource: str, verb: str) -> bool:
+        granted = self.allowed is None or (resource, verb) in self.allowed
+        return granted and (resource, verb) not in self.forbidden
 
     def start(self) -> None:
         """Listen; on the port of the last time, if there was one."""
@@ -100,7 +93,8 @@ class ApiServer:
         if self._server is not None:
             self.stopping = True
             self._server.shutdown()
-            self._server.drop_connections()
+            for connection in list(self._server.connections):
+                drop(connection)
             self._server.server_close()
             self._server = None
 
@@ -112,20 +106,16 @@ class _Server(Server):
     request_queue_size = 64
 
     def __init__(self, *arguments: Any) -> None:
-        self._connections: set[socket.socket] = set()
+        self.connections = set[socket.socket]()
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
+        self.connections.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
+        self.connections.discard(request)
         super().shutdown_request(request)
-
-    def drop_connections(self) -> None:
-        for connection in list(self._connections):
-            drop(connection)
 
 
 def drop(connection: socket.socket) -> None:
@@ -160,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.api.requests.append(request)
         try:
-            for fault in self.api.faults.ordered:
+            for fault in self.api.faults:
                 meets = fault.verb in (None, request.verb)
                 if meets and fault.times > 0 and fault.resource in (None, request.resource):
                     fault.times -= 1
@@ -183,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         if resource is None or (resource.group, resource.version) != asked:
             self._send(404, "404 page not found\n")  # no Status, as the real server's
             return
-        if not self.api.faults.permits(request.resource, request.verb):
+        if not self.api.permits(request.resource, request.verb):
             what = f'User "{USER}" cannot {request.verb} resource "{request.resource}"'
             raise Refusal(403, "Forbidden", f"{resource.plural} is forbidden: {what}")
         if request.resource == "pods/log":
@@ -198,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = review["spec"]["resourceAttributes"]
         resource = "/".join(filter(None, (wanted["resource"], wanted["subresource"])))
         is_here = wanted["namespace"] == NAMESPACE
-        return is_here and self.api.faults.permits(resource, wanted["verb"])
+        return is_here and self.api.permits(resource, wanted["verb"])
 
     def _discover(self, path: str) -> Object:
         if path == "/version":
@@ -273,13 +263,13 @@ class _Handler(BaseHTTPRequestHandler):
         store, place = self.store, request.namespace
         seconds = float(request.query.get("timeoutSeconds", 1800))
         end = time.monotonic() + seconds
-        generation = self.api.faults.cuts["watch"]
+        cuts = self.api.cuts
         given = int(request.query.get("resourceVersion") or 0)
         with store.changed:
             at = given or store.version
             beginning = [] if given else store.list(resource.plural, place or None, chosen)
         yield from (Change(0, resource.plural, "ADDED", content) for content in beginning)
-        while time.monotonic() < end and self._is_wanted("watch", generation):
+        while time.monotonic() < end and self._is_wanted(cuts):
             with store.changed:
                 if at < store.oldest:
                     message = f"too old resource version: {at} ({store.oldest})"
@@ -302,13 +292,11 @@ class _Handler(BaseHTTPRequestHandler):
         query = request.query
         pod = self.store.get("pods", request.namespace, request.name)
         container = query.get("container", pod["spec"]["containers"][0]["name"])
-        uid, generation = pod["metadata"]["uid"], self.api.faults.cuts["log"]
+        uid, cuts = pod["metadata"]["uid"], self.api.cuts
         if uid in self.api.kubelet.lost:
-            while not self.api.kubelet.lost[uid] and self._is_wanted("log", generation):
+            while not self.api.kubelet.lost[uid] and self._is_wanted(cuts):
                 time.sleep(POLL_SECONDS)
-            said = "dial tcp 10.0.0.9:10250: connect: no route to host"
-            path = f"containerLogs/{request.namespace}/{request.name}/{container}"
-            raise Refusal(500, "", f'Get "https://10.0.0.9:10250/{path}": {said}')
+            raise Refusal(500, "", "dial tcp 10.0.0.9:10250: connect: no route to host")
         log = self.api.kubelet.log_of(uid, container)
         if log is None:
             what = f'container "{container}" in pod "{request.name}" is waiting to start'
@@ -322,20 +310,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _lines(self, log: Log, query: dict[str, str]) -> Iterator[Line]:
         since = datetime.fromisoformat(query.get("sinceTime", "1970-01-01T00:00:00Z"))
         following = query.get("follow", "").lower() == "true"
-        generation = self.api.faults.cuts["log"]
+        cuts = self.api.cuts
         lines, ended = log.from_line(0, 0)
         at = len(lines)
         lines = [line for line in lines if line[0] >= since]
         lines = lines[-int(query.get("tailLines", len(lines))) :]
         yield from lines
-        while following and not ended and self._is_wanted("log", generation):
+        while following and not ended and self._is_wanted(cuts):
             lines, ended = log.from_line(at, POLL_SECONDS)
             at += len(lines)
             yield from lines
 
-    def _is_wanted(self, kind: str, generation: int) -> bool:
-        """Whether a stream continues; hangs up at the requested place."""
-        if self.api.faults.cuts[kind] != generation:
+    def _is_wanted(self, cuts: int) -> bool:
+        """Whether a stream continues; hangs up if it was cut since."""
+        if self.api.cuts != cuts:
             drop(self.connection)
             raise ConnectionAbortedError
         readable, _, _ = select.select([self.connection], [], [], 0)

@@ -44,7 +44,7 @@ class Cluster:
         self.kubelet = Kubelet(self.store, folder / "pods", mounts or {})
         self.controllers = Controllers(self.store)
         self.api = ApiServer(self.store, self.kubelet, self._admit)
-        self.api.faults.allowed = role
+        self.api.allowed = role
         self.kube_config = folder / "kube-config"
 
     def __enter__(self) -> "Cluster":
@@ -175,19 +175,17 @@ class Cluster:
 
     def forbid(self, verb: str, resource: str) -> None:
         """Take a permission away: 403, such as for ("create", "pytorchjobs")."""
-        self.api.faults.forbidden.add((resource, verb))
+        self.api.forbidden.add((resource, verb))
 
     def fail_next(
         self, times: int, status: int = 500, verb: str | None = None, resource: str | None = None
     ) -> None:
         refusal = Refusal(status, "", "etcdserver: a fault of a test")
-        self.api.faults.ordered.append(Fault(times, refusal, verb, resource))
+        self.api.faults.append(Fault(times, refusal, verb, resource))
 
-    def cut_watches(self) -> None:
-        self.api.faults.cuts["watch"] += 1
-
-    def cut_logs(self) -> None:
-        self.api.faults.cuts["log"] += 1
+    def cut_streams(self) -> None:
+        """Hang up on all who watch, or follow a log."""
+        self.api.cuts += 1
 
     def expire_watches(self) -> None:
         """Forget all changes so far: a watch from an older resource version ends with 410 Gone."""
