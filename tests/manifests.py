@@ -33,7 +33,7 @@ KUBERNETES = ("1.34", "1.37")  # what the kind workflow runs on
 K8S = Path(__file__).parents[1] / "k8s"
 CUSTOM = ("PyTorchJob", "TrainJob", "TrainingRuntime")  # defined in $D2PLM_CRD_DIR
 # Their schemas are not at hand.
-UNCHECKED = ("LocalQueue", "ClusterQueue", "ResourceFlavor", "VirtualService")
+UNCHECKED = ("InferenceService", "LocalQueue", "ClusterQueue", "ResourceFlavor", "VirtualService")
 RESTRICTED_VOLUMES = {
     *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"),
     *("projected", "secret"),

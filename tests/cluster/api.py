@@ -311,13 +311,14 @@ class _Handler(BaseHTTPRequestHandler):
         since = datetime.fromisoformat(query.get("sinceTime", "1970-01-01T00:00:00Z"))
         following = query.get("follow", "").lower() == "true"
         cuts = self.api.cuts
-        lines, ended = log.from_line(0, 0)
+        ended, lines = log.ended, log.lines[:]
         at = len(lines)
         lines = [line for line in lines if line[0] >= since]
         lines = lines[-int(query.get("tailLines", len(lines))) :]
         yield from lines
         while following and not ended and self._is_wanted(cuts):
-            lines, ended = log.from_line(at, POLL_SECONDS)
+            time.sleep(POLL_SECONDS / 5)
+            ended, lines = log.ended, log.lines[at:]
             at += len(lines)
             yield from lines
 

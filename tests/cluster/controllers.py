@@ -20,25 +20,22 @@ OWNERS = {
 TICK_SECONDS = 0.1  # for backoffs and deadlines of Jobs; all else follows changes
 
 
-class Controllers:
+class Controllers(threading.Thread):
     """Reconciles every job whenever something changes, and removes what has lost its owner."""
 
     def __init__(self, store: Store) -> None:
+        super().__init__(daemon=True)
         self.store = store
         self.errors: list[BaseException] = []
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
         with self.store.changed:
             self.store.changed.notify_all()
-        self._thread.join()
+        self.join()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         seen = before = -1
         try:
             while not self._stopping.is_set():

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -52,44 +52,26 @@ def _sleep(seconds: float | None) -> str:
 Line = tuple[datetime, bytes]  # when it was written, and its content
 
 
+@dataclass
 class Log:
-    """What a container has written, and whether it may write more."""
+    """What a container has written, and whether it will write no more."""
 
-    def __init__(self) -> None:
-        self._lines: list[Line] = []
-        self._ended = False
-        self._changed = threading.Condition()
-
-    def append(self, content: bytes) -> None:
-        with self._changed:
-            self._lines.append((datetime.now(UTC), content))
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def from_line(self, start: int, seconds: float) -> tuple[list[Line], bool]:
-        """The lines from `start` on, waiting for one, and whether these are the last."""
-        with self._changed:
-            if len(self._lines) <= start and not self._ended:
-                self._changed.wait(seconds)
-            return self._lines[start:], self._ended
+    lines: list[Line] = field(default_factory=list)
+    ended: bool = False
 
     def text(self) -> str:
-        with self._changed:
-            return b"".join(content for _, content in self._lines).decode(errors="replace")
+        return b"".join(content for _, content in self.lines).decode(errors="replace")
 
 
 class _Deleted(Exception):  # noqa: N818  # a way out, no error
     """The pod was deleted before it ran."""
 
 
-class Kubelet:
+class Kubelet(threading.Thread):
     """Runs every pod of the store, one thread and one folder each."""
 
     def __init__(self, store: Store, folder: Path, mounts: Mapping[str, Path]) -> None:
+        super().__init__(daemon=True)
         self.store, self.folder, self.mounts = store, folder, dict(mounts)
         self.unschedulable = self.no_image = ""  # why pods wait
         self.scripts: dict[int | None, list[Script]] = {}
@@ -99,24 +81,16 @@ class Kubelet:
         self._gone_at: dict[str, float] = {}  # when a deleted pod that has ended goes, by uid
         self._ports: dict[str, int] = {}
         self._choosing_port = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self.stopping = False
 
     def stop(self) -> None:
         """Kill every container and wait for the threads."""
-        self._stopping.set()
+        self.stopping = True
         for runner in list(self._runners.values()):
             runner.kill(137, "Error")
-        self._thread.join()
+        self.join()
         for runner in list(self._runners.values()):
             runner.join()
-
-    @property
-    def stopping(self) -> bool:
-        return self._stopping.is_set()
 
     def runner(self, pod: Object) -> "_Runner":
         return self._runners[pod["metadata"]["uid"]]
@@ -145,7 +119,7 @@ class Kubelet:
                     self._ports[address] = port
             return self._ports[address]
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while not self.stopping:
             with self.store.changed:
                 pods = self.store.list("pods")
@@ -176,7 +150,6 @@ class _Runner(threading.Thread):
         self.kubelet, self.pod = kubelet, pod
         self.logs: dict[str, Log] = {}
         self.worker = worker_of(pod)
-        self._lock = threading.Lock()
         self._killed: tuple[int, str] | None = None
         self._last_words: Object = {}
 
@@ -191,8 +164,8 @@ class _Runner(threading.Thread):
 
     def kill(self, exit_code: int, reason: str, status: Object | None = None) -> None:
         """SIGKILL to everything in the pod; its container ended for `reason`, it with `status`."""
-        with self._lock:
-            self._killed, self._last_words = (exit_code, reason), status or {}
+        self._last_words = status or {}
+        self._killed = (exit_code, reason)
         kill_all(self.pod["metadata"]["uid"])
 
     def _live(self) -> None:
@@ -258,11 +231,10 @@ class _Runner(threading.Thread):
         # All that is left in the container ends with its first process.
         kill_all(self.pod["metadata"]["uid"])
         reader.join()
-        with self._lock:
-            exit_code, reason = self._killed or (code, "Completed" if code == 0 else "Error")
+        exit_code, reason = self._killed or (code, "Completed" if code == 0 else "Error")
         state = {"exitCode": exit_code, "reason": reason, "startedAt": started, "finishedAt": now()}
         # As in a cluster, the log ends a little before the pod's status reports the reason.
-        log.end()
+        log.ended = True
         with suppress(Refusal):
             phase = {"phase": "Failed"} if exit_code else {"phase": "Succeeded"} if main else {}
             self._set_state(statuses, container, {"terminated": state}, **phase, **self._last_words)
@@ -401,4 +373,4 @@ def _read(process: "subprocess.Popen[bytes]", log: Log) -> None:
     assert process.stdout is not None
     with process.stdout as stream:
         for line in iter(stream.readline, b""):
-            log.append(line)
+            log.lines.append((datetime.now(UTC), line))

@@ -499,7 +499,7 @@ def test_a_neighbours_death_is_one_line(cluster: Cluster, tmp_path: Path) -> Non
     uid = cluster.pod("mine-worker-0")["metadata"]["uid"]
     cluster.oom_kill("mine-worker-1")
     log: Any = cluster.kubelet.log_of(uid, "pytorch")
-    cluster.wait_for(lambda: log.from_line(0, 0)[1])  # until it has ended
+    cluster.wait_for(lambda: log.ended)
     assert "d2plm: error: another node's worker has ended" in log.text().splitlines()[-1]
     assert "Traceback" not in log.text()
 

@@ -1,5 +1,6 @@
 """The manifests, as an API server, the operators' webhooks and a platform engineer see them."""
 
+import copy
 import shutil
 import tempfile
 from functools import cache
@@ -10,6 +11,7 @@ import pytest
 
 from d2plm import __version__
 from d2plm.cli import main
+from d2plm.config import compose as composed
 from tests.cluster.double import LAUNCHER_ROLE
 from tests.cluster.store import RESOURCES
 from tests.conftest import Captured
@@ -36,13 +38,14 @@ COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 JOBS = ("pytorchjob.yaml", "trainjob.yaml")
 SHARDED = "examples/embed_job.yaml"
+SERVING = ("serving", "serving/kserve")
 OF_KIND = ("kind/job", "kind/steps.yaml")
 # Of these each wants one or the other: stores in the cluster, stores elsewhere, or none.
 ELSEWHERE = ("external-postgres", "external-s3", "mlflow-auth", "backup")
 NONE = ("mlflow-sqlite",)
 ANYWHERE = ("gpu", "istio", "kueue", "nccl", "shared-workspace")
 CASES = [
-    *((name, ()) for name in ("base", "serving", *OVERLAYS, *JOBS, SHARDED, *OF_KIND)),
+    *((name, ()) for name in ("base", *SERVING, *OVERLAYS, *JOBS, SHARDED, *OF_KIND)),
     *(("base", (component,)) for component in COMPONENTS),
     ("base", (*ELSEWHERE, *ANYWHERE)),
     ("base", (*NONE, *ANYWHERE)),
@@ -56,9 +59,7 @@ SECRETS = {"mlflow-backend", "object-store", "mlflow-auth", "d2plm-secrets"}
 
 @cache
 def rendered(name: str, components: tuple[str, ...]) -> list[Manifest]:
-    folder = K8S / (
-        name if name in ("base", "serving", "kind/job", *JOBS, SHARDED) else f"overlays/{name}"
-    )
+    folder = K8S / (f"overlays/{name}" if name in OVERLAYS else name)
     if name == "kind/steps.yaml":
         return list(documents((K8S / name).read_text())[0]["items"])
     if name == "kind/job":
@@ -253,6 +254,44 @@ def test_the_network_allows_what_is_needed_and_no_more(case: tuple[str, tuple[st
         for source, target, port in connections:
             assert allowed(manifests, source, target, port) == expected, (source, target, port)
     assert case[0] == "base" or of_kind(manifests, "Namespace") == []  # the profile's is its own
+
+
+SELECTED = {"app.kubernetes.io/name": "d2plm", "app.kubernetes.io/component": "serving"}
+# What a predictor has beside the fields of a pod (KServe's ComponentExtensionSpec).
+EXTENSIONS = {"minReplicas", "maxReplicas", "timeout", "labels", "annotations"}
+
+
+def test_serving_is_the_same_with_and_without_kserve_and_reaches_mlflow_alone() -> None:
+    plain, kserve = (copy.deepcopy(rendered(name, ())) for name in SERVING)
+    (deployment,), (service,) = of_kind(plain, "Deployment"), of_kind(plain, "Service")
+    (inference,) = of_kind(kserve, "InferenceService")
+    assert [one for one in plain if one not in (deployment, service)] == [
+        one for one in kserve if one != inference
+    ]
+    assert service["spec"]["selector"] == SELECTED
+    assert deployment["spec"]["selector"]["matchLabels"] == SELECTED
+    template, predictor = deployment["spec"]["template"], inference["spec"]["predictor"]
+    pod, of_kserve = template["spec"], {k: v for k, v in predictor.items() if k not in EXTENSIONS}
+    for spec, labels in ((pod, template["metadata"]["labels"]), (of_kserve, predictor["labels"])):
+        assert SELECTED.items() <= labels.items()
+        (container,) = spec["containers"]
+        del container["name"]
+        assert container["ports"][0].pop("name") in ("http", "http1")  # KServe's have a protocol
+    assert pod == of_kserve
+    assert pod["securityContext"]["runAsUser"] == 10001
+    assert container["image"] == f"d2plm-trainer:{__version__}"
+    assert container["command"][:2] == ["d2plm", "serve"]
+    config = composed("serve", container["command"][2:])
+    assert config.model_dir == "models:/d2plm-diffusion@champion"
+    assert config.host == "0.0.0.0"  # noqa: S104  # the pod's own
+    assert config.port == container["ports"][0]["containerPort"]
+    assert config.timeout < pod["terminationGracePeriodSeconds"]
+    (tmp,) = container["volumeMounts"]
+    assert tmp["mountPath"] == "/tmp"  # noqa: S108  # the pod's own
+    manifests = [*rendered("base", ()), *plain]
+    for target, port in (("mlflow", 5000), ("postgres", 5432), ("object-store", 8333)):
+        assert allowed(manifests, "serving", target, port) == (target == "mlflow")
+    assert allowed(manifests, "trainer", "mlflow", 5000)
 
 
 def test_several_nodes_share_a_volume_and_one_holds_its_own() -> None:
