@@ -204,8 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
         of_path = [r for r in served if path.removesuffix(r.api_version) in ("/apis/", "/api/")]
         if not of_path:
             raise Refusal(404, "NotFound", "the server could not find the requested resource")
-        known = [{"name": r.plural, "kind": r.kind} for r in of_path]
-        return {"kind": "APIResourceList", "resources": known}
+        resources = [{"name": r.plural, "kind": r.kind} for r in of_path]
+        return {"kind": "APIResourceList", "resources": resources}
 
     def _create(self, request: Request, resource: Resource) -> tuple[int, Object]:
         content = request.body

@@ -1,6 +1,7 @@
 """MLflow and Kubeflow Pipelines over real HTTP, against servers that answer as a test says."""
 
 import json
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,12 @@ import pytest
 
 from d2plm.doctor import service_checks
 from d2plm.doctor.verdicts import Verdict, examine
-from d2plm.tracking.sqlite_store import create_store
 from tests.conftest import MonkeyPatch
 from tests.http_server import JSON, free_port, listening
+from tests.unit.pipelines.conftest import store
 
 Serve = Callable[..., str]
+__all__ = ["store"]  # a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +68,13 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_sqlite_store_is_read_and_not_made(tmp_path: Path, gone: str) -> None:
+def test_a_sqlite_store_is_read_and_not_made(tmp_path: Path, gone: str, store: str) -> None:
     file = tmp_path / "runs" / "mlflow.db"
     uri = f"sqlite:///{file}"
     assert mlflow(["mlflow"], uri, 1).status == "ok"
     assert not file.parent.exists()
     file.parent.mkdir()
-    create_store(file)
+    shutil.copy(store.removeprefix("sqlite:///"), file)
     assert mlflow(["mlflow"], uri, 1).found == f"{uri} answers"
     file.write_text("not a database" * 100)
     assert mlflow(["mlflow"], uri, 1).status == "failed"
