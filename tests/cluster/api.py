@@ -125,6 +125,7 @@ def drop(connection: socket.socket) -> None:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a head waits 40 ms for its body
     api: ApiServer
     store: Store
 
