@@ -42,9 +42,7 @@ def test_json_is_a_list_and_a_failure_exits_with_1(machine: Path, capsys: Captur
     assert captured.err.strip().startswith("d2plm: error: 1 of ")
 
 
-def test_a_cluster_is_checked_unless_it_is_unwanted(
-    machine: Path, monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_cluster_is_checked(machine: Path, monkeypatch: MonkeyPatch, capsys: Captured) -> None:
     with Cluster(machine / "cluster") as cluster:
         monkeypatch.setenv("KUBECONFIG", str(cluster.kube_config))
         for word in ("cluster=false", "launcher=local"):
