@@ -98,42 +98,32 @@ class KfpServer:
 
     def refused(self, body: dict[str, Any]) -> Answer | None:
         """Why a server would not take a run, if it would not."""
-        if given := body.get("pipeline_spec"):
-            return refused(given, body)
-        wanted = body["pipeline_version_reference"]["pipeline_version_id"]
-        (version,) = (one for one in self.versions if one["pipeline_version_id"] == wanted)
-        return refused(version["pipeline_spec"], body)
+        given = body.get("pipeline_spec")
+        if given is None:
+            wanted = body["pipeline_version_reference"]["pipeline_version_id"]
+            (version,) = (one for one in self.versions if one["pipeline_version_id"] == wanted)
+            given = version["pipeline_spec"]
+        try:
+            specification = ParseDict(given["pipeline_spec"], pipeline_spec_pb2.PipelineSpec())
+            ParseDict(given["platform_spec"], pipeline_spec_pb2.PlatformSpec())
+        except Exception as error:
+            return 400, {"code": 3, "message": str(error)}
+        parameters = specification.root.input_definitions.parameters
+        for key, value in body["runtime_config"].get("parameters", {}).items():
+            kind = parameters[key].parameter_type if key in parameters else 0
+            if not isinstance(value, PYTHON_KINDS.get(KINDS.Name(kind), ())):
+                return 400, {"code": 3, "message": f"{key}={value!r} is no parameter"}
+        return None
 
 
-def refused(given: dict[str, Any], body: dict[str, Any]) -> Answer | None:
-    try:
-        specification = ParseDict(given["pipeline_spec"], pipeline_spec_pb2.PipelineSpec())
-        ParseDict(given["platform_spec"], pipeline_spec_pb2.PlatformSpec())
-    except Exception as error:
-        return 400, {"code": 3, "message": str(error)}
-    parameters = specification.root.input_definitions.parameters
-    for key, value in body["runtime_config"].get("parameters", {}).items():
-        if key not in parameters:
-            return 400, {"code": 3, "message": f"{key} is no parameter of the pipeline"}
-        kinds = pipeline_spec_pb2.ParameterType.ParameterTypeEnum
-        kind = kinds.Name(parameters[key].parameter_type)
-        if not isinstance(value, PYTHON_KINDS[kind]):
-            return 400, {"code": 3, "message": f"{key}={value!r} is no {kind}"}
-    return None
-
-
-PYTHON_KINDS = {"STRING": str, "NUMBER_INTEGER": int, "LIST": list, "STRUCT": dict}
+KINDS = pipeline_spec_pb2.ParameterType.ParameterTypeEnum
+PYTHON_KINDS: dict[str, Any] = {"STRING": str, "NUMBER_INTEGER": int, "LIST": list, "STRUCT": dict}
 
 
 def step(name: str, state: str, **more: Any) -> dict[str, Any]:
     """One entry of a run's details, as the server gives it: `pod_name` is a node's id, no pod's."""
-    return {
-        "task_id": f"task-{name}",
-        "display_name": name,
-        "state": state,
-        "pod_name": f"d2plm-wrq7f-{name}",
-        **more,
-    }
+    known = {"task_id": f"task-{name}", "display_name": name, "pod_name": f"d2plm-wrq7f-{name}"}
+    return {**known, "state": state, **more}
 
 
 def run(state: str, *tasks: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -31,13 +31,9 @@ NEEDS_KUBECTL = pytest.mark.skipif(
 )
 KUBERNETES = ("1.34", "1.37")  # what the kind workflow runs on
 K8S = Path(__file__).parents[1] / "k8s"
-DEFINITIONS = {  # kind: file in $D2PLM_CRD_DIR
-    "PyTorchJob": "kubeflow.org_pytorchjobs.yaml.gz",
-    "TrainJob": "trainer.kubeflow.org_trainjobs.yaml.gz",
-    "TrainingRuntime": "trainer.kubeflow.org_trainingruntimes.yaml.gz",
-}
+CUSTOM = ("PyTorchJob", "TrainJob", "TrainingRuntime")  # defined in $D2PLM_CRD_DIR
 # Their schemas are not at hand.
-UNCHECKED = ("LocalQueue", "ClusterQueue", "ResourceFlavor", "VirtualService")
+UNCHECKED = ("InferenceService", "LocalQueue", "ClusterQueue", "ResourceFlavor", "VirtualService")
 RESTRICTED_VOLUMES = {
     *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"),
     *("projected", "secret"),
@@ -87,7 +83,7 @@ def _schema_complaints(text: str, kubernetes: str) -> list[str]:
     kind = manifest["kind"]
     if kind in UNCHECKED:
         return []
-    if kind not in DEFINITIONS:
+    if kind not in CUSTOM:
         try:
             kubernetes_validate.validate(manifest, kubernetes, strict=True)
         except kubernetes_validate.ValidationError as error:
@@ -103,7 +99,7 @@ def _schema_complaints(text: str, kubernetes: str) -> list[str]:
 
 def webhook_complaints(manifest: Manifest) -> list[str]:
     """What the training operators and their webhooks reject, or take for something else."""
-    if manifest["kind"] not in DEFINITIONS:
+    if manifest["kind"] not in CUSTOM:
         return []
     spec: Any = manifest["spec"]
     checks: dict[str, object]
@@ -137,18 +133,16 @@ def webhook_complaints(manifest: Manifest) -> list[str]:
 def pod_templates(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
     """Each manifest that makes pods, and each of its pod templates."""
     for manifest in manifests:
-        spec = manifest.get("spec", {})
-        match manifest["kind"]:
-            case "Deployment" | "StatefulSet" | "Job":
-                yield manifest, spec["template"]
-            case "CronJob":
-                yield manifest, spec["jobTemplate"]["spec"]["template"]
-            case "PyTorchJob":
-                for replicas in spec["pytorchReplicaSpecs"].values():
-                    yield manifest, replicas["template"]
-            case "TrainingRuntime":
-                for replicated in spec["template"]["spec"]["replicatedJobs"]:
-                    yield manifest, replicated["template"]["spec"]["template"]
+        yield from ((manifest, template) for template in _templates(manifest.get("spec")))
+
+
+def _templates(node: Any) -> Iterator[Manifest]:
+    if isinstance(node, dict):
+        if isinstance(node.get("spec"), dict) and "containers" in node["spec"]:
+            yield node
+        node = list(node.values())
+    for value in node if isinstance(node, list) else ():
+        yield from _templates(value)
 
 
 def containers(template: Manifest) -> list[Manifest]:

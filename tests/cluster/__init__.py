@@ -13,8 +13,9 @@ client has the rights of the Role `d2plm-launcher` and no others.
         cluster.wait_for(lambda: cluster.log("my-job-worker-0"))
 
 Objects of custom resources must pass their closed schemas where $D2PLM_CRD_DIR is set. Not here:
-Master replicas, restart policies other than ExitCode and Never, TTLs, services and DNS, and
-resource limits. What differs from the controllers' documentation says where it was seen.
+Master replicas, restart policies other than ExitCode and Never, TTLs, operators' deadlines, pods
+that outlive their job, services and DNS, and resource limits. What differs from the controllers'
+documentation says where it was seen.
 """
 
 from tests.cluster.double import NAMESPACE, Cluster, Script

@@ -12,30 +12,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.cluster.kubelet import Kubelet, Log
-from tests.cluster.selectors import by_fields, by_labels
+from tests.cluster.kubelet import Kubelet, Line, Log
 from tests.cluster.store import NAMESPACE, RESOURCES, Change, Object, Refusal, Resource, Store
 from tests.http_server import Server
 
 USER = "system:serviceaccount:d2plm:d2plm-launcher"
+REVIEWS = "selfsubjectaccessreviews"
 POLL_SECONDS = 0.05  # a stream looks so often whether its client is still there
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)"
     r"(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<part>[^/]+))?"
 )
+_TERM = re.compile(r"([^\s,=]+)(?:=+([^,]+)|\s+in\s+\(([^)]*)\))")
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
 @dataclass
 class Request:
-    method: str
     path: str
     query: dict[str, str]
     verb: str
@@ -46,7 +46,7 @@ class Request:
 
 
 @dataclass
-class _Fault:
+class Fault:
     """An answer that the next `times` matching requests get."""
 
     times: int
@@ -54,38 +54,31 @@ class _Fault:
     verb: str | None
     resource: str | None
 
-    def meets(self, request: Request) -> bool:
-        return self.verb in (None, request.verb) and self.resource in (None, request.resource)
-
-
-@dataclass
-class Faults:
-    """Faults of the API server that a test requests: permissions are (resource, verb) pairs."""
-
-    allowed: frozenset[tuple[str, str]] | None = None
-    forbidden: set[tuple[str, str]] = field(default_factory=set)
-    ordered: list[_Fault] = field(default_factory=list)
-    cuts: dict[str, int] = field(default_factory=lambda: {"watch": 0, "log": 0})
-
-    def permits(self, resource: str, verb: str) -> bool:
-        granted = self.allowed is None or (resource, verb) in self.allowed
-        return granted and (resource, verb) not in self.forbidden
-
 
 Admission = Callable[[str, Object, bool], None]  # plural name, object, whether it is new
 
 
 class ApiServer:
-    """Serves resources of a store on 127.0.0.1; may be stopped and started on the same port."""
+    """Serves resources of a store on 127.0.0.1; may be stopped and started on the same port.
 
-    def __init__(self, store: Store, kubelet: Kubelet, served: set[str], admit: Admission) -> None:
+    A test takes out of `served` what its cluster lacks.
+    """
+
+    def __init__(self, store: Store, kubelet: Kubelet, admit: Admission) -> None:
         self.store, self.kubelet, self.admit = store, kubelet, admit
-        self.served = {name: RESOURCES[name] for name in RESOURCES if name in served}
-        self.faults = Faults()
+        self.served = dict(RESOURCES)
+        self.allowed: frozenset[tuple[str, str]] | None = None  # (resource, verb); None: everything
+        self.forbidden = set[tuple[str, str]]()
+        self.faults: list[Fault] = []
+        self.cuts = 0  # how often all streams were cut
         self.requests: list[Request] = []
         self.port = 0
         self.stopping = False
         self._server: _Server | None = None
+
+    def permits(self, resource: str, verb: str) -> bool:
+        granted = self.allowed is None or (resource, verb) in self.allowed
+        return granted and (resource, verb) not in self.forbidden
 
     def start(self) -> None:
         """Listen; on the port of the last time, if there was one."""
@@ -100,7 +93,8 @@ class ApiServer:
         if self._server is not None:
             self.stopping = True
             self._server.shutdown()
-            self._server.drop_connections()
+            for connection in list(self._server.connections):
+                drop(connection)
             self._server.server_close()
             self._server = None
 
@@ -112,20 +106,16 @@ class _Server(Server):
     request_queue_size = 64
 
     def __init__(self, *arguments: Any) -> None:
-        self._connections: set[socket.socket] = set()
+        self.connections = set[socket.socket]()
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
+        self.connections.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
+        self.connections.discard(request)
         super().shutdown_request(request)
-
-    def drop_connections(self) -> None:
-        for connection in list(self._connections):
-            drop(connection)
 
 
 def drop(connection: socket.socket) -> None:
@@ -135,20 +125,15 @@ def drop(connection: socket.socket) -> None:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a head waits 40 ms for its body
     api: ApiServer
     store: Store
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):  # one for each HTTP method
-            return self._handle
-        raise AttributeError(name)
 
     def log_message(self, *_: Any) -> None:
         """Requests are recorded instead."""
 
     def _handle(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        content = self.rfile.read(length)
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         url = urlsplit(self.path)
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         path = url.path.rstrip("/")
@@ -156,7 +141,6 @@ class _Handler(BaseHTTPRequestHandler):
         parts = match.groupdict(default="") if match else {}
         watching = query.get("watch", "").lower() in ("1", "true")
         request = Request(
-            method=self.command,
             path=path,
             query=query,
             verb=_verb(self.command, parts, watching),
@@ -167,28 +151,32 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.api.requests.append(request)
         try:
-            self._refuse_where_ordered(request)
+            for fault in self.api.faults:
+                meets = fault.verb in (None, request.verb)
+                if meets and fault.times > 0 and fault.resource in (None, request.resource):
+                    fault.times -= 1
+                    raise fault.refusal
             self._answer(request, parts)
         except Refusal as refusal:
             self._send(refusal.code, refusal.status())
 
-    def _refuse_where_ordered(self, request: Request) -> None:
-        faults = self.api.faults
-        for fault in faults.ordered:
-            if fault.times > 0 and fault.meets(request):
-                fault.times -= 1
-                raise fault.refusal
+    do_GET = do_POST = do_PATCH = do_DELETE = _handle  # noqa: N815  # names of http.server
 
     def _answer(self, request: Request, parts: dict[str, str]) -> None:
         if request.verb == "discover":
             self._send(200, self._discover(request.path))
+            return
+        if request.resource == REVIEWS:
+            self._send(201, {**request.body, "status": {"allowed": self._allows(request.body)}})
             return
         resource = self.api.served.get(parts["plural"])
         asked = (parts["group"], parts["version"])
         if resource is None or (resource.group, resource.version) != asked:
             self._send(404, "404 page not found\n")  # no Status, as the real server's
             return
-        self._authorise(request, resource)
+        if not self.api.permits(request.resource, request.verb):
+            what = f'User "{USER}" cannot {request.verb} resource "{request.resource}"'
+            raise Refusal(403, "Forbidden", f"{resource.plural} is forbidden: {what}")
         if request.resource == "pods/log":
             self._log(request)
         elif request.verb == "watch":
@@ -197,35 +185,28 @@ class _Handler(BaseHTTPRequestHandler):
             code, body = getattr(self, f"_{request.verb}")(request, resource)
             self._send(code, body)
 
+    def _allows(self, review: Object) -> bool:
+        wanted = review["spec"]["resourceAttributes"]
+        resource = "/".join(filter(None, (wanted["resource"], wanted["subresource"])))
+        is_here = wanted["namespace"] == NAMESPACE
+        return is_here and self.api.permits(resource, wanted["verb"])
+
     def _discover(self, path: str) -> Object:
+        if path == "/version":
+            return {"gitVersion": "v1.36.2"}
+        if path == "/apis":
+            return {"kind": "APIGroupList", "groups": []}
         served = self.api.served.values()
         for resource in served:
             if path == f"/apis/{resource.group}":
                 version = {"groupVersion": resource.api_version, "version": resource.version}
                 known = {"versions": [version], "preferredVersion": version}
                 return {"kind": "APIGroup", "apiVersion": "v1", "name": resource.group, **known}
-        of_path = [
-            r
-            for r in served
-            if path == (f"/apis/{r.api_version}" if r.group else f"/api/{r.version}")
-        ]
+        of_path = [r for r in served if path.removesuffix(r.api_version) in ("/apis/", "/api/")]
         if not of_path:
             raise Refusal(404, "NotFound", "the server could not find the requested resource")
-        return {
-            "kind": "APIResourceList",
-            "groupVersion": of_path[0].api_version,
-            "resources": [
-                {"name": r.plural, "singularName": "", "namespaced": r.is_namespaced}
-                | {"kind": r.kind, "verbs": ["create", "delete", "get", "list", "patch", "watch"]}
-                for r in of_path
-            ],
-        }
-
-    def _authorise(self, request: Request, resource: Resource) -> None:
-        if not self.api.faults.permits(request.resource, request.verb):
-            what = f'cannot {request.verb} resource "{request.resource}"'
-            text = f'{resource.full_name} is forbidden: User "{USER}" {what}'
-            raise Refusal(403, "Forbidden", text)
+        resources = [{"name": r.plural, "kind": r.kind} for r in of_path]
+        return {"kind": "APIResourceList", "resources": resources}
 
     def _create(self, request: Request, resource: Resource) -> tuple[int, Object]:
         content = request.body
@@ -233,6 +214,8 @@ class _Handler(BaseHTTPRequestHandler):
         if place != (NAMESPACE if resource.is_namespaced else ""):
             raise Refusal(404, "NotFound", f'namespaces "{place}" not found')
         self.api.admit(resource.plural, content, True)
+        if request.query.get("dryRun") == "All":
+            return 201, content
         return 201, self.store.create(resource.plural, content)
 
     def _get(self, request: Request, resource: Resource) -> tuple[int, Object]:
@@ -273,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_piece(line.encode())
             if change.type == "ERROR":
                 break
-        self._end_stream()
+        self._send_piece(b"")
 
     def _changes(
         self, request: Request, resource: Resource, chosen: Callable[[Object], bool]
@@ -281,15 +264,13 @@ class _Handler(BaseHTTPRequestHandler):
         store, place = self.store, request.namespace
         seconds = float(request.query.get("timeoutSeconds", 1800))
         end = time.monotonic() + seconds
-        generation = self.api.faults.cuts["watch"]
-        given = request.query.get("resourceVersion", "0")
+        cuts = self.api.cuts
+        given = int(request.query.get("resourceVersion") or 0)
         with store.changed:
-            at = int(given) if given not in ("", "0") else store.version
-            beginning = (
-                store.list(resource.plural, place or None, chosen) if at != int(given or 0) else []
-            )
+            at = given or store.version
+            beginning = [] if given else store.list(resource.plural, place or None, chosen)
         yield from (Change(0, resource.plural, "ADDED", content) for content in beginning)
-        while time.monotonic() < end and self._is_wanted("watch", generation):
+        while time.monotonic() < end and self._is_wanted(cuts):
             with store.changed:
                 if at < store.oldest:
                     message = f"too old resource version: {at} ({store.oldest})"
@@ -312,44 +293,39 @@ class _Handler(BaseHTTPRequestHandler):
         query = request.query
         pod = self.store.get("pods", request.namespace, request.name)
         container = query.get("container", pod["spec"]["containers"][0]["name"])
-        uid, generation = pod["metadata"]["uid"], self.api.faults.cuts["log"]
+        uid, cuts = pod["metadata"]["uid"], self.api.cuts
         if uid in self.api.kubelet.lost:
-            while not self.api.kubelet.lost[uid] and self._is_wanted("log", generation):
+            while not self.api.kubelet.lost[uid] and self._is_wanted(cuts):
                 time.sleep(POLL_SECONDS)
-            said = "dial tcp 10.0.0.9:10250: connect: no route to host"
-            path = f"containerLogs/{request.namespace}/{request.name}/{container}"
-            raise Refusal(500, "", f'Get "https://10.0.0.9:10250/{path}": {said}')
+            raise Refusal(500, "", "dial tcp 10.0.0.9:10250: connect: no route to host")
         log = self.api.kubelet.log_of(uid, container)
         if log is None:
             what = f'container "{container}" in pod "{request.name}" is waiting to start'
             raise Refusal(400, "BadRequest", f"{what}: ContainerCreating")
         self._begin_stream("text/plain")
-        for line in self._lines(log, query):
-            self._send_piece(line)
-        self._end_stream()
+        is_stamped = query.get("timestamps", "").lower() == "true"
+        for at, content in self._lines(log, query):
+            self._send_piece(f"{at:%Y-%m-%dT%H:%M:%S.%f}Z ".encode() * is_stamped + content)
+        self._send_piece(b"")
 
-    def _lines(self, log: Log, query: dict[str, str]) -> Iterator[bytes]:
-        since = float("-inf")
-        if "sinceTime" in query:
-            since = datetime.fromisoformat(query["sinceTime"]).timestamp()
-        stamped = query.get("timestamps", "").lower() == "true"
+    def _lines(self, log: Log, query: dict[str, str]) -> Iterator[Line]:
+        since = datetime.fromisoformat(query.get("sinceTime", "1970-01-01T00:00:00Z"))
         following = query.get("follow", "").lower() == "true"
-        generation = self.api.faults.cuts["log"]
-        lines, ended = log.from_line(0, 0)
+        cuts = self.api.cuts
+        ended, lines = log.ended, log.lines[:]
         at = len(lines)
-        lines = [line for line in lines if line.nanoseconds >= since * 1e9]
-        if "tailLines" in query:
-            count = int(query["tailLines"])
-            lines = lines[-count:] if count else []
-        yield from (line.encoded(stamped) for line in lines)
-        while following and not ended and self._is_wanted("log", generation):
-            lines, ended = log.from_line(at, POLL_SECONDS)
+        lines = [line for line in lines if line[0] >= since]
+        lines = lines[-int(query.get("tailLines", len(lines))) :]
+        yield from lines
+        while following and not ended and self._is_wanted(cuts):
+            time.sleep(POLL_SECONDS / 5)
+            ended, lines = log.ended, log.lines[at:]
             at += len(lines)
-            yield from (line.encoded(stamped) for line in lines)
+            yield from lines
 
-    def _is_wanted(self, kind: str, generation: int) -> bool:
-        """Whether a stream continues; hangs up at the requested place."""
-        if self.api.faults.cuts[kind] != generation:
+    def _is_wanted(self, cuts: int) -> bool:
+        """Whether a stream continues; hangs up if it was cut since."""
+        if self.api.cuts != cuts:
             drop(self.connection)
             raise ConnectionAbortedError
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -365,10 +341,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_piece(self, content: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
-        self.wfile.flush()
-
-    def _end_stream(self) -> None:
-        self.wfile.write(b"0\r\n\r\n")
         self.wfile.flush()
 
     def _send(self, code: int, body: Object | str) -> None:
@@ -402,6 +374,21 @@ def _verb(method: str, parts: dict[str, str], watching: bool) -> str:
 
 
 def _chosen(request: Request) -> Callable[[Object], bool]:
-    by_label = by_labels(request.query.get("labelSelector", ""))
-    by_field = by_fields(request.query.get("fieldSelector", ""))
-    return lambda content: by_label(content) and by_field(content)
+    """A predicate of objects from selectors such as `a=b,g in (h,i)` and `metadata.name=x`."""
+    labels: dict[str, set[str]] = {}
+    for key, value, values in _TERM.findall(request.query.get("labelSelector", "")):
+        labels[key] = {value} if value else {one.strip() for one in values.split(",")}
+    fields = [term.split("=") for term in request.query.get("fieldSelector", "").split(",") if term]
+
+    def chosen(content: Object) -> bool:
+        own = content["metadata"].get("labels", {})
+        are_fields = all(_field(content, path) == value for path, value in fields)
+        return are_fields and all(own.get(key) in values for key, values in labels.items())
+
+    return chosen
+
+
+def _field(content: Any, path: str) -> Any:
+    for part in path.split("."):
+        content = content.get(part, {})
+    return content

@@ -1,10 +1,13 @@
 """The loop that the double's controllers share, and its garbage collector."""
 
+import copy
 import threading
 from collections import defaultdict
+from contextlib import suppress
 
 from tests.cluster import indexed_job, kueue, pytorchjob, trainjob
-from tests.cluster.store import FOREGROUND, RESOURCES, Object, Refusal, Store
+from tests.cluster.pytorchjob import is_true, set_condition
+from tests.cluster.store import FOREGROUND, RESOURCES, Object, Refusal, Store, end_pods, owned_by
 
 RECONCILERS = {
     "pytorchjobs": pytorchjob.reconcile,
@@ -14,28 +17,25 @@ RECONCILERS = {
 OWNERS = {
     plural: RESOURCES[plural].kind for plural in (*RECONCILERS, "trainingruntimes", "workflows")
 }
-TICK_SECONDS = 0.1  # for deadlines of TrainJobs, and Jobs' backoffs; all else follows changes
+TICK_SECONDS = 0.1  # for backoffs and deadlines of Jobs; all else follows changes
 
 
-class Controllers:
+class Controllers(threading.Thread):
     """Reconciles every job whenever something changes, and removes what has lost its owner."""
 
     def __init__(self, store: Store) -> None:
+        super().__init__(daemon=True)
         self.store = store
         self.errors: list[BaseException] = []
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
         with self.store.changed:
             self.store.changed.notify_all()
-        self._thread.join()
+        self.join()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         seen = before = -1
         try:
             while not self._stopping.is_set():
@@ -45,7 +45,7 @@ class Controllers:
                     before, seen = seen, self.store.version
                 self._collect_garbage()
                 idle = self.store.version == before
-                for plural in ["trainjobs", "jobs"] if idle else RECONCILERS:
+                for plural in ["jobs"] if idle else RECONCILERS:
                     for job in self.store.list(plural):
                         self._reconcile(plural, job)
         except BaseException as error:  # kept, and raised where the test ends
@@ -57,11 +57,33 @@ class Controllers:
             if "deletionTimestamp" in job["metadata"]:
                 return
             try:
-                RECONCILERS[plural](self.store, job)
+                self._manage(plural, job)
                 kueue.reconcile(self.store, plural, job)
             except Refusal as refusal:
                 if refusal.code != 404:
                     raise  # else: deleted meanwhile
+
+    def _manage(self, plural: str, job: Object) -> None:
+        """Bring a job's pods and status one step nearer to its specification."""
+        metadata, kind, spec = job["metadata"], job["kind"], job["spec"]
+        status = copy.deepcopy(job.get("status", {}))
+        pods = self.store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
+        if any(is_true(status, ended) for ended in ("Complete", "Succeeded", "Failed")):
+            end_pods(self.store, pods)  # as the policy of all jobs here is
+        elif spec.get("runPolicy", spec).get("suspend"):
+            end_pods(self.store, pods)
+            text = f"{kind} {metadata['name']} is suspended."
+            if is_true(status, "Running"):
+                set_condition(status, "Running", "False", f"{kind}Suspended", text)
+            set_condition(status, "Suspended", "True", f"{kind}Suspended", text)
+        else:
+            if is_true(status, "Suspended"):
+                text = f"{kind} {metadata['name']} is resumed."
+                set_condition(status, "Suspended", "False", f"{kind}Resumed", text)
+            RECONCILERS[plural](self.store, job, status, pods)
+        if status != job.get("status", {}):
+            with self.store.edit(plural, metadata["namespace"], metadata["name"]) as edited:
+                edited["status"] = status
 
     def _collect_garbage(self) -> None:
         """One pass; the rules were read in Kubernetes' source, and seen on 1.36.
@@ -94,13 +116,11 @@ class Controllers:
                     self.store.delete(plural, metadata["namespace"], metadata["name"], policy)
 
     def _finish(self, plural: str, content: Object) -> None:
-        """Remove the finalizer, which webhooks may reject like any other change."""
-        if plural == "trainjobs":
-            try:
+        """Remove the finalizer, which webhooks may reject; the collector then tries again."""
+        with suppress(Refusal):
+            if plural == "trainjobs":
                 trainjob.admit(self.store, content)
-            except Refusal:
-                return  # the collector tries again
-        self.store.remove(plural, content["metadata"]["namespace"], content["metadata"]["name"])
+            self.store.remove(plural, content["metadata"]["namespace"], content["metadata"]["name"])
 
 
 def _is_waiting(content: Object) -> bool:

@@ -1,16 +1,15 @@
 """The double for tests: a cluster in a `with` block, and faults that tests can inject."""
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.cluster import kueue, schema, trainjob
-from tests.cluster.api import ApiServer, _Fault
+from tests.cluster.api import ApiServer, Fault
 from tests.cluster.controllers import Controllers
-from tests.cluster.kubelet import Kubelet, NodeFaults, Script, set_condition
+from tests.cluster.kubelet import Kubelet, Script, set_condition
 from tests.cluster.store import NAMESPACE, RESOURCES, Object, Refusal, Store, delete_pod
 
 # The Role `d2plm-launcher`: what the pipeline's steps may do.
@@ -22,15 +21,13 @@ LAUNCHER_ROLE = frozenset(
     | {("pods/log", "get"), ("events", "list"), ("trainingruntimes/finalizers", "update")}
     | {("workloads", "list"), ("workflows", "get")}
 )
-FULL = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 QUOTA = "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0"
 NO_IMAGE = "Back-off pulling image: rpc error: code = NotFound desc = failed to resolve reference"
-OPERATORS = ("pytorchjobs", "trainjobs")
-JOBS = (*OPERATORS, "jobs")
+JOBS = ("pytorchjobs", "trainjobs", "jobs")
 
 
 class Cluster:
-    """A Kubernetes cluster of one test with these operators; see the package's docstring.
+    """A Kubernetes cluster of one test; see the package's docstring.
 
     `mounts` are paths in containers → folders of this machine, `role` the (resource, verb) pairs
     that the client may; None: everything.
@@ -39,20 +36,15 @@ class Cluster:
     def __init__(
         self,
         folder: Path,
-        operators: Iterable[str] = OPERATORS,
         mounts: Mapping[str, Path] | None = None,
         role: frozenset[tuple[str, str]] | None = LAUNCHER_ROLE,
     ) -> None:
-        trainer = {"trainjobs", "trainingruntimes", "clustertrainingruntimes"}
-        missing = set() if "trainjobs" in operators else trainer
-        missing |= {"pytorchjobs"} - {*operators}
         self.folder = folder
         self.store = Store()
         self.kubelet = Kubelet(self.store, folder / "pods", mounts or {})
         self.controllers = Controllers(self.store)
-        self.api = ApiServer(self.store, self.kubelet, set(RESOURCES) - missing, self._admit)
-        self.api.faults.allowed = role
-        self._restart: threading.Timer | None = None
+        self.api = ApiServer(self.store, self.kubelet, self._admit)
+        self.api.allowed = role
         self.kube_config = folder / "kube-config"
 
     def __enter__(self) -> "Cluster":
@@ -64,9 +56,6 @@ class Cluster:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._restart is not None:
-            self._restart.cancel()
-            self._restart.join()
         self.controllers.stop()
         self.kubelet.stop()
         self.api.stop()
@@ -104,10 +93,6 @@ class Cluster:
         log = self.kubelet.log_of(known["metadata"]["uid"], name)
         return "" if log is None else log.text()
 
-    def events(self, regarding: str) -> list[Object]:
-        events = self.store.list("events")
-        return [event for event in events if event["involvedObject"]["name"] == regarding]
-
     def wait_for(self, condition: Callable[[], Any], seconds: float = 90) -> Any:
         """What `condition` gives, once it is true; it may raise LookupError until then."""
         end = time.monotonic() + seconds
@@ -123,18 +108,11 @@ class Cluster:
                 self.store.changed.wait(0.02)
 
     def describe(self) -> str:
-        """Jobs, pods, their logs' ends and events, for a test that fails."""
-        lines = []
-        for job in (job for plural in JOBS for job in self.store.list(plural)):
-            conditions = job.get("status", {}).get("conditions", ())
-            states = [f"{c['type']}={c['status']} ({c['message']})" for c in conditions]
-            lines.append(f"{job['kind']} {_name(job)}: {', '.join(states)}")
-        for pod in self.pods():
-            lines.append(f"Pod {_name(pod)}: {pod['status'].get('phase')}")
-            lines += [f"  {line}" for line in self.log(_name(pod)).splitlines()[-20:]]
-        for event in self.store.list("events"):
-            lines.append(f"{event['involvedObject']['name']}: {event['reason']} {event['message']}")
-        return "\n".join(lines)
+        """States of jobs and pods, the ends of logs, and events, for a test that fails."""
+        known = [one for plural in (*JOBS, "pods") for one in self.store.list(plural)]
+        lines = [f"{one['kind']} {_name(one)}: {one.get('status')}" for one in known]
+        lines += [self.log(_name(pod))[-2000:] for pod in self.pods()]
+        return "\n".join([*lines, *(one["message"] for one in self.store.list("events"))])
 
     def script(self, *scripts: Script, worker: int | None = None) -> None:
         """Let a worker's pods to come run these scripts in turn, in place of their command.
@@ -143,13 +121,11 @@ class Cluster:
         """
         self.kubelet.scripts[worker] = list(scripts)
 
-    # Of `full` and `without_image`, the last that was called counts.
-
-    def full(self, message: str = FULL) -> None:
-        self.kubelet.faults = NodeFaults(unschedulable=message)
+    def full(self) -> None:
+        self.kubelet.unschedulable = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
     def without_image(self) -> None:
-        self.kubelet.faults = NodeFaults(image_pull=NO_IMAGE)
+        self.kubelet.no_image = NO_IMAGE
 
     def over_quota(self) -> None:
         """Controllers may create no pods."""
@@ -169,14 +145,8 @@ class Cluster:
         """Kill a pod for its memory: exit code 137, reason OOMKilled."""
         self.kubelet.runner(self.pod(pod)).kill(137, "OOMKilled")
 
-    def evict(self, pod: str) -> None:
-        """End a pod as a kubelet under pressure does: phase Failed, reason Evicted."""
-        known, message = self.pod(pod), "The node was low on resource: memory."
-        self.store.warn(known, "Evicted", message)
-        self.kubelet.runner(known).kill(137, "Error", {"reason": "Evicted", "message": message})
-
-    def shut_down_node(self, pod: str, reason: str, message: str) -> None:
-        """End a pod as the shutdown of its node does: phase Failed, without container statuses."""
+    def evict(self, pod: str, reason: str, message: str) -> None:
+        """End a pod as a node under pressure or its shutdown does: Failed, without statuses."""
         words = {"reason": reason, "message": message, "containerStatuses": []}
         self.kubelet.runner(self.pod(pod)).kill(137, "Error", words)
 
@@ -205,29 +175,27 @@ class Cluster:
 
     def forbid(self, verb: str, resource: str) -> None:
         """Take a permission away: 403, such as for ("create", "pytorchjobs")."""
-        self.api.faults.forbidden.add((resource, verb))
+        self.api.forbidden.add((resource, verb))
 
     def fail_next(
         self, times: int, status: int = 500, verb: str | None = None, resource: str | None = None
     ) -> None:
-        refusal = Refusal(status, *_ERRORS[status])
-        self.api.faults.ordered.append(_Fault(times, refusal, verb, resource))
+        refusal = Refusal(status, "", "etcdserver: a fault of a test")
+        self.api.faults.append(Fault(times, refusal, verb, resource))
 
-    def cut_watches(self) -> None:
-        self.api.faults.cuts["watch"] += 1
-
-    def cut_logs(self) -> None:
-        self.api.faults.cuts["log"] += 1
+    def cut_streams(self) -> None:
+        """Hang up on all who watch, or follow a log."""
+        self.api.cuts += 1
 
     def expire_watches(self) -> None:
         """Forget all changes so far: a watch from an older resource version ends with 410 Gone."""
         self._have(oldest=self.store.version + 1)
 
-    def restart_api(self, seconds: float = 2) -> None:
-        """Stop the API server at once and start it again after `seconds`; returns meanwhile."""
+    def restart_api(self, seconds: float) -> None:
+        """Stop the API server for so long."""
         self.api.stop()
-        self._restart = threading.Timer(seconds, self.api.start)
-        self._restart.start()
+        time.sleep(seconds)
+        self.api.start()
 
     def _admit(self, plural: str, content: Object, is_new: bool) -> None:
         resource = RESOURCES[plural]
@@ -238,16 +206,10 @@ class Cluster:
             name = content["metadata"].get("name")
             what = f'{resource.kind}.{resource.group} "{name}" is invalid: {"; ".join(found)}'
             raise Refusal(422, "Invalid", what)
+        if plural == "pods" and self.store.quota is not None:
+            raise Refusal(403, "Forbidden", f"pods is forbidden: {self.store.quota}")
         if plural == "trainjobs":
             trainjob.admit(self.store, content)
-
-
-_ERRORS = {  # status: reason and message
-    403: ("Forbidden", "forbidden"),
-    429: ("TooManyRequests", "too many requests, please try again later"),
-    500: ("InternalError", "Internal error occurred: etcdserver: leader changed"),
-    503: ("ServiceUnavailable", "the server is currently unable to handle the request"),
-}
 
 
 def _name(content: Object) -> str:

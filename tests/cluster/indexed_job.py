@@ -6,46 +6,20 @@ whose next pod comes after a backoff. The Job goes on while any index can, and t
 one has.
 """
 
-import copy
-import json
+from collections import Counter
 from datetime import UTC, datetime
 
-from d2plm.core.shards import format_indices, parse_indices
+from d2plm.core.shards import format_indices
 from tests.cluster.kubelet import worker_of
 from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
-from tests.cluster.store import Object, Store, as_env, end_pods, made_pod, now, owned_by, suffix
+from tests.cluster.store import Object, Store, made_pod, now, suffix
 
 BACKOFF_SECONDS = 0.1  # doubled with each failure of an index; 10 s in a cluster
-FAILURES = "cluster-double/failures"  # annotation: {index: [uid of each failed pod that counts]}
-ENDED = ("Complete", "Failed")
 
 
-def reconcile(store: Store, job: Object) -> None:
-    """Bring a job's pods and status one step nearer to its specification."""
-    metadata, spec = job["metadata"], job["spec"]
-    status = copy.deepcopy(job.get("status", {}))
-    if any(is_true(status, kind) for kind in ENDED):
-        return
-    pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
-    if spec.get("suspend"):
-        end_pods(store, pods)
-        set_condition(status, "Suspended", "True", "JobSuspended", "Job suspended")
-    else:
-        if is_true(status, "Suspended"):
-            set_condition(status, "Suspended", "False", "JobResumed", "Job resumed")
-        _run(store, job, status, pods)
-    if status != job.get("status", {}):
-        with store.edit("jobs", metadata["namespace"], metadata["name"]) as edited:
-            edited["status"] = status
-
-
-def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    metadata, spec = job["metadata"], job["spec"]
-    done = {*parse_indices(status.get("completedIndexes", ""))}
-    failed = {*parse_indices(status.get("failedIndexes", ""))}
-    known = json.loads(metadata.get("annotations", {}).get(FAILURES, "{}"))
-    failures = {int(index): [*uids] for index, uids in known.items()}
-    active: dict[int, Object] = {}
+def reconcile(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
+    spec, failures = job["spec"], Counter[int]()
+    done, failed, active = set[int](), set[int](), set[int]()
     last_failure: dict[int, Object] = {}
     for pod in pods:
         index, phase = worker_of(pod), pod.get("status", {}).get("phase")
@@ -56,32 +30,28 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
             action = _action(spec.get("podFailurePolicy", {}), pod)
             if action == "FailIndex":
                 failed.add(index)
-            elif action == "Count" and pod["metadata"]["uid"] not in failures.get(index, ()):
-                failures.setdefault(index, []).append(pod["metadata"]["uid"])
-                if len(failures[index]) > spec["backoffLimitPerIndex"]:
+            elif action == "Count":
+                failures[index] += 1
+                if failures[index] > spec["backoffLimitPerIndex"]:
                     failed.add(index)
         else:
-            active[index] = pod
+            active.add(index)
     failed -= done
     for index in range(spec["completions"]):
         waits = index in last_failure and _seconds_since_end(last_failure[index]) < (
-            BACKOFF_SECONDS * 2 ** len(failures.get(index, ()))
+            BACKOFF_SECONDS * 2 ** failures[index]
         )
-        is_free = index not in done | failed | {*active} and not waits
+        is_free = index not in done | failed | active and not waits
         if is_free and len(active) < spec["parallelism"]:
             store.create_pod(_pod(job, index), job, "FailedCreate")
-            active[index] = {}
-    status["active"] = len({*active} - done - failed)
+            active.add(index)
+    status["active"] = len(active - done - failed)
     status["succeeded"], status["failed"] = len(done), len(last_failure)
     status["completedIndexes"] = format_indices(sorted(done))
     status |= {"failedIndexes": format_indices(sorted(failed))} if failed else {}
     status.setdefault("startTime", now())
-    if {**known} != {str(index): uids for index, uids in failures.items()}:
-        with store.edit("jobs", metadata["namespace"], metadata["name"]) as edited:
-            edited["metadata"].setdefault("annotations", {})[FAILURES] = json.dumps(failures)
     seconds = (datetime.now(UTC) - datetime.fromisoformat(status["startTime"])).total_seconds()
     if seconds > spec.get("activeDeadlineSeconds", seconds):
-        end_pods(store, pods)
         text = "Job was active longer than specified deadline"
         set_condition(status, "Failed", "True", "DeadlineExceeded", text)
     elif len(done | failed) == spec["completions"]:
@@ -116,8 +86,5 @@ def _pod(job: Object, index: int) -> Object:
         "batch.kubernetes.io/job-name": name,
         "batch.kubernetes.io/job-completion-index": str(index),
     }
-    pod = made_pod(job, job["spec"]["template"], f"{name}-{index}-{suffix()}", labels)
-    for container in pod["spec"]["containers"]:
-        own = as_env({"JOB_COMPLETION_INDEX": str(index)})
-        container["env"] = [*container.get("env", ()), *own]
-    return pod
+    variables = {"JOB_COMPLETION_INDEX": str(index)}
+    return made_pod(job, job["spec"]["template"], f"{name}-{index}-{suffix()}", labels, variables)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from typing import Any
 from tests.cluster.store import Object, Refusal, Store, now
 
 REPOSITORY = Path(__file__).parents[2]
-_PHASES = {True: "Succeeded", False: "Failed"}
 MARK = "CLUSTER_DOUBLE_POD"
 POLL_SECONDS = 0.02
 REMOVAL_SECONDS = 0.1  # of a deleted pod that has ended
@@ -50,66 +49,31 @@ def _sleep(seconds: float | None) -> str:
     return "" if seconds == 0 else f"sleep {'infinity' if seconds is None else seconds} & wait $!"
 
 
-@dataclass(frozen=True)
-class Line:
-    nanoseconds: int
-    content: bytes
-
-    def encoded(self, stamped: bool) -> bytes:
-        """With the time in front, as `timestamps=true` wants it."""
-        whole, rest = divmod(self.nanoseconds, 10**9)
-        at = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        return f"{at}.{rest:09d}Z ".encode() * stamped + self.content
-
-
-class Log:
-    """What a container has written, and whether it may write more."""
-
-    def __init__(self) -> None:
-        self._lines: list[Line] = []
-        self._ended = False
-        self._changed = threading.Condition()
-
-    def append(self, content: bytes) -> None:
-        with self._changed:
-            self._lines.append(Line(time.time_ns(), content))
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def from_line(self, start: int, seconds: float) -> tuple[list[Line], bool]:
-        """The lines from `start` on, waiting for one, and whether these are the last."""
-        with self._changed:
-            if len(self._lines) <= start and not self._ended:
-                self._changed.wait(seconds)
-            return self._lines[start:], self._ended
-
-    def text(self) -> str:
-        with self._changed:
-            return b"".join(line.content for line in self._lines).decode(errors="replace")
+Line = tuple[datetime, bytes]  # when it was written, and its content
 
 
 @dataclass
-class NodeFaults:
-    """The scheduler's or the registry's message; None: all is well."""
+class Log:
+    """What a container has written, and whether it will write no more."""
 
-    unschedulable: str | None = None
-    image_pull: str | None = None
+    lines: list[Line] = field(default_factory=list)
+    ended: bool = False
+
+    def text(self) -> str:
+        return b"".join(content for _, content in self.lines).decode(errors="replace")
 
 
 class _Deleted(Exception):  # noqa: N818  # a way out, no error
     """The pod was deleted before it ran."""
 
 
-class Kubelet:
+class Kubelet(threading.Thread):
     """Runs every pod of the store, one thread and one folder each."""
 
     def __init__(self, store: Store, folder: Path, mounts: Mapping[str, Path]) -> None:
+        super().__init__(daemon=True)
         self.store, self.folder, self.mounts = store, folder, dict(mounts)
-        self.faults = NodeFaults()
+        self.unschedulable = self.no_image = ""  # why pods wait
         self.scripts: dict[int | None, list[Script]] = {}
         self.errors: list[BaseException] = []
         self.lost: dict[str, bool] = {}  # uid of pods on lost nodes → whether logs are answered
@@ -117,24 +81,16 @@ class Kubelet:
         self._gone_at: dict[str, float] = {}  # when a deleted pod that has ended goes, by uid
         self._ports: dict[str, int] = {}
         self._choosing_port = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self.stopping = False
 
     def stop(self) -> None:
         """Kill every container and wait for the threads."""
-        self._stopping.set()
+        self.stopping = True
         for runner in list(self._runners.values()):
             runner.kill(137, "Error")
-        self._thread.join()
+        self.join()
         for runner in list(self._runners.values()):
             runner.join()
-
-    @property
-    def stopping(self) -> bool:
-        return self._stopping.is_set()
 
     def runner(self, pod: Object) -> "_Runner":
         return self._runners[pod["metadata"]["uid"]]
@@ -163,7 +119,7 @@ class Kubelet:
                     self._ports[address] = port
             return self._ports[address]
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while not self.stopping:
             with self.store.changed:
                 pods = self.store.list("pods")
@@ -194,7 +150,6 @@ class _Runner(threading.Thread):
         self.kubelet, self.pod = kubelet, pod
         self.logs: dict[str, Log] = {}
         self.worker = worker_of(pod)
-        self._lock = threading.Lock()
         self._killed: tuple[int, str] | None = None
         self._last_words: Object = {}
 
@@ -209,12 +164,12 @@ class _Runner(threading.Thread):
 
     def kill(self, exit_code: int, reason: str, status: Object | None = None) -> None:
         """SIGKILL to everything in the pod; its container ended for `reason`, it with `status`."""
-        with self._lock:
-            self._killed, self._last_words = (exit_code, reason), status or {}
+        self._last_words = status or {}
+        self._killed = (exit_code, reason)
         kill_all(self.pod["metadata"]["uid"])
 
     def _live(self) -> None:
-        spec, script = self.pod["spec"], None
+        spec = self.pod["spec"]
         self._until_scheduled()
         self._until_pulled()
         script = self.kubelet.script_for(self.worker)
@@ -224,34 +179,32 @@ class _Runner(threading.Thread):
         self._run_container(spec["containers"][0], "containerStatuses", script)
 
     def _until_scheduled(self) -> None:
-        self._set(phase="Pending")
-        while message := self.kubelet.faults.unschedulable:
-            self._warn("FailedScheduling", message)
-            self._set_condition("PodScheduled", "False", "Unschedulable", message)
-            self._pause(POLL_SECONDS)
-        self._set_condition("PodScheduled", "True")
         with self._edited() as pod:
+            pod.setdefault("status", {})["phase"] = "Pending"
+        while message := self.kubelet.unschedulable:
+            self.kubelet.store.warn(self.pod, "FailedScheduling", message)
+            with self._edited() as pod:
+                set_condition(pod, "PodScheduled", "False", "Unschedulable", message)
+            self._pause()
+        with self._edited() as pod:
+            set_condition(pod, "PodScheduled", "True")
             pod["spec"]["nodeName"] = f"node-{self.worker}"
         prepares = self.pod["spec"].get("initContainers")
         self._set_waiting("PodInitializing" if prepares else "ContainerCreating")
 
     def _until_pulled(self) -> None:
-        while message := self.kubelet.faults.image_pull:
+        while message := self.kubelet.no_image:
             image = self.pod["spec"]["containers"][0]["image"]
-            self._warn("Failed", f'Failed to pull image "{image}": {message}')
+            said = f'Failed to pull image "{image}": {message}'
+            self.kubelet.store.warn(self.pod, "Failed", said)
             self._set_waiting("ImagePullBackOff", message=message)
-            self._pause(POLL_SECONDS)
+            self._pause()
 
-    def _pause(self, seconds: float) -> None:
-        """Wait; raises where the pod is deleted meanwhile."""
-        end = time.monotonic() + seconds
-        while True:
-            if self._grace() is not None or self.kubelet.stopping or self._killed is not None:
-                raise _Deleted
-            left = end - time.monotonic()
-            if left <= 0:
-                return
-            time.sleep(min(left, POLL_SECONDS))
+    def _pause(self) -> None:
+        """Raises where the pod is deleted."""
+        if self._grace() is not None or self.kubelet.stopping or self._killed is not None:
+            raise _Deleted
+        time.sleep(POLL_SECONDS)
 
     def _run_container(self, container: Object, statuses: str, script: Script | None) -> int:
         name = container["name"]
@@ -278,14 +231,13 @@ class _Runner(threading.Thread):
         # All that is left in the container ends with its first process.
         kill_all(self.pod["metadata"]["uid"])
         reader.join()
-        with self._lock:
-            exit_code, reason = self._killed or (code, "Completed" if code == 0 else "Error")
+        exit_code, reason = self._killed or (code, "Completed" if code == 0 else "Error")
         state = {"exitCode": exit_code, "reason": reason, "startedAt": started, "finishedAt": now()}
         # As in a cluster, the log ends a little before the pod's status reports the reason.
-        log.end()
+        log.ended = True
         with suppress(Refusal):
-            ends = {} if exit_code == 0 and not main else {"phase": _PHASES[exit_code == 0]}
-            self._set_state(statuses, container, {"terminated": state}, **ends, **self._last_words)
+            phase = {"phase": "Failed"} if exit_code else {"phase": "Succeeded"} if main else {}
+            self._set_state(statuses, container, {"terminated": state}, **phase, **self._last_words)
         return exit_code
 
     def _wait_for(self, process: "subprocess.Popen[bytes]") -> int:
@@ -361,14 +313,6 @@ class _Runner(threading.Thread):
             raise Refusal(503, "", "the node is lost")
         return self.kubelet.store.edit("pods", metadata["namespace"], metadata["name"])
 
-    def _set(self, **status: Any) -> None:
-        with self._edited() as pod:
-            pod.setdefault("status", {}).update(status)
-
-    def _set_condition(self, kind: str, value: str, reason: str = "", message: str = "") -> None:
-        with self._edited() as pod:
-            set_condition(pod, kind, value, reason, message)
-
     def _set_waiting(self, reason: str, **message: str) -> None:
         state = {"waiting": {"reason": reason, **message}}
         for container in self.pod["spec"]["containers"]:
@@ -386,9 +330,6 @@ class _Runner(threading.Thread):
             if statuses == "containerStatuses":
                 set_condition(pod, "Ready", str(ready))
                 set_condition(pod, "ContainersReady", str(ready))
-
-    def _warn(self, reason: str, message: str) -> None:
-        self.kubelet.store.warn(self.pod, reason, message)
 
 
 def set_condition(pod: Object, kind: str, value: str, reason: str = "", message: str = "") -> None:
@@ -432,4 +373,4 @@ def _read(process: "subprocess.Popen[bytes]", log: Log) -> None:
     assert process.stdout is not None
     with process.stdout as stream:
         for line in iter(stream.readline, b""):
-            log.append(line)
+            log.lines.append((datetime.now(UTC), line))

@@ -1,62 +1,23 @@
 """The double's training operator: elastic PyTorchJobs of Workers alone, as v1.9 treats them.
 
-Restarts under `restartPolicy: ExitCode` are not counted, so `backoffLimit` ends no job.
+Restarts under `restartPolicy: ExitCode` are not counted, so `backoffLimit` ends no job; nor does
+a deadline, at which the operator looks only when something changes.
 """
 
-import copy
 from collections import Counter
-from datetime import UTC, datetime
 
 from tests.cluster.kubelet import worker_of
-from tests.cluster.store import Object, Store, as_env, delete_pod, end_pods, made_pod, now, owned_by
+from tests.cluster.store import Object, Store, delete_pod, made_pod, now
 
 PORT = 23456
 ALL = ("initContainerStatuses", "containerStatuses")
 NO_EXIT_CODE = 0xBEEF  # the operator's value for an unknown exit code
 
 
-def reconcile(store: Store, job: Object) -> None:
-    """Bring a job's pods and status one step nearer to its specification."""
-    metadata, policy = job["metadata"], job["spec"].get("runPolicy", {})
-    status = copy.deepcopy(job.get("status", {}))
-    pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
+def reconcile(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
     if not status:
-        text = f"PyTorchJob {metadata['name']} is created."
+        text = f"PyTorchJob {job['metadata']['name']} is created."
         set_condition(status, "Created", "True", "PyTorchJobCreated", text)
-    if is_true(status, "Succeeded") or is_true(status, "Failed"):
-        if policy.get("cleanPodPolicy") == "Running":
-            end_pods(store, pods)
-    elif policy.get("suspend"):
-        _suspend(store, job, status, pods)
-    else:
-        if is_true(status, "Suspended"):
-            text = f"PyTorchJob {metadata['name']} is resumed."
-            set_condition(status, "Suspended", "False", "PyTorchJobResumed", text)
-            status["startTime"] = now()
-        _run(store, job, status, pods)
-    if status != job.get("status", {}):
-        with store.edit("pytorchjobs", metadata["namespace"], metadata["name"]) as edited:
-            edited["status"] = status
-
-
-def _suspend(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    for pod in pods:
-        delete_pod(store, pod)
-    text = f"PyTorchJob {job['metadata']['name']} is suspended."
-    if is_true(status, "Running"):
-        set_condition(status, "Running", "False", "PyTorchJobSuspended", text)
-    if not is_true(status, "Suspended"):
-        set_condition(status, "Suspended", "True", "PyTorchJobSuspended", text)
-
-
-def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    name, policy = job["metadata"]["name"], job["spec"].get("runPolicy", {})
-    if text := _limit(name, policy, status):
-        for pod in pods:
-            delete_pod(store, pod)
-        status.setdefault("completionTime", now())
-        set_condition(status, "Failed", "True", "PyTorchJobFailed", text)
-        return
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     by_index = {worker_of(pod): pod for pod in pods}
     for index in range(worker["replicas"]):
@@ -65,15 +26,6 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
             continue
         _judge(store, job, status, by_index[index])
     _summarise(job, status, pods)
-
-
-def _limit(name: str, policy: Object, status: Object) -> str | None:
-    seconds = policy.get("activeDeadlineSeconds")
-    if seconds is not None and "startTime" in status:
-        started = datetime.fromisoformat(status["startTime"])
-        if (datetime.now(UTC) - started).total_seconds() >= seconds:
-            return f"Job {name} has failed because it was active longer than specified deadline"
-    return None
 
 
 def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
@@ -93,7 +45,6 @@ def _judge(store: Store, job: Object, status: Object, pod: Object) -> None:
 
 def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
     name, worker = job["metadata"]["name"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    status.setdefault("startTime", now())
     phases = Counter(
         "Failed" if phase == "Running" and "deletionTimestamp" in pod["metadata"] else phase
         for pod in pods
@@ -102,7 +53,6 @@ def _summarise(job: Object, status: Object, pods: list[Object]) -> None:
     active, succeeded, failed = (phases[one] for one in ("Running", "Succeeded", "Failed"))
     if succeeded == worker["replicas"]:
         text = f"PyTorchJob {job['metadata']['namespace']}/{name} successfully completed."
-        status.setdefault("completionTime", now())
         set_condition(status, "Succeeded", "True", "PyTorchJobSucceeded", text)
     elif active > 0:
         text = f"PyTorchJob {job['metadata']['namespace']}/{name} is running."
@@ -121,16 +71,8 @@ def _worker(job: Object, index: int) -> Object:
         "training.kubeflow.org/replica-index": str(index),
     }
     template = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
-    pod = made_pod(job, template, f"{name}-worker-{index}", labels)
-    pod["spec"]["restartPolicy"] = "Never"
-    for container in pod["spec"]["containers"]:
-        container["env"] = [*container.get("env", ()), *as_env(_variables(job))]
-    return pod
-
-
-def _variables(job: Object) -> dict[str, str]:
-    name, policy = job["metadata"]["name"], job["spec"]["elasticPolicy"]
-    return {
+    policy = job["spec"]["elasticPolicy"]
+    variables = {
         "PYTHONUNBUFFERED": "1",
         "PET_RDZV_ENDPOINT": f"{name}-worker-0:{PORT}",
         "PET_RDZV_BACKEND": policy["rdzvBackend"],
@@ -139,6 +81,7 @@ def _variables(job: Object) -> dict[str, str]:
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PET_RDZV_CONF": ",".join(f"{one['key']}={one['value']}" for one in policy["rdzvConf"]),
     }
+    return made_pod(job, template, f"{name}-worker-{index}", labels, variables)
 
 
 def exit_codes(pod: Object, *kinds: str) -> set[int]:

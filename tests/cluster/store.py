@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -32,26 +32,24 @@ class Resource:
     def api_version(self) -> str:
         return f"{self.group}/{self.version}" if self.group else self.version
 
-    @property
-    def full_name(self) -> str:
-        return f"{self.plural}.{self.group}" if self.group else self.plural
 
-
+TRAINER = ("trainer.kubeflow.org", "v1alpha1")
 RESOURCES = {
     resource.plural: resource
     for resource in (
         Resource("", "v1", "pods", "Pod"),
         Resource("", "v1", "events", "Event"),
+        Resource("", "v1", "nodes", "Node", False),
+        Resource("", "v1", "namespaces", "Namespace", False),
+        Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
         Resource("batch", "v1", "jobs", "Job"),
         Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload"),
+        Resource("kueue.x-k8s.io", "v1beta2", "localqueues", "LocalQueue"),
         Resource("argoproj.io", "v1alpha1", "workflows", "Workflow"),
         Resource("kubeflow.org", "v1", "pytorchjobs", "PyTorchJob"),
-        Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
-        Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes", "TrainingRuntime"),
-        Resource(
-            *("trainer.kubeflow.org", "v1alpha1", "clustertrainingruntimes"),
-            *("ClusterTrainingRuntime", False),
-        ),
+        Resource(*TRAINER, "trainjobs", "TrainJob"),
+        Resource(*TRAINER, "trainingruntimes", "TrainingRuntime"),
+        Resource(*TRAINER, "clustertrainingruntimes", "ClusterTrainingRuntime", False),
     )
 }
 
@@ -64,20 +62,8 @@ class Refusal(Exception):  # noqa: N818  # the API's answer, which need not be a
         self.code, self.reason, self.message = code, reason, message
 
     def status(self) -> Object:
-        return {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Failure",
-            "message": self.message,
-            "reason": self.reason,
-            "code": self.code,
-        }
-
-
-def not_found(plural: str, name: str) -> Refusal:
-    full_name = RESOURCES[plural].full_name
-    return Refusal(404, "NotFound", f'{full_name} "{name}" not found')
+        said = {"message": self.message, "reason": self.reason, "code": self.code}
+        return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", **said}
 
 
 def now() -> str:
@@ -113,9 +99,8 @@ class Store:
             metadata = made["metadata"]
             name = metadata.setdefault("name", f"{metadata.get('generateName')}{suffix()}")
             if (plural, metadata["namespace"], name) in self._objects:
-                full_name = RESOURCES[plural].full_name
-                raise Refusal(409, "AlreadyExists", f'{full_name} "{name}" already exists')
-            metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
+                raise Refusal(409, "AlreadyExists", f'{plural} "{name}" already exists')
+            metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
             made |= {"apiVersion": RESOURCES[plural].api_version, "kind": RESOURCES[plural].kind}
             self._objects[plural, metadata["namespace"], name] = made
             self._made_at[metadata["uid"]] = time.monotonic()
@@ -139,10 +124,9 @@ class Store:
     def get(self, plural: str, namespace: str, name: str) -> Object:
         """A copy; raises a 404."""
         with self.changed:
-            found = self._objects.get((plural, namespace, name))
-            if found is None:
-                raise not_found(plural, name)
-            return copy.deepcopy(found)
+            if (plural, namespace, name) not in self._objects:
+                raise Refusal(404, "NotFound", f'{plural} "{name}" not found')
+            return copy.deepcopy(self._objects[plural, namespace, name])
 
     def list(
         self,
@@ -161,14 +145,9 @@ class Store:
     def edit(self, plural: str, namespace: str, name: str) -> Iterator[Object]:
         """The object, to be changed in place; a change is announced when the block ends."""
         with self.changed:
-            found = self._objects.get((plural, namespace, name))
-            if found is None:
-                raise not_found(plural, name)
-            edited = copy.deepcopy(found)
+            edited = self.get(plural, namespace, name)
             yield edited
-            if edited != found:
-                if edited.get("spec") != found.get("spec"):
-                    edited["metadata"]["generation"] += 1
+            if edited != self._objects[plural, namespace, name]:
                 self._objects[plural, namespace, name] = edited
                 self._tell(plural, "MODIFIED", edited)
 
@@ -193,10 +172,8 @@ class Store:
                 self.remove(plural, namespace, name)
             else:
                 with self.edit(plural, namespace, name) as edited:
-                    mark_deleted(edited, 0)
-                    finalizers = edited["metadata"].setdefault("finalizers", [])
-                    if policy == "Foreground" and FOREGROUND not in finalizers:
-                        finalizers.append(FOREGROUND)
+                    edited["metadata"].setdefault("deletionTimestamp", now())
+                    edited["metadata"]["finalizers"] = [FOREGROUND]
 
     def warn(self, regarding: Object, reason: str, message: str) -> None:
         """Add an Event of type Warning, unless one says the same already."""
@@ -241,29 +218,22 @@ def owner(of: Object) -> Object:
 
 
 def owned_by(uid: str) -> Callable[[Object], bool]:
-
-    def chosen(content: Object) -> bool:
-        owners = content["metadata"].get("ownerReferences", ())
-        return any(reference["uid"] == uid for reference in owners)
-
-    return chosen
+    return lambda content: (
+        uid in [reference["uid"] for reference in content["metadata"].get("ownerReferences", ())]
+    )
 
 
-def mark_deleted(content: Object, grace_seconds: int) -> None:
-    """What deleting an object does to it while it still has something to do."""
-    metadata = content["metadata"]
-    # A second deletion may shorten the grace period, and never lengthens it.
-    known = metadata.get("deletionGracePeriodSeconds", grace_seconds)
-    metadata["deletionGracePeriodSeconds"] = min(known, grace_seconds)
-    metadata.setdefault("deletionTimestamp", now())
-
-
-def made_pod(job: Object, template: Object, name: str, labels: dict[str, str]) -> Object:
-    """A pod that a job's controller makes of a template."""
+def made_pod(
+    job: Object, template: Object, name: str, labels: dict[str, str], variables: dict[str, str]
+) -> Object:
+    """A pod that a job's controller makes of a template, with variables for its containers."""
     made = copy.deepcopy(template)
     known = made.get("metadata", {})
     metadata = {**known, "name": name, "namespace": job["metadata"]["namespace"]}
     metadata |= {"ownerReferences": [owner(job)], "labels": {**known.get("labels", {}), **labels}}
+    for container in made["spec"]["containers"]:
+        own = [{"name": key, "value": value} for key, value in variables.items()]
+        container["env"] = [*container.get("env", ()), *own]
     return {"metadata": metadata, "spec": made["spec"], "status": {"phase": "Pending"}}
 
 
@@ -273,17 +243,13 @@ def end_pods(store: Store, pods: list[Object]) -> None:
             delete_pod(store, pod)
 
 
-def as_env(variables: dict[str, str]) -> list[Object]:
-    return [{"name": key, "value": value} for key, value in variables.items()]
-
-
 def delete_pod(store: Store, pod: Object, grace_seconds: int | None = None) -> None:
     """Ask for a pod's end; the kubelet takes it away when its processes are gone."""
     metadata = pod["metadata"]
     own = pod["spec"].get("terminationGracePeriodSeconds", 30)
-    try:
-        with store.edit("pods", metadata["namespace"], metadata["name"]) as edited:
-            if edited["metadata"]["uid"] == metadata["uid"]:
-                mark_deleted(edited, own if grace_seconds is None else grace_seconds)
-    except Refusal:
-        return  # gone already
+    seconds = own if grace_seconds is None else grace_seconds
+    with suppress(Refusal), store.edit("pods", metadata["namespace"], metadata["name"]) as edited:
+        if (known := edited["metadata"])["uid"] == metadata["uid"]:
+            # A second deletion may shorten the grace period, and never lengthens it.
+            shorter = min(known.get("deletionGracePeriodSeconds", seconds), seconds)
+            known |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": shorter}

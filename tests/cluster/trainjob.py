@@ -4,22 +4,8 @@ Pods are named and labelled as a JobSet's. A pod that fails fails the whole job,
 unless its `podFailurePolicy` says that the exit code is permanent.
 """
 
-import copy
-from datetime import UTC, datetime
-
-from tests.cluster.pytorchjob import ALL, exit_codes, is_true, set_condition
-from tests.cluster.store import (
-    RESOURCES,
-    Object,
-    Refusal,
-    Store,
-    as_env,
-    delete_pod,
-    end_pods,
-    made_pod,
-    owned_by,
-    suffix,
-)
+from tests.cluster.pytorchjob import ALL, exit_codes, set_condition
+from tests.cluster.store import RESOURCES, Object, Refusal, Store, delete_pod, made_pod, suffix
 
 PORT = 29400
 CONTAINER = "node"
@@ -48,40 +34,16 @@ def admit(store: Store, job: Object) -> None:
 
 
 def _runtime(job: Object) -> tuple[str, str, str]:
-    reference, place = job["spec"]["runtimeRef"], job["metadata"]["namespace"]
-    is_own = reference.get("kind") == "TrainingRuntime"
-    own, shared = ("trainingruntimes", place), ("clustertrainingruntimes", "")
-    return *(own if is_own else shared), reference["name"]
+    reference = job["spec"]["runtimeRef"]
+    if reference.get("kind") == "TrainingRuntime":
+        return "trainingruntimes", job["metadata"]["namespace"], reference["name"]
+    return "clustertrainingruntimes", "", reference["name"]
 
 
-def reconcile(store: Store, job: Object) -> None:
-    """Bring a job's pods and status one step nearer to its specification."""
-    metadata = job["metadata"]
-    status = copy.deepcopy(job.get("status", {}))
-    if is_true(status, "Complete") or is_true(status, "Failed"):
-        return
-    pods = store.list("pods", metadata["namespace"], owned_by(metadata["uid"]))
-    if job["spec"].get("suspend"):
-        for pod in pods:
-            delete_pod(store, pod)
-        set_condition(status, "Suspended", "True", "Suspended", "TrainJob is suspended")
-    else:
-        if is_true(status, "Suspended"):
-            set_condition(status, "Suspended", "False", "Resumed", "TrainJob is resumed")
-        _run(store, job, status, pods)
-    if status != job.get("status", {}):
-        with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
-            edited["status"] = status
-
-
-def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
-    runtime = store.get(*_runtime(job))
+def reconcile(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
+    runtime, metadata = store.get(*_runtime(job)), job["metadata"]
     template = runtime["spec"]["template"]["spec"]
-    if _is_late(job):
-        text = "jobset exceeded its active deadline"
-        _fail(store, status, pods, "DeadlineExceeded", text)
-        return
-    attempt = int(job["metadata"].get("annotations", {}).get(ATTEMPT, 0))
+    attempt = int(metadata.get("annotations", {}).get(ATTEMPT, 0))
     of_attempt = [pod for pod in pods if _attempt(pod) == attempt]
     nodes = _nodes(job, runtime)
     if not of_attempt:
@@ -90,61 +52,34 @@ def _run(store: Store, job: Object, status: Object, pods: list[Object]) -> None:
         for index in range(nodes):
             store.create_pod(_node(job, runtime, index, attempt), _job(job), "FailedCreate")
         return
-    failed = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Failed"]
-    done = [pod for pod in of_attempt if pod.get("status", {}).get("phase") == "Succeeded"]
-    if failed:
-        _judge(store, job, status, template, of_attempt, failed[0])
+    done, failed = (
+        [pod for pod in of_attempt if pod["status"].get("phase") == phase]
+        for phase in ("Succeeded", "Failed")
+    )
+    policy = template["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]
+    fatal = {code for rule in policy["rules"] for code in rule["onExitCodes"]["values"]}
+    if failed and exit_codes(failed[0], *ALL) & fatal:
+        text = "jobset failed due to FailJobSet failure policy action"
+        set_condition(status, "Failed", "True", "FailJobSetFailurePolicyAction", text)
     elif len(done) == nodes:
         text = "jobset completed successfully"
         set_condition(status, "Complete", "True", "AllJobsCompleted", text)
-    elif len(of_attempt) < nodes:
-        # A pod was taken away; with a backoffLimit of 0 its job has failed.
-        _restart(store, job, status, template, of_attempt)
+    elif not failed and len(of_attempt) == nodes:
+        return
+    # Or a pod was taken away; with a backoffLimit of 0 its job has failed.
+    elif attempt >= template.get("failurePolicy", {}).get("maxRestarts", 0):
+        text = "jobset failed due to reaching max number of restarts"
+        set_condition(status, "Failed", "True", "ReachedMaxRestarts", text)
+    else:
+        for pod in of_attempt:
+            delete_pod(store, pod)
+        store.warn(job, "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
+        with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
+            edited["metadata"].setdefault("annotations", {})[ATTEMPT] = str(attempt + 1)
 
 
 def _attempt(pod: Object) -> int:
     return int(pod["metadata"]["labels"]["jobset.sigs.k8s.io/restart-attempt"])
-
-
-def _judge(
-    store: Store, job: Object, status: Object, template: Object, pods: list[Object], failed: Object
-) -> None:
-    policy = template["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]
-    fatal = {code for rule in policy["rules"] for code in rule["onExitCodes"]["values"]}
-    name = f"{job['metadata']['name']}-{CONTAINER}-0"
-    if exit_codes(failed, *ALL) & fatal:
-        action = "FailJobSet failure policy action"
-        text = f"jobset failed due to {action} (first failed job: {name})"
-        _fail(store, status, pods, "FailJobSetFailurePolicyAction", text)
-    else:
-        _restart(store, job, status, template, pods)
-
-
-def _restart(
-    store: Store, job: Object, status: Object, template: Object, pods: list[Object]
-) -> None:
-    metadata = job["metadata"]
-    attempt = int(metadata.get("annotations", {}).get(ATTEMPT, 0))
-    if attempt >= template.get("failurePolicy", {}).get("maxRestarts", 0):
-        text = "jobset failed due to reaching max number of restarts"
-        _fail(store, status, pods, "ReachedMaxRestarts", text)
-        return
-    for pod in pods:
-        delete_pod(store, pod)
-    store.warn(job, "JobSetRestarted", f"restarting jobset, attempt: {attempt + 1}")
-    with store.edit("trainjobs", metadata["namespace"], metadata["name"]) as edited:
-        edited["metadata"].setdefault("annotations", {})[ATTEMPT] = str(attempt + 1)
-
-
-def _fail(store: Store, status: Object, pods: list[Object], reason: str, message: str) -> None:
-    set_condition(status, "Failed", "True", reason, message)
-    end_pods(store, pods)
-
-
-def _is_late(job: Object) -> bool:
-    seconds = job["spec"].get("activeDeadlineSeconds")
-    created = datetime.fromisoformat(job["metadata"]["creationTimestamp"])
-    return seconds is not None and (datetime.now(UTC) - created).total_seconds() >= seconds
 
 
 def _nodes(job: Object, runtime: Object) -> int:
@@ -171,21 +106,21 @@ def _node(job: Object, runtime: Object, index: int, attempt: int) -> Object:
         **number,
     }
     template = replicated["template"]["spec"]["template"]
-    pod = made_pod(job, template, f"{name}-{CONTAINER}-0-{index}-{suffix()}", labels)
-    pod["metadata"].setdefault("annotations", {}).update(number)
-    container = next(c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
     trainer = job["spec"].get("trainer", {})
-    container |= {key: trainer[key] for key in ("image", "command", "args") if key in trainer}
-    if "resourcesPerNode" in trainer:
-        container["resources"] = trainer["resourcesPerNode"]
-    variables = {
+    variables = {one["name"]: one["value"] for one in trainer.get("env", ())} | {
         "PET_NNODES": str(_nodes(job, runtime)),
         "PET_NPROC_PER_NODE": str(trainer.get("numProcPerNode", _automatic(trainer))),
         "PET_NODE_RANK": str(index),
         "PET_MASTER_ADDR": f"{name}-{CONTAINER}-0-0.{name}",
         "PET_MASTER_PORT": str(PORT),
     }
-    container["env"] = [*container.get("env", ()), *trainer.get("env", ()), *as_env(variables)]
+    pod_name = f"{name}-{CONTAINER}-0-{index}-{suffix()}"
+    pod = made_pod(job, template, pod_name, labels, variables)
+    pod["metadata"].setdefault("annotations", {}).update(number)
+    container = next(c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
+    container |= {key: trainer[key] for key in ("image", "command", "args") if key in trainer}
+    if "resourcesPerNode" in trainer:
+        container["resources"] = trainer["resourcesPerNode"]
     return pod
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from mlflow import MlflowClient
 from safetensors.numpy import load_file
 
 from tests.integration.conftest import Finished, start
+from tests.runs import wait_for
 
 pytestmark = pytest.mark.thorough
 
@@ -94,10 +94,7 @@ def test_kills_change_no_result(finished: Finished, tmp_path: Path, temporary: P
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.wait()
-        end = time.monotonic() + 60
-        while (left := processes_of(work_dir)) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert not left, [process.cmdline() for process in left]
+        wait_for(lambda: not processes_of(work_dir), 60)
     log = work_dir.with_suffix(".log")
     assert begin(finished, work_dir, temporary).wait(600) == 0, log.read_text()[-3000:]
     assert "Traceback" not in log.read_text()

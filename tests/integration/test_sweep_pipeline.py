@@ -18,7 +18,7 @@ from tests.integration.conftest import Prepared
 
 pytestmark = pytest.mark.thorough  # trains several models, each step in a new interpreter
 
-# As an installed package would: a callback that kills the training of an arm in its second step.
+# A callback that kills the training of an arm in its second step.
 KILLER = """
 import os, signal
 from d2plm.settings.registry import register
@@ -48,13 +48,8 @@ def submitted(
 
     from pipelines import pipeline
 
-    package = tmp_path / "package"
-    (package / "killer-1.dist-info").mkdir(parents=True)
-    (package / "killer.py").write_text(KILLER)
-    (package / "killer-1.dist-info" / "METADATA").write_text("Name: killer\nVersion: 1\n")
-    entry = "[d2plm]\nkiller = killer\n"
-    (package / "killer-1.dist-info" / "entry_points.txt").write_text(entry)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{package}")
+    (tmp_path / "killer.py").write_text(KILLER)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # The runner does not know the time, and retries what a server does not: an exit code.
     monkeypatch.setattr(dsl, "PIPELINE_JOB_SCHEDULE_TIME_UTC_PLACEHOLDER", "2026-11-30T03:00:00Z")
@@ -73,6 +68,7 @@ def submitted(
             input=str(prepared.input),
             work_dir=str(work_dir),
             overrides=" ".join([*SHARED, "callbacks.killer={}"]),
+            modules=str(tmp_path / "killer.py"),
         )
         (folder,) = {*(work_dir / "pipeline_runs").glob("*/")} - before
         records = {file.parent.name.split("-")[0]: file for file in folder.glob("*/run.jsonl")}

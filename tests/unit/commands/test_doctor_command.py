@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from d2plm.cli import main
-from tests.cluster.double import write_kube_config
+from tests.cluster import Cluster
 from tests.conftest import Captured, MonkeyPatch
-from tests.unit.doctor.api import NODES, Api, serving
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +43,13 @@ def test_json_is_a_list_and_a_failure_exits_with_1(machine: Path, capsys: Captur
 
 
 def test_a_cluster_is_checked(machine: Path, monkeypatch: MonkeyPatch, capsys: Captured) -> None:
-    api = Api()
-    api.answers[NODES] = 403
-    with serving(api) as address:
-        monkeypatch.setenv("KUBECONFIG", str(write_kube_config(machine / "config", address)))
+    with Cluster(machine / "cluster") as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kube_config))
         for word in ("cluster=false", "launcher=local"):
             assert main(["doctor", "tracking=none", word]) == 0
-        assert not api.asked
+        assert not cluster.api.requests
         capsys.readouterr()
         assert main(["doctor", "--json", "launcher=pytorchjob", "tracking=none"]) == 0
     rows = {row["check"]: row["status"] for row in json.loads(capsys.readouterr().out)}
-    assert rows["API server"] == rows["permissions"] == rows["claim d2plm-workspace"] == "ok"
-    assert rows["GPUs"] == "skipped"
+    assert rows["API server"] == rows["permissions"] == rows["job"] == "ok"
+    assert rows["GPUs"] == rows["claim d2plm-workspace"] == "skipped"  # unseen by the launcher

@@ -1,12 +1,9 @@
 """The manifests, as an API server, the operators' webhooks and a platform engineer see them."""
 
 import copy
-import gzip
-import os
 import shutil
 import tempfile
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,12 @@ import pytest
 
 from d2plm import __version__
 from d2plm.cli import main
+from d2plm.config import compose as composed
 from tests.cluster.double import LAUNCHER_ROLE
 from tests.cluster.store import RESOURCES
 from tests.conftest import Captured
 from tests.manifests import (
-    DEFINITIONS,
+    CUSTOM,
     K8S,
     KUBERNETES,
     NEEDS_KUBECTL,
@@ -40,13 +38,14 @@ COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 JOBS = ("pytorchjob.yaml", "trainjob.yaml")
 SHARDED = "examples/embed_job.yaml"
+SERVING = ("serving", "serving/kserve")
 OF_KIND = ("kind/job", "kind/steps.yaml")
 # Of these each wants one or the other: stores in the cluster, stores elsewhere, or none.
 ELSEWHERE = ("external-postgres", "external-s3", "mlflow-auth", "backup")
 NONE = ("mlflow-sqlite",)
 ANYWHERE = ("gpu", "istio", "kueue", "nccl", "shared-workspace")
 CASES = [
-    *((name, ()) for name in ("base", *OVERLAYS, *JOBS, SHARDED, *OF_KIND)),
+    *((name, ()) for name in ("base", *SERVING, *OVERLAYS, *JOBS, SHARDED, *OF_KIND)),
     *(("base", (component,)) for component in COMPONENTS),
     ("base", (*ELSEWHERE, *ANYWHERE)),
     ("base", (*NONE, *ANYWHERE)),
@@ -60,7 +59,7 @@ SECRETS = {"mlflow-backend", "object-store", "mlflow-auth", "d2plm-secrets"}
 
 @cache
 def rendered(name: str, components: tuple[str, ...]) -> list[Manifest]:
-    folder = K8S / (name if name in ("base", "kind/job", *JOBS, SHARDED) else f"overlays/{name}")
+    folder = K8S / (f"overlays/{name}" if name in OVERLAYS else name)
     if name == "kind/steps.yaml":
         return list(documents((K8S / name).read_text())[0]["items"])
     if name == "kind/job":
@@ -99,7 +98,8 @@ def test_every_pod_is_restricted_labelled_and_outside_the_mesh(manifests: list[M
         wanted = {"name", "component", "part-of", "version", "managed-by"}
         assert wanted <= {label.removeprefix("app.kubernetes.io/") for label in labels}
         assert labels["app.kubernetes.io/version"] == __version__
-        assert labels["sidecar.istio.io/inject"] == "false"
+        is_serving = labels["app.kubernetes.io/component"] == "serving"
+        assert labels.get("sidecar.istio.io/inject") == (None if is_serving else "false")
     for namespace in of_kind(manifests, "Namespace"):
         labels = namespace["metadata"]["labels"]
         levels = {labels[f"pod-security.kubernetes.io/{m}"] for m in ("enforce", "audit", "warn")}
@@ -145,7 +145,7 @@ def test_servers_are_probed_and_found_by_their_services(manifests: list[Manifest
             # These cannot be changed by a new version.
             fixed = [manifest["spec"]["selector"], manifest["spec"].get("volumeClaimTemplates")]
             assert __version__ not in str(fixed)
-        elif manifest["kind"] in DEFINITIONS:
+        elif manifest["kind"] in CUSTOM:
             assert template["spec"]["terminationGracePeriodSeconds"] >= 120
     for service in of_kind(manifests, "Service"):
         selector = service["spec"]["selector"].items()
@@ -256,6 +256,44 @@ def test_the_network_allows_what_is_needed_and_no_more(case: tuple[str, tuple[st
     assert case[0] == "base" or of_kind(manifests, "Namespace") == []  # the profile's is its own
 
 
+SELECTED = {"app.kubernetes.io/name": "d2plm", "app.kubernetes.io/component": "serving"}
+# What a predictor has beside the fields of a pod (KServe's ComponentExtensionSpec).
+EXTENSIONS = {"minReplicas", "maxReplicas", "timeout", "labels", "annotations"}
+
+
+def test_serving_is_the_same_with_and_without_kserve_and_reaches_mlflow_alone() -> None:
+    plain, kserve = (copy.deepcopy(rendered(name, ())) for name in SERVING)
+    (deployment,), (service,) = of_kind(plain, "Deployment"), of_kind(plain, "Service")
+    (inference,) = of_kind(kserve, "InferenceService")
+    assert [one for one in plain if one not in (deployment, service)] == [
+        one for one in kserve if one != inference
+    ]
+    assert service["spec"]["selector"] == SELECTED
+    assert deployment["spec"]["selector"]["matchLabels"] == SELECTED
+    template, predictor = deployment["spec"]["template"], inference["spec"]["predictor"]
+    pod, of_kserve = template["spec"], {k: v for k, v in predictor.items() if k not in EXTENSIONS}
+    for spec, labels in ((pod, template["metadata"]["labels"]), (of_kserve, predictor["labels"])):
+        assert SELECTED.items() <= labels.items()
+        (container,) = spec["containers"]
+        del container["name"]
+        assert container["ports"][0].pop("name") in ("http", "http1")  # KServe's have a protocol
+    assert pod == of_kserve
+    assert pod["securityContext"]["runAsUser"] == 10001
+    assert container["image"] == f"d2plm-trainer:{__version__}"
+    assert container["command"][:2] == ["d2plm", "serve"]
+    config = composed("serve", container["command"][2:])
+    assert config.model_dir == "models:/d2plm-diffusion@champion"
+    assert config.host == "0.0.0.0"  # noqa: S104  # the pod's own
+    assert config.port == container["ports"][0]["containerPort"]
+    assert config.timeout < pod["terminationGracePeriodSeconds"]
+    (tmp,) = container["volumeMounts"]
+    assert tmp["mountPath"] == "/tmp"  # noqa: S108  # the pod's own
+    manifests = [*rendered("base", ()), *plain]
+    for target, port in (("mlflow", 5000), ("postgres", 5432), ("object-store", 8333)):
+        assert allowed(manifests, "serving", target, port) == (target == "mlflow")
+    assert allowed(manifests, "trainer", "mlflow", 5000)
+
+
 def test_several_nodes_share_a_volume_and_one_holds_its_own() -> None:
     modes = {}
     for name in ("base", *JOBS, "gpu", "multi-node"):
@@ -304,35 +342,6 @@ def test_the_settings_of_every_command_compose(capsys: Captured) -> None:
     for words in found:
         assert main([*words, "--cfg", "job"]) == 0, words
     capsys.readouterr()
-
-
-@pytest.mark.skipif(
-    "D2PLM_CRD_DIR" not in os.environ and "CI" not in os.environ,
-    reason="D2PLM_CRD_DIR names no folder with the custom resources' definitions",
-)
-def test_ci_takes_the_definitions_that_are_at_hand() -> None:
-    script = (K8S.parent / ".github/custom_resources.sh").read_text()
-    for file in DEFINITIONS.values():
-        text = gzip.decompress((Path(os.environ["D2PLM_CRD_DIR"]) / file).read_bytes())
-        assert f"{file.removesuffix('.gz')} \\\n  {sha256(text).hexdigest()}" in script
-
-
-def first(case: str, kind: str) -> Any:
-    return copy.deepcopy(of_kind(rendered(case, ()), kind)[0])
-
-
-def test_a_typo_a_broken_rule_and_an_unrestricted_pod_are_found() -> None:
-    deployment, job = first("base", "Deployment"), first(JOBS[0], "PyTorchJob")
-    pod = deployment["spec"]["template"]
-    pod["spec"]["containers"][0]["envForm"] = []
-    pod["spec"]["securityContext"]["runAsUser"] = 0
-    job["spec"]["runPolicy"]["cleanPodPolicy"] = "running"
-    assert "envForm" in str(schema_complaints(deployment, KUBERNETES[0]))
-    assert len(webhook_complaints(job)) == 1
-    assert {text.partition(": ")[2] for text in pod_security_complaints(pod)} == {"runAsUser"}
-    job["spec"]["runpolicy"] = {}
-    is_found = "runpolicy" in str(schema_complaints(job, KUBERNETES[0]))
-    assert is_found or not os.environ.get("D2PLM_CRD_DIR")
 
 
 def test_the_smoke_test_runs_every_step_there_is() -> None:

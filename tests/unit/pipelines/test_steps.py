@@ -80,23 +80,22 @@ def test_the_demos_family_is_found_in_the_image_where_pods_run_in_another_folder
 INPUTS = ("data.input", "init_from", "data.tokenizer")
 
 
+NO_RELATIVES = "model.relatives_dim=null data.max_relatives=null data.alphabet=dna"
+
+
 @pytest.mark.parametrize(
-    ("parameters", "key"),
+    ("experiment", "overrides", "key"),
     [
-        ({"experiment": "demo", "overrides": "paradigm.shift=true"}, "data.max_relatives="),
-        (
-            {
-                "experiment": "demo",
-                "overrides": "model.relatives_dim=null data.max_relatives=null data.alphabet=dna",
-            },
-            "generation.relatives",
-        ),
-        *(({"overrides": f"{key}=/nope"}, f"{key}=/nope") for key in INPUTS),
+        ("demo", "paradigm.shift=true", "data.max_relatives="),
+        ("demo", NO_RELATIVES, "generation.relatives"),
+        *(("debug", f"{key}=/nope", f"{key}=/nope") for key in INPUTS),
     ],
 )
-def test_the_first_step_rejects(configure: Configure, parameters: dict[str, str], key: str) -> None:
+def test_the_first_step_rejects(
+    configure: Configure, experiment: str, overrides: str, key: str
+) -> None:
     with pytest.raises(SystemExit) as refused:
-        configure(**parameters)
+        configure(overrides, experiment=experiment)
     assert key in str(refused.value.__cause__)
 
 

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes.client import ApiException
 
 from d2plm.cli import main as d2plm
-from d2plm.core.errors import ClusterError
 from d2plm.launch import kfp_server as kfp_server_module
 from d2plm.launch.kfp_server import MOST_LOG_BYTES
 from pipelines import follow, pipeline
 from pipelines.submit import compile_pipeline
-from tests.cluster import Cluster
+from tests.cluster import NAMESPACE, Cluster
 from tests.conftest import Captured, MonkeyPatch
 from tests.kfp_server import KfpServer, certified, kfp_server, run, step
 
@@ -28,14 +26,13 @@ SWEEP = ("sweep=compare", "experiment=debug", "arms={a: {}, b: {}}")
 LOGIN = "<!doctype html><html><title>Log in to Your Account</title></html>"
 
 
-COMPILED: dict[object, str] = {}
+COMPILED: dict[str, str] = {}
 define = cache(pipeline.define)
 
 
 def compile_once(output: Path, *given: Any) -> None:
     """Each pipeline with the same defaults once: it takes most of a submission's time."""
-    key = str(given)
-    if key not in COMPILED:
+    if (key := str(given)) not in COMPILED:
         compile_pipeline(output, *given)
         COMPILED[key] = output.read_text()
     output.write_text(COMPILED[key])
@@ -192,10 +189,7 @@ def test_a_run_that_fails_is_reported_with_the_last_lines_of_its_steps_log(
     ("states", "said"),
     [
         (
-            [
-                run("CANCELING", step("train", "RUNNING")),
-                run("FAILED", step("train", "FAILED"), step("finish", "SUCCEEDED")),
-            ],
+            [run("CANCELING", step("train", "RUNNING")), run("FAILED", step("train", "FAILED"))],
             "the run was cancelled",
         ),
         ([{"state": "FAILED", "error": {"code": 3, "message": "no such claim"}}], "no such claim"),
@@ -210,70 +204,42 @@ def test_a_run_that_is_cancelled_rejected_or_does_not_start_is_an_error(
     assert said in capsys.readouterr().err
 
 
-def test_a_step_that_waits_says_why_and_is_not_followed_for_longer_than_it_may_wait(
-    server: KfpServer, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.setenv("KFP_NAMESPACE", "d2plm")
-    server.multi_user = True
-    server.script = [run("RUNNING", step("prepare", "RUNNING"))]
-    pod = {
-        "metadata": {
-            "name": "d2plm-wrq7f-system-container-impl-1",
-            "namespace": "d2plm",
-            "labels": {"pipeline/runid": "r1"},
-        },
-        "spec": {"containers": [{"name": "main", "image": "d2plm-mmseqs2"}]},
-    }
-    with Cluster(tmp_path / "cluster") as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kube_config))
-        cluster.full("0/1 nodes are available: 1 Insufficient cpu.")
-        cluster.store.create("pods", pod)
-        assert d2plm([*SUBMIT, "wait=true", "launcher.start_deadline_seconds=0.2"]) == 1
-    output, error = capsys.readouterr()
-    assert output.count("waiting: Unschedulable: 0/1 nodes") == 1
-    assert "within start_deadline_seconds=0.2: Unschedulable: 0/1 nodes" in error
-
-
-class Pods:
-    """A cluster whose list of the run's pods is a script; its last entry stays."""
-
-    def __init__(self, *answers: dict[str, object] | int) -> None:
-        self.answers = list(answers)
-
-    def path(self, kind: object) -> str:
-        return "pods"
-
-    def call(self, *_: object, **__: object) -> dict[str, object]:
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, int):
-            raise ClusterError("cannot list the run's pods") from ApiException(status=answer)
-        return {"items": [answer]}
-
-
-def held(reason: str) -> dict[str, object]:
-    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "later"}
-    status = {"phase": "Pending", "conditions": [condition]}
-    return {"metadata": {"name": "pod", "uid": "1"}, "status": status}
-
-
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("reason", "status", "said"),
     [
-        ([held("SchedulingGated")], "left its queue within queue_deadline_seconds=0.4"),
+        ("SchedulingGated", None, "left its queue within queue_deadline_seconds=0.4"),
         # A failure of the cluster does not end the watch over the deadline; a refusal does.
-        ([held("Unschedulable"), 503, 0, held("Unschedulable")], "started within start_deadline"),
-        ([403, held("Unschedulable")], None),
+        ("Unschedulable", 503, "started within start_deadline_seconds=0.3: Unschedulable: later"),
+        ("Unschedulable", 403, None),
     ],
 )
 def test_every_wait_for_a_pod_has_an_end_and_lines_about_it(
-    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured, answers: Any, said: str | None
+    server: KfpServer,
+    tmp_path: Path,
+    monkeypatch: MonkeyPatch,
+    capsys: Captured,
+    reason: str,
+    status: int | None,
+    said: str | None,
 ) -> None:
     monkeypatch.setattr(follow, "REPORT_SECONDS", 0.1)
-    monkeypatch.setattr("d2plm.launch.client.is_configured", lambda: True)
-    monkeypatch.setattr("d2plm.launch.client.connect", lambda *_, **__: Pods(*answers))
+    monkeypatch.setenv("KFP_NAMESPACE", NAMESPACE)
+    server.multi_user = True
     server.script = [*[run("RUNNING", step("prepare", "RUNNING"))] * 60, run("SUCCEEDED")]
+    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "later"}
+    labels = {"pipeline/runid": "r1"}
+    pod = {
+        "metadata": {"name": "pod", "namespace": NAMESPACE, "labels": labels},
+        "spec": {},
+        "status": {"phase": "Pending", "conditions": [condition]},
+    }
     limits = ("launcher.start_deadline_seconds=0.3", "launcher.queue_deadline_seconds=0.4")
-    assert d2plm([*SUBMIT, "wait=true", *limits]) == (said is not None)
+    with Cluster(tmp_path) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kube_config))
+        cluster.store.create("pods", pod)
+        if status is not None:
+            cluster.fail_next(2, status, "list", "pods")
+        assert d2plm([*SUBMIT, "wait=true", *limits]) == (said is not None)
     output, error = capsys.readouterr()
     assert output.count("waiting: ") >= 2
     assert said is None or f"no pod has {said}" in error
@@ -288,35 +254,21 @@ def test_silence_is_given_up(server: KfpServer, monkeypatch: MonkeyPatch, capsys
         assert "Read timed out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("status", "times", "patience", "interval", "reports"),
-    [
-        (502, 3, 600.0, 60.0, 1),
-        (502, 3, 600.0, 0.0, 3),
-        (401, 1000, 600.0, 60.0, None),  # the token has expired
-        (502, 1000, 0.0, 60.0, None),
-    ],
-)
 def test_a_server_that_is_away_is_asked_again_and_reported_in_every_interval_or_given_up(
-    server: KfpServer,
-    monkeypatch: MonkeyPatch,
-    capsys: Captured,
-    status: int,
-    times: int,
-    patience: float,
-    interval: float,
-    reports: int | None,
+    server: KfpServer, monkeypatch: MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr(follow, "PATIENCE_SECONDS", patience)
-    monkeypatch.setattr(follow, "REPORT_SECONDS", interval)
     server.script = [run("SUCCEEDED", step("prepare", "SUCCEEDED"))]
-    server.refusals["/runs/r1"] = (times, (status, {"message": "gone"}))
-    assert d2plm([*SUBMIT, "wait=true"]) == (reports is None)
-    output, error = capsys.readouterr()
-    if reports is None:
-        assert "the run itself continues" in error
-    else:
-        assert output.count("; retrying for up to ") == reports
+    for status, times, patience, interval, reports in (
+        *((502, 3, 600.0, 60.0, 1), (502, 3, 600.0, 0.0, 3)),
+        *((401, 9, 600.0, 60.0, None), (502, 9, 0.0, 60.0, None)),  # 401: the token has expired
+    ):
+        monkeypatch.setattr(follow, "PATIENCE_SECONDS", patience)
+        monkeypatch.setattr(follow, "REPORT_SECONDS", interval)
+        server.refusals["/runs/r1"] = (times, (status, {"message": "gone"}))
+        assert d2plm([*SUBMIT, "wait=true"]) == (reports is None)
+        output, error = capsys.readouterr()
+        assert output.count("; retrying for up to ") == (reports or 0)
+        assert ("the run itself continues" in error) == (reports is None)
 
 
 def test_an_interrupt_ends_the_following_alone(server: KfpServer, capsys: Captured) -> None:
