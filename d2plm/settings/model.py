@@ -17,7 +17,7 @@ class ModelSettings(Settings):
     With some options a `DiT` computes the same function as `EsmForMaskedLM` (Lin et al.,
     doi:10.1126/science.ade2574), see `d2plm.model.esm`, or the bidirectional form of the layers of
     Llama (Touvron et al., arXiv:2302.13971) and GPT-NeoX (Black et al., arXiv:2204.06745); tests
-    compare them.
+    compare the first.
     """
 
     vocab_size: int = key(PROTEIN_TOKENS, low=6)

@@ -147,20 +147,6 @@ def test_a_worker_that_raises_is_reported_once(prepared: Prepared, tmp_path: Pat
     assert text.count("RuntimeError: a rank of its own opinion") == 1, text
 
 
-@pytest.mark.thorough  # the daily tests have its exit code and torchrun's failures apart
-def test_a_worker_that_is_killed_is_named(prepared: Prepared, tmp_path: Path) -> None:
-    output, log = tmp_path / "run", tmp_path / "log"
-    process = start([*ENTRY, "-m", "d2plm", *training(prepared, output, *ENDLESS)], log)
-    try:
-        wait_for(lambda: steps(output) > 1)
-        os.kill(workers(process.pid)[1], signal.SIGKILL)
-        assert process.wait(180) == 137, log.read_text()
-    finally:
-        process.kill()
-    assert "rank 1 was killed by SIGKILL" in log.read_text()
-    assert "Traceback" not in log.read_text()
-
-
 @pytest.mark.thorough
 def test_accelerate_launch_gives_what_d2plm_train_gives(prepared: Prepared, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"

@@ -1,4 +1,4 @@
-"""Nucleotides, codons and text on their whole way, from a file to what a model generates."""
+"""Codons and text from a file to what a model generates; test_followed does it with nucleotides."""
 
 import gzip
 import json
@@ -32,14 +32,6 @@ def written(folder: Path, name: str, text: str) -> Path:
     return folder / name
 
 
-def genome(folder: Path) -> Path:
-    """Pieces of a real chromosome, none of them beside another."""
-    with gzip.open(EXAMPLES / "helicobacter_pylori.fasta.gz", "rt") as source:
-        letters = "".join(line.strip() for line in source if not line.startswith(">"))
-    pieces = (letters[start : start + 100] for start in range(0, 200_000, 1000))
-    return written(folder, "g.fasta", "".join(f">p{i}\n{one}\n" for i, one in enumerate(pieces)))
-
-
 def genes(folder: Path) -> Path:
     """The first real genes, whole codons each."""
     with gzip.open(EXAMPLES / "helicobacter_pylori_genes.fasta.gz", "rt") as source:
@@ -55,7 +47,6 @@ def chapters(folder: Path) -> Path:
 
 
 CASES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
-    "dna": (genome, []),
     "codon": (genes, [WINDOW]),
     "bytes": (chapters, [WINDOW]),
     "tokenizer": (chapters, [WINDOW, f"data.tokenizer={TOKENIZER}"]),

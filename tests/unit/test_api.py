@@ -1,7 +1,6 @@
 """`load_model`: the results of the commands, from Python."""
 
 import csv
-import io
 import math
 from collections.abc import Callable
 from functools import partial
@@ -195,10 +194,6 @@ NO_LISTS: dict[str, Callable[[], Any]] = {
     "matrix": lambda: np.array([["MK"]]),
     "mapping": lambda: {"a": "MK"},
     "set": lambda: {"MK"},
-    "bytes": lambda: b"MK",
-    "path": lambda: Path("a.fasta"),
-    "file": lambda: io.StringIO("MKTAY"),
-    "number": lambda: np.int64(3),
     "column with missing values": lambda: pd.Series(["MK", None]),
     "['']": lambda: [""],
     **{f"['MK', {one!r}]": partial(lambda one: ["MK", one], one) for one in NO_TEXT},

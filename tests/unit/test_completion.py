@@ -16,7 +16,6 @@ REPOSITORY = Path(__file__).parents[2]
 
 LINES = {
     "d2plm tr": ["train "],
-    "d2plm --json dat": ["data "],
     "d2plm data ": ["--help ", "export ", "head ", "stats ", "verify "],
     "d2plm pipeline can": ["cancel "],
     "d2plm train trainer.max_st": ["trainer.max_steps="],
@@ -24,13 +23,10 @@ LINES = {
     "d2plm train trainer.precision=fp1": ["trainer.precision=fp16 "],
     "d2plm doctor cluster=": ["cluster=auto ", "cluster=false ", "cluster=true "],
     "d2plm train --dry": ["--dry-run ", "--dry_run="],
-    "d2plm trian mod": [],
-    "d2plm score input=da": ["input=data/"],
     "d2plm score input=data/p": ["input=data/proteins.fasta "],
     "d2plm score --input data/p": ["data/proteins.fasta "],
     "d2plm evaluate model_dir=da": ["model_dir=data/"],
     "d2plm score input=data/.": ["input=data/.hidden "],
-    "d2plm score 'input=data/p": ["input=data/proteins.fasta "],
 }
 
 

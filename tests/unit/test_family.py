@@ -175,12 +175,9 @@ def test_new_members_keep_avoid_and_stay_near_what_is_said(tmp_path: Path) -> No
     [
         ("keep=['m1:K3']", "keep='m1:K3'"),
         ("keep=['m1:99']", "the member has 15 residues"),
-        ("keep=['mx:3']", "'mx'"),
-        ("keep=['m1']", "keep='m1'"),
         ("avoid=J", "avoid='J'"),
         ("near=m1:²", "near='m1:²'"),
         ("near=m1:2 generation.length=9", "length=9"),
-        ("min_length=100", "min_length"),
         ("keep=['m1:C3'] generation.avoid=C", "avoid='C'"),
     ],
 )

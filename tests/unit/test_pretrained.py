@@ -56,9 +56,3 @@ def test_commands_take_it_alone(tmp_path: Path, monkeypatch: MonkeyPatch, capfd:
     said = capfd.readouterr().err
     assert said.count(f"model: {PRETRAINED}, which is part of D2PLM") == 3
     assert load_model().infill("MKT__", number=1)[0].startswith("MKT")
-
-
-def test_only_adapting_starts_from_it() -> None:
-    assert compose("adapt", ["input=f"]).init_from == PRETRAINED
-    assert compose("train").init_from is None is compose("pipeline").init_from
-    assert PRETRAINED not in compose("evaluate").model_dir

@@ -182,7 +182,6 @@ def test_a_fresh_model_predicts_uniformly(tiny_dit: Factory, rows: list[Tokens])
         {"time_embedding_dim": 7},
         {"vocab_size": 5},
         {"vocab_size": 300, "relatives_dim": 8},
-        {"relatives_dim": 6},
         {"rope_fraction": 0.5, "rope_frequencies": [1.0] * 4},
         {"rope_frequencies": [1.0, 0.5, -1.0, 0.1]},
         {"experts_per_token": 5, "num_experts": 4},

@@ -258,9 +258,7 @@ OTHERS: dict[str, Any] = {
     "vocab_size": 30,
     "emb_layer_norm_before": True,
     "mask_token_id": 4,
-    "hidden_size": "wide",
     "is_folding_model": True,
-    "is_decoder": True,
 }
 
 

@@ -1,7 +1,7 @@
-"""With the options of Llama and GPT-NeoX, a DiT computes what transformers' models compute.
+"""With the options of Llama, a DiT computes what transformers' model computes; formulas of others.
 
-These are given a mask that lets every token attend to every other, as a DiT does. What Llama
-computes in fp32 whatever its dtype is, RMSNorm, is replaced by fp64 after a check.
+Llama is given a mask that lets every token attend to every other, as a DiT does. What it computes
+in fp32 whatever its dtype is, RMSNorm, is replaced by fp64 after a check.
 """
 
 from typing import Any
@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from d2plm.core.batch import PackedBatch
 from d2plm.model.dit import DiT
 from d2plm.model.dit_config import DiTConfig
+from d2plm.model.layers import rope_tables, rotate
 from tests.conftest import DiTFactory, randomise
 
 V, WIDTH, HEADS, LAYERS, INNER = 300, 32, 2, 3, 40
@@ -26,16 +27,8 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "intermediate_size": INNER,
 }
-PLAIN: dict[str, Any] = {"time_embedding_dim": None, "affine_norm": True, "qk_norm": False}
-LLAMA: dict[str, Any] = {**SIZES, **PLAIN, "norm": "rms"}
-NEOX: dict[str, Any] = {
-    **SIZES,
-    **PLAIN,
-    "feed_forward": "gelu",
-    "linear_bias": True,
-    "parallel_residual": True,
-    "rope_fraction": 0.25,
-}
+LLAMA: dict[str, Any] = {**SIZES, "time_embedding_dim": None, "norm": "rms"}
+LLAMA |= {"affine_norm": True, "qk_norm": False}
 LENGTHS = (17, 1, 9)
 PACKED = PackedBatch.pack(
     [np.random.default_rng(n).integers(0, V, size=n, dtype=np.uint16) for n in LENGTHS]
@@ -49,7 +42,7 @@ def logits(model: DiT) -> Tensor:
         return model(TOKENS, PACKED.cu_seqlens, PACKED.max_seqlen, times)
 
 
-def theirs(model: transformers.PreTrainedModel) -> Tensor:
+def theirs(model: LlamaForCausalLM) -> Tensor:
     """The logits of each sequence alone, without a causal mask."""
     with torch.no_grad():
         each = [
@@ -62,22 +55,15 @@ def theirs(model: transformers.PreTrainedModel) -> Tensor:
     return torch.cat(each)
 
 
-def frequencies_of_a_dit(rotary: nn.Module, pairs: int) -> None:
-    """Give transformers' rotary embedding a DiT's frequencies, which round differently in fp32."""
-    ours = 10_000.0 ** (-torch.arange(pairs) / pairs)
-    torch.testing.assert_close(rotary.inv_freq.float(), ours, rtol=1e-6, atol=0.0)
-    rotary.inv_freq = ours
-
-
 def rms_norm(self: LlamaRMSNorm, x: Tensor) -> Tensor:
     return self.weight * x / (x.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
 
 
 def test_a_bidirectional_llama_is_a_dit_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = transformers.LlamaConfig(
+    config = LlamaConfig(
         **SIZES, rms_norm_eps=1e-5, max_position_embeddings=64, attn_implementation="sdpa"
     )
-    model = transformers.LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
     randomise(model)
     model = model.double().eval()
     w = model.state_dict()
@@ -103,58 +89,24 @@ def test_a_bidirectional_llama_is_a_dit_without_a_time(monkeypatch: pytest.Monke
     ours.load_state_dict(weights)
     as_it_is = theirs(model)
     torch.testing.assert_close(logits(ours), as_it_is, rtol=1e-4, atol=1e-4)
-    frequencies_of_a_dit(model.model.rotary_emb, WIDTH // HEADS // 2)
+    frequencies = 10_000.0 ** (-torch.arange(8) / 8)  # a DiT's, which round differently in fp32
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq.float(), frequencies)
+    model.model.rotary_emb.inv_freq = frequencies
     monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm)
     torch.testing.assert_close(logits(ours), theirs(model), rtol=1e-10, atol=1e-10)
 
 
-def test_a_bidirectional_gpt_neox_is_a_dit_with_parallel_residuals_and_few_rotated_channels() -> (
-    None
-):
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
-    config = transformers.GPTNeoXConfig(
-        **SIZES, rope_parameters=rope, max_position_embeddings=64, attn_implementation="sdpa"
-    )
-    assert config.use_parallel_residual
-    model = transformers.GPTNeoXForCausalLM(config)
-    randomise(model)
-    model = model.double().eval()
-    w = model.state_dict()
-    size = WIDTH // HEADS
-    pairs = round(0.25 * size / 2)
-    # Theirs rotate the first channels, i against i + pairs; a DiT the first of each half, i against
-    # i + size/2.
-    rest = list(range(2 * pairs, size))
-    half = size // 2 - pairs
-    turned = [*range(pairs), *rest[:half], *range(pairs, 2 * pairs), *rest[half:]]
-
-    def qkv(whole: Tensor) -> Tensor:
-        q, k, v = whole.unflatten(0, (HEADS, 3, size)).unbind(1)  # theirs are by head
-        return torch.cat([each.flatten(0, 1) for each in (q[:, turned], k[:, turned], v)])
-
-    weights = {
-        "token_embedding.weight": w["gpt_neox.embed_in.weight"],
-        "head.proj.weight": model.get_output_embeddings().weight.detach(),
-        "head.proj.bias": torch.zeros(V),
-    }
-    for kind in ("weight", "bias"):
-        weights[f"head.norm.{kind}"] = w[f"gpt_neox.final_layer_norm.{kind}"]
-        for i in range(LAYERS):
-            layer, block = f"gpt_neox.layers.{i}", f"blocks.{i}"
-            names = {
-                "attention_norm": "input_layernorm",
-                "attention.out_proj": "attention.dense",
-                "feed_forward_norm": "post_attention_layernorm",
-                "feed_forward.up_proj": "mlp.dense_h_to_4h",
-                "feed_forward.down_proj": "mlp.dense_4h_to_h",
-            }
-            weights |= {f"{block}.{a}.{kind}": w[f"{layer}.{b}.{kind}"] for a, b in names.items()}
-            mixed = qkv(w[f"{layer}.attention.query_key_value.{kind}"])
-            weights[f"{block}.attention.qkv_proj.{kind}"] = mixed
-    ours = DiT(DiTConfig(**NEOX)).double().eval()
-    ours.load_state_dict(weights)
-    frequencies_of_a_dit(model.gpt_neox.rotary_emb, pairs)
-    torch.testing.assert_close(logits(ours), theirs(model), rtol=1e-10, atol=1e-10)
+def test_a_fraction_of_the_channels_is_rotated() -> None:
+    positions, pairs = torch.arange(5), 2
+    x = torch.randn(5, HEADS, 16, dtype=torch.float64)
+    tables = rope_tables(positions, 16, 10_000.0, fraction=pairs / 8)
+    first, second = x.chunk(2, dim=-1)
+    angles = positions[:, None, None] * 10_000.0 ** (-torch.arange(pairs) / pairs)
+    turned = torch.complex(first, second)[..., :pairs] * (1j * angles.double()).exp()
+    expected = x.clone()
+    expected[..., :pairs], expected[..., 8 : 8 + pairs] = turned.real, turned.imag
+    found = rotate(x, *(table.double() for table in tables))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel"])
