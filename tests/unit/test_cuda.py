@@ -39,19 +39,19 @@ from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 from tests.conftest import ESM, EXPERTS, LLAMA, TINY_SIZES, DiTFactory, randomise
 from tests.runs import make_trainer
+from tests.unit.model.test_attention import written_out
 from tests.unit.training.test_equality import following
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 LOW = 2e-2  # relative, of bf16: 8 bits of mantissa
 SIZES = {**TINY_SIZES, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-RELATIVES = {"relatives_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "own": {},
     "as ESM-2": ESM,
     "llama": LLAMA,
     "experts": EXPERTS,
-    "relatives": RELATIVES,
+    "relatives": {"relatives_dim": 16},
 }
 PARADIGMS = {
     "diffusion": AbsorbingDiffusion,
@@ -111,12 +111,8 @@ def test_attention_within_segments(dtype: torch.dtype, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (321, 2, size)
     inputs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
-    exact = [x.double().requires_grad_() for x in inputs[:3]]
-    parts = []
-    for start, stop in pairwise(bounds.tolist()):
-        q, k, v = (x[start:stop].transpose(0, 1) for x in exact)
-        parts.append(((q @ k.mT / size**0.5).softmax(-1) @ v).transpose(0, 1))
-    expected = torch.cat(parts)
+    q, k, v = exact = [x.double().requires_grad_() for x in inputs[:3]]
+    expected = written_out(q, k, v, bounds.diff().tolist())
     expected.backward(inputs[3].double())
     ours = [x.cuda().requires_grad_() for x in inputs[:3]]
     found = packed_attention(*ours, bounds.cuda(), 142)
@@ -156,8 +152,7 @@ def test_masks_are_those_of_a_cpu(build: Build, paradigm: str) -> None:
     [
         *((model, "adamw", "diffusion") for model in MODELS),
         *((model, "muon", "diffusion") for model in ("own", "experts")),
-        ("own", "adamw", "flow_matching"),
-        ("own", "adamw", "flow_matching_uniform"),
+        *(("own", "adamw", flow) for flow in ("flow_matching", "flow_matching_uniform")),
     ],
 )
 def test_losses_are_those_of_a_cpu(build: Build, model: str, optimizer: str, paradigm: str) -> None:

@@ -130,7 +130,7 @@ def test_hidden_states_are_the_embeddings(exports: Path) -> None:
     for layer, states in enumerate(output.hidden_states):
         for own, expected in zip(states, ours.embed(proteins, layer=layer), strict=True):
             np.testing.assert_allclose(own[1 : len(expected) + 1], expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(output.last_hidden_state, output.hidden_states[-1])
+    assert torch.equal(output.last_hidden_state, states)
 
 
 def test_the_pipelines_run(exports: Path) -> None:
@@ -163,17 +163,18 @@ def test_what_transformers_saves_is_a_model_folder(
     folder.mkdir()
     (folder / "evaluation.json").write_text("{}")  # of the weights before
     WRITERS[kind](model, folder)
-    ours, theirs = load_model(folder, precision="fp32"), load_model(exports / "cosine")
+    ours, theirs = load_model(folder, precision="fp32"), load_export(exports / "cosine")
     assert "run 'd2plm evaluate'" in caplog.text
     assert not (folder / "evaluation.json").exists()
-    assert ours.exported.paradigm.settings == theirs.exported.paradigm.settings
+    assert ours.exported.paradigm.settings == theirs.paradigm.settings
+    saved, expected = ours.exported.model.state_dict(), theirs.model.state_dict()
+    tolerance = 2**-8 if kind == "in half precision" else 0.0
+    torch.testing.assert_close(saved, expected, rtol=tolerance, atol=0.0)
     assert ours.generate(3, seed=1, steps=2)[0]
     kept = ("README.md", "length_histogram.json", "tokenizer_config.json", "tokenizer.json")
     for name in (*kept, "paradigm_config.json"):
         assert (folder / name).read_text() == (exports / "cosine" / name).read_text()
-    AutoTokenizer.from_pretrained(folder)
-    again = AutoModelForMaskedLM.from_pretrained(folder)
-    assert again.paradigm.settings == model.paradigm.settings
+    assert AutoTokenizer.from_pretrained(folder)("mk")["input_ids"] == [0, 20, 15, 2]
 
 
 def test_a_new_model_is_one_of_absorbing_diffusion(tmp_path: Path) -> None:
@@ -242,20 +243,15 @@ def model(exports: Path) -> Any:
 def test_a_trainer_trains_the_model(exports: Path, model: Any, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exports / "diffusion")
     arguments = TrainingArguments(
-        output_dir=str(tmp_path),
+        str(tmp_path),
         max_steps=3,
         per_device_train_batch_size=6,
-        learning_rate=3e-3,
         use_cpu=True,
         bf16=True,
         report_to=[],
         save_strategy="no",
         logging_steps=1,
-        seed=1,
-        disable_tqdm=True,
-        eval_strategy="epoch",
         gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
     )
     proteins = [tokenizer(protein, truncation=True) for protein in TO_LEARN]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
@@ -263,16 +259,9 @@ def test_a_trainer_trains_the_model(exports: Path, model: Any, tmp_path: Path) -
     trainer = Trainer(model, arguments, collator, proteins, proteins, processing_class=tokenizer)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert len(losses) == 3
-    assert np.isfinite(losses).all()
-    changed = {name for name, weight in model.named_parameters() if (weight != before[name]).any()}
-    assert changed == set(before)
+    assert len(losses) == 3 and np.isfinite(losses).all()
+    assert all((weight != before[name]).any() for name, weight in model.named_parameters())
     assert np.isfinite(trainer.evaluate()["eval_loss"])
-    trainer.save_model(str(tmp_path / "saved"))
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(again.state_dict(), model.state_dict())
-    assert len(load_model(tmp_path / "saved").generate(2, length=20, steps=4)) == 2
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("mk")["input_ids"] == [0, 20, 15, 2]
 
 
 def test_recomputed_gradients_are_those_without(model: Any) -> None:
@@ -288,8 +277,6 @@ def test_recomputed_gradients_are_those_without(model: Any) -> None:
     torch.testing.assert_close(gradients(), kept)
     hook.remove()
     assert len(calls) == 2
-    model.gradient_checkpointing_disable()
-    torch.testing.assert_close(gradients(), kept)
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
