@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from d2plm.core.noise import Key
@@ -203,34 +202,18 @@ def test_compiled_blocks_compute_the_same_and_are_compiled_once(build: Build) ->
     assert not counters["graph_break"]
 
 
-def test_the_loss_scale_of_fp16_falls_until_no_gradient_overflows(build: Build) -> None:
-    trainer = build(precision="fp16", max_steps=40)
-    assert trainer.loss_scale is not None
-    trainer.loss_scale.scale.fill_(2.0**40)
-    trainer.train()
-    assert float(trainer.loss_scale.scale) < 2.0**40
-    assert not bool(trainer.loss_scale.overflow)
-    assert all(parameter.isfinite().all() for parameter in trainer.parameters.values())
-
-
-def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: tensor.float().cpu().clone() for name, tensor in trainer.parameters.items()}
-
-
-@pytest.mark.parametrize("model", ["own", "relatives"])
-def test_a_resumed_run_equals_an_unbroken_one(build: Build, tmp_path: Path, model: str) -> None:
-    whole = build(model=model, output_dir=tmp_path / "whole")
+def test_a_resumed_run_equals_an_unbroken_one(build: Build, tmp_path: Path) -> None:
+    whole = build(output_dir=tmp_path / "whole")
     whole.train()
-    first = build(model=model)
+    first = build()
     for batch in islice(first.batches(), 3):
         first.train_step(batch)
     first.save()
     first.saver.finish()
-    second = build(model=model)
+    second = build()
     second.train()
     assert (second.first_step, second.step) == (3, 6)
-    for name, expected in weights(whole).items():
-        torch.testing.assert_close(weights(second)[name], expected, rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(second.parameters, whole.parameters, rtol=1e-2, atol=2e-3)
 
 
 class OneShardedRank(Trainer):

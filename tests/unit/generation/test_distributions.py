@@ -19,6 +19,7 @@ from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from tests.conftest import Tokens
 from tests.unit.generation.known_joint import LETTERS, KnownJoint, distance, exact_law
 from tests.unit.paradigms.numbered_tokens import NumberedTokens
 
@@ -109,7 +110,6 @@ def test_a_step_corrupts_again_at_the_strength_that_is_set() -> None:
         assert step_between(flow, remdm, 0.7, 0.8).renoise == pytest.approx(expected)
 
 
-Tokens = NDArray[np.uint8]
 P_VALUE = 0.01
 LENGTH, ROW = 14, 16  # without and with <cls> and <eos>; such rows pack without padding
 WHOLE = 10**9  # everything in one batch

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 from d2plm.core.batch import positions, segment_ids, segment_sum
@@ -22,9 +21,8 @@ from d2plm.generation.samplers import sample
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm, predicted_log_softmax
-from tests.conftest import MonkeyPatch
+from tests.conftest import MonkeyPatch, Tokens
 
-Tokens = NDArray[np.uint8]
 SAMPLERS = {"ancestral", "euler", "first_hitting", "confidence", "remdm"}
 
 CASES: list[tuple[Paradigm, dict[str, Any]]] = [

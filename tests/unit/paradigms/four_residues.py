@@ -62,31 +62,24 @@ class Toy:
         shown = torch.where(residues == self.vocabulary.mask, LETTERS, residues - self.first)
         return self.logits(shown, times).flatten(0, 1)
 
-    def nats(
-        self, protein: Iterable[int], masked: tuple[bool, ...], time: float = 0.0, shift: int = 0
-    ) -> list[float]:
-        """−log p of each masked residue, from the logits `shift` places before it."""
-        clean = list(protein)
-        shown = [LETTERS if m else x for x, m in zip(clean, masked, strict=True)]
+    def nats(self, masked: tuple[bool, ...], time: float, shift: int = 0) -> list[float]:
+        """−log p of each masked residue of PROTEIN, from the logits `shift` places before it."""
+        shown = [LETTERS if m else x for x, m in zip(PROTEIN, masked, strict=True)]
         logits = self.logits(torch.tensor([shown]), torch.tensor([time]))[0].numpy()
-        log_p = log_softmax(logits[:, FIRST : self.vocabulary.stop], axis=-1)[
-            :, self.first - FIRST :
-        ]
-        return [-float(log_p[i + 1 - shift, x]) for i, x in enumerate(clean) if masked[i]]
+        log_p = log_softmax(logits[:, FIRST : self.vocabulary.stop], axis=-1)
+        log_p = log_p[:, self.first - FIRST :]
+        return [-float(log_p[i + 1 - shift, x]) for i, x in enumerate(PROTEIN) if masked[i]]
 
 
-def toy_batch(
-    copies: int, protein: Iterable[int] = PROTEIN, vocabulary: Vocabulary = PROTEINS
-) -> PackedBatch:
-    tokens = first_letter(vocabulary) + np.array(list(protein))
+def toy_batch(copies: int, vocabulary: Vocabulary = PROTEINS) -> PackedBatch:
+    tokens = first_letter(vocabulary) + np.array(PROTEIN)
     return PackedBatch.pack([framed(tokens.astype(vocabulary.dtype))] * copies)
 
 
-def exact_k(toy: Toy, protein: Iterable[int] = PROTEIN, time_of: Curve = lambda u: 0.0) -> float:
+def exact_k(toy: Toy, time_of: Curve) -> float:
     """Σ_k (1/k)·E_{|M|=k} Σ_{i∈M} −log p(x_i | x_{¬M}, k)."""
-    clean = list(protein)
     return sum(
-        sum(toy.nats(clean, masked, time_of(sum(masked) / LENGTH)))
+        sum(toy.nats(masked, time_of(sum(masked) / LENGTH)))
         / sum(masked)
         / math.comb(LENGTH, sum(masked))
         for masked in SUBSETS
@@ -98,9 +91,9 @@ def mask_probability(masked: tuple[bool, ...], fraction: float) -> float:
     return math.prod(fraction if m else 1 - fraction for m in masked)
 
 
-def conditional_model(joint: NDArray[np.float64], vocabulary: Vocabulary = PROTEINS) -> Toy:
+def conditional_model(joint: NDArray[np.float64]) -> Toy:
     """A toy whose predictions are the exact posteriors of a joint distribution [3, 3, 3, 3]."""
-    toy = Toy(vocabulary=vocabulary)
+    toy = Toy()
     toy.table[:] = -60.0
     for shown in itertools.product(range(LETTERS + 1), repeat=LENGTH):
         code = sum(s * (LETTERS + 1) ** place for place, s in enumerate(shown))
@@ -138,9 +131,8 @@ def expected_loss(
     with monkeypatch.context() as patch:
         force(patch, paradigm, times, SUBSETS)
         corrupted = paradigm.corrupt(batch, Key(0))
-    chances = torch.tensor(
-        [mask_probability(masked, fraction) for masked in SUBSETS], dtype=torch.float64
-    )
+    shares = [mask_probability(masked, fraction) for masked in SUBSETS]
+    chances = torch.tensor(shares, dtype=torch.float64)
     weighted = replace(corrupted, weights=corrupted.weights * chances[batch.segment_ids()])
     logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
     return float(paradigm.loss(logits, batch, weighted)[0])

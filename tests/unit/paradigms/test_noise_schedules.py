@@ -104,10 +104,6 @@ GROUPS = 10  # of sequences with times close to each other, tested apart
 SAMPLINGS = pytest.mark.parametrize("time_sampling", ["uniform", "low_variance"])
 
 
-def in_steps(t: float) -> float:
-    return ALPHA_BARS["linear_beta"](round(20 * t), 20)
-
-
 # Of each kind one schedule; the formulas have them all.
 DRAWN: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
     (
@@ -118,9 +114,11 @@ DRAWN: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
     (MaskFlowMatching, *KAPPAS[-1]),
     (UniformFlowMatching, *KAPPAS[-1]),
 ]
-DRAWN_IN_STEPS: list[tuple[type[Paradigm], dict[str, Any], Curve]] = [
-    (AbsorbingDiffusion, {"schedule": "linear_beta", "num_train_timesteps": 20}, in_steps)
-]
+IN_20_STEPS: tuple[type[Paradigm], dict[str, Any], Curve] = (
+    AbsorbingDiffusion,
+    {"schedule": "linear_beta", "num_train_timesteps": 20},
+    lambda t: ALPHA_BARS["linear_beta"](round(20 * t), 20),
+)
 
 
 def corrupted_composition(paradigm: Paradigm, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +151,7 @@ def deviation_p_value(
 
 
 @SAMPLINGS
-@pytest.mark.parametrize(("paradigm_class", "settings", "kept"), [*DRAWN[:2], *DRAWN_IN_STEPS])
+@pytest.mark.parametrize(("paradigm_class", "settings", "kept"), [*DRAWN[:2], IN_20_STEPS])
 def test_residues_are_masked_with_the_probability_that_the_schedule_does_not_keep(
     paradigm_class: type[Paradigm], settings: dict[str, Any], kept: Curve, time_sampling: str
 ) -> None:

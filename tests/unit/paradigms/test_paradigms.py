@@ -118,7 +118,7 @@ def test_the_expected_diffusion_loss_is_the_discrete_elbo(
         weight = steps * (a[t - 1] - a[t]) / (1 - a[t])
         for masked in four.SUBSETS:
             chance = four.mask_probability(masked, 1 - a[t]) / steps
-            expected += chance * weight * sum(toy.nats(four.PROTEIN, masked, t / steps))
+            expected += chance * weight * sum(toy.nats(masked, t / steps))
         found += four.expected_loss(monkeypatch, paradigm, toy, t / steps, 1 - a[t]) / steps
     assert found == pytest.approx(expected, rel=four.FP32)
 
@@ -135,10 +135,8 @@ def test_the_expected_diffusion_loss_is_the_discrete_elbo(
 def test_the_mean_loss_counts_each_masked_residue_once(
     build: Callable[..., Paradigm], shift: int, vocabulary: Vocabulary, monkeypatch: MonkeyPatch
 ) -> None:
-    toy, batch = (
-        four.Toy(4, time_slope=1.0, vocabulary=vocabulary),
-        four.toy_batch(1, vocabulary=vocabulary),
-    )
+    toy = four.Toy(4, time_slope=1.0, vocabulary=vocabulary)
+    batch = four.toy_batch(1, vocabulary=vocabulary)
     paradigm = of(build(loss="mean"), vocabulary)
     for masked in four.SUBSETS:
         with monkeypatch.context() as patch:
@@ -146,9 +144,8 @@ def test_the_mean_loss_counts_each_masked_residue_once(
             corrupted = paradigm.corrupt(batch, Key(0))
         logits = toy(corrupted.tokens, batch.cu_seqlens, batch.max_seqlen, corrupted.times)
         nats, count = paradigm.loss(logits, batch, corrupted)
-        assert float(nats) == pytest.approx(
-            sum(toy.nats(four.PROTEIN, masked, 0.5, shift)), rel=four.FP32
-        )
+        expected = sum(toy.nats(masked, 0.5, shift))
+        assert float(nats) == pytest.approx(expected, rel=four.FP32)
         assert count == sum(masked)
 
 
@@ -168,12 +165,12 @@ def test_shift_never_masks_counts_or_scores_a_first_token(loss: str) -> None:
 
 
 def bound_by_enumeration(
-    monkeypatch: MonkeyPatch, paradigm: Paradigm, toy: four.Toy, **more: Any
+    monkeypatch: MonkeyPatch, paradigm: Paradigm, toy: four.Toy, control: Tensor | None
 ) -> float:
     """The expectation of the code's own estimator: every k and subset with its probability."""
     masks = [masked for masked in four.SUBSETS if any(masked)]
     sizes = torch.tensor([sum(masked) for masked in masks], dtype=torch.float64)
-    batch = four.toy_batch(len(masks), more.pop("protein", four.PROTEIN), toy.vocabulary)
+    batch = four.toy_batch(len(masks), vocabulary=toy.vocabulary)
     order = torch.tensor([[0.5, *(0.1 if m else 0.9 for m in masked), 0.5] for masked in masks])
 
     def scripted(key: Key, *indices: Tensor) -> Tensor:
@@ -181,7 +178,7 @@ def bound_by_enumeration(
 
     with monkeypatch.context() as patch:
         patch.setattr(masked_paradigm, "uniform", scripted)
-        estimates = paradigm.bound(toy, batch, Key(0), **more).nats
+        estimates = paradigm.bound(toy, batch, Key(0), control=control).nats
     chances = [1 / four.LENGTH / math.comb(four.LENGTH, sum(masked)) for masked in masks]
     assert sum(chances) == pytest.approx(1)
     return float(estimates @ torch.tensor(chances, dtype=torch.float64))
@@ -204,13 +201,11 @@ def test_the_bound_estimates_the_exact_k_nelbo(
     monkeypatch: MonkeyPatch,
 ) -> None:
     paradigm = of(paradigm_class(schedule="linear"), vocabulary)
-    told: closed_forms.Curve = (
-        (lambda u: u) if paradigm_class is AbsorbingDiffusion else (lambda u: 1 - u)
-    )
     toy = four.Toy(6, time_slope=0.9, vocabulary=vocabulary)
-    expected = four.exact_k(toy, time_of=told)
+    flow = paradigm_class is MaskFlowMatching
+    expected = four.exact_k(toy, time_of=lambda u: 1 - u if flow else u)
     control = unigram_nats(vocabulary.predicted) if controlled else None
-    found = bound_by_enumeration(monkeypatch, paradigm, toy, control=control)
+    found = bound_by_enumeration(monkeypatch, paradigm, toy, control)
     assert found == pytest.approx(expected, rel=four.FP32)
 
 
@@ -317,7 +312,7 @@ def test_the_expected_loss_is_the_bounds_integral(
         rate = abs(kept(t - step) - kept(t + step)) / (2 * step)
         expected += sum(
             width * rate / masked_share * four.mask_probability(masked, masked_share)
-            * sum(toy.nats(four.PROTEIN, masked, float(t)))
+            * sum(toy.nats(masked, float(t)))
             for masked in four.SUBSETS
         )  # fmt: skip
     assert found == pytest.approx(expected, rel=1e-6)
