@@ -94,10 +94,8 @@ def exact_law(
     alphabet = torch.tensor([mask, *range(FIRST, stop)], dtype=torch.int32)
     states = torch.cartesian_prod(alphabet, alphabet)
     framed = torch.nn.functional.pad(states, (1, 1)).flatten()
-    model, law = (
-        joint.denoiser(paradigm),
-        torch.zeros(1 + residues, 1 + residues, dtype=torch.float64),
-    )
+    model = joint.denoiser(paradigm)
+    law = torch.zeros(1 + residues, 1 + residues, dtype=torch.float64)
     if paradigm.source == "mask":
         law[0, 0] = 1
     else:

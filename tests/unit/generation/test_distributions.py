@@ -1,6 +1,5 @@
 """A step's distribution without sampling, and that of samples, on a known joint distribution."""
 
-import copy
 import itertools
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,7 @@ from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
 from tests.conftest import Tokens
 from tests.unit.generation.known_joint import LETTERS, KnownJoint, distance, exact_law
-from tests.unit.paradigms.numbered_tokens import NumberedTokens
+from tests.unit.paradigms.numbered_tokens import NumberedTokens, of
 
 KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
     (AbsorbingDiffusion(), {"sampler": "ancestral"}),
@@ -37,13 +36,6 @@ KERNELS: list[tuple[Paradigm, dict[str, Any]]] = [
     (UniformFlowMatching(schedule="cubic"), {"sampler": "ancestral"}),
 ]
 UNEVEN = np.array([0.0, 0.1, 0.15, 0.5, 0.502, 0.9, 0.999, 1.0])
-
-
-def of(paradigm: Paradigm, vocabulary: Vocabulary) -> Paradigm:
-    """A copy for another vocabulary."""
-    other = copy.copy(paradigm)
-    other.vocabulary = vocabulary
-    return other
 
 
 @pytest.mark.parametrize(("paradigm", "options"), KERNELS)
@@ -147,7 +139,7 @@ def test_first_hitting_draws_from_the_joint_distribution_with_no_steps_at_all(
     paradigm: Paradigm, vocabulary: Vocabulary
 ) -> None:
     """5,000 triples, five in each sequence."""
-    joint, paradigm.vocabulary = KnownJoint(3, vocabulary), vocabulary
+    joint, paradigm = KnownJoint(3, vocabulary), of(paradigm, vocabulary)
     model, sampling = joint.denoiser(paradigm, 5), Sampling(sampler="first_hitting")
     templates = [np.full(15, vocabulary.mask, dtype=vocabulary.dtype)] * 1000
     rows = sample(model, paradigm, templates, sampling, max_length=17, token_budget=WHOLE)

@@ -1,6 +1,5 @@
 """Templates of every kind of vocabulary, and the histogram of lengths of an export."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from d2plm.generation.templates import parse_template
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
+from tests.unit.paradigms.numbered_tokens import of
 
 
 def test_both_spellings_of_a_mask_are_read() -> None:
@@ -73,8 +73,8 @@ def test_an_underscore_is_a_byte_of_text_and_only_mask_is_a_mark() -> None:
     "paradigm", [AbsorbingDiffusion(), MaskFlowMatching(), UniformFlowMatching()]
 )
 def test_every_sampler_fills_templates_of_two_bytes_a_token(paradigm: Paradigm) -> None:
-    paradigm, vocabulary = copy.copy(paradigm), Bytes()
-    paradigm.vocabulary = vocabulary
+    vocabulary = Bytes()
+    paradigm = of(paradigm, vocabulary)
 
     def model(tokens: Tensor, *_: object) -> Tensor:
         logits = torch.zeros(len(tokens), vocabulary.size)

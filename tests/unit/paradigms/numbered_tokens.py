@@ -1,8 +1,10 @@
 """Vocabularies of any number of tokens that are nothing but numbers."""
 
+import copy
 from collections.abc import Sequence
 
 from d2plm.core.vocabulary import FIRST, Nouns, Tokenised, Tokens, Vocabulary
+from d2plm.paradigms.paradigm import Paradigm
 
 
 class NumberedTokens(Vocabulary):
@@ -21,3 +23,10 @@ class NumberedTokens(Vocabulary):
 
     def decode(self, tokens: Tokens) -> str:
         raise NotImplementedError
+
+
+def of(paradigm: Paradigm, vocabulary: Vocabulary) -> Paradigm:
+    """A copy for another vocabulary."""
+    other = copy.copy(paradigm)
+    other.vocabulary = vocabulary
+    return other

@@ -10,6 +10,7 @@ from torch import Tensor
 from d2plm.core.batch import PackedBatch
 from d2plm.core.noise import Key
 from d2plm.core.vocabulary import FIRST
+from d2plm.data.loader import framed
 from d2plm.model.dit import DiT
 from d2plm.paradigms import paradigm as base
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
@@ -17,7 +18,7 @@ from d2plm.paradigms.flow_matching import MaskFlowMatching, UniformFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
 from d2plm.training.forecast import counting_saved
 from tests.conftest import DiTFactory, MonkeyPatch
-from tests.unit.paradigms.numbered_tokens import NumberedTokens
+from tests.unit.paradigms.numbered_tokens import NumberedTokens, of
 
 VOCABULARY = NumberedTokens(5000)
 CHUNK = 7  # positions
@@ -37,19 +38,12 @@ def model(tiny_dit: DiTFactory) -> DiT:
     return model
 
 
-def build(paradigm_class: type[Paradigm], settings: dict[str, Any]) -> Paradigm:
-    paradigm = paradigm_class(**settings)
-    paradigm.vocabulary = VOCABULARY
-    return paradigm
-
-
 def batch_of(lengths: list[int], first: int = 0) -> PackedBatch:
     random = np.random.default_rng(1)
-    sequences = [
-        np.concatenate([[0], random.integers(FIRST, VOCABULARY.size - 1, length), [2]])
-        for length in lengths
+    last = VOCABULARY.size - 1
+    tokens = [
+        framed(random.integers(FIRST, last, length, dtype=VOCABULARY.dtype)) for length in lengths
     ]
-    tokens = [sequence.astype(VOCABULARY.dtype) for sequence in sequences]
     ids = [first + index for index in range(len(tokens))]
     return PackedBatch.pack(tokens, token_budget=64, draw_ids=ids, global_sequences=5)
 
@@ -73,7 +67,7 @@ def gradients(
 def test_in_chunks_loss_and_gradients_are_those_of_whole_logits_which_autograd_does_not_keep(
     paradigm_class: type[Paradigm], settings: dict[str, Any], model: DiT, monkeypatch: MonkeyPatch
 ) -> None:
-    paradigm = build(paradigm_class, settings)
+    paradigm = of(paradigm_class(**settings), VOCABULARY)
     micro_batches = [batch_of([11, 30, 4]), batch_of([25, 9], first=3)]
     assert micro_batches[0].tokens.dtype == torch.uint16
     monkeypatch.setattr(base, "CHUNK_LOGITS", CHUNK * VOCABULARY.size)
@@ -96,7 +90,8 @@ def test_a_batch_without_targets_has_no_loss_and_a_gradient_of_zero(
     paradigm_class: type[Paradigm], settings: dict[str, Any], model: DiT
 ) -> None:
     """Ranks exchange gradients, so that each must have one."""
-    found = gradients(build(paradigm_class, settings), model, [batch_of([0])])
+    paradigm = of(paradigm_class(**settings), VOCABULARY)
+    found = gradients(paradigm, model, [batch_of([0])])
     assert set(found) == {"loss", *dict(model.named_parameters())}
     assert not any(value.any() for value in found.values())
 

@@ -28,18 +28,13 @@ from d2plm.paradigms.paradigm import Paradigm
 from tests.conftest import MonkeyPatch
 from tests.unit.paradigms import closed_forms
 from tests.unit.paradigms import four_residues as four
-from tests.unit.paradigms.numbered_tokens import NumberedTokens
+from tests.unit.paradigms.numbered_tokens import NumberedTokens, of
 
 SCHEDULES = pytest.mark.parametrize("schedule", closed_forms.ALPHA_BARS)
 EITHER = pytest.mark.parametrize("paradigm_class", [AbsorbingDiffusion, MaskFlowMatching])
 VOCABULARIES = pytest.mark.parametrize(
     "vocabulary", [PROTEINS, NumberedTokens(300)], ids=["20", "300"]
 )
-
-
-def of(paradigm: Paradigm, vocabulary: Vocabulary) -> Paradigm:
-    paradigm.vocabulary = vocabulary
-    return paradigm
 
 
 @SCHEDULES
