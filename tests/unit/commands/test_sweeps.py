@@ -331,7 +331,7 @@ def in_place_of_training(monkeypatch: MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_a_law_is_found(
+def test_every_run_is_trained_and_evaluated_and_the_law_is_written(
     in_place_of_training: dict[str, Any], tmp_path: Path, capsys: Captured
 ) -> None:
     results = scaling.run(experiment(f"work_dir={tmp_path}"))

@@ -144,7 +144,9 @@ def test_a_lock_that_cannot_be_made_is_an_error_that_names_it(tmp_path: Path) ->
             pass
 
 
-def test_a_wait_says_so_and_ends(tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged) -> None:
+def test_a_wait_is_reported_every_minute_and_ends_at_its_limit(
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
+) -> None:
     monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
     file = tmp_path / "lock"
     busy = "another training writes"

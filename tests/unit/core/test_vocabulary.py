@@ -126,7 +126,9 @@ def test_another_vocabulary_than_was_saved_is_refused(subwords: Subwords, tmp_pa
 
 
 @pytest.mark.parametrize("letters", [1, 7, 1 << 20])
-def test_batches_of_any_size(subwords: Subwords, monkeypatch: MonkeyPatch, letters: int) -> None:
+def test_texts_are_tokenised_in_batches_of_any_size(
+    subwords: Subwords, monkeypatch: MonkeyPatch, letters: int
+) -> None:
     texts = [b"in the beginning", b"", b"was", b"\xff", b"", b"the word, and the word was"]
     expected = [subwords.encode(text.decode(), "").tolist() for text in texts if text.isalnum()]
     monkeypatch.setattr("d2plm.core.vocabulary._BATCH_LETTERS", letters)

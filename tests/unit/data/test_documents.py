@@ -62,7 +62,9 @@ def _expected(text: str, form: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("part", [7, 64, 1 << 20])
 @pytest.mark.parametrize("form", ["text", "lines", "paragraphs"])
-def test_parts_join_whole(tmp_path: Path, monkeypatch: MonkeyPatch, form: str, part: int) -> None:
+def test_a_plain_text_is_read_whole_in_parts_of_any_size(
+    tmp_path: Path, monkeypatch: MonkeyPatch, form: str, part: int
+) -> None:
     monkeypatch.setattr("d2plm.data.documents._PART_BYTES", part)
     monkeypatch.setattr("d2plm.data.documents._BLOCK_BYTES", part)
     path = _write(tmp_path / "a.txt", "\ufeff" + TEXT)
@@ -109,7 +111,9 @@ def test_a_bad_line_is_named(tmp_path: Path, content: bytes | str, place: str) -
         *(("a.idx", b"MMIDIDX\0\0"), ("a.bin", b"\1\0")),
     ],
 )
-def test_another_form_is_no_text_unasked(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_file_of_another_form_is_no_text_unasked(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     path = _write(tmp_path / name, content)
     with pytest.raises(DataError, match=f"{path}: .*format=text"):
         ingest(path, tmp_path / "out", vocabulary=BYTES)

@@ -77,7 +77,9 @@ def read(
 
 @pytest.mark.parametrize("build", [mmididx, tntidx])
 @pytest.mark.parametrize("code", sorted(CODES))
-def test_both_layouts_any_dtype(tmp_path: Path, build: Callable[..., Path], code: int) -> None:
+def test_both_layouts_are_read_in_every_dtype(
+    tmp_path: Path, build: Callable[..., Path], code: int
+) -> None:
     assert read(build(tmp_path / "a.b", DOCUMENTS, code)) == WHOLE
 
 

@@ -62,7 +62,9 @@ def test_an_epoch_contains_every_sequence_once_within_every_limit(
 
 
 @pytest.mark.parametrize(("budget", "full", "epoch"), [(8192, 0.97, 0), (65_536, 0.996, 1)])
-def test_bins_are_full(proteins: list[np.ndarray], budget: int, full: float, epoch: int) -> None:
+def test_bins_of_proteins_are_full(
+    proteins: list[np.ndarray], budget: int, full: float, epoch: int
+) -> None:
     lengths = [len(tokens) for tokens in proteins]
     bins = len(sampler(lengths, token_budget=budget, max_length=1024).plan(epoch))
     tokens = sum(min(length + 2, 1024) for length in lengths)

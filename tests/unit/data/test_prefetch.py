@@ -68,7 +68,9 @@ def test_a_thread_makes_the_next_batch_while_one_is_used(tiny_store: SequenceSto
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_gpus_change_nothing(tiny_store: SequenceStore, enabled: bool, pin_memory: bool) -> None:
+def test_on_a_gpu_order_and_content_are_those_of_a_plain_copy(
+    tiny_store: SequenceStore, enabled: bool, pin_memory: bool
+) -> None:
     device, count = torch.device("cuda"), 0
     fetched = prefetch(stream(tiny_store, pin_memory=pin_memory), device, enabled=enabled)
     for ours, theirs in zip(fetched, stream(tiny_store), strict=True):

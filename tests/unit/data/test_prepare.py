@@ -387,7 +387,9 @@ def test_half_a_split_is_not_opened(tmp_path: Path, calls: Calls, monkeypatch: M
         open_prepared(out)
 
 
-def test_others_searches_are_unused(tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch) -> None:
+def test_searches_of_other_sequences_are_not_taken_for_these(
+    tmp_path: Path, calls: Calls, monkeypatch: MonkeyPatch
+) -> None:
     """A clustering that was lost and came out otherwise holds out others."""
     fasta, out = _stopped(tmp_path)
     for stage in (out / "cache").glob("clusters-*"):

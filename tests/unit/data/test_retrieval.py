@@ -104,7 +104,9 @@ def test_relatives_are_diverse_and_the_protein_is_not_one_of_them(retrieve: Retr
         ({"min_coverage": 0.8, "max_e_value": 1e-34}, {"nearer", "remote"}),
     ],
 )
-def test_settings_choose(settings: dict[str, Any], expected: set[str], retrieve: Retrieve) -> None:
+def test_each_setting_chooses_the_relatives(
+    settings: dict[str, Any], expected: set[str], retrieve: Retrieve
+) -> None:
     assert {*names(retrieve(**settings)[0])} == expected
 
 
@@ -116,7 +118,9 @@ def test_distant_relatives_are_found_behind_hundreds_of_near_copies(folder: Path
     assert names(found) == ["remote"]
 
 
-def test_only_the_same_is_kept(reference: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_a_result_is_kept_for_the_same_reference_and_settings_alone(
+    reference: Path, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
     searches: list[Any] = []
     search = MMseqs.alignments
 

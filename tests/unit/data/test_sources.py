@@ -171,7 +171,9 @@ def test_every_form_gives_the_same_records(tmp_path: Path, few: list[Record], fo
     assert sorted(read) == sorted(few) if form.startswith("lmdb") else read == few
 
 
-def test_all_inputs_are_read(tmp_path: Path, few: list[Record], monkeypatch: MonkeyPatch) -> None:
+def test_several_inputs_are_read_one_after_another(
+    tmp_path: Path, few: list[Record], monkeypatch: MonkeyPatch
+) -> None:
     parts = {"fasta.zst": few[:3], "parquet": few[3:6], "csv": few[6:]}
     paths = [FORMS[form](tmp_path, own) for form, own in parts.items()]
     with monkeypatch.context() as patch:
@@ -221,7 +223,9 @@ def test_a_pipe_is_read_once_and_whole(tmp_path: Path, few: list[Record]) -> Non
         assert _read(tmp_path / "pipe") == few
 
 
-def test_passes_over_lmdb(tmp_path: Path, records: list[Record], monkeypatch: MonkeyPatch) -> None:
+def test_a_large_lmdb_is_read_in_several_passes(
+    tmp_path: Path, records: list[Record], monkeypatch: MonkeyPatch
+) -> None:
     monkeypatch.setattr("d2plm.data.sources._LMDB_PASS_BYTES", 5000)
     monkeypatch.setattr("d2plm.data.sources._ROWS", 7)
     assert _read(FORMS["lmdb of letters"](tmp_path, records)) == sorted(records)

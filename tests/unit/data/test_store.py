@@ -200,14 +200,18 @@ def test_what_no_store_takes_leaves_nothing(
     assert not any(tmp_path.iterdir())
 
 
-def test_no_locks_is_said_once(tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged) -> None:
+def test_a_file_system_without_locks_is_reported_once_and_used(
+    tmp_path: Path, monkeypatch: MonkeyPatch, caplog: Logged
+) -> None:
     refused = OSError(errno.ENOLCK, "Operation not supported")
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=refused))
     SequenceStore(_write(tmp_path / "s")).verify()
     assert len(caplog.records) == 1
 
 
-def test_threads_read_while_others_pass(several: SequenceStore, monkeypatch: MonkeyPatch) -> None:
+def test_threads_read_at_random_while_others_pass_over_the_store(
+    several: SequenceStore, monkeypatch: MonkeyPatch
+) -> None:
     monkeypatch.setattr("d2plm.data.store._PASS_BYTES", 1)
     expected = _many()
 

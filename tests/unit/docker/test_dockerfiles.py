@@ -156,7 +156,7 @@ def tracked() -> Iterator[tuple[str, list[str]]]:
         yield f"http://127.0.0.1:{port}", calls
 
 
-def test_packages_suffice(
+def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
     site_packages: Path, tracked: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "component.py").write_text(STEP)

@@ -1,5 +1,6 @@
 """DiT: packing changes nothing, loading never invents a weight, initialisation is by name."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,13 @@ def test_weights_that_are_not_the_models_are_named(saved: Path) -> None:
         save_file(other, saved / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ModelError, match=named):
             load_dit(saved)
+
+
+def test_a_configuration_of_other_layers_is_rejected_before_it_is_built(saved: Path) -> None:
+    content = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 10**7}))
+    with pytest.raises(ModelError, match="num_hidden_layers=10000000"):
+        load_dit(saved)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -194,6 +194,16 @@ def test_an_untied_projection_is_read(folder: Path, sequences: list[Row]) -> Non
     assert packed_difference(untied, load_esm(folder), sequences) < TOLERANCE
 
 
+def test_the_model_does_not_depend_on_the_file_once_it_is_loaded(folder: Path) -> None:
+    ours, file = load_esm(folder), folder / "model.safetensors"
+    before = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 4)
+        stream.write(bytes(file.stat().st_size // 2))
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
 def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 

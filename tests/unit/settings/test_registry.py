@@ -158,7 +158,9 @@ def test_a_module_of_the_command_line_is_passed_on(research: list[str], tmp_path
         assert str(caught.value).startswith(f"--module {name}: ")
 
 
-def test_ranks_have_modules(research: list[str], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_processes_of_a_training_have_the_module(
+    research: list[str], tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
     def run(torchrun: list[str], *_: object) -> int:
         assert "--nproc-per-node=2" in torchrun
         ran = d2plm(*torchrun[torchrun.index("train") :], WORLD_SIZE="1")  # one of its ranks

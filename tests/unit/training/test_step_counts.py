@@ -1,9 +1,10 @@
 """What one training step costs, counted and never timed.
 
-Waits for the device, recompilations and FLOPs are the same on every machine, so this test
+Waits for the device, recompilations, kernels and FLOPs are the same on every machine, so this test
 holds on one without a GPU what makes a step fast on one. (Padding is counted in test_packing.)
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2plm.core.batch import PackedBatch
 from d2plm.data.loader import Collection, Position
+from d2plm.data.prefetch import prefetch
 from d2plm.data.store import SequenceStore
 from d2plm.model import experts, layers
 from d2plm.model.dit import DiT
@@ -35,6 +38,7 @@ from d2plm.training.callbacks.profiler import Profiler
 from d2plm.training.callbacks.progress_bar import ProgressBar
 from d2plm.training.distributed import Process
 from d2plm.training.muon import build_muon
+from d2plm.training.optimizer import build_adamw
 from d2plm.training.plan import Plan
 from d2plm.training.trainer import Trainer
 from tests.conftest import ESM, EXPERTS, LLAMA, TINY_SIZES, MonkeyPatch, Tokens
@@ -167,6 +171,44 @@ def test_all_blocks_are_one_graph_compiled_once(build: Build, monkeypatch: Monke
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch._dynamo.reset()
+
+
+NO_KERNEL = {
+    f"aten.{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
+} | {"aten.promote_types"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = f"{func.namespace}.{func.overloadpacket.__name__}"
+        if not func.is_view and func.namespace != "profiler" and name not in NO_KERNEL:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# At most, in the second step of a model of two blocks, uncompiled, with one micro-batch; lower them
+# with what you save. AdamW's own are 4. Muon's are 110: 15 products and 4 kernels around them for
+# each of five shapes, whatever the depth.
+@pytest.mark.thorough
+@pytest.mark.parametrize(("optimizer", "most"), [(build_adamw, 469), (build_muon, 575)])
+def test_a_step_launches_no_more_kernels_than_it_did(
+    optimizer: Callable[..., Optimizer], most: int, build: Build, monkeypatch: MonkeyPatch
+) -> None:
+    with counting():
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+        trainer = build(kind=OnCuda, optimizer=optimizer, compile=False, precision="bf16")
+        batches = prefetch(trainer.loader.stream(Position()), CUDA, enabled=False)
+        trainer.train_step(next(batches))
+        batch = next(batches)
+        with Launches() as counts:
+            trainer.train_step(batch)
+    assert counts.found.total() <= most, counts.found
 
 
 def attention_written_out(
