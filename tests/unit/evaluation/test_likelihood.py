@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from d2plm.core.errors import ModelError
-from d2plm.core.vocabulary import encode
-from d2plm.evaluation.likelihood import corpus_estimate, score_sequences
+from d2plm.core.vocabulary import MASK, RESIDUES, encode
+from d2plm.evaluation.likelihood import FRACTION_BINS, corpus_estimate, score_sequences
 from d2plm.paradigms.diffusion import AbsorbingDiffusion
 from d2plm.paradigms.flow_matching import MaskFlowMatching
 from d2plm.paradigms.paradigm import Paradigm
@@ -55,6 +55,19 @@ def test_scores_do_not_depend_on_the_packing(paradigm: Paradigm, proteins: list[
     # A sequence's masks are keyed by its index, so what follows it cannot matter.
     fewer = score_sequences(context_model, paradigm, sequences[:5], token_budget=900, **settings)
     np.testing.assert_allclose(fewer.nats, one.nats[:5], rtol=1e-12)
+
+
+def test_a_draw_counts_in_the_bin_of_its_masked_share() -> None:
+    counts, expected = list[int](), [0] * FRACTION_BINS
+
+    def model(tokens: Tensor, *more: Any) -> Tensor:
+        counts.append(int((tokens == MASK).sum()))
+        expected[-(-counts[-1] * FRACTION_BINS // 20) - 1] += counts[-1]
+        return uniform_model(tokens, *more)
+
+    settings: Any = {"masks_per_sequence": 20, "with_mlm15": False}
+    found = score_sequences(model, AbsorbingDiffusion(), [encode(RESIDUES)], **settings)
+    assert found.calibration.residues[0].tolist() == expected and {*counts} == {*range(1, 21)}
 
 
 def test_other_masks_have_another_digest() -> None:
