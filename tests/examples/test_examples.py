@@ -88,6 +88,7 @@ def test_a_card_says_what_is_not_known_and_what_the_model_cannot_do(exports: Exp
     assert "CC BY 4.0" in card and "not a model of proteins" in card
 
 
+@pytest.mark.thorough  # of packages, not of code
 def test_the_folder_alone_works_with_the_core_dependencies_as_its_card_says(
     trained: Path, tmp_path: Path
 ) -> None:

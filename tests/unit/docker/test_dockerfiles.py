@@ -156,6 +156,7 @@ def tracked() -> Iterator[tuple[str, list[str]]]:
         yield f"http://127.0.0.1:{port}", calls
 
 
+@pytest.mark.thorough  # of packages, not of code
 def test_prepare_runs_and_is_tracked_with_the_listed_packages_alone(
     site_packages: Path, tracked: tuple[str, list[str]], tmp_path: Path
 ) -> None:
