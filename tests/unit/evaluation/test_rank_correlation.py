@@ -57,7 +57,7 @@ def test_only_measured_variants_count() -> None:
     found = rank_correlation(scores, measured, of_positions(5))
     assert found.variants == 4
     assert found.rho == pytest.approx(0.8)
-    variants, (scores, measured) = of_positions(20, 3), correlated(np.random.default_rng(3), 60, 0.5)
+    (scores, measured), variants = correlated(np.random.default_rng(3), 60, 0), of_positions(20, 3)
     measured[::4] = np.nan
     known = np.flatnonzero(np.isfinite(measured))
     of_known = rank_correlation(scores[known], measured[known], [variants[i] for i in known])
