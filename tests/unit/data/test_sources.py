@@ -251,7 +251,7 @@ def test_cells_of_a_table_of_any_type_are_text(tmp_path: Path) -> None:
     ):
         columns = {"sequence": pyarrow.array(["MK", "AC"]).dictionary_encode()}
         columns |= {} if ids is None else {"id": ids}
-        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=1)
         assert _read(path) == [*zip(names, ["MK", "AC"], strict=True)]
 
 
