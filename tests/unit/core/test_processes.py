@@ -223,7 +223,7 @@ def test_a_handler_is_kept_on_exit(error: type[BaseException], monkeypatch: Monk
 
 def test_jobs_run_in_order_with_shares_of_cores(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    code = f"cd {tmp_path}; echo $OMP_NUM_THREADS; touch $$.runs; sleep 0.1; ls *.runs | wc -l"
+    code = f"cd {tmp_path}; echo $OMP_NUM_THREADS; touch $$.runs; sleep 0.1; echo *.runs | wc -w"
     words = [["sh", "-c", f"{code}; rm $$.runs"], ["echo", "second"]]
     jobs = [Job(f"job {i}", words, tmp_path / f"{i}.log") for i in range(4)]
     assert {job.name for job in run_jobs(jobs, parallel=2)} == {job.name for job in jobs}
