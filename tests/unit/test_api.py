@@ -182,8 +182,6 @@ NO_LISTS: dict[str, Callable[[], Any]] = {
     "table": lambda: TABLE,
     "Arrow": lambda: pa.table({"sequence": ["MK"]}),
     "matrix": lambda: np.array([["MK"]]),
-    "mapping": lambda: {"a": "MK"},
-    "set": lambda: {"MK"},
     "column with missing values": lambda: pd.Series(["MK", None]),
     "['']": lambda: [""],
     **{f"['MK', {one!r}]": partial(lambda one: ["MK", one], one) for one in NO_TEXT},

@@ -17,14 +17,12 @@ REPOSITORY = Path(__file__).parents[2]
 LINES = {
     "d2plm tr": ["train "],
     "d2plm data ": ["--help ", "export ", "head ", "stats ", "verify "],
-    "d2plm pipeline can": ["cancel "],
     "d2plm train trainer.max_st": ["trainer.max_steps="],
     "d2plm train mod": ["model.", "model=", "model_dir="],
     "d2plm train trainer.precision=fp1": ["trainer.precision=fp16 "],
     "d2plm doctor cluster=": ["cluster=auto ", "cluster=false ", "cluster=true "],
     "d2plm train --dry": ["--dry-run ", "--dry_run="],
     "d2plm score input=data/p": ["input=data/proteins.fasta "],
-    "d2plm score --input data/p": ["data/proteins.fasta "],
     "d2plm evaluate model_dir=da": ["model_dir=data/"],
     "d2plm score input=data/.": ["input=data/.hidden "],
 }

@@ -52,7 +52,11 @@ def test_scores_do_not_depend_on_the_packing(paradigm: Paradigm, proteins: list[
     assert one.mlm15 is not None and other.mlm15 is not None
     np.testing.assert_allclose(one.mlm15.nats, other.mlm15.nats, rtol=1e-12)
     assert one.masks_digest == other.masks_digest
-    # A sequence's masks are keyed by its index, so what follows it cannot matter.
+    shares = [
+        score_sequences(context_model, paradigm, sequences, **settings, rank=rank, world_size=4)
+        for rank in range(4)  # of which some have no batch
+    ]
+    np.testing.assert_allclose(sum(share.nats for share in shares), one.nats, rtol=1e-12)
     fewer = score_sequences(context_model, paradigm, sequences[:5], token_budget=900, **settings)
     np.testing.assert_allclose(fewer.nats, one.nats[:5], rtol=1e-12)
 
